@@ -1,0 +1,44 @@
+# Everything from a bare machine with Python 3.11: `make test`, `make demo`.
+PYTHON ?= python3.11
+PIP = .venv/bin/pip --disable-pip-version-check
+RUN = .venv/bin/python
+
+.PHONY: setup test lint types unit newest demo bench clean
+
+# torch first and by exact version: any other order may fetch a build with gigabytes of GPU libraries.
+.venv/ready: pyproject.toml
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
+	$(PIP) install -q "torch==2.13.0"
+	$(PIP) install -q "transformers==5.17.0"
+	$(PIP) install -q -e ".[test]"
+	touch .venv/ready
+
+setup: .venv/ready
+
+test: setup lint types unit
+
+lint:
+	.venv/bin/ruff check src tests benchmarks examples
+	.venv/bin/ruff format --check src tests benchmarks examples
+
+types:
+	.venv/bin/mypy
+
+unit:
+	.venv/bin/pytest -m "not gpu" --cov --cov-report=term
+
+# The newest transformers, in a virtual environment of its own: it tells early, it does not decide.
+newest:
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest || python3 -m venv .venv-newest
+	.venv-newest/bin/pip --disable-pip-version-check install -q "torch==2.13.0"
+	.venv-newest/bin/pip --disable-pip-version-check install -q -U transformers -e ".[test]"
+	.venv-newest/bin/pytest -m "not gpu and not slow" -q -p no:cacheprovider
+
+demo: setup
+	$(RUN) examples/first_injection.py
+
+bench: setup
+	$(RUN) benchmarks/overhead.py
+
+clean:
+	rm -rf .venv .venv-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

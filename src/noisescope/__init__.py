@@ -1,0 +1,65 @@
+"""noisescope: controlled noise as an oscilloscope for large language models.
+
+Names are loaded when first used (PEP 562), so `import noisescope` and `noisescope --help` never load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    # values
+    "Injection": "noisescope.injection",
+    "Site": "noisescope.sites",
+    # perturbations
+    "Gaussian": "noisescope.probe.noise",
+    "Uniform": "noisescope.probe.noise",
+    "Bias": "noisescope.probe.noise",
+    "Shrink": "noisescope.probe.noise",
+    "Format": "noisescope.probe.formats",
+    # the probe
+    "inject": "noisescope.probe.inject",
+    "capture": "noisescope.probe.capture",
+    # models
+    "load": "noisescope.model",
+    "wrap": "noisescope.model",
+    "Subject": "noisescope.model",
+    "dissect": "noisescope.anatomy",
+    # errors
+    "NoisescopeError": "noisescope.errors",
+    "InvalidInput": "noisescope.errors",
+    "NothingInjected": "noisescope.errors",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+if TYPE_CHECKING:
+    from noisescope.anatomy import dissect as dissect
+    from noisescope.errors import InvalidInput as InvalidInput
+    from noisescope.errors import NoisescopeError as NoisescopeError
+    from noisescope.errors import NothingInjected as NothingInjected
+    from noisescope.injection import Injection as Injection
+    from noisescope.model import Subject as Subject
+    from noisescope.model import load as load
+    from noisescope.model import wrap as wrap
+    from noisescope.probe.capture import capture as capture
+    from noisescope.probe.formats import Format as Format
+    from noisescope.probe.inject import inject as inject
+    from noisescope.probe.noise import Bias as Bias
+    from noisescope.probe.noise import Gaussian as Gaussian
+    from noisescope.probe.noise import Shrink as Shrink
+    from noisescope.probe.noise import Uniform as Uniform
+    from noisescope.sites import Site as Site
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'noisescope' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

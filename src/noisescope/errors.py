@@ -1,0 +1,44 @@
+"""Every error noisescope raises on purpose. A message says what came, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NoisescopeError(Exception):
+    """The root: `except NoisescopeError` catches all that noisescope raises on purpose."""
+
+    exit_code = 2
+
+
+class InvalidInput(NoisescopeError, ValueError):
+    """An argument, a file or a name that can't be used."""
+
+
+class UnsupportedModel(NoisescopeError):
+    """A model whose arithmetic can't be reached from here (no blocks, a serving engine, a packed weight)."""
+
+
+class ModelHeld(NoisescopeError):
+    """Another thread holds a scope on this model, or the model was copied while one was open."""
+
+
+class MissingExtra(NoisescopeError):
+    """An optional package is needed."""
+
+
+class NothingInjected(NoisescopeError):
+    """A scope ended without altering what it was aimed at: never report that as "robust"."""
+
+
+class NoiseRoundsAway(NothingInjected):
+    """The noise is smaller than half the spacing of the numbers it fell on, so rounding removed it."""
+
+
+def unknown(what: str, came: object, allowed: Iterable[object]) -> InvalidInput:
+    """The error for a name outside a list, with the nearest allowed name."""
+    names = [str(name) for name in allowed]
+    near = difflib.get_close_matches(str(came), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return InvalidInput(f"unknown {what} {came!r}. Allowed: {', '.join(names)}.{hint}")

@@ -1,0 +1,155 @@
+"""An injection: a perturbation, where it falls, how strongly, and with which seed. A value; no torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from noisescope.errors import InvalidInput, unknown
+from noisescope.sites import PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
+
+Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A perturbation at sites.
+
+    operators, layers, places, modules (glob patterns on dotted names) and channels narrow the aim; None means no
+    narrowing. `layers` and `places` add up: layers={3}, places={"lm_head"} is block 3 and the head. MoE routers take
+    part only where `modules` names them, rotary angles only where `places` has "rotary" or `modules` names them.
+
+    The strength at a site is the phase's scale (`phase_scales`, else the perturbation's own) times
+    `operator_multipliers[operator]` times `layer_multipliers[place]`.
+    """
+
+    perturbation: Perturbation
+    operators: frozenset[str] | None = None
+    layers: frozenset[int] | None = None
+    places: frozenset[Place] | None = None
+    modules: tuple[str, ...] | None = None
+    channels: tuple[int, ...] | None = None
+    tensor: str = "output"
+    phases: frozenset[str] = frozenset(PHASES)
+    phase_scales: Mapping[str, float] = field(default_factory=dict)
+    operator_multipliers: Mapping[str, float] = field(default_factory=dict)
+    layer_multipliers: Mapping[Place, float] = field(default_factory=dict)
+    renormalise: bool = False  # softmax rows divided by their sum again after the noise
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not callable(self.perturbation):
+            raise InvalidInput(
+                f"the first argument of Injection is a perturbation such as Gaussian(0.05); got {self.perturbation!r}"
+            )
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen dataclass)
+        if self.operators is not None:
+            put("operators", frozenset(canonical_operator(name) for name in _names(self.operators, "operators")))
+        if self.layers is not None:
+            put("layers", frozenset(_layer(layer) for layer in _names(self.layers, "layers")))
+        if self.places is not None:
+            put("places", frozenset(canonical_place(place) for place in _names(self.places, "places")))
+        if self.modules is not None:
+            patterns = (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
+            put("modules", patterns)
+        if self.channels is not None:
+            put("channels", _channels(self.channels))
+        if self.tensor not in TENSORS:
+            raise unknown("tensor", self.tensor, TENSORS)
+        put("phases", frozenset(_names(self.phases, "phases")))
+        for phase in [*self.phases, *self.phase_scales]:
+            if phase not in PHASES:
+                raise unknown("phase", phase, PHASES)
+        if not self.phases:
+            raise InvalidInput("phases is empty: an injection needs 'forward', 'backward' or both")
+        put("phase_scales", {phase: _scale(s, f"scale of {phase}") for phase, s in self.phase_scales.items()})
+        put(
+            "operator_multipliers",
+            {canonical_operator(o): _scale(m, f"multiplier of {o}") for o, m in self.operator_multipliers.items()},
+        )
+        put(
+            "layer_multipliers",
+            {canonical_place(p): _scale(m, f"multiplier of layer {p}") for p, m in self.layer_multipliers.items()},
+        )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InvalidInput(f"seed must be an int, got {self.seed!r}")
+
+    def selects(self, site: Site) -> bool:
+        """Whether this site is aimed at (channels and phases apart)."""
+        if not matches_operator(self.operators, site.operator, site.component):
+            return False
+        named = self.modules is not None and any(fnmatch.fnmatchcase(site.module, p) for p in self.modules)
+        if self.modules is not None and not named:
+            return False
+        if site.component == "router" and not named:
+            return False
+        if self.layers is None and self.places is None:
+            return site.place != "rotary" or named
+        return (self.layers is not None and site.place in self.layers) or (
+            self.places is not None and site.place in self.places
+        )
+
+    def strength(self, site: Site) -> float | None:
+        """The effective scale at a site, or None where the perturbation has no scale (a number format)."""
+        scale = self.phase_scales.get(site.phase, getattr(self.perturbation, "scale", None))
+        multiplier = self.operator_multipliers.get(site.operator, 1.0)
+        for group in ("gemm", "attention", "mlp"):
+            if group in self.operator_multipliers and matches_operator({group}, site.operator, site.component):
+                multiplier *= self.operator_multipliers[group]
+        multiplier *= self.layer_multipliers.get(site.place, 1.0)
+        if scale is None:
+            return None
+        return float(scale) * multiplier
+
+    def perturbation_at(self, site: Site) -> Perturbation:
+        """The perturbation with the strength of this site put in."""
+        if not (self.phase_scales or self.operator_multipliers or self.layer_multipliers):
+            return self.perturbation
+        strength = self.strength(site)
+        if strength is None:
+            raise InvalidInput(
+                f"{self.perturbation!r} has no scale, so phase_scales and multipliers can't act on it: leave them out"
+            )
+        if strength == getattr(self.perturbation, "scale", None):
+            return self.perturbation
+        if dataclasses.is_dataclass(self.perturbation) and not isinstance(self.perturbation, type):
+            return dataclasses.replace(self.perturbation, scale=strength)
+        raise InvalidInput(f"{self.perturbation!r} must be a dataclass with a field `scale` to take multipliers")
+
+
+def _names(values: Iterable[Any] | str | int, what: str) -> list[Any]:
+    """A set given as a set, a list, or (a kind mistake) as one bare name."""
+    if isinstance(values, (str, int)):
+        return [values]
+    try:
+        return list(values)
+    except TypeError:
+        raise InvalidInput(f"{what} must be a set or a list, got {values!r}") from None
+
+
+def _layer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInput(f"layers are block indices (ints), got {value!r}; other places go into places={{'lm_head'}}")
+    if value < 0:
+        raise InvalidInput(f"layer {value} is negative; blocks count from 0")
+    return value
+
+
+def _channels(values: Any) -> tuple[int, ...]:
+    channels = tuple(sorted({int(c) for c in _names(values, "channels")}))
+    if not channels or channels[0] < 0:
+        raise InvalidInput(f"channels must be indices from 0 on, got {values!r}")
+    return channels
+
+
+def _scale(value: Any, what: str) -> float:
+    """A finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInput(f"{what} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise InvalidInput(f"{what} must be finite and at least 0, got {value}")
+    return float(value)

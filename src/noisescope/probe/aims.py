@@ -1,0 +1,207 @@
+"""An aim: one operator of one unit, with the perturbation that falls on it.
+
+Gradients pass a forward perturbation unchanged: a rounding error has no derivative (straight-through). A backward
+perturbation falls on the gradient of each input and of the weight as this use of it produced it, so tied weights and
+accumulated gradients get their noise once per use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.anatomy import Unit
+from noisescope.errors import InvalidInput
+from noisescope.injection import Injection, Perturbation
+from noisescope.probe.draws import Draw, Rows
+from noisescope.probe.tally import SiteCount
+from noisescope.sites import Site
+
+_SAMPLED_ROWS = 16  # rows looked at on a site's first call to measure the share of changed elements
+_WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its perturbation is the same in every forward
+
+
+class Context:
+    """One call of the model, or of one block within it: which rows run, and how often each aim has fired in it."""
+
+    __slots__ = ("rows", "place", "fired", "recomputing", "grad")
+
+    def __init__(self, rows: Rows, place: Any = None, *, recomputing: bool = False, grad: bool = False) -> None:
+        self.rows = rows
+        self.place = place
+        self.fired: dict[int, int] = {}
+        self.recomputing = recomputing  # gradient checkpointing runs this forward again: same noise, no tally
+        self.grad = grad
+
+    def occurrence(self, aim: Aim) -> int:
+        count = self.fired.get(id(aim), 0)
+        self.fired[id(aim)] = count + 1
+        return count
+
+
+class Aim:
+    """Applies an injection to one operator of one unit."""
+
+    def __init__(self, unit: Unit, operator: str, injection: Injection, count: SiteCount) -> None:
+        self.unit = unit
+        self.operator = operator
+        self.count = count
+        self.tensor = injection.tensor
+        self.seed = injection.seed
+        self.channels = injection.channels
+        self.renormalise = injection.renormalise and operator == "softmax"
+        site = unit.site(operator)
+        self.forward: Perturbation | None = None
+        self.backward: Perturbation | None = None
+        if "forward" in injection.phases:
+            self.forward = injection.perturbation_at(site)
+        if "backward" in injection.phases:
+            self.backward = injection.perturbation_at(unit.site(operator, phase="backward"))
+        self.layout = "heads" if unit.kind != "module" and operator in ("matmul", "bmm", "softmax") else "tokens"
+        self._keys: dict[tuple[str, str, int], tuple[int, int]] = {}
+        self._mask: Tensor | None = None
+
+    def key(self, tensor: str, phase: str, occurrence: int) -> tuple[int, int]:
+        """The site's two numbers for the row hash, memoised: hashing once a site, not once a call."""
+        known = (tensor, phase, occurrence)
+        if known not in self._keys:
+            unit = self.unit
+            site = Site(self.operator, unit.place, unit.module, unit.component, tensor, phase, occurrence)
+            self._keys[known] = site.key(self.seed)
+        return self._keys[known]
+
+    # -- forward
+
+    def on_output(self, y: Any, context: Context, occurrence: int, *, fresh: bool) -> Any:
+        """The perturbed output; `fresh` says that nobody else holds it, so it may be changed in place."""
+        if self.forward is None or self.tensor != "output":
+            return y
+        if not isinstance(y, Tensor):  # a block that returns a tuple: its hidden states come first
+            if isinstance(y, tuple) and y and isinstance(y[0], Tensor):
+                return (self.on_output(y[0], context, occurrence, fresh=False), *y[1:])
+            raise InvalidInput(f"{self.unit.site(self.operator)} returned {type(y).__name__}, not a tensor")
+        return self._forward(y, context, context.rows, occurrence, self.layout, "output", fresh=fresh)
+
+    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
+        if self.forward is None or self.tensor != "input":
+            return x
+        return self._forward(x, context, context.rows, occurrence, self.layout, "input", fresh=False)
+
+    def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
+        if self.forward is None or self.tensor != "weight":
+            return weight
+        return self._forward(weight, context, _WEIGHT_ROWS, occurrence, "plain", "weight", fresh=False)
+
+    def _forward(
+        self, y: Tensor, context: Context, rows: Rows, occurrence: int, layout: str, tensor: str, *, fresh: bool
+    ) -> Tensor:
+        if not y.is_floating_point():
+            raise InvalidInput(
+                f"the {tensor} of {self.unit.site(self.operator)} is {y.dtype}; noise falls on floating-point tensors"
+            )
+        draw = Draw(rows, self.key(tensor, "forward", occurrence), layout=layout, tensor=tensor)
+        perturbation = self.forward
+        assert perturbation is not None
+        first = self.count.forward == 0 and not context.recomputing
+        before = _sample(y) if first else None
+        if y.requires_grad and torch.is_grad_enabled():
+            noisy: Tensor = _StraightThrough.apply(y, functools.partial(self._apply, perturbation, draw))
+        else:
+            draw.overwrite = fresh and self.channels is None and not y.requires_grad
+            noisy = self._apply(perturbation, draw, y)
+        if not context.recomputing:
+            self.count.forward += 1
+            if before is not None:
+                self._note_change(perturbation, before, _sample(noisy))
+        return noisy
+
+    def _apply(self, perturbation: Perturbation, draw: Draw, y: Tensor) -> Tensor:
+        noisy = perturbation(y, draw)
+        if self.channels is not None:
+            noisy = torch.where(self._channel_mask(y), noisy, y)
+        if self.renormalise and draw.tensor == "output":
+            noisy = noisy / noisy.sum(-1, keepdim=True)
+        return noisy
+
+    def _channel_mask(self, y: Tensor) -> Tensor:
+        width = y.shape[-1]
+        if self._mask is None or self._mask.shape[0] != width or self._mask.device != y.device:
+            assert self.channels is not None
+            if self.channels[-1] >= width:
+                raise InvalidInput(
+                    f"channel {self.channels[-1]} is out of range: {self.unit.site(self.operator)} has {width} channels"
+                )
+            mask = torch.zeros(width, dtype=torch.bool)
+            mask[list(self.channels)] = True
+            self._mask = mask.to(y.device)
+        return self._mask
+
+    def _note_change(self, perturbation: Perturbation, before: Tensor, after: Tensor) -> None:
+        """Count changed elements on the device (read later, no synchronisation), and whether the noise can survive."""
+        self.count.samples.append(((before != after).sum(), before.numel()))
+        scale = getattr(perturbation, "scale", None)
+        floor = getattr(perturbation, "smallest_surviving", lambda eps: None)(torch.finfo(before.dtype).eps)
+        if floor is not None and scale is not None and 0 < scale < floor:
+            self.count.rounded_away = (scale, floor, str(before.dtype).removeprefix("torch."))
+
+    # -- backward
+
+    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, *, counts: bool) -> Tensor:
+        """The same tensor, whose gradient from this use will be perturbed. `counts`: this tap is the one tallied."""
+        if self.backward is None or not x.requires_grad:
+            return x
+        rows = context.rows
+        layout = self.layout if which == "input" else "plain"
+        tapped: Tensor = _Tap.apply(x, functools.partial(self._on_gradient, rows, occurrence, which, layout, counts))
+        return tapped
+
+    def _on_gradient(self, rows: Rows, occurrence: int, which: str, layout: str, counts: bool, g: Tensor) -> Tensor:
+        perturbation = self.backward
+        assert perturbation is not None
+        draw = Draw(rows, self.key(which, "backward", occurrence), layout=layout, tensor=which)
+        first = counts and self.count.backward == 0
+        noisy: Tensor = perturbation(g, draw)
+        if self.channels is not None and g.shape[-1] > self.channels[-1]:
+            noisy = torch.where(self._channel_mask(g), noisy, g)
+        if counts:
+            self.count.backward += 1
+            if first:
+                self._note_change(perturbation, _sample(g), _sample(noisy))
+        return noisy
+
+
+def _sample(y: Tensor) -> Tensor:
+    """A copy of the first rows."""
+    rows = y.detach()
+    if rows.dim() > 1:
+        rows = rows.reshape(-1, rows.shape[-1])[:_SAMPLED_ROWS]
+    return rows.clone()
+
+
+class _StraightThrough(torch.autograd.Function):
+    """f(y) forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+        return f(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _Tap(torch.autograd.Function):
+    """Identity forward, f(gradient) backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.f = f
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.f(gradient), None

@@ -1,0 +1,179 @@
+"""Random numbers that belong to (seed, site, sample, position, channel): no generator, no order of calls.
+
+A row's numbers are a window on a fixed tape of normals. The window's offset is a hash of the row's key and the site's
+key, so it is a pure function of what the row *is*. Reading a tape costs a tenth of drawing normals; hashing the offset
+of every row is what keeps it noise (one window per tensor would be a shifted copy of its neighbours).
+
+    key(row)    = mix64(sample, position)  or  mix64(forward number, row index)      [int64, mixed once a forward]
+    offset      = top 19 bits of (key * a + b), times 8;  (a odd, b) = hash(seed, site)
+    z[row, c]   = tape[offset + c]
+
+Offsets are multiples of 8 numbers, so that every read is aligned. Rows wider than 65,536 use one window per 65,536
+channels. The promise holds per engine and ENGINE_VERSION. Outside it: rows that a MoE layer permuted by expert, and
+key columns moved by padding (a softmax column is a channel here, so left padding shifts it).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.errors import InvalidInput
+
+ENGINE_VERSION = 1  # part of every trial's id: raise it whenever a drawn number changes
+
+TAPE = 1 << 22
+WIDEST = 1 << 16  # channels one window may hold; the tape is that much longer than its last offset
+_ALIGN_BITS = 3
+_OFFSET_SHIFT = 63 - (22 - _ALIGN_BITS)
+_OFFSET_MASK = (1 << (22 - _ALIGN_BITS)) - 1
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit constant."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_C1, _C2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_GOLDEN, _SPREAD = _signed(0x9E3779B97F4A7C15), _signed(0xD1342543DE82EF95)
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64; shifts are arithmetic, which stays bijective."""
+    x = (x ^ (x >> 30)) * _C1
+    x = (x ^ (x >> 27)) * _C2
+    return x ^ (x >> 31)
+
+
+@functools.cache
+def tape(kind: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The fixed table of numbers, mean 0 and variance 1: a constant, memoised per device and dtype."""
+    generator = torch.Generator().manual_seed(0x6E6F697365 + (kind == "uniform"))
+    size = (TAPE + WIDEST,)
+    if kind == "normal":
+        numbers = torch.randn(size, generator=generator, dtype=torch.float64)
+    else:  # uniform on [-sqrt 3, sqrt 3]
+        numbers = (torch.rand(size, generator=generator, dtype=torch.float64) * 2 - 1) * 3**0.5
+    numbers = (numbers - numbers.mean()) / numbers.std(correction=0)
+    return numbers.to(dtype).to(device)
+
+
+@dataclass
+class Rows:
+    """Names of the tokens of one forward: `samples` [B] and `positions` [B, T], or neither (then rows are numbered)."""
+
+    number: int  # of this forward in its scope
+    samples: Tensor | None = None
+    positions: Tensor | None = None
+    _keys: dict[Any, Tensor] = field(default_factory=dict)
+
+    def token_keys(self, device: torch.device) -> Tensor | None:
+        """Keys [B, T] of named tokens."""
+        if self.samples is None or self.positions is None:
+            return None
+        if device not in self._keys:
+            samples = self.samples.to(device, torch.int64, non_blocking=True)
+            positions = self.positions.to(device, torch.int64, non_blocking=True)
+            self._keys[device] = mix64(mix64(samples * _GOLDEN)[:, None] + positions * _SPREAD)
+        return self._keys[device]
+
+    def numbered_keys(self, count: int, device: torch.device) -> Tensor:
+        """Keys of rows known only by their number in this forward."""
+        known = (count, device)
+        if known not in self._keys:
+            index = torch.arange(count, device=device)
+            named = self.token_keys(device)
+            start = named.flatten()[0] if named is not None else _signed(self.number * 0x9E3779B97F4A7C15 % (1 << 64))
+            self._keys[known] = mix64(mix64(index * _SPREAD + start))
+        return self._keys[known]
+
+    def keys(self, shape: torch.Size, layout: str, device: torch.device) -> Tensor:
+        """Keys of all rows of a tensor, flat. layout: "tokens" [B, T, ...], "heads" [B, H, T, C], "plain" [R, C]."""
+        tokens = None if layout == "plain" else self.token_keys(device)
+        if tokens is not None:
+            batch, length = tokens.shape
+            if layout == "tokens" and tuple(shape[:2]) == (batch, length) and len(shape) > 2:
+                return tokens.flatten()
+            if layout == "tokens" and len(shape) == 2 and shape[0] == batch * length:
+                return tokens.flatten()
+            if layout == "heads" and len(shape) == 4 and shape[0] == batch and shape[2] == length:
+                return self._head_keys(tokens, shape[1])
+            if layout == "heads" and len(shape) == 3 and shape[0] % batch == 0 and shape[1] == length:
+                return self._head_keys(tokens, shape[0] // batch)
+        count = 1
+        for extent in shape[:-1]:
+            count *= extent
+        return self.numbered_keys(count, device)
+
+    def _head_keys(self, tokens: Tensor, heads: int) -> Tensor:
+        known = (tokens.device, "heads", heads)
+        if known not in self._keys:
+            head = torch.arange(heads, device=tokens.device)[None, :, None] * _SPREAD
+            self._keys[known] = mix64(tokens[:, None, :] + head).flatten()
+        return self._keys[known]
+
+
+class Draw:
+    """What a perturbation may ask for: numbers of this site and these rows, in the shape of its tensor."""
+
+    __slots__ = ("tensor", "overwrite", "_rows", "_key", "_layout")
+
+    def __init__(self, rows: Rows, key: tuple[int, int], *, layout: str, tensor: str, overwrite: bool = False) -> None:
+        self.tensor = tensor  # "output", "input" or "weight"
+        self.overwrite = overwrite  # the tensor is nobody else's: it may be changed in place
+        self._rows = rows
+        self._key = key
+        self._layout = layout
+
+    def keys(self, like: Tensor) -> Tensor:
+        """Row keys [R] of a tensor; its channels are whatever is left: like.numel() / R."""
+        return self._rows.keys(like.shape, self._layout, like.device)
+
+    def normal(self, like: Tensor) -> Tensor:
+        """z ~ N(0, 1) in the shape and dtype of `like`."""
+        return self._window("normal", like)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Uniform on [-sqrt 3, sqrt 3] (variance 1) in the shape and dtype of `like`."""
+        return self._window("uniform", like)
+
+    def add_noise(self, y: Tensor, scale: float, size: Tensor | None = None, *, kind: str = "normal") -> Tensor:
+        """y + scale * size * z, in one pass and one rounding; `size` defaults to y itself (relative noise)."""
+        if y.device.type == "cuda":
+            from noisescope.probe import cuda
+
+            if cuda.usable(y, size):
+                return cuda.add_noise(y, scale, size, self.keys(y), self._key, kind=kind, overwrite=self.overwrite)
+        z = self._window(kind, y)
+        size = y if size is None else size
+        if self.overwrite:
+            return y.addcmul_(size, z, value=scale)
+        return torch.addcmul(y, size, z, value=scale)
+
+    def _window(self, kind: str, like: Tensor) -> Tensor:
+        if not like.is_floating_point():
+            raise InvalidInput(f"noise falls on floating-point tensors; this one is {like.dtype}")
+        if like.numel() == 0:
+            return torch.empty_like(like)
+        keys = self.keys(like)
+        width = like.numel() // keys.numel()
+        dtype = like.dtype if like.dtype in (torch.float16, torch.bfloat16) else torch.float32
+        numbers = tape(kind, like.device, dtype)
+        if width <= WIDEST:
+            z = window(numbers, keys, self._key, width)
+        else:
+            parts = range(0, width, WIDEST)
+            z = torch.cat([window(numbers, keys, self._key, min(WIDEST, width - at), at // WIDEST) for at in parts], 1)
+        return z.view(like.shape).to(like.dtype)
+
+
+def window(numbers: Tensor, keys: Tensor, key: tuple[int, int], width: int, part: int = 0) -> Tensor:
+    """Rows [R, width] read from the tape at hashed offsets."""
+    multiplier, addend = key
+    hashed = keys * multiplier + _signed((addend + part * _GOLDEN) % (1 << 64))
+    offsets = ((hashed >> _OFFSET_SHIFT) & _OFFSET_MASK) << _ALIGN_BITS
+    return numbers.as_strided((TAPE, width), (1, 1)).index_select(0, offsets)

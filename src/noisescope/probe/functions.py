@@ -1,0 +1,114 @@
+"""Function calls that are operators, seen by a torch-function mode that is entered only around the modules aimed at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from noisescope.anatomy import EXPERTS, ROTARY, ROUTER
+from noisescope.probe.aims import Aim, Context
+from noisescope.probe.attention import scaled_dot_product
+
+if TYPE_CHECKING:
+    from noisescope.probe.inject import Probe
+
+_T = torch.Tensor
+_MATMUL = (torch.matmul, torch.mm, torch.einsum, _T.matmul, _T.mm, _T.__matmul__, _T.__rmatmul__)
+_BMM = (torch.bmm, torch.baddbmm, _T.bmm, _T.baddbmm)
+_LINEAR = (F.linear, torch.addmm, _T.addmm)
+_GROUPED = tuple(f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None)
+_SOFTMAX = (torch.softmax, F.softmax, _T.softmax, torch.special.softmax)
+
+Function = Callable[..., Any]
+
+
+def _table(**groups: tuple[Function, ...]) -> dict[Function, str]:
+    return {function: operator for operator, functions in groups.items() for function in functions}
+
+
+_ANYWHERE = _table(
+    matmul=_MATMUL, bmm=_BMM, linear=(*_LINEAR, *_GROUPED), softmax=_SOFTMAX, silu=(F.silu,), gelu=(F.gelu,)
+)
+_ALL_LINEAR = {f: "linear" if operator in ("matmul", "bmm") else operator for f, operator in _ANYWHERE.items()}
+_ALL_MATMUL = {f: "matmul" if operator in ("linear", "bmm") else operator for f, operator in _ANYWHERE.items()}
+
+# Which operator a function is depends on whose call it is: every product of MoE experts is `linear`.
+TABLES = {EXPERTS: _ALL_LINEAR, ROUTER: _ALL_LINEAR, ROTARY: _ALL_MATMUL}
+
+# Positions of the input and of the weight among a function's arguments, where not (0, and no weight).
+_INPUTS = {f: (0, 1) for f in (*_MATMUL, *_BMM)} | {f: (1, 2) for f in (torch.baddbmm, _T.baddbmm)}
+_INPUTS |= {torch.addmm: (1,), _T.addmm: (1,)}
+_WEIGHT = {f: 1 for f in (F.linear, *_GROUPED, *_MATMUL, *_BMM)} | {torch.addmm: 2, _T.addmm: 2}
+
+
+class OperatorCalls(TorchFunctionMode):
+    """Watches the functions that one module calls itself (not those its operator modules call)."""
+
+    def __init__(self, probe: Probe, kind: str, aims: dict[str, Aim], context: Context) -> None:
+        super().__init__()
+        self._probe = probe
+        self._table = TABLES.get(kind, _ANYWHERE)
+        self._aims = aims
+        self._context = context
+        self._opens_attention = any(operator in aims for operator in ("matmul", "softmax"))
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._probe.owner is self:
+            if func is F.scaled_dot_product_attention and self._opens_attention:
+                with self:
+                    return scaled_dot_product(*args, **kwargs)
+            aim = self._aims.get(self._table.get(func, ""))
+            if aim is not None:
+                return self._perform(aim, func, list(args), kwargs)
+        return func(*args, **kwargs)
+
+    def _perform(self, aim: Aim, func: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one operator with the aim's perturbation on its inputs, weight, output and gradients."""
+        context = self._context
+        occurrence = context.occurrence(aim)
+        weight = _WEIGHT.get(func) if aim.operator == "linear" else None
+        places = [at for at in _INPUTS.get(func, (0,)) if at != weight]
+        if func is torch.einsum:
+            places = list(range(1, len(args)))
+        counted = False
+        for at in [*places, *([weight] if weight is not None else [])]:
+            if at >= len(args) or not isinstance(args[at], Tensor):
+                continue
+            if at == weight:
+                args[at] = aim.on_weight(args[at], context, occurrence)
+            else:
+                args[at] = aim.on_input(args[at], context, occurrence)
+            if torch.is_grad_enabled() and args[at].requires_grad:
+                which = "weight" if at == weight else "input" if at == places[0] else "input2"
+                args[at] = aim.tap(args[at], context, occurrence, which, counts=not counted)
+                counted = True
+        return aim.on_output(func(*args, **kwargs), context, occurrence, fresh=not torch.is_grad_enabled())
+
+
+class WeightUse(TorchFunctionMode):
+    """Puts a stand-in where a module uses its own weight; the parameter itself is never touched."""
+
+    def __init__(self, module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._module = module
+        self._make = stand_in
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        weight = self._module._parameters.get("weight")  # looked up each time: offloading swaps the parameter
+        if weight is not None:
+            args = tuple(self._stand_in(weight) if arg is weight else arg for arg in args)
+            if kwargs:
+                kwargs = {k: self._stand_in(weight) if arg is weight else arg for k, arg in kwargs.items()}
+        return func(*args, **(kwargs or {}))
+
+    def _stand_in(self, weight: Tensor) -> Tensor:
+        if self._made is None or self._made[0] is not weight:
+            self._made = (weight, self._make(weight))
+        return self._made[1]

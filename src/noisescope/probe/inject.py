@@ -1,0 +1,180 @@
+"""`inject`: noise in a model for the length of a `with` block, counted, and nothing left behind."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+
+from torch import nn
+
+from noisescope.anatomy import Anatomy, Unit
+from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
+from noisescope.injection import Injection
+from noisescope.probe.aims import Aim
+from noisescope.probe.door import Door
+from noisescope.probe.tally import SiteCount, Tally
+from noisescope.sites import GROUPS, OUTER_PLACES, Place, matches_operator
+
+
+def inject(model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None) -> Probe:
+    """A scope in which `injection` falls on `model`.
+
+        with inject(model, Injection(Gaussian(0.05), operators={"softmax"}, layers={9})) as tally:
+            model(tokens)
+        tally.forward, tally.per_layer[9].forward
+
+    Leaving raises NothingInjected if nothing was altered, or an operator or layer named explicitly was not. Keep the
+    returned probe for `probe.rows(samples)` and `probe.update(injection)`.
+    """
+    return Probe(model, injection, anatomy=anatomy)
+
+
+class Probe(Door):
+    """A door that injects."""
+
+    def __init__(self, model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        self.injection = injection
+        self.tally = Tally()
+        self._counts: dict[tuple[str, Place, str], SiteCount] = {}
+        self._may_inject_nothing = False  # `noisy_ops` says so when noise was switched off on purpose
+        self._check_aim()
+
+    def __enter__(self) -> Tally:
+        self._open()
+        return self.tally
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tally.forced_eager = self.compiled
+        try:
+            self._close()
+        except Exception:
+            if kind is None:
+                raise
+            return
+        if kind is None and not self._may_inject_nothing:
+            self._check_tally()
+
+    def update(self, injection: Injection) -> None:
+        """Swap what is injected, between steps; the tally goes on."""
+        previous, self.injection = self.injection, injection
+        try:
+            self._check_aim()
+            if self.thread is not None:
+                self._install(dict(self.model.named_modules(remove_duplicate=False)))
+        except BaseException:
+            self.injection = previous
+            raise
+
+    def aim_at(self, unit: Unit, operator: str) -> Aim | None:
+        if not self.injection.selects(unit.site(operator)):
+            return None
+        if unit.packed and self.injection.tensor == "weight":
+            raise InvalidInput(
+                f"{unit.module} is a {unit.packed} whose weight is packed: noise can fall on its output or input only"
+            )
+        key = (operator, unit.place, unit.module)
+        if key not in self._counts:
+            self._counts[key] = SiteCount(operator=operator, place=unit.place, module=unit.module)
+            self.tally.sites.append(self._counts[key])
+        return Aim(unit, operator, self.injection, self._counts[key])
+
+    # -- checks
+
+    def _check_aim(self) -> None:
+        """Refuse before the run what can't be hit: a layer out of range, an operator the model lacks."""
+        blocks = len(self.anatomy.blocks)
+        wanted = [*(self.injection.layers or ()), *(p for p in self.injection.places or () if isinstance(p, int))]
+        for layer in wanted:
+            if layer >= blocks:
+                raise InvalidInput(f"layer {layer} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}")
+        hit = [
+            (op, unit) for unit in self.anatomy.units for op in unit.operators if self.injection.selects(unit.site(op))
+        ]
+        if self.injection.tensor == "weight" and not any(op in ("linear", "norm", "embedding") for op, _ in hit):
+            raise NothingInjected("tensor='weight' needs an operator with a weight: linear, norm or embedding")
+        if self.injection.tensor == "input" and hit and all(op == "embedding" for op, _ in hit):
+            raise InvalidInput("the input of embedding is token ids (integers): noise falls on floating-point tensors")
+        for name in sorted(self.injection.operators or ()):
+            if not any(matches_operator({name}, op, unit.component) for op, unit in hit):
+                raise NothingInjected(self._why_not(name))
+        if not hit:
+            raise NothingInjected(self._why_not(None))
+
+    def _why_not(self, operator: str | None) -> str:
+        """Why nothing was found to aim at, and the cure."""
+        what = f"operator {operator!r}" if operator else "no operator"
+        units = self.anatomy.units
+        members = GROUPS[operator][0] if operator in GROUPS else {operator}
+        where = sorted({str(u.place) for u in units if members & set(u.operators)}) if operator else []
+        if operator and not where:
+            present = sorted({op for unit in units for op in unit.operators})
+            return f"{what} does not exist in {self.anatomy.architecture}: it computes {', '.join(present)}"
+        places = ", ".join(p for p in OUTER_PLACES if any(u.place == p for u in units))
+        return (
+            f"{what} is left after narrowing by layers, places and modules in {self.anatomy.architecture}: "
+            f"blocks 0 to {len(self.anatomy.blocks) - 1}, and {places}. See `noisescope inspect` for names; MoE routers "
+            "need modules=..., rotary angles places={'rotary'}."
+        )
+
+    def _check_tally(self) -> None:
+        tally, injection = self.tally, self.injection
+        if not self._forwards:
+            raise NothingInjected("the model was not called inside the scope, so nothing was injected")
+        if injection.phases == {"backward"} and not tally.backward:
+            raise NothingInjected(
+                "phases={'backward'}, but no backward pass ran inside the scope (or nothing aimed at needs a gradient): "
+                "call loss.backward() before leaving it"
+            )
+        if not tally.forward and not tally.backward:
+            raise NothingInjected(f"nothing fired in {self._forwards} forward(s): {self._silent_reason()}")
+        for name in sorted(injection.operators or ()):
+            members = [s for s in tally.sites if self._named_by(name, s) and s.total]
+            if not members:
+                raise NothingInjected(f"operator {name!r} never fired: {self._silent_reason()}")
+            self._check_rounding(members, f"operator {name!r}")
+        for layer in sorted(injection.layers or ()):
+            here = [s for s in tally.sites if s.place == layer and s.total]
+            if not here:
+                raise NothingInjected(f"layer {layer} never fired: was that block skipped in this forward?")
+            self._check_rounding(here, f"layer {layer}")
+        self._check_rounding([s for s in tally.sites if s.total], "all")
+
+    def _named_by(self, name: str, site: SiteCount) -> bool:
+        component = next((u.component for u in self.anatomy.units if u.module == site.module), "")
+        return matches_operator({name}, site.operator, component)
+
+    def _silent_reason(self) -> str:
+        return (
+            "its functions are not called where noisescope looks (a custom fused kernel?). `noisescope inspect` shows "
+            "what is visible; eager attention (attn_implementation='eager') makes softmax and matmul visible"
+        )
+
+    def _check_rounding(self, sites: list[SiteCount], what: str) -> None:
+        """Noise that rounds away is zero injection, everywhere it was aimed; warn where it is so only in places."""
+        rounded = [site for site in sites if site.rounded_away]
+        if rounded:
+            scale, floor, dtype = rounded[0].rounded_away or (0.0, 0.0, "")
+            message = (
+                f"{what}: noise of scale {scale:g} rounds away in {dtype}: numbers there are spaced by more than that. "
+                f"The smallest scale that survives is {floor:.4g}; raise it, or run the model in float32"
+            )
+            if len(rounded) == len(sites):
+                raise NoiseRoundsAway(message)
+            if what == "all":
+                warnings.warn(f"{message} (at {len(rounded)} of {len(sites)} sites)", stacklevel=4)
+        asked = [site for site in sites if site.samples]
+        deliberate = getattr(self.injection.perturbation, "scale", None) == 0 or self._all_scales_zero()
+        if asked and not deliberate and not any(int(n) for site in asked for n, _ in site.samples):
+            raise NoiseRoundsAway(
+                f"{what}: {self.injection.perturbation!r} fired but changed none of the elements looked at, so the "
+                "result is clean: the numbers are of this format already, or the noise is too small for their dtype"
+            )
+
+    def _all_scales_zero(self) -> bool:
+        """Scale 0 is a control on purpose (the decomposed attention path without noise)."""
+        sites = [unit.site(op) for unit in self.anatomy.units for op in unit.operators]
+        strengths = [self.injection.strength(site) for site in sites if self.injection.selects(site)]
+        return all(strength == 0 for strength in strengths)

@@ -1,0 +1,94 @@
+"""Perturbations: noise of a stated size, and the two ways arithmetic goes wrong on purpose.
+
+Each is a value and a function (tensor, draw) -> tensor; any callable of that form is a perturbation too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from noisescope.errors import InvalidInput, unknown
+from noisescope.probe.draws import Draw
+
+RELATIVE_TO = ("element", "rms", "absolute")
+
+
+def _check_scale(kind: str, scale: float) -> None:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InvalidInput(f"{kind} needs a number as scale, got {scale!r}")
+    if not math.isfinite(scale) or scale < 0:
+        raise InvalidInput(f"{kind}'s scale must be finite and at least 0, got {scale}")
+
+
+def _rms(y: Tensor) -> Tensor:
+    """Root mean square of each row, kept as a last dimension of 1; in float32 so that half precision can't overflow."""
+    return y.float().square().mean(-1, keepdim=True).sqrt().to(y.dtype)
+
+
+@dataclass(frozen=True)
+class _Noise:
+    scale: float
+    relative_to: str = "element"
+
+    def __post_init__(self) -> None:
+        _check_scale(type(self).__name__, self.scale)
+        if self.relative_to not in RELATIVE_TO:
+            raise unknown("relative_to", self.relative_to, RELATIVE_TO)
+
+    def smallest_surviving(self, eps: float) -> float | None:
+        """The scale below which rounding to a dtype with this eps removes the noise; None where y's size decides."""
+        return eps / 2 if self.relative_to != "absolute" else None
+
+    def _size(self, y: Tensor) -> Tensor | None:
+        if self.relative_to == "element":
+            return None
+        return _rms(y) if self.relative_to == "rms" else y.new_ones(()).expand(*y.shape[:-1], 1)
+
+
+@dataclass(frozen=True)
+class Gaussian(_Noise):
+    """y + s * size * z with z ~ N(0, 1) per element; size is |y| ("element"), rms(y) per token ("rms") or 1."""
+
+    def __call__(self, y: Tensor, draw: Draw) -> Tensor:
+        return draw.add_noise(y, self.scale, self._size(y))
+
+
+@dataclass(frozen=True)
+class Uniform(_Noise):
+    """As Gaussian with z uniform on [-sqrt 3, sqrt 3]: the same standard deviation s, bounded by 1.73 s."""
+
+    def __call__(self, y: Tensor, draw: Draw) -> Tensor:
+        return draw.add_noise(y, self.scale, self._size(y), kind="uniform")
+
+
+@dataclass(frozen=True)
+class Bias(_Noise):
+    """Systematic bias: y + s * size * sign(y); with "element" that is a gain of 1 + s, with "absolute" +-s."""
+
+    relative_to: str = "absolute"
+
+    def __call__(self, y: Tensor, draw: Draw) -> Tensor:
+        if self.relative_to == "element":
+            return y * (1 + self.scale)
+        size = self._size(y)
+        assert size is not None
+        return y + y.sign() * size * self.scale
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """y (1 - s): low-bit arithmetic shrinks margins more than it adds noise."""
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_scale("Shrink", self.scale)
+
+    def smallest_surviving(self, eps: float) -> float | None:
+        return eps / 2
+
+    def __call__(self, y: Tensor, draw: Draw) -> Tensor:
+        return y * (1 - self.scale)

@@ -1,0 +1,91 @@
+"""What a scope really did: counts per operator, place and module, and the share of elements that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from noisescope.sites import Place, place_order
+
+
+@dataclass
+class Counts:
+    """How often a perturbation fell on something, per phase."""
+
+    forward: int = 0
+    backward: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass
+class SiteCount(Counts):
+    """Counts of one operator in one module, with a sample of what changed there."""
+
+    operator: str = ""
+    place: Place = ""
+    module: str = ""
+    rounded_away: tuple[float, float, str] | None = None  # scale asked, smallest that survives, dtype
+    samples: list[tuple[Tensor, int]] = field(default_factory=list)  # changed elements (on device), elements looked at
+
+
+@dataclass
+class Tally:
+    """The count of a scope; it grows while the scope is open."""
+
+    sites: list[SiteCount] = field(default_factory=list)
+    forced_eager: bool = False  # torch.compile was met inside the scope, and the model ran eagerly
+
+    @property
+    def forward(self) -> int:
+        return sum(site.forward for site in self.sites)
+
+    @property
+    def backward(self) -> int:
+        return sum(site.backward for site in self.sites)
+
+    @property
+    def per_layer(self) -> dict[Place, Counts]:
+        """Blocks by index, other places by name; only what fired."""
+        counts = self._grouped(lambda site: site.place)
+        return {place: counts[place] for place in sorted(counts, key=place_order)}  # type: ignore[arg-type,index]
+
+    @property
+    def per_operator(self) -> dict[str, Counts]:
+        return self._grouped(lambda site: site.operator)  # type: ignore[return-value]
+
+    @property
+    def per_module(self) -> dict[str, Counts]:
+        return self._grouped(lambda site: site.module)  # type: ignore[return-value]
+
+    @property
+    def changed(self) -> float | None:
+        """The share of elements really changed, from the first rows each site saw; None before anything fired."""
+        looked = sum(count for site in self.sites for _, count in site.samples)
+        if not looked:
+            return None
+        return sum(int(changed) for site in self.sites for changed, _ in site.samples) / looked
+
+    def _grouped(self, by: Callable[[SiteCount], Hashable]) -> dict[Hashable, Counts]:
+        groups: dict[Hashable, Counts] = {}
+        for site in self.sites:
+            if site.total:
+                group = groups.setdefault(by(site), Counts())
+                group.forward += site.forward
+                group.backward += site.backward
+        return groups
+
+    def __str__(self) -> str:
+        share = self.changed
+        lines = [f"{self.forward} forward and {self.backward} backward injections"]
+        if share is not None:
+            lines[0] += f", {share:.1%} of the elements looked at changed"
+        for operator, counts in self.per_operator.items():
+            lines.append(f"  {operator:<10} forward {counts.forward:>7}  backward {counts.backward:>7}")
+        if self.forced_eager:
+            lines.append("  torch.compile was set aside: the model ran eagerly inside the scope")
+        return "\n".join(lines)

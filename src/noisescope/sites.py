@@ -1,0 +1,106 @@
+"""Words of noisescope as values: operator, group, place, site. No torch here.
+
+An operator is what is computed (`linear`, `softmax` ...), a place is where in the model (a block's index, or `embed`,
+`rotary`, `final_norm`, `lm_head`), a site is both with the module's name, the tensor and the phase.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from noisescope.errors import unknown
+
+Place = int | str
+
+OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
+OUTER_PLACES = ("embed", "rotary", "final_norm", "lm_head")
+TENSORS = ("output", "input", "weight")
+PHASES = ("forward", "backward")
+
+ALIASES = {
+    "layernorm": "norm",
+    "layer_norm": "norm",
+    "rmsnorm": "norm",
+    "rms_norm": "norm",
+    "swish": "silu",
+    "embed": "embedding",
+    "fc": "linear",
+    "dense": "linear",
+}
+
+# A group is operators within a component of a block; component None means anywhere.
+GROUPS: dict[str, tuple[frozenset[str], str | None]] = {
+    "gemm": (frozenset({"linear", "matmul", "bmm"}), None),
+    "attention": (frozenset({"matmul", "bmm", "softmax"}), "attention"),
+    "mlp": (frozenset({"linear", "matmul", "bmm", "silu", "gelu"}), "mlp"),
+}
+
+
+def canonical_operator(name: str) -> str:
+    """The one printed name of an operator or group: `canonical_operator("RMS_Norm") == "norm"`."""
+    key = str(name).strip().lower()
+    key = ALIASES.get(key, key)
+    if key not in OPERATORS and key not in GROUPS:
+        raise unknown("operator", name, [*OPERATORS, *GROUPS, *ALIASES])
+    return key
+
+
+def canonical_place(place: Place) -> Place:
+    """A block's index as int, or one of the outer places by name."""
+    if isinstance(place, bool) or not isinstance(place, (int, str)):
+        raise unknown("place", place, ["a block's index", *OUTER_PLACES])
+    if isinstance(place, int):
+        return place
+    if place not in OUTER_PLACES:
+        raise unknown("place", place, ["a block's index", *OUTER_PLACES])
+    return place
+
+
+def place_order(place: Place) -> tuple[int, str]:
+    """Sort key in the order data flows: embed, rotary, blocks, final_norm, lm_head."""
+    if isinstance(place, int):
+        return (2 + place, "")
+    return ({"embed": 0, "rotary": 1}.get(place, 10**9), place)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a perturbation falls: a value, never a string to take apart again."""
+
+    operator: str
+    place: Place
+    module: str  # dotted name inside the model
+    component: str = ""  # "attention", "mlp", "router" or ""
+    tensor: str = "output"
+    phase: str = "forward"
+    occurrence: int = 0  # the n-th such call inside one call of the module (0 = QK^T, 1 = PV)
+
+    def key(self, seed: int) -> tuple[int, int]:
+        """Two 64-bit numbers of this (seed, site): an odd multiplier and an addend for the row hash.
+
+        The parts are hashed, so a new site or another order of calls never shifts what a site draws.
+        """
+        text = repr((seed, self.operator, self.place, self.module, self.tensor, self.phase, self.occurrence))
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        multiplier = int.from_bytes(digest[:8], "little", signed=True) | 1
+        return multiplier, int.from_bytes(digest[8:], "little", signed=True)
+
+    def __str__(self) -> str:
+        where = f"block {self.place}" if isinstance(self.place, int) else self.place
+        return f"{self.operator} at {where} ({self.module})"
+
+
+def matches_operator(wanted: Iterable[str] | None, operator: str, component: str) -> bool:
+    """Whether an operator in a component is among the wanted operators and groups (None = all)."""
+    if wanted is None:
+        return True
+    for name in wanted:
+        if name in GROUPS:
+            members, within = GROUPS[name]
+            if operator in members and (within is None or within == component):
+                return True
+        elif name == operator:
+            return True
+    return False
