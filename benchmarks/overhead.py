@@ -82,7 +82,7 @@ def host_seconds(run: Run) -> float:
 
 
 def under(model: torch.nn.Module, injection: ns.Injection, run: Run) -> Run:
-    """A run inside a scope that is entered once for each call, outside the clock by `timed_under`."""
+    """A run inside a scope of its own for each measurement."""
     return _Scoped(model, injection, run)
 
 
@@ -97,6 +97,7 @@ class _Scoped:
 
     def seconds(self) -> float:
         with ns.inject(self.model, self.injection):
+            self.run()  # a scope's first call also looks at what changed
             return host_seconds(self.run)
 
 
@@ -247,6 +248,7 @@ def _sync(run: Run) -> float:
 class _SyncScoped(_Scoped):
     def seconds(self) -> float:
         with ns.inject(self.model, self.injection):
+            self.run()
             return _sync(self.run)
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from noisescope.errors import UnsupportedModel
@@ -37,6 +39,12 @@ class Unit:
     operators: tuple[str, ...]
     certain: bool = True  # False: a function call that may or may not be made (a block's own gelu)
     packed: str = ""  # class name of a quantised linear whose weight can't be perturbed
+    counts: tuple[int, ...] = ()  # how often each operator is computed in one forward; () = once each
+
+    @property
+    def left_alone(self) -> bool:
+        """Part of an injection only where it is named: the choice of experts, and the angles of rotary embeddings."""
+        return self.component == "router" or self.place == "rotary"
 
     def site(self, operator: str, **parts: Any) -> Site:
         return Site(operator, self.place, self.module, self.component, **parts)
@@ -63,6 +71,21 @@ class Anatomy:
     def places(self) -> list[Place]:
         return sorted({unit.place for unit in self.units}, key=place_order)
 
+    def counts(self, *, left_alone: bool = False) -> dict[Place, dict[str, int]]:
+        """How often one forward computes each operator, per place: what an injection into everything hits.
+
+        `left_alone=True` counts instead what is hit only when named (routers, rotary angles). Calls that may or may
+        not be made are not counted; MoE experts count as grouped products (the eager loop makes them per expert hit).
+        """
+        totals: dict[Place, dict[str, int]] = {}
+        for unit in self.units:
+            if not unit.certain or unit.left_alone != left_alone:
+                continue
+            here = totals.setdefault(unit.place, {})
+            for operator, count in zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True):
+                here[operator] = here.get(operator, 0) + count
+        return {place: totals[place] for place in sorted(totals, key=place_order)}
+
 
 def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
     """The anatomy of a model.
@@ -70,6 +93,7 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
     `require_blocks=False` takes a model without blocks as one block 0 (for the process-wide `noisy_ops`, which must
     work on any module).
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; names are those of the model inside
     _refuse_serving_engine(model)
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -77,14 +101,20 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
     if not blocks:
         if require_blocks:
             raise UnsupportedModel(
-                f"{type(model).__name__} has no transformer blocks: noisescope looks for an nn.ModuleList whose members "
-                "each hold an attention module or at least two linears. Pass the model that holds that list."
+                f"{type(model).__name__} has no transformer blocks: noisescope looks for an nn.ModuleList whose "
+                "members each hold an attention module or at least two linears. Pass the model that holds that list."
             )
         blocks = [""]
-    place_of = {name: index for index, name in enumerate(blocks)}
+    modules = dict(model.named_modules(remove_duplicate=False))
     units: list[Unit] = []
     notes: list[str] = []
-    modules = dict(model.named_modules(remove_duplicate=False))
+    convolutions: list[str] = []
+    first: dict[int, str] = {}  # a module listed twice is one block: its calls can't be told apart
+    for name in blocks:
+        if first.setdefault(id(modules[name]), name) != name:
+            notes.append(f"{name} is the same module as {first[id(modules[name])]}: both are that one block")
+    index_of = {name: index for index, name in enumerate(first.values())}
+    place_of = {name: index_of[first[id(modules[name])]] for name in blocks}
     head = _head_names(model)
     seen: set[tuple[int, Place]] = set()
     for name, module in modules.items():
@@ -96,14 +126,19 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
             continue
         seen.add((id(module), place))
         unit = _unit(name, module, place, inside_block=block is not None)
-        if unit is not None:
+        if unit is not None and _only_holds(name, module, modules):
+            notes.append(f"{name}: only holds the table that the other embeddings share; it is never called")
+        elif unit is not None:
             units.append(unit)
         elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            notes.append(f"{name}: {type(module).__name__} is no operator of noisescope and is left alone")
-    for name, index in place_of.items():
+            convolutions.append(name)
+    if convolutions:
+        more = f" and {len(convolutions) - 1} more" if len(convolutions) > 1 else ""
+        notes.append(f"{convolutions[0]}{more}: a convolution is no operator of noisescope and is left alone")
+    for name, index in index_of.items():
         units.append(Unit(name, MODULE, index, "", ("residual",)))
         units.extend(_loose_calls(name, modules[name], index, units))
-    return Anatomy(_architecture(model), tuple(blocks), tuple(units), tuple(notes))
+    return Anatomy(_architecture(model), tuple(index_of), tuple(units), tuple(notes))
 
 
 def _unit(name: str, module: nn.Module, place: Place, *, inside_block: bool) -> Unit | None:
@@ -111,13 +146,17 @@ def _unit(name: str, module: nn.Module, place: Place, *, inside_block: bool) -> 
     label = type(module).__name__
     low = label.lower()
     if place == "rotary":
-        return Unit(name, ROTARY, place, "", ("matmul",)) if "rotary" in low else None
+        kinds = len(set(getattr(module, "layer_types", ()))) or 1  # Gemma 3: sliding and full layers turn differently
+        return Unit(name, ROTARY, place, "", ("matmul",), counts=(kinds,)) if "rotary" in low else None
     component = _component(name, inside_block)
     leaf = not any(True for child in module.children() for _ in child.parameters())
     if inside_block and (_is_router(name, module) or "router" in low):
         if _is_linear(module):
             return Unit(name, MODULE, place, "router", ("linear",))
-        return Unit(name, ROUTER, place, "router", ("linear", "softmax"))
+        mentioned = _names_in_forward(module)
+        sigmoid = "sigmoid" in mentioned and "softmax" not in mentioned  # as DeepSeek's
+        operators = (*(("linear",) if _own_matrices(module) else ()), *(() if sigmoid else ("softmax",)))
+        return Unit(name, ROUTER, place, "router", operators) if operators else None
     if leaf and _is_linear(module):
         packed = label if not _float_weight(module) else ""
         return Unit(name, MODULE, place, component or ("mlp" if inside_block else ""), ("linear",), packed=packed)
@@ -130,34 +169,57 @@ def _unit(name: str, module: nn.Module, place: Place, *, inside_block: bool) -> 
     if leaf and "gelu" in low:
         return Unit(name, MODULE, place, "mlp" if inside_block else "", ("gelu",))
     if isinstance(module, nn.MultiheadAttention):
-        return Unit(name, ATTENTION, place, "attention", ("linear", "matmul", "softmax"))
+        packed_qkv = module.in_proj_weight is not None and not name.endswith("multihead_attn")  # (cross attention)
+        return Unit(
+            name, ATTENTION, place, "attention", ("linear", "matmul", "softmax"), counts=(2 if packed_qkv else 4, 2, 1)
+        )
     if inside_block and _is_innermost_attention(module):
-        own_weights = ("linear",) if _owns_matrix(module) else ()
+        matrices = _own_matrices(module)
+        own_weights = ("linear",) if matrices else ()
         product = "bmm" if _names_in_forward(module) & {"bmm", "baddbmm"} else "matmul"
-        return Unit(name, ATTENTION, place, "attention", (*own_weights, product, "softmax"))
-    if inside_block and _owns_matrix(module) and not _leaf_role(module):
-        return Unit(name, EXPERTS, place, "mlp", ("linear",))
+        counts = (*((matrices,) if matrices else ()), 2, 1)  # QK^T and PV
+        return Unit(name, ATTENTION, place, "attention", (*own_weights, product, "softmax"), counts=counts)
+    if inside_block and _own_matrices(module) and not _leaf_role(module):
+        return Unit(name, EXPERTS, place, "mlp", ("linear",), counts=(_own_matrices(module),))
     return None
 
 
 def _leaf_role(module: nn.Module) -> bool:
     """Whether a module is itself one operator."""
     low = type(module).__name__.lower()
-    return _is_linear(module) or isinstance(module, nn.Embedding) or any(k in low for k in ("norm", "silu", "gelu", "conv"))
+    return (
+        _is_linear(module)
+        or isinstance(module, nn.Embedding)
+        or any(k in low for k in ("norm", "silu", "gelu", "conv"))
+    )
 
 
 def _loose_calls(name: str, block: nn.Module, index: int, units: list[Unit]) -> Iterator[Unit]:
     """A block with no activation module may call F.silu or F.gelu itself; one with no attention class, softmax."""
     here = [unit for unit in units if unit.place == index]
     present = {op for unit in here for op in unit.operators}
-    relu = any(isinstance(module, (nn.ReLU, nn.ReLU6)) for module in block.modules())
+    held = _held_functions(block)
     operators: tuple[str, ...] = ()
-    if not present & {"silu", "gelu"} and not relu:
-        operators += ("silu", "gelu")
+    if not present & {"silu", "gelu"}:
+        known = tuple(op for op in ("silu", "gelu") if op in held)
+        if known:
+            yield Unit(name, CALLS, index, "mlp", known)
+        elif "relu" not in held:
+            operators += ("silu", "gelu")
     if not any(unit.kind == ATTENTION for unit in here):
         operators += ("matmul", "bmm", "softmax")
     if operators or isinstance(block, nn.TransformerEncoderLayer):
         yield Unit(name, CALLS, index, "mlp", operators, certain=False)
+
+
+def _held_functions(block: nn.Module) -> set[str]:
+    """Activation functions that a block keeps as attributes (`self.activation = F.gelu`), and any kind of ReLU."""
+    functions = {"silu": (F.silu,), "gelu": (F.gelu,), "relu": (F.relu, torch.relu)}
+    values = [value for module in block.modules() for value in vars(module).values()]
+    held = {name for name, known in functions.items() if any(value is f for value in values for f in known)}
+    if any("relu" in type(module).__name__.lower() for module in block.modules()):
+        held.add("relu")
+    return held
 
 
 def _stacks(module: nn.Module, prefix: str) -> Iterator[list[str]]:
@@ -188,8 +250,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _float_weight(module: nn.Module) -> bool:
+    """Whether the weight is a matrix of plain numbers (an 8-bit float needs its scale to mean anything)."""
     weight = getattr(module, "weight", None)
-    return weight is not None and getattr(weight, "is_floating_point", lambda: False)() and weight.dim() == 2
+    plain = getattr(weight, "dtype", None) in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return weight is not None and plain and weight.dim() == 2
 
 
 def _is_router(name: str, module: nn.Module) -> bool:
@@ -212,9 +276,18 @@ def _names_in_forward(module: nn.Module) -> set[str]:
     return set(code.co_names) if code is not None else set()
 
 
-def _owns_matrix(module: nn.Module) -> bool:
-    """Weights held directly, as MoE experts do: a float parameter of two or more dimensions."""
-    return any(p is not None and p.dim() >= 2 and p.is_floating_point() for p in module._parameters.values())
+def _own_matrices(module: nn.Module) -> int:
+    """Weights held directly, as MoE experts do ([experts, out, in]); a bias there is [experts, out]."""
+    held = [p.dim() for p in module._parameters.values() if p is not None and p.dim() >= 2 and p.is_floating_point()]
+    return sum(dim == max(held) for dim in held)
+
+
+def _only_holds(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> bool:
+    """T5's `shared` is never called: the encoder's and the decoder's own embeddings use its table."""
+    if name.rpartition(".")[2] != "shared" or not isinstance(module, nn.Embedding):
+        return False
+    others = (m for m in modules.values() if m is not module and isinstance(m, nn.Embedding))
+    return any(other.weight is module.weight for other in others)
 
 
 def _inside_multihead(name: str, modules: dict[str, nn.Module]) -> bool:
@@ -226,6 +299,8 @@ def _inside_multihead(name: str, modules: dict[str, nn.Module]) -> bool:
 def _component(name: str, inside_block: bool) -> str:
     if not inside_block:
         return ""
+    if ".router." in name:
+        return "router"
     return "attention" if re.search(r"(attn|attention)($|[.])", name, re.IGNORECASE) else ""
 
 

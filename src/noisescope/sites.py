@@ -77,15 +77,14 @@ class Site:
     phase: str = "forward"
     occurrence: int = 0  # the n-th such call inside one call of the module (0 = QK^T, 1 = PV)
 
-    def key(self, seed: int) -> tuple[int, int]:
-        """Two 64-bit numbers of this (seed, site): an odd multiplier and an addend for the row hash.
+    def key(self, seed: int) -> int:
+        """The odd 64-bit multiplier of this (seed, site), for the row hash.
 
         The parts are hashed, so a new site or another order of calls never shifts what a site draws.
         """
         text = repr((seed, self.operator, self.place, self.module, self.tensor, self.phase, self.occurrence))
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        multiplier = int.from_bytes(digest[:8], "little", signed=True) | 1
-        return multiplier, int.from_bytes(digest[8:], "little", signed=True)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True) | 1
 
     def __str__(self) -> str:
         where = f"block {self.place}" if isinstance(self.place, int) else self.place

@@ -21,7 +21,7 @@ from noisescope.probe.draws import Draw, Rows
 from noisescope.probe.tally import SiteCount
 from noisescope.sites import Site
 
-_SAMPLED_ROWS = 16  # rows looked at on a site's first call to measure the share of changed elements
+_SAMPLED_ROWS = 16  # rows looked at to measure the share of changed elements
 _WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its perturbation is the same in every forward
 
 
@@ -51,6 +51,8 @@ class Aim:
         self.operator = operator
         self.count = count
         self.tensor = injection.tensor
+        self.wants_input = injection.tensor == "input"
+        self.wants_weight = injection.tensor == "weight"
         self.seed = injection.seed
         self.channels = injection.channels
         self.renormalise = injection.renormalise and operator == "softmax"
@@ -62,11 +64,11 @@ class Aim:
         if "backward" in injection.phases:
             self.backward = injection.perturbation_at(unit.site(operator, phase="backward"))
         self.layout = "heads" if unit.kind != "module" and operator in ("matmul", "bmm", "softmax") else "tokens"
-        self._keys: dict[tuple[str, str, int], tuple[int, int]] = {}
+        self._keys: dict[tuple[str, str, int], int] = {}
         self._mask: Tensor | None = None
 
-    def key(self, tensor: str, phase: str, occurrence: int) -> tuple[int, int]:
-        """The site's two numbers for the row hash, memoised: hashing once a site, not once a call."""
+    def key(self, tensor: str, phase: str, occurrence: int) -> int:
+        """The site's multiplier for the row hash, memoised: hashing once a site, not once a call."""
         known = (tensor, phase, occurrence)
         if known not in self._keys:
             unit = self.unit
@@ -106,7 +108,7 @@ class Aim:
         draw = Draw(rows, self.key(tensor, "forward", occurrence), layout=layout, tensor=tensor)
         perturbation = self.forward
         assert perturbation is not None
-        first = self.count.forward == 0 and not context.recomputing
+        first = self.count.forward == 0 and not context.recomputing and self.count.look()
         before = _sample(y) if first else None
         if y.requires_grad and torch.is_grad_enabled():
             noisy: Tensor = _StraightThrough.apply(y, functools.partial(self._apply, perturbation, draw))
@@ -114,9 +116,10 @@ class Aim:
             draw.overwrite = fresh and self.channels is None and not y.requires_grad
             noisy = self._apply(perturbation, draw, y)
         if not context.recomputing:
+            self._note_rounding(perturbation, y.dtype)
             self.count.forward += 1
             if before is not None:
-                self._note_change(perturbation, before, _sample(noisy))
+                self._note_change(before, _sample(noisy))
         return noisy
 
     def _apply(self, perturbation: Perturbation, draw: Draw, y: Tensor) -> Tensor:
@@ -140,13 +143,19 @@ class Aim:
             self._mask = mask.to(y.device)
         return self._mask
 
-    def _note_change(self, perturbation: Perturbation, before: Tensor, after: Tensor) -> None:
-        """Count changed elements on the device (read later, no synchronisation), and whether the noise can survive."""
+    def _note_change(self, before: Tensor, after: Tensor) -> None:
+        """Count changed elements on the device; they are read when asked for, so nothing waits for the device here."""
         self.count.samples.append(((before != after).sum(), before.numel()))
+
+    def _note_rounding(self, perturbation: Perturbation, dtype: torch.dtype) -> None:
+        """Whether noise of this size can survive in this dtype; looked at once a site."""
+        if self.count.total:
+            return
         scale = getattr(perturbation, "scale", None)
-        floor = getattr(perturbation, "smallest_surviving", lambda eps: None)(torch.finfo(before.dtype).eps)
+        self.count.control = scale == 0
+        floor = getattr(perturbation, "smallest_surviving", lambda eps: None)(torch.finfo(dtype).eps)
         if floor is not None and scale is not None and 0 < scale < floor:
-            self.count.rounded_away = (scale, floor, str(before.dtype).removeprefix("torch."))
+            self.count.rounded_away = (scale, floor, str(dtype).removeprefix("torch."))
 
     # -- backward
 
@@ -163,14 +172,15 @@ class Aim:
         perturbation = self.backward
         assert perturbation is not None
         draw = Draw(rows, self.key(which, "backward", occurrence), layout=layout, tensor=which)
-        first = counts and self.count.backward == 0
+        first = counts and self.count.backward == 0 and self.count.look()
         noisy: Tensor = perturbation(g, draw)
         if self.channels is not None and g.shape[-1] > self.channels[-1]:
             noisy = torch.where(self._channel_mask(g), noisy, g)
         if counts:
+            self._note_rounding(perturbation, g.dtype)
             self.count.backward += 1
             if first:
-                self._note_change(perturbation, _sample(g), _sample(noisy))
+                self._note_change(_sample(g), _sample(noisy))
         return noisy
 
 

@@ -26,17 +26,17 @@ def _kernel() -> Any | None:
     except ImportError:
         return None
 
-    @triton.jit(do_not_specialize=["multiplier", "addend"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["multiplier"])  # type: ignore[untyped-decorator]
     def add_noise_kernel(  # type: ignore[no-untyped-def]
-        y_ptr, out_ptr, size_ptr, keys_ptr, tape_ptr, scale, multiplier, addend, width,
-        GOLDEN: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, ALIGN: tl.constexpr, WIDEST: tl.constexpr,
+        y_ptr, out_ptr, size_ptr, keys_ptr, tape_ptr, scale, multiplier, width,
+        PART: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, ALIGN: tl.constexpr, WIDEST: tl.constexpr,
         PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         start = tl.program_id(1) * BLOCK
         key = tl.load(keys_ptr + row)
-        hashed = key * multiplier + addend + (start // WIDEST).to(tl.int64) * GOLDEN
-        offset = tl.multiple_of(((hashed >> SHIFT) & MASK) << ALIGN, 1 << ALIGN)
+        hashed = key * (multiplier + (start // WIDEST).to(tl.int64) * PART)
+        offset = tl.multiple_of((hashed >> SHIFT) & MASK, ALIGN)
         lane = tl.arange(0, BLOCK)
         inside = start + lane < width
         z = tl.load(tape_ptr + offset + (start % WIDEST) + lane, mask=inside, other=0.0).to(tl.float32)
@@ -56,7 +56,7 @@ def usable(y: Tensor, size: Tensor | None) -> bool:
 
 
 def add_noise(
-    y: Tensor, scale: float, size: Tensor | None, keys: Tensor, key: tuple[int, int], *, kind: str, overwrite: bool
+    y: Tensor, scale: float, size: Tensor | None, keys: Tensor, key: int, *, kind: str, overwrite: bool
 ) -> Tensor:
     """y + scale * size * z with z from the tape; see `draws` for the hash."""
     kernel = _kernel()
@@ -69,20 +69,19 @@ def add_noise(
         rows = y.numel() // y.shape[-1]
         size = size.expand(*y.shape[:-1], 1).reshape(rows)
         if rows != keys.numel():  # per-head sizes under per-token keys: one size no longer serves a whole row
-            return _unfused(y, scale, size.reshape(*y.shape[:-1], 1), keys, key, tape)
+            return _unfused(y, scale, size.reshape(*y.shape[:-1], 1), keys, key, kind, tape.dtype)
         size = size.contiguous()
     block = min(2048, 1 << max(6, (width - 1).bit_length()))
     grid = (keys.numel(), -(-width // block))
     with torch.cuda.device(y.device):
         kernel[grid](
-            y, out, y if size is None else size, keys.contiguous(), tape, float(scale), key[0], key[1], width,
-            GOLDEN=draws._GOLDEN, SHIFT=draws._OFFSET_SHIFT, MASK=draws._OFFSET_MASK, ALIGN=draws._ALIGN_BITS,
+            y, out, y if size is None else size, keys.contiguous(), tape, float(scale), key, width,
+            PART=draws.PART, SHIFT=draws._OFFSET_SHIFT, MASK=draws._OFFSET_MASK, ALIGN=1 << draws._ALIGN_BITS,
             WIDEST=draws.WIDEST, PER_ROW=size is not None, BLOCK=block, num_warps=4 if block <= 1024 else 8,
         )  # fmt: skip
     return out
 
 
-def _unfused(y: Tensor, scale: float, size: Tensor, keys: Tensor, key: tuple[int, int], tape: Tensor) -> Tensor:
-    width = y.numel() // keys.numel()
-    z = draws.window(tape, keys, key, width).view(y.shape)
+def _unfused(y: Tensor, scale: float, size: Tensor, keys: Tensor, key: int, kind: str, dtype: torch.dtype) -> Tensor:
+    z = draws.window(kind, keys, key, y.numel() // keys.numel(), dtype).view(y.shape)
     return torch.addcmul(y.float(), size.float(), z.float(), value=scale).to(y.dtype)

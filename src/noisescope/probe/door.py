@@ -221,7 +221,7 @@ class StandIn:
         self._routed: Any = None
         self._remembered: dict[tuple[Any, ...], Context] = {}
         self._disabled = torch.compiler.disable(self._run)
-        functools.update_wrapper(self, self.original)  # keeps the signature: generate() and Trainer read it
+        functools.update_wrapper(self, self.original, updated=())  # keeps the signature: generate() and Trainer read it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # dynamo traces us: break the graph here and run as plain Python
@@ -311,7 +311,7 @@ class StandIn:
             occurrence = context.occurrence(own)
             args, kwargs, tapped = self._on_inputs(own, args, kwargs, context, occurrence)
             grad = torch.is_grad_enabled()
-            if own.tensor == "weight" or (grad and own.backward is not None):
+            if own.wants_weight or (grad and own.backward is not None):
                 use = functools.partial(self._on_weight, own, context, occurrence, not tapped)
                 with WeightUse(self.module, use):
                     y = self._call(args, kwargs, aims, context)
@@ -351,10 +351,10 @@ class StandIn:
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
         """The first tensor given, perturbed or tapped; whether a gradient tap was set."""
         grad = aim.backward is not None and torch.is_grad_enabled()
-        if aim.tensor != "input" and not grad:
+        if not aim.wants_input and not grad:
             return args, kwargs, False
         x = _first_tensor(args, kwargs)
-        if not isinstance(x, Tensor) or (not x.is_floating_point() and aim.tensor != "input"):
+        if not isinstance(x, Tensor) or not (x.is_floating_point() or aim.wants_input):
             return args, kwargs, False
         new = aim.on_input(x, context, occurrence)
         tapped = grad and new.requires_grad

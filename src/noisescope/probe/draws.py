@@ -5,7 +5,7 @@ key, so it is a pure function of what the row *is*. Reading a tape costs a tenth
 of every row is what keeps it noise (one window per tensor would be a shifted copy of its neighbours).
 
     key(row)    = mix64(sample, position)  or  mix64(forward number, row index)      [int64, mixed once a forward]
-    offset      = top 19 bits of (key * a + b), times 8;  (a odd, b) = hash(seed, site)
+    offset      = top 19 bits (below the sign) of key * a, times 8;  a odd = hash(seed, site)
     z[row, c]   = tape[offset + c]
 
 Offsets are multiples of 8 numbers, so that every read is aligned. Rows wider than 65,536 use one window per 65,536
@@ -29,8 +29,8 @@ ENGINE_VERSION = 1  # part of every trial's id: raise it whenever a drawn number
 TAPE = 1 << 22
 WIDEST = 1 << 16  # channels one window may hold; the tape is that much longer than its last offset
 _ALIGN_BITS = 3
-_OFFSET_SHIFT = 63 - (22 - _ALIGN_BITS)
-_OFFSET_MASK = (1 << (22 - _ALIGN_BITS)) - 1
+_OFFSET_SHIFT = 63 - 22  # leaves the 22 bits below the sign; the mask clears the last 3, which aligns the offset
+_OFFSET_MASK = TAPE - (1 << _ALIGN_BITS)
 
 
 def _signed(x: int) -> int:
@@ -40,13 +40,18 @@ def _signed(x: int) -> int:
 
 _C1, _C2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _GOLDEN, _SPREAD = _signed(0x9E3779B97F4A7C15), _signed(0xD1342543DE82EF95)
+PART = _signed(0x9E3779B97F4A7C15 * 2 % (1 << 64))  # even, so that a site's multiplier stays odd in every part
 
 
 def mix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64; shifts are arithmetic, which stays bijective."""
-    x = (x ^ (x >> 30)) * _C1
-    x = (x ^ (x >> 27)) * _C2
-    return x ^ (x >> 31)
+    """SplitMix64 (Steele, Lea, Flood 2014) on int64: a bijection that maps no small number to 0.
+
+    torch shifts int64 arithmetically, so the copied sign bits are masked off (else x and ~x would meet).
+    """
+    x = x + _GOLDEN
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 @functools.cache
@@ -122,7 +127,7 @@ class Draw:
 
     __slots__ = ("tensor", "overwrite", "_rows", "_key", "_layout")
 
-    def __init__(self, rows: Rows, key: tuple[int, int], *, layout: str, tensor: str, overwrite: bool = False) -> None:
+    def __init__(self, rows: Rows, key: int, *, layout: str, tensor: str, overwrite: bool = False) -> None:
         self.tensor = tensor  # "output", "input" or "weight"
         self.overwrite = overwrite  # the tensor is nobody else's: it may be changed in place
         self._rows = rows
@@ -162,18 +167,27 @@ class Draw:
         keys = self.keys(like)
         width = like.numel() // keys.numel()
         dtype = like.dtype if like.dtype in (torch.float16, torch.bfloat16) else torch.float32
-        numbers = tape(kind, like.device, dtype)
         if width <= WIDEST:
-            z = window(numbers, keys, self._key, width)
+            z = window(kind, keys, self._key, width, dtype)
         else:
-            parts = range(0, width, WIDEST)
-            z = torch.cat([window(numbers, keys, self._key, min(WIDEST, width - at), at // WIDEST) for at in parts], 1)
-        return z.view(like.shape).to(like.dtype)
+            starts = range(0, width, WIDEST)
+            parts = [window(kind, keys, self._key, min(WIDEST, width - at), dtype, at // WIDEST) for at in starts]
+            z = torch.cat(parts, 1)
+        z = z.view_as(like)
+        return z if z.dtype == like.dtype else z.to(like.dtype)
 
 
-def window(numbers: Tensor, keys: Tensor, key: tuple[int, int], width: int, part: int = 0) -> Tensor:
+def window(kind: str, keys: Tensor, key: int, width: int, dtype: torch.dtype, part: int = 0) -> Tensor:
     """Rows [R, width] read from the tape at hashed offsets."""
-    multiplier, addend = key
-    hashed = keys * multiplier + _signed((addend + part * _GOLDEN) % (1 << 64))
-    offsets = ((hashed >> _OFFSET_SHIFT) & _OFFSET_MASK) << _ALIGN_BITS
-    return numbers.as_strided((TAPE, width), (1, 1)).index_select(0, offsets)
+    multiplier = key if part == 0 else _signed((key + part * PART) % (1 << 64))
+    if keys.numel() == 1 and keys.device.type == "cpu":  # one token: hash in Python and look, rather than copy
+        offset = (int(keys) * multiplier >> _OFFSET_SHIFT) & _OFFSET_MASK
+        return tape(kind, keys.device, dtype).narrow(0, offset, width)
+    offsets = (keys * multiplier >> _OFFSET_SHIFT) & _OFFSET_MASK
+    return _windows(kind, keys.device, dtype, width).index_select(0, offsets)
+
+
+@functools.lru_cache(maxsize=1024)
+def _windows(kind: str, device: torch.device, dtype: torch.dtype, width: int) -> Tensor:
+    """Every window of a width as a view [TAPE, width] of the tape: row o is tape[o : o + width]."""
+    return tape(kind, device, dtype).as_strided((TAPE, width), (1, 1))

@@ -77,7 +77,9 @@ class Probe(Door):
             )
         key = (operator, unit.place, unit.module)
         if key not in self._counts:
-            self._counts[key] = SiteCount(operator=operator, place=unit.place, module=unit.module)
+            self._counts[key] = SiteCount(
+                operator=operator, place=unit.place, module=unit.module, looked=self.tally.looked
+            )
             self.tally.sites.append(self._counts[key])
         return Aim(unit, operator, self.injection, self._counts[key])
 
@@ -165,16 +167,9 @@ class Probe(Door):
                 raise NoiseRoundsAway(message)
             if what == "all":
                 warnings.warn(f"{message} (at {len(rounded)} of {len(sites)} sites)", stacklevel=4)
-        asked = [site for site in sites if site.samples]
-        deliberate = getattr(self.injection.perturbation, "scale", None) == 0 or self._all_scales_zero()
-        if asked and not deliberate and not any(int(n) for site in asked for n, _ in site.samples):
+        asked = [site for site in sites if site.samples and not site.control]
+        if asked and not any(int(n) for site in asked for n, _ in site.samples):
             raise NoiseRoundsAway(
                 f"{what}: {self.injection.perturbation!r} fired but changed none of the elements looked at, so the "
                 "result is clean: the numbers are of this format already, or the noise is too small for their dtype"
             )
-
-    def _all_scales_zero(self) -> bool:
-        """Scale 0 is a control on purpose (the decomposed attention path without noise)."""
-        sites = [unit.site(op) for unit in self.anatomy.units for op in unit.operators]
-        strengths = [self.injection.strength(site) for site in sites if self.injection.selects(site)]
-        return all(strength == 0 for strength in strengths)

@@ -30,7 +30,17 @@ class SiteCount(Counts):
     place: Place = ""
     module: str = ""
     rounded_away: tuple[float, float, str] | None = None  # scale asked, smallest that survives, dtype
+    control: bool = False  # scale 0 on purpose: the clean decomposed path, or a layer muted by its multiplier
     samples: list[tuple[Tensor, int]] = field(default_factory=list)  # changed elements (on device), elements looked at
+    looked: set[tuple[str, Place]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
+
+    def look(self) -> bool:
+        """Whether to sample here: the first module of each operator in each place, since looking costs launches."""
+        key = (self.operator, self.place)
+        if key in self.looked:
+            return False
+        self.looked.add(key)
+        return True
 
 
 @dataclass
@@ -38,6 +48,7 @@ class Tally:
     """The count of a scope; it grows while the scope is open."""
 
     sites: list[SiteCount] = field(default_factory=list)
+    looked: set[tuple[str, Place]] = field(default_factory=set, repr=False)
     forced_eager: bool = False  # torch.compile was met inside the scope, and the model ran eagerly
 
     @property
@@ -64,7 +75,7 @@ class Tally:
 
     @property
     def changed(self) -> float | None:
-        """The share of elements really changed, from the first rows each site saw; None before anything fired."""
+        """The share of elements really changed, from the first rows of each operator in each place; None before anything fired."""
         looked = sum(count for site in self.sites for _, count in site.samples)
         if not looked:
             return None

@@ -69,13 +69,16 @@ def tiny_model(name: str, *, layers: int = 2, seed: int = 0, **config_overrides:
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _encoder(layers, config_overrides) if name == "transformer_encoder" else _hf(name, layers, config_overrides)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch the GPUs' generators too
+        if name == "transformer_encoder":
+            model = _encoder(layers, config_overrides)
+        else:
+            model = _hf(name, layers, config_overrides)
     return model.eval()
 
 
 def tiny_inputs(name: str, *, batch: int = 2, length: int = 8, seed: int = 0) -> dict[str, Tensor]:
-    """Arguments for one forward: `model(**tiny_inputs("llama"))`. A ViT takes images, so `length` does not act on it."""
+    """Arguments for one forward: `model(**tiny_inputs("llama"))`. ViT takes images, so `length` is not for it."""
     if name not in MODELS:
         raise unknown("tiny model", name, MODELS)
     import torch
@@ -107,4 +110,4 @@ def _encoder(layers: int, overrides: dict[str, Any]) -> nn.Module:
     layer = nn.TransformerEncoderLayer(
         **{"d_model": 32, "nhead": 4, "dim_feedforward": 64, "activation": "gelu", "batch_first": True, **overrides}
     )
-    return nn.TransformerEncoder(layer, layers)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=not overrides)  # some layers can't, and it warns

@@ -1,0 +1,65 @@
+"""The command line: `noisescope COMMAND`. One file a command; what is heavy is imported inside the command.
+
+Exit codes: 0 fine, 1 a check says no, 2 wrong usage or bad input (one line on stderr).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from noisescope import __version__
+from noisescope.cli.inspect import inspect_model
+from noisescope.errors import NoisescopeError
+
+
+class Commands(typer.core.TyperGroup):
+    """Prints errors made for the user as one line; `--debug` shows where they came from.
+
+    The contexts are Any: typer 0.15 takes click's, later versions their own copy of it.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = sorted(args, key=lambda arg: arg != "--debug")  # stable: `noisescope inspect X --debug` works too
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NoisescopeError as error:
+            if ctx.params.get("debug"):
+                raise
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(error.exit_code) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: quick to show, easy to read in a log
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"noisescope {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def noisescope(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Controlled noise as an oscilloscope for large language models."""
+
+
+app.command("inspect")(inspect_model)
+
+
+def main() -> None:
+    app(prog_name="noisescope")

@@ -1,0 +1,186 @@
+"""`capture`: what flows through chosen operators, as running statistics per channel or as the tensors themselves.
+
+It opens the same door as `inject` and changes nothing. Statistics take memory for the channels only, however many
+samples pass. A channel is the last dimension; inside attention (products, softmax) it is the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.anatomy import Anatomy, Unit
+from noisescope.errors import InvalidInput, NothingInjected, unknown
+from noisescope.injection import Injection
+from noisescope.probe.aims import Context
+from noisescope.probe.door import Door
+from noisescope.sites import Place, Site
+
+KEEP = ("statistics", "raw", "both")
+
+
+@dataclass
+class ChannelStatistics:
+    """Running statistics of each channel over all rows seen; Chan's parallel update of mean and variance."""
+
+    count: int = 0
+    maximum: Tensor | None = None  # max |x|, [C]
+    mean: Tensor | None = None
+    mean_abs: Tensor | None = None
+    _spread: Tensor | None = field(default=None, repr=False)  # sum of squared deviations
+
+    def add(self, rows: Tensor) -> None:
+        """Take in rows [R, C]."""
+        if rows.shape[0] == 0:
+            return
+        values = rows.detach().to(torch.float32 if rows.device.type == "mps" else torch.float64)
+        count, mean = values.shape[0], values.mean(0)
+        spread = (values - mean).square().sum(0)
+        size = values.abs()
+        if self.maximum is None or self.mean is None or self.mean_abs is None or self._spread is None:
+            self.count, self.maximum, self.mean, self.mean_abs, self._spread = count, size.amax(0), mean, size.mean(0), spread
+            return
+        total = self.count + count
+        gap = mean - self.mean
+        self.maximum = torch.maximum(self.maximum, size.amax(0))
+        self._spread = self._spread + spread + gap.square() * (self.count * count / total)
+        self.mean = self.mean + gap * (count / total)
+        self.mean_abs = self.mean_abs + (size.mean(0) - self.mean_abs) * (count / total)
+        self.count = total
+
+    @property
+    def std(self) -> Tensor | None:
+        """Population standard deviation of each channel."""
+        return None if self._spread is None else (self._spread / self.count).sqrt()
+
+
+@dataclass
+class Captured:
+    """What a capture saw, by site."""
+
+    statistics: dict[Site, ChannelStatistics] = field(default_factory=dict)
+    raw: dict[Site, list[tuple[tuple[Tensor, ...], Tensor]]] = field(default_factory=dict)  # (inputs, output) a call
+
+
+def capture(
+    model: nn.Module,
+    *,
+    operators: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+    places: Iterable[Place] | None = None,
+    modules: Iterable[str] | None = None,
+    keep: str = "statistics",
+    device: str | None = None,
+    anatomy: Anatomy | None = None,
+) -> Capture:
+    """A scope that records the outputs of operators (and, with keep="raw" or "both", inputs and outputs as tensors).
+
+        with capture(model, operators={"linear"}, layers={3}) as captured:
+            model(tokens)
+        captured.statistics[site].maximum
+
+    `device` moves raw tensors there (default: they stay where they are).
+    """
+    if keep not in KEEP:
+        raise unknown("keep", keep, KEEP)
+    where = Injection(
+        lambda y, draw: y,
+        operators=None if operators is None else frozenset(operators),
+        layers=None if layers is None else frozenset(layers),
+        places=None if places is None else frozenset(places),
+        modules=None if modules is None else tuple([modules] if isinstance(modules, str) else modules),
+    )
+    return Capture(model, where, keep, device, anatomy)
+
+
+class Capture(Door):
+    """A door that watches."""
+
+    def __init__(
+        self, model: nn.Module, where: Injection, keep: str, device: str | None, anatomy: Anatomy | None = None
+    ) -> None:
+        super().__init__(model, anatomy)
+        self.where = where
+        self.keep = keep
+        self.device = device
+        self.captured = Captured()
+        self.mask: Tensor | None = None
+
+    def tokens(self, mask: Tensor | None) -> None:
+        """Which tokens [B, T] of the forwards that follow count for statistics (None = all): leave out padding."""
+        if mask is not None and mask.dim() != 2:
+            raise InvalidInput(f"a token mask has the shape [batch, tokens], got {tuple(mask.shape)}")
+        self.mask = None if mask is None else mask.bool()
+
+    def __enter__(self) -> Captured:
+        self._open()
+        return self.captured
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        if kind is None and self._forwards and not (self.captured.statistics or self.captured.raw):
+            raise NothingInjected("the model ran, but nothing was captured: see `noisescope inspect` for what is visible")
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        return Observer(self, unit, operator) if self.where.selects(unit.site(operator)) else None
+
+
+class Observer:
+    """Has the face of an Aim, and only looks."""
+
+    backward = None
+    wants_weight = False
+
+    def __init__(self, scope: Capture, unit: Unit, operator: str) -> None:
+        self.scope = scope
+        self.unit = unit
+        self.operator = operator
+        self.wants_input = scope.keep != "statistics"
+        self.heads = unit.kind != "module" and operator in ("matmul", "bmm", "softmax")
+        self._inputs: list[Tensor] = []
+
+    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
+        if self.wants_input:
+            self._inputs.append(self._stored(x))
+        return x
+
+    def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
+        return weight
+
+    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, *, counts: bool) -> Tensor:
+        return x
+
+    def on_output(self, y: Any, context: Context, occurrence: int, *, fresh: bool) -> Any:
+        tensor = y[0] if isinstance(y, tuple) else y
+        inputs, self._inputs = tuple(self._inputs), []
+        if context.recomputing:
+            return y
+        site = self.unit.site(self.operator, occurrence=occurrence)
+        captured = self.scope.captured
+        if self.scope.keep != "raw":
+            captured.statistics.setdefault(site, ChannelStatistics()).add(self._rows(tensor))
+        if self.scope.keep != "statistics":
+            captured.raw.setdefault(site, []).append((inputs, self._stored(tensor)))
+        return y
+
+    def _stored(self, x: Tensor) -> Tensor:
+        kept = x.detach()
+        return kept.to(self.scope.device) if self.scope.device not in (None, str(kept.device)) else kept.clone()
+
+    def _rows(self, y: Tensor) -> Tensor:
+        """Rows [R, C] that count: heads last inside attention, and no masked tokens."""
+        if self.heads and y.dim() == 4:
+            y = y.transpose(1, 3).transpose(1, 2)  # [B, H, T, S] -> [B, T, S, H]
+        mask = self.scope.mask
+        if mask is not None and tuple(y.shape[:2]) == tuple(mask.shape):
+            y = y[mask.to(y.device)]
+        elif mask is not None and y.dim() == 2 and y.shape[0] == mask.numel():
+            y = y[mask.to(y.device).flatten()]
+        return y.reshape(-1, y.shape[-1])

@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests: tiny random models, fixed tokens, few threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from noisescope.testing import tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def llama() -> Any:
+    """A fresh tiny Llama with three blocks."""
+    return tiny_model("llama", layers=3)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.arange(1, 13).reshape(2, 6)
+
+
+@pytest.fixture
+def logits() -> Callable[..., torch.Tensor]:
+    """Call a model without gradients and return its logits."""
+
+    def call(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            out = model(*args, **kwargs)
+        return out.logits if hasattr(out, "logits") else out
+
+    return call
