@@ -144,10 +144,11 @@ def outline(
         settings = {"dtype": wanted, "attn_implementation": attn_implementation}
         model = build(config, **{name: value for name, value in settings.items() if value is not None})
     notes = []
-    if _quantiser(config):
+    quantiser = _quantiser(config)
+    if quantiser:
         notes.append(
-            f"the checkpoint is quantised ({_quantiser(config)}): its linears are packed once loaded, and noise can fall on their "
-            "output and input, not on their weight"
+            f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can fall on "
+            "their output and input, not on their weight"
         )
     if checkpoint.gguf:
         notes.append(f"weights are dequantised on loading: {', '.join(_gguf_formats(checkpoint))} in the file")
@@ -295,7 +296,7 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        raise InvalidInput(f"device {str(device)!r} can't be used here: {_first_line(error)}") from error
+        raise InvalidInput(f"device {str(device)!r} can't be used here: {_one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -308,11 +309,12 @@ def _explained(source: str) -> Iterator[None]:
     except (NoisescopeError, torch.OutOfMemoryError):
         raise
     except ImportError as error:
-        raise MissingExtra(f"{source} needs a package that is missing: {_first_line(error)}") from error
+        raise MissingExtra(f"{source} needs a package that is missing: {_one_line(error)}") from error
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidInput(f"transformers can't load {source}: {_first_line(error)}") from error
+        raise InvalidInput(f"transformers can't load {source}: {_one_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def _one_line(error: BaseException) -> str:
+    """transformers likes paragraphs; the cure is often in the last of them, so all are kept, up to a limit."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 500 else f"{text[:500]} ..."

@@ -10,7 +10,7 @@
 `enable_noisy_ops` takes no model: the outermost module called is opened as `noisescope.inject` would open it, once, and
 stays open until `disable_noisy_ops`, so that backward passes and recomputations find it open. Raw tensor calls outside
 modules are not noised. A backward pass has the settings of its forward. Every enable starts the noise of its seed from
-the beginning and all counts from zero; counts outlive disable. Selections, scales and phases outlive both.
+the beginning and all counts from zero; counts outlive disable; selections, scales and phases outlive both.
 
 In this file "matmul" means all matrix products (linear, matmul, bmm). `None` selects everything (the products, and with
 `all_ops_mode` softmax, silu, gelu and norm too), `[]` switches noise off on purpose.
@@ -20,9 +20,9 @@ This is the one file of noisescope that owns global state: `_state`, guarded by 
 the very call it was opened for.
 
 Environment (read when this file is imported, never by `import noisescope`): NOISESCOPE_ENABLED, _SCALE, _TYPE,
-_ALL_OPS, _FORWARD_ONLY, _BACKWARD_ONLY (both = both phases), _LAYERS ("0,5,9-11"; of the first model with blocks that is
-called), _OPERATORS, _SEED; the first six also as VERL_NOISY_OPS_... `python -m noisescope.noisy_ops script.py ARGS` runs
-a script with noise on and prints the counts to stderr.
+_ALL_OPS, _FORWARD_ONLY, _BACKWARD_ONLY (both = both phases), _LAYERS ("0,5,9-11", of the first model with blocks that
+is called), _OPERATORS, _SEED; the first six also as VERL_NOISY_OPS_... `python -m noisescope.noisy_ops script.py ARGS`
+runs a script with noise on and prints the counts to stderr.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ import torch
 from torch import nn
 
 from noisescope.anatomy import Anatomy, dissect
-from noisescope.errors import InvalidInput, ModelHeld, NoisescopeError, NothingInjected, unknown
+from noisescope.errors import InvalidInput, NoisescopeError, NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
-from noisescope.probe.door import StandIn, _in_backward, unwrap
+from noisescope.probe.door import _in_backward, unwrap
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Bias, Gaussian, Uniform
 from noisescope.probe.tally import SiteCount, Tally
@@ -88,19 +88,16 @@ class _Settings:
         return _ALL_OPS if self.all_ops else frozenset({"gemm"})
 
     def injection(self, anatomy: Anatomy | None = None, *, numbered: bool = True) -> Injection:
-        """Multipliers carry the absolute scale of every place, so that an error_scale of 0 needs no special case."""
+        """Multipliers carry the absolute scale of every place, so that an error_scale of 0 is no special case."""
         if self.kind not in ERROR_TYPES:
-            raise unknown("error_type", self.kind, ERROR_TYPES)
+            raise unknown("error type", self.kind, ERROR_TYPES)
         scales: dict[Place, float] = dict(self.layer_scales) if numbered else {}
         for place in anatomy.places() if anatomy else ():
             scales.setdefault(place, self.scale)
-        layers = self.layers
-        if layers is not None and anatomy is not None:
-            layers &= frozenset(range(len(anatomy.blocks)))
         return Injection(
             ERROR_TYPES[self.kind](self.scale),
             operators=self.wanted(),
-            layers=layers,
+            layers=self.layers & set(range(len(anatomy.blocks))) if anatomy and self.layers else self.layers,
             phases=frozenset(phase for phase in PHASES if getattr(self, phase)) or frozenset(PHASES),
             phase_scales=dict.fromkeys(PHASES, 1.0),
             operator_multipliers=self.operator_scales,
@@ -111,7 +108,7 @@ class _Settings:
 
 @dataclass
 class _Root:
-    """An opened module. Its door lives as long as the module does; this file holds only the counts."""
+    """An opened module. Its door lives as long as the module does; only the counts are held here."""
 
     door: weakref.ref[Probe]
     tally: Tally
@@ -119,12 +116,9 @@ class _Root:
     numbered: bool  # its block numbers are layer numbers
     forwards: int  # accounted for so far
 
-    def components(self) -> dict[tuple[str, str], str]:
-        return {(op, unit.module): unit.component for unit in self.anatomy.units for op in unit.operators}
-
 
 class _State:
-    """Everything that is global here. Public functions hold `lock` while they touch it."""
+    """All that is global here. Public functions hold `lock` while they touch it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -142,27 +136,33 @@ class _State:
         self.forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # of roots now closed
         self.fired = self.was_off = self.ran = False
         self.missed: dict[str, None] = {}  # classes of the modules called in vain since the last turn
-        self.problems: list[NothingInjected] = []
+        self.problem: NothingInjected | None = None
 
-    # -- enabling
+    # -- settings
 
-    def start(self, seed: int | None, **changes: Any) -> None:
-        fresh = torch.initial_seed() if seed is None else seed
-        settings = dataclasses.replace(self.settings, seed=fresh, **changes)
+    def change(self, *, enable: bool = False, restart: bool = False, **changes: Any) -> None:
+        """New settings; while enabled they act at once."""
+        settings = dataclasses.replace(self.settings, **changes)
         settings.injection()  # refuses bad values before anything changes
-        self._check_layers(settings, must_be_registered=True)
-        again = self.watcher is not None
-        if again:
+        enabled = self.watcher is not None
+        self._check_layers(settings, must_be_registered=enabled or enable)
+        if enabled:
             self.turn()
-        if not again or seed is not None or fresh != self.settings.seed:
-            self._close_all()  # the noise of this seed begins anew; otherwise it goes on from forward to forward
+        if enable:
+            self.counts.clear()
+        if restart:
+            self._close_all()
             self.forwards.clear()
-        self.counts.clear()
-        before, self.settings = self.settings, settings
-        if not again:
+        if enable and not enabled:
             self._begin()
             self._watch()
-        self._refresh_or_restore(before)
+        before, self.settings = self.settings, settings
+        try:
+            self._refresh()
+        except BaseException:
+            self.settings = before
+            self._refresh()
+            raise
 
     def stop(self, *, check: bool) -> None:
         if self.watcher is None:
@@ -171,55 +171,34 @@ class _State:
         try:
             self.turn(final=True)
             self._close_all()
-        except Exception as caught:
+        except NoisescopeError as caught:
             error = caught
         if nn.Module.__call__ is self.watcher:  # else somebody wrapped it since: ours passes everything on from now
-            nn.Module.__call__ = self.original
+            nn.Module.__call__ = self.original  # type: ignore[method-assign]
         self.watcher = None
-        if not (self.fired or self.problems or self.was_off):
-            self.problems.append(NothingInjected(self._nothing("no module was called while noisy ops were enabled")))
-        problems = self.problems
+        if not (self.fired or self.problem or self.was_off):
+            self.problem = _nothing("no module was called while noisy ops were enabled")
+        error = error or self.problem
         self._begin()
-        if check and (error is not None or problems):
-            raise error or problems[0]
-
-    def choose(self, **changes: Any) -> None:
-        """Change settings; while enabled they act at once."""
-        settings = dataclasses.replace(self.settings, **changes)
-        settings.injection()
-        if self.watcher is not None or changes.keys() & {"layers", "layer_scales"}:
-            self._check_layers(settings, must_be_registered=self.watcher is not None)
-        if self.watcher is not None:
-            self.turn()
-        before, self.settings = self.settings, settings
-        self._refresh_or_restore(before)
-
-    def register(self, model: nn.Module) -> int:
-        model = unwrap(model)
-        anatomy = dissect(model)
-        if self.watcher is not None:
-            self.turn()
-        self.registered[model] = anatomy
-        self._refresh_or_restore(self.settings)
-        return len(anatomy.blocks)
+        if check and error is not None:
+            raise error
 
     def _check_layers(self, settings: _Settings, *, must_be_registered: bool) -> None:
-        depths = [len(anatomy.blocks) for anatomy in self.registered.values()]
-        if settings.layers and must_be_registered and not depths and not self.register_first:
+        depth = max((len(anatomy.blocks) for anatomy in self.registered.values()), default=0)
+        if settings.layers and must_be_registered and not depth and not self.register_first:
             raise InvalidInput(
                 "layers are selected, but no model is registered, so their numbers mean nothing yet: call "
                 "register_layer_hooks(model) first, or set_selective_layers(None)"
             )
         for layer in (*(settings.layers or ()), *(p for p in settings.layer_scales if isinstance(p, int))):
-            if depths and layer >= max(depths):
+            if depth and layer >= depth:
                 raise InvalidInput(
-                    f"layer {layer} is out of range: the registered model has {max(depths)} blocks, 0 to {max(depths) - 1}"
+                    f"layer {layer} is out of range: the registered model has {depth} blocks, 0 to {depth - 1}"
                 )
 
     def _watch(self) -> None:
-        self.original = nn.Module.__call__
-        original = self.original
-        uncompiled = torch.compiler.disable(self.meet)
+        original = self.original = nn.Module.__call__
+        uncompiled = torch.compiler.disable(self.meet)  # type: ignore[no-untyped-call]
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if self.watcher is call:
@@ -229,10 +208,9 @@ class _State:
                     self.meet(module)
             return original(module, *args, **kwargs)
 
-        self.watcher = call
-        nn.Module.__call__ = call
+        nn.Module.__call__ = self.watcher = call  # type: ignore[method-assign]
 
-    # -- opening modules
+    # -- modules
 
     def meet(self, module: nn.Module) -> None:
         """A module is about to be called: open it if it is the outermost one and something in it is aimed at."""
@@ -242,212 +220,162 @@ class _State:
             if _in_backward():  # a recomputation of a forward that nobody noised
                 return
             has_parameters = any(True for _ in module.parameters())
-            if not has_parameters and self._running():  # `nn.Softmax(-1)(scores)` inside a forward is part of it
+            here = threading.get_ident()
+            if not has_parameters and any(d.context is not None and d.thread == here for _, d in self._doors()):
+                return  # `nn.Softmax(-1)(scores)` made inside a forward is part of it
+            root = unwrap(module)
+            if root in self.inside:  # torch.compile's wrapper of a model that is open already
+                self.inside.add(module)
                 return
-            root = self._root_of(unwrap(module))
-            members = [module, *root.modules()]
+            members = {module, *root.modules()}
             anatomy = dissect(root, require_blocks=False)
             if self.register_first and not self.registered and anatomy.blocks != _NO_BLOCKS:
                 self.registered[root] = anatomy
                 self._check_layers(self.settings, must_be_registered=True)
-            injection, numbered = self._injection(root, anatomy)
+            injection, numbered = self._aim(root, anatomy)
             if injection is None:
                 self.ignored.update(members)
                 if has_parameters:
                     self.missed[type(root).__name__] = None
                 return
-            self._make_room(members)
+            shared = [
+                (r, d) for r, d in self._doors() if d.thread == here and not members.isdisjoint(d.model.modules())
+            ]
+            for other, door in shared:  # a part called before the whole: its noise would fall twice
+                self._close(other, door)
             probe = Probe(root, injection, anatomy=anatomy)
             probe._may_inject_nothing = True  # whether nothing was hit is asked here, of all modules together
             probe._forwards = self.forwards.get(root, 0)
             probe.__enter__()
+            if shared:
+                self._list_inside()
+            self.inside.update(members)
             self.roots = [r for r in self.roots if r.door() is not None or r.tally.forward or r.tally.backward]
             self.roots.append(_Root(weakref.ref(probe), probe.tally, anatomy, numbered, probe._forwards))
-            self.inside.update(members)
 
-    def _doors(self) -> Iterator[tuple[_Root, Probe]]:
-        """The roots open now."""
-        for root in list(self.roots):
-            door = root.door()
-            if door is not None and door.thread is not None:
-                yield root, door
-
-    def _running(self) -> bool:
-        here = threading.get_ident()
-        return any(door.thread == here and door.context is not None for _, door in self._doors())
-
-    def _root_of(self, module: nn.Module) -> nn.Module:
-        """The registered model that holds a module, so that a block called on its own keeps its number."""
-        holders = [model for model in self.registered if any(m is module for m in model.modules())]
-        return max(holders, key=lambda model: sum(1 for _ in model.modules()), default=module)
-
-    def _make_room(self, members: list[nn.Module]) -> None:
-        """Close what shares modules with the new root (a part called before the whole), or noise would fall twice."""
-        ours = {id(module) for module in members}
-        here = threading.get_ident()
-        for root, door in self._doors():
-            if door.thread == here and any(id(module) in ours for module in door.model.modules()):
-                self._close(root)
-        for module in members:
-            held = module.__dict__.get("forward")
-            if isinstance(held, StandIn) and held.door.thread == here:
-                raise ModelHeld(
-                    f"{type(members[0]).__name__} is called for the first time since enable_noisy_ops(), inside another "
-                    "noisescope scope; scopes must be left in reverse order. Call it once before entering that scope."
-                )
-        self._list_inside()
-
-    def _list_inside(self) -> None:
-        self.inside = weakref.WeakSet(module for _, door in self._doors() for module in door.model.modules())
-
-    def _close(self, root: _Root) -> None:
-        door = root.door()
-        assert door is not None
-        self._note_forwards(root, door)
-        self.forwards[door.model] = door._forwards  # or a module closed and opened again would repeat its noise
-        door.__exit__(None, None, None)
-
-    def _close_all(self) -> None:
-        error: Exception | None = None
-        for root, _ in reversed(list(self._doors())):
-            try:
-                self._close(root)
-            except NoisescopeError as caught:
-                error = caught
-        self._list_inside()
-        if error is not None:
-            raise error
-
-    def _refresh_or_restore(self, before: _Settings) -> None:
-        try:
-            self._refresh()
-        except BaseException:
-            self.settings = before
-            self._refresh()
-            raise
-
-    def _refresh(self) -> None:
-        """Bring the open modules up to the settings, and look again at the ignored ones."""
-        self.ignored = weakref.WeakSet()
-        for root, door in self._doors():
-            root.numbered = False
-            injection = None
-            if self._root_of(door.model) is door.model:
-                injection, root.numbered = self._injection(door.model, root.anatomy)
-            if injection is None:
-                self._close(root)
-            else:
-                door.update(injection)
-        self._list_inside()
-
-    def _injection(self, root: nn.Module, anatomy: Anatomy) -> tuple[Injection | None, bool]:
+    def _aim(self, root: nn.Module, anatomy: Anatomy) -> tuple[Injection | None, bool]:
         """What falls on a root (None: nothing), and whether its block numbers are layer numbers."""
         settings = self.settings
-        numbered, registered = anatomy.blocks != _NO_BLOCKS, False
-        if self.registered:
-            registered = numbered = numbered and self._numbered_as_registered(root, anatomy)
-        if settings.off or not (settings.forward or settings.backward) or (settings.layers and not registered):
+        numbered = anatomy.blocks != _NO_BLOCKS and (not self.registered or self._is_registered(root, anatomy))
+        if settings.off or not (settings.forward or settings.backward) or (settings.layers and not numbered):
             return None, numbered
         injection = settings.injection(anatomy, numbered=numbered)
         hits = [(op, u.component) for u in anatomy.units for op in u.operators if injection.selects(u.site(op))]
         present = {name for name in settings.wanted() if any(matches_operator({name}, *hit) for hit in hits)}
         return (dataclasses.replace(injection, operators=frozenset(present)) if present else None), numbered
 
-    def _numbered_as_registered(self, root: nn.Module, anatomy: Anatomy) -> bool:
-        members = set(root.modules())
+    def _is_registered(self, root: nn.Module, anatomy: Anatomy) -> bool:
+        """Whether a root has the blocks of a registered model: it may be that model, its body, or a wrapper of it."""
+        blocks = [root.get_submodule(name) for name in anatomy.blocks]
         for model, known in self.registered.items():
-            if model not in members:
-                continue
             theirs = [model.get_submodule(name) for name in known.blocks]
-            if theirs == [root.get_submodule(name) for name in anatomy.blocks]:
+            if blocks == theirs:
                 return True
-            if self.settings.layers or self.settings.layer_scales:
+            if set(blocks) & set(theirs) and (self.settings.layers or self.settings.layer_scales):
                 raise InvalidInput(
                     f"register_layer_hooks was given {type(model).__name__} with {len(theirs)} blocks, but the module "
-                    f"called is {type(root).__name__} with {len(anatomy.blocks)}, which numbers them otherwise: register "
-                    "that one instead"
+                    f"called, {type(root).__name__}, has {len(blocks)} and counts them otherwise: register that one"
                 )
         return False
 
-    # -- counting
+    def _doors(self) -> list[tuple[_Root, Probe]]:
+        """The roots open now."""
+        doors = [(root, root.door()) for root in self.roots]
+        return [(root, door) for root, door in doors if door is not None and door.thread is not None]
+
+    def _list_inside(self) -> None:
+        self.inside = weakref.WeakSet(module for _, door in self._doors() for module in door.model.modules())
+
+    def _refresh(self) -> None:
+        """Bring the open modules up to the settings, and look again at the ignored ones."""
+        self.ignored.clear()
+        for root, door in self._doors():
+            injection, root.numbered = self._aim(door.model, root.anatomy)
+            if injection is None:
+                self._close(root, door)
+            else:
+                door.update(injection)
+        self._list_inside()
+
+    def _close(self, root: _Root, door: Probe) -> None:
+        self._note_forwards(root, door)
+        self.forwards[door.model] = door._forwards  # or a module closed and opened again would repeat its noise
+        door.__exit__(None, None, None)
+
+    def _close_all(self) -> None:
+        with contextlib.ExitStack() as all_of_them:  # also after one that another scope stands on
+            for root, door in self._doors():
+                all_of_them.callback(self._close, root, door)
+        self._list_inside()
+
+    # -- counts
 
     def turn(self, *, final: bool = False) -> None:
         """Settings are about to change: note what was aimed at and not hit under them, and put the counts away."""
-        settings = self.settings
         for root, door in self._doors():
             self._note_forwards(root, door)
         fired = [(root, site) for root in self.roots for site in root.tally.sites if site.total]
-        if settings.off:
+        if self.settings.off:
             self.was_off = True
-        elif (self.ran or self.missed) and (settings.forward or final):  # a backward pass may still be to come
-            self.problems += self._not_hit(fired)
+        elif (self.ran or self.missed) and (self.settings.forward or final):  # else a backward may be yet to come
+            self.problem = self.problem or self._not_hit(fired)
         self.fired |= bool(fired)
         self._add_to(self.counts)
         for root in self.roots:
-            root.tally.looked.clear()  # with new settings each site is looked at anew
+            root.tally.looked.clear()  # under new settings each site is looked at anew
             for site in root.tally.sites:
                 site.forward = site.backward = 0
                 site.rounded_away = None
                 site.samples.clear()
-        self.ran = False
-        self.missed = {}
+        self.roots = [root for root in self.roots if root.door() is not None]
+        self.ran, self.missed = False, {}
 
     def _note_forwards(self, root: _Root, door: Probe) -> None:
         self.ran |= door._forwards > root.forwards
         root.forwards = door._forwards
 
-    def _not_hit(self, fired: list[tuple[_Root, SiteCount]]) -> list[NothingInjected]:
+    def _not_hit(self, fired: list[tuple[_Root, SiteCount]]) -> NothingInjected | None:
         settings = self.settings
-        called = ", ".join({root.anatomy.architecture: None for root in self.roots} | self.missed)
         if not settings.forward and not settings.backward:
-            return [NothingInjected(self._nothing("set_noise_phases switched both phases off"))]
+            return _nothing("set_noise_phases switched both phases off")
         if not settings.forward and not fired:
-            why = "only the backward phase is on, and no backward pass ran (or nothing aimed at needs a gradient)"
-            return [NothingInjected(self._nothing(why))]
-        for name in sorted(settings.wanted() if not fired else settings.operators or ()):
-            if not any(matches_operator({name}, s.operator, r.components()[s.operator, s.module]) for r, s in fired):
-                at = f" in layers {sorted(settings.layers)}" if settings.layers else ""
-                why = f"operator {_shown(name)!r} never fired{at}; the modules called were {called}"
-                return [NothingInjected(self._nothing(why))]
+            return _nothing("only the backward phase is on, and no backward pass ran (or nothing there has a gradient)")
+        called = ", ".join({root.anatomy.architecture: None for root in self.roots} | self.missed)
+        hits = {(s.operator, u.component) for r, s in fired for u in r.anatomy.units if u.module == s.module}
+        for name in sorted(settings.operators or () if fired else settings.wanted()):
+            if not any(matches_operator({name}, *hit) for hit in hits):
+                where = f" in layers {sorted(settings.layers)}" if settings.layers else ""
+                return _nothing(f"operator {_shown(name)!r} never fired{where}; the modules called were {called}")
         for layer in sorted(settings.layers or ()):
             if not any(root.numbered and site.place == layer for root, site in fired):
-                return [NothingInjected(self._nothing(f"layer {layer} never fired; the modules called were {called}"))]
-        for _, door in self._doors():  # any of them knows how to look at rounding
+                return _nothing(f"layer {layer} never fired; the modules called were {called}")
+        for _, door in self._doors()[:1]:  # any of them knows how to look at rounding
             try:
                 door._check_rounding([site for _, site in fired], "all")
             except NothingInjected as error:
-                return [error]
-            break
-        return []
-
-    def _nothing(self, why: str) -> str:
-        return (
-            f"nothing was injected: {why}. Noise falls on calls of torch.nn.Module between enable_noisy_ops() and "
-            "disable_noisy_ops(), not on raw tensor calls outside modules; `noisescope inspect` shows what a model "
-            "computes. To switch noise off on purpose select []."
-        )
+                return error
+        return None
 
     def _add_to(self, counts: Counter[tuple[str, Place, str]]) -> Counter[tuple[str, Place, str]]:
-        for root in self.roots:
-            for site in root.tally.sites:
-                for phase in PHASES:
-                    count = getattr(site, phase)
-                    in_block = root.numbered and isinstance(site.place, int)
-                    counts["total", "", phase] += count
-                    counts["layer" if in_block else "outside", site.place if in_block else "", phase] += count
-                    if site.operator in GROUPS["gemm"][0]:
-                        counts["operator", "matmul", phase] += count
-                    if site.operator != "matmul":
-                        counts["operator", site.operator, phase] += count
+        for root, site in [(r, s) for r in self.roots for s in r.tally.sites]:
+            in_block = root.numbered and isinstance(site.place, int)
+            views: list[tuple[str, Place]] = [("total", ""), ("layer", site.place) if in_block else ("outside", "")]
+            if site.operator in GROUPS["gemm"][0]:
+                views.append(("operator", "matmul"))
+            if site.operator != "matmul":
+                views.append(("operator", site.operator))
+            for view, key in views:
+                counts[view, key, "forward"] += site.forward
+                counts[view, key, "backward"] += site.backward
         return counts
 
     def view(self, view: str) -> dict[Any, dict[str, int]]:
-        """Counts of one kind, per layer or operator, only of what fired."""
+        """Counts per layer or operator, only of what fired."""
         with self.lock:
             counts = self._add_to(self.counts.copy())
-        keys = {key: None for kind, key, _ in counts if kind == view}
+        keys = sorted({key for kind, key, _ in counts if kind == view})
         found = {key: {phase: counts[view, key, phase] for phase in PHASES} for key in keys}
-        return {key: found[key] for key in sorted(found) if any(found[key].values())}
+        return {key: phases for key, phases in found.items() if any(phases.values())}
 
     def reset(self, *views: str) -> None:
         with self.lock:
@@ -468,15 +396,19 @@ def enable_noisy_ops(
 
     error_type: "relative_gaussian" (y + s |y| z), "rms_gaussian" (s times the token's rms), "absolute_gaussian" (s z),
     "uniform" (relative, bounded by 1.73 s), "systematic_bias" (y + s sign(y)). Without a seed it is
-    `torch.initial_seed()`, which is only read. Enabling again while enabled changes the settings; with a seed it also
-    begins that seed's noise anew.
+    `torch.initial_seed()`, which is only read. Enabling again while enabled changes the settings and goes on in the
+    noise, unless a seed is given: that begins anew.
     """
     with _state.lock:
-        _state.start(seed, scale=error_scale, kind=error_type, all_ops=bool(all_ops_mode))
+        fresh = torch.initial_seed() if seed is None else seed
+        restart = seed is not None or fresh != _state.settings.seed
+        _state.change(
+            enable=True, restart=restart, scale=error_scale, kind=error_type, all_ops=bool(all_ops_mode), seed=fresh
+        )
 
 
 def disable_noisy_ops() -> dict[str, int]:
-    """Noise off, every module as it was; the counts. NothingInjected if noise was on and something aimed at never hit."""
+    """Noise off and every module as it was; the counts. Raises NothingInjected if something aimed at was never hit."""
     with _state.lock:
         _state.stop(check=True)
         return get_injection_stats()
@@ -496,7 +428,7 @@ def noisy_ops_context(
         enable_noisy_ops(error_scale, error_type, all_ops_mode, seed)
     try:
         yield
-    except BaseException:  # it says more than a count of zero would
+    except BaseException:  # says more than a count of zero would
         with _state.lock:
             _state.stop(check=False)
         raise
@@ -506,28 +438,30 @@ def noisy_ops_context(
 def set_noise_phases(forward: bool = True, backward: bool = True) -> None:
     """Noise in forward passes, in backward passes, or both."""
     with _state.lock:
-        _state.choose(forward=bool(forward), backward=bool(backward))
+        _state.change(forward=bool(forward), backward=bool(backward))
 
 
 def get_noise_phases() -> dict[str, bool]:
-    """{"forward": ..., "backward": ...}."""
     return {"forward": _state.settings.forward, "backward": _state.settings.backward}
 
 
 def register_layer_hooks(model: nn.Module) -> int:
-    """Give layer numbers a meaning: the blocks of this model, counted from 0. The number of blocks.
+    """Give layer numbers a meaning: the blocks of this model, counted from 0. Returns how many there are.
 
     Only a weak reference is kept. Several models may be registered; noise by layer then falls on each.
     """
     with _state.lock:
-        return _state.register(model)
+        anatomy = dissect(model)
+        _state.registered[unwrap(model)] = anatomy
+        _state.change()
+        return len(anatomy.blocks)
 
 
 def set_selective_layers(layers: Iterable[int] | int | None = None) -> None:
     """Noise in these blocks only; None for everywhere, [] for nowhere. Needs register_layer_hooks(model)."""
     chosen = None if layers is None else Injection(Gaussian(0.0), layers=layers).layers  # type: ignore[arg-type]
     with _state.lock:
-        _state.choose(layers=chosen)
+        _state.change(layers=chosen)
 
 
 def get_selective_layers() -> list[int] | None:
@@ -546,7 +480,7 @@ def set_selective_operators(operators: Iterable[str] | str | None = None) -> Non
     names = [operators] if isinstance(operators, str) else operators
     chosen = None if names is None else frozenset(_operator(name) for name in names)
     with _state.lock:
-        _state.choose(operators=chosen)
+        _state.change(operators=chosen)
 
 
 set_selective_ops = set_selective_operators
@@ -558,33 +492,31 @@ def get_selective_operators() -> list[str] | None:
 
 
 def should_inject_for_operator(name: str) -> bool:
-    """Whether the selection includes this operator, or a part of this group; while enabled, all_ops_mode has its say."""
-    with _state.lock:
-        enabled, settings = _state.watcher is not None, _state.settings
+    """Whether the selection includes this operator, or part of this group; while enabled, all_ops_mode has its say."""
     asked = _parts(_operator(name))
-    if settings.operators is None and not enabled:
-        return True
-    return any(asked & _parts(chosen) for chosen in settings.wanted())
+    with _state.lock:
+        if _state.settings.operators is None and _state.watcher is None:
+            return True
+        return any(asked & _parts(chosen) for chosen in _state.settings.wanted())
 
 
 def set_operator_noise_scales(scales: Mapping[str, float] | None) -> None:
     """Multipliers on the error scale, {"softmax": 0.2}; operators not named keep theirs. None: 1.0 for all again."""
     with _state.lock:
         known = {} if scales is None else dict(_state.settings.operator_scales)
-        _state.choose(operator_scales=known | {_operator(name): scale for name, scale in (scales or {}).items()})
+        _state.change(operator_scales=known | {_operator(name): scale for name, scale in (scales or {}).items()})
 
 
 def set_per_layer_scales(scales: Mapping[int, float] | None) -> None:
     """Absolute error scales of blocks, {9: 0.02}; all others have error_scale. None or {}: error_scale everywhere."""
     with _state.lock:
-        _state.choose(layer_scales=dict(scales or {}))
+        _state.change(layer_scales=dict(scales or {}))
 
 
 def get_injection_stats() -> dict[str, int]:
-    """Injections since the last enable or reset, and how many of them fell outside the blocks (lm_head, a lone MLP)."""
-    nothing = dict.fromkeys(PHASES, 0)
-    total, outside = (_state.view(kind).get("", nothing) for kind in ("total", "outside"))
-    return {f"total_{phase}": total[phase] for phase in PHASES} | {f"outside_{phase}": outside[phase] for phase in PHASES}
+    """Injections since the last enable or reset: in total, and of these outside blocks (lm_head, a lone MLP)."""
+    views = {view: _state.view(view).get("", {}) for view in ("total", "outside")}
+    return {f"{view}_{phase}": counts.get(phase, 0) for view, counts in views.items() for phase in PHASES}
 
 
 def get_layer_injection_stats() -> dict[int, dict[str, int]]:
@@ -613,12 +545,11 @@ def reset_operator_injection_stats() -> None:
 def print_injection_summary(file: TextIO | None = None) -> None:
     """The counts as a table, on stdout if no file is given."""
     stats = get_injection_stats()
-    print(f"noisescope: {stats['total_forward']} forward, {stats['total_backward']} backward injections", file=file)
-    rows = [(name, counts) for name, counts in get_operator_injection_stats().items()]
-    rows += [(f"layer {layer}", counts) for layer, counts in get_layer_injection_stats().items()]
-    rows.append(("outside blocks", {phase: stats[f"outside_{phase}"] for phase in PHASES}))
-    for name, counts in rows:
-        print(f"  {name:<14} forward {counts['forward']:>8}  backward {counts['backward']:>8}", file=file)
+    rows = {"injections": {phase: stats[f"total_{phase}"] for phase in PHASES}, **get_operator_injection_stats()}
+    rows |= {f"layer {layer}": counts for layer, counts in get_layer_injection_stats().items()}
+    rows["outside blocks"] = {phase: stats[f"outside_{phase}"] for phase in PHASES}
+    for name, counts in rows.items():
+        print(f"noisescope: {name:<14} forward {counts['forward']:>8} backward {counts['backward']:>8}", file=file)
 
 
 def _operator(name: str) -> str:
@@ -635,67 +566,61 @@ def _parts(name: str) -> frozenset[str]:
     return GROUPS[name][0] if name in GROUPS else frozenset({name})
 
 
+def _nothing(why: str) -> NothingInjected:
+    return NothingInjected(
+        f"nothing was injected: {why}. Noise falls on calls of torch.nn.Module between enable_noisy_ops() and "
+        "disable_noisy_ops(), not on raw tensor calls outside modules. To switch noise off on purpose, select []."
+    )
+
+
 # -- the environment, and `python -m noisescope.noisy_ops`
 
 _ALIASED = ("ENABLED", "SCALE", "TYPE", "ALL_OPS", "FORWARD_ONLY", "BACKWARD_ONLY")
+_FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
-def _read(name: str, parse: Callable[[str], Any], default: Any) -> Any:
-    """An environment variable; empty is the same as not set."""
+def _read(name: str, parse: Callable[[str], Any]) -> Any:
+    """What `parse` makes of an environment variable; None where it is not set, or empty."""
     for variable in (f"NOISESCOPE_{name}", *([f"VERL_NOISY_OPS_{name}"] if name in _ALIASED else [])):
         text = os.environ.get(variable, "").strip()
         if text:
             try:
                 return parse(text)
-            except ValueError as error:
-                raise InvalidInput(f"environment variable {variable}={text!r}: {error}") from None
-    return default
+            except (ValueError, KeyError) as error:
+                why = f"allowed: {', '.join(_FLAGS)}" if isinstance(error, KeyError) else error
+                raise InvalidInput(f"environment variable {variable}={text!r}: {why}") from None
+    return None
 
 
 def _flag(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("expected 1 or 0 (true, false, yes, no, on, off)")
+    return _FLAGS[text.lower()]
 
 
-def _layer_list(text: str) -> list[int]:
-    layers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        try:
-            layers += range(int(first), int(last if dash else first) + 1)
-        except ValueError:
-            raise ValueError("expected block numbers such as 0,5,9-11") from None
-    return layers
+def _select_layers(text: str) -> None:
+    ends = [part.partition("-") for part in text.split(",")]
+    try:
+        layers = [n for first, dash, last in ends for n in range(int(first), int(last if dash else first) + 1)]
+    except ValueError:
+        raise InvalidInput("expected block numbers such as 0,5,9-11") from None
+    _state.register_first = True
+    set_selective_layers(layers)
 
 
 def _read_environment(*, enabled: bool = False) -> None:
-    """Take settings from the environment; enable if it says so, or `enabled` does and it does not object."""
-    forward_only, backward_only = _read("FORWARD_ONLY", _flag, False), _read("BACKWARD_ONLY", _flag, False)
-    if forward_only != backward_only:
-        set_noise_phases(forward=forward_only, backward=backward_only)
+    """Take settings from the environment; enable if it says so, or if `enabled` does and it does not object."""
     with _state.lock:
-        _read("OPERATORS", lambda text: set_selective_operators(text.split(",")), None)
-        if layers := _read("LAYERS", _layer_list, None):
-            _state.register_first = True
-            _read("LAYERS", lambda text: set_selective_layers(layers), None)
-        settings: dict[str, Any] = {
-            "error_scale": _read("SCALE", float, 0.05),
-            "error_type": _read("TYPE", _error_type, "relative_gaussian"),
-            "all_ops_mode": _read("ALL_OPS", _flag, False),
-            "seed": _read("SEED", int, None),
-        }
-        if _read("ENABLED", _flag, enabled):
-            _read("SCALE", lambda text: Gaussian(float(text)), None)  # a bad number is named with its variable
-            enable_noisy_ops(**settings)
-
-
-def _error_type(text: str) -> str:
-    if text not in ERROR_TYPES:
-        raise unknown("error type", text, ERROR_TYPES)
-    return text
+        forward_only, backward_only = _read("FORWARD_ONLY", _flag), _read("BACKWARD_ONLY", _flag)
+        if bool(forward_only) != bool(backward_only):
+            set_noise_phases(forward=bool(forward_only), backward=bool(backward_only))
+        _read("OPERATORS", lambda text: set_selective_operators(text.split(",")))
+        _read("LAYERS", _select_layers)
+        # The perturbation is made only to have a bad number or name refused together with its variable.
+        scale = _read("SCALE", lambda text: Gaussian(float(text)).scale)
+        kind = _read("TYPE", lambda text: _Settings(kind=text).injection() and text)
+        all_ops, seed = _read("ALL_OPS", _flag), _read("SEED", int)
+        wanted = _read("ENABLED", _flag)
+        if enabled if wanted is None else wanted:
+            enable_noisy_ops(0.05 if scale is None else scale, kind or "relative_gaussian", bool(all_ops), seed)
 
 
 def _say_at_exit() -> None:
@@ -707,7 +632,7 @@ def _say_at_exit() -> None:
 
 
 def _main(arguments: list[str]) -> Any:
-    """Run a script with noise on. The exit code: the script's, or 2 where nothing was injected."""
+    """Run a script with noise on. The exit code is the script's, or 2 where nothing was injected."""
     if not arguments or not Path(arguments[0]).is_file():
         came = f"no file {arguments[0]!r}; " if arguments else ""
         print(f"noisescope: {came}usage: python -m noisescope.noisy_ops SCRIPT.py [ARGUMENTS...]", file=sys.stderr)
@@ -724,20 +649,20 @@ def _main(arguments: list[str]) -> Any:
         print_injection_summary(sys.stderr)
     try:
         disable_noisy_ops()
-    except NothingInjected as error:
+    except NoisescopeError as error:
         print(f"noisescope: {error}", file=sys.stderr)
-        code = code or 2
+        code = code or error.exit_code
     return code
 
 
 if __name__ == "__main__":
-    # This copy is "__main__"; the script's own imports get the other one, so that one must do the work.
-    try:
+    try:  # this copy is "__main__", but what the script imports is the other one: that one must do the work
         from noisescope import noisy_ops
 
         sys.exit(noisy_ops._main(sys.argv[1:]))
     except InvalidInput as error:
-        sys.exit(f"noisescope: {error}")
+        print(f"noisescope: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 else:
     _read_environment()
     if _state.watcher is not None:

@@ -220,12 +220,12 @@ class StandIn:
         self.root = False
         self._routed: Any = None
         self._remembered: dict[tuple[Any, ...], Context] = {}
-        self._disabled = torch.compiler.disable(self._run)
+        self._set_compiler_aside = torch.compiler.disable(self._run_uncompiled)
         functools.update_wrapper(self, self.original, updated=())  # keeps the signature: generate() and Trainer read it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # dynamo traces us: break the graph here and run as plain Python
-            return self._disabled(*args, **kwargs)
+            return self._set_compiler_aside(*args, **kwargs)
         return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -249,6 +249,10 @@ class StandIn:
 
     # -- running
 
+    def _run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        self.door.compiled = True
+        return self._run(*args, **kwargs)
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.root:
             return self._run_root(args, kwargs)
@@ -261,8 +265,6 @@ class StandIn:
                 "this model is held by a noisescope scope of another thread (nn.DataParallel calls replicas that way): "
                 "run it in the thread that opened the scope, or give each thread its own copy"
             )
-        if torch.compiler.is_dynamo_compiling() or _is_compiled(self.module):
-            door.compiled = True
         if door.context is not None:  # the model calls itself
             return self._run_inner(args, kwargs)
         door.context = door.new_context(args, kwargs)
@@ -395,7 +397,3 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(arg, Tensor):
             return arg
     return None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None

@@ -22,6 +22,7 @@ _MATMUL = (torch.matmul, torch.mm, torch.einsum, _T.matmul, _T.mm, _T.__matmul__
 _BMM = (torch.bmm, torch.baddbmm, _T.bmm, _T.baddbmm)
 _LINEAR = (F.linear, torch.addmm, _T.addmm)
 _GROUPED = tuple(f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None)
+_FUSED = F.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, F.softmax, _T.softmax, torch.special.softmax)
 
 Function = Callable[..., Any]
@@ -60,7 +61,7 @@ class OperatorCalls(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._probe.owner is self:
-            if func is F.scaled_dot_product_attention and self._opens_attention:
+            if func is _FUSED and self._opens_attention:
                 with self:
                     return scaled_dot_product(*args, **kwargs)
             aim = self._aims.get(self._table.get(func, ""))
@@ -102,7 +103,7 @@ class WeightUse(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         weight = self._module._parameters.get("weight")  # looked up each time: offloading swaps the parameter
-        if weight is not None:
+        if weight is not None and not weight.is_meta:  # offloaded weights are on "meta" until the forward needs them
             args = tuple(self._stand_in(weight) if arg is weight else arg for arg in args)
             if kwargs:
                 kwargs = {k: self._stand_in(weight) if arg is weight else arg for k, arg in kwargs.items()}

@@ -98,7 +98,11 @@ def _hf(name: str, layers: int, overrides: dict[str, Any]) -> nn.Module:
     import transformers
 
     stem, head, settings = _FAMILIES[name]
-    depth = {"num_layers": layers, "num_decoder_layers": layers} if name == "t5" else {"num_hidden_layers": layers}
+    depth: dict[str, Any] = {"num_hidden_layers": layers}
+    if name == "t5":
+        depth = {"num_layers": layers, "num_decoder_layers": layers}
+    if name == "gemma3":  # by default each sixth layer is full, so a shallow model would have none
+        depth["layer_types"] = ["sliding_attention"] * (layers - 1) + ["full_attention"]
     config_class = getattr(transformers, "Gemma3TextConfig" if name == "gemma3" else f"{stem}Config")
     model: nn.Module = getattr(transformers, stem + head)(config_class(**{**settings, **depth, **overrides}))
     return model

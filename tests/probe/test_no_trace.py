@@ -1,0 +1,245 @@
+"""After a scope the model is as it was: outputs, hooks, __dict__, random state, memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import tracemalloc
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.errors import InvalidInput, ModelHeld, NoisescopeError
+from noisescope.testing import tiny_model
+
+PERTURBATIONS = [
+    ns.Gaussian(0.05),
+    ns.Gaussian(0.05, relative_to="rms"),
+    ns.Gaussian(0.05, relative_to="absolute"),
+    ns.Uniform(0.05),
+    ns.Bias(0.05),
+    ns.Shrink(0.05),
+    ns.Format("bf16"),
+    ns.Format("fp16"),
+    ns.Format("fp8_e4m3"),
+    ns.Format("fp8_e5m2"),
+    ns.Format("int8"),
+    ns.Format("int4", granularity="group", group_size=8),
+    ns.Format("mxfp4"),
+    ns.Format("nvfp4"),
+]
+OPERATORS = ["linear", "matmul", "softmax", "silu", "norm", "embedding", "residual", "gemm", "attention", "mlp"]
+WAYS = ["normal", "exception", "bad argument", "nested", "training"]
+
+
+def snapshot(model: torch.nn.Module) -> dict:
+    """Everything about a model that a scope might leave behind."""
+    return {
+        name: (
+            {k: (id(v) if not isinstance(v, dict) else dict(v)) for k, v in module.__dict__.items()},
+            type(module),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def leave(model, tokens, injection, way: str) -> None:
+    """Enter a scope and leave it one way."""
+    if way == "normal":
+        with ns.inject(model, injection), torch.no_grad():
+            model(tokens)
+    elif way == "exception":
+        with pytest.raises(ZeroDivisionError), ns.inject(model, injection), torch.no_grad():
+            model(tokens)
+            raise ZeroDivisionError
+    elif way == "bad argument":
+        with pytest.raises((TypeError, ValueError, NoisescopeError)), ns.inject(model, injection), torch.no_grad():
+            model(tokens, no_such_argument_at_all=object(), inputs_embeds=torch.zeros(1, 1, 1))
+    elif way == "nested":
+        other = ns.Injection(ns.Gaussian(0.1), operators=injection.operators, seed=1)
+        with ns.inject(model, injection), ns.inject(model, other), torch.no_grad():
+            model(tokens)
+    else:
+        with ns.inject(model, injection):
+            model(tokens, labels=tokens).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=str)
+def test_no_trace(shared, way, operator, perturbation):
+    """Every perturbation x operator x way of leaving: bit-equal outputs, no hook, the same __dict__, the same RNG."""
+    tokens = torch.arange(1, 9).reshape(2, 4)
+    with torch.no_grad():
+        before = shared(tokens).logits
+    things, state = snapshot(shared), torch.random.get_rng_state()
+    leave(shared, tokens, ns.Injection(perturbation, operators={operator}), way)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert snapshot(shared) == things
+    with torch.no_grad():
+        assert torch.equal(shared(tokens).logits, before)
+
+
+def test_nested_scopes_compose_each_with_its_own_tally(llama, tokens, logits):
+    """Two scopes at once act both, count apart, and the inner one leaves the outer in force."""
+    outer = ns.Injection(ns.Gaussian(0.05), operators={"softmax"}, layers={0})
+    inner = ns.Injection(ns.Gaussian(0.05), operators={"softmax", "linear"}, layers={0, 1})
+    with ns.inject(llama, outer) as first:
+        alone = logits(llama, tokens)
+        with ns.inject(llama, inner) as second:
+            both = logits(llama, tokens)
+        logits(llama, tokens)
+    assert (first.forward, second.forward) == (3, 16)
+    assert not torch.equal(alone, both)
+
+
+def test_scopes_left_in_the_wrong_order_are_reported_and_undone(llama, tokens, logits):
+    """Crossing scopes raise, and once both are left the model is clean."""
+    clean = logits(llama, tokens)
+    first, second = (ns.inject(llama, ns.Injection(ns.Gaussian(0.05), layers={0})) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    logits(llama, tokens)
+    with pytest.raises(ModelHeld, match="reverse order"):
+        first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert torch.equal(clean, logits(llama, tokens))
+
+
+def test_a_scope_opens_once(llama, tokens, logits):
+    """Entering an open scope again is refused; a new scope is not."""
+    probe = ns.inject(llama, ns.Injection(ns.Gaussian(0.05)))
+    with probe:
+        with pytest.raises(ModelHeld, match="open already"):
+            probe.__enter__()
+        logits(llama, tokens)
+
+
+def test_a_second_thread_on_a_held_model_raises(llama, tokens, logits):
+    """Neither a scope nor a call from another thread gets through while a scope is open."""
+    said: list[str] = []
+
+    def intrude() -> None:
+        for attempt in (
+            lambda: ns.inject(llama, ns.Injection(ns.Gaussian(0.05))).__enter__(),
+            lambda: logits(llama, tokens),
+        ):
+            try:
+                attempt()
+            except ModelHeld as error:
+                said.append(str(error))
+
+    with ns.inject(llama, ns.Injection(ns.Gaussian(0.05))):
+        logits(llama, tokens)
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+    assert len(said) == 2 and "another thread holds a scope" in said[0] and "own copy" in said[1]
+
+
+def test_two_threads_on_two_models_do_not_meet(tokens, logits):
+    """Each thread gets the noise and the tally it would get alone."""
+    models = [tiny_model("llama", seed=seed) for seed in (0, 1)]
+
+    def work(index: int, results: dict) -> None:
+        with ns.inject(models[index], ns.Injection(ns.Gaussian(0.05), seed=index)) as tally:
+            outputs = [logits(models[index], tokens) for _ in range(10)]
+        results[index] = (outputs, tally.forward)
+
+    alone: dict = {}
+    together: dict = {}
+    for index in (0, 1):
+        work(index, alone)
+    threads = [threading.Thread(target=work, args=(index, together)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in (0, 1):
+        assert alone[index][1] == together[index][1] == 310
+        assert all(torch.equal(a, b) for a, b in zip(alone[index][0], together[index][0], strict=True))
+
+
+def test_copies_are_refused_and_saving_is_fine(llama, tokens, logits, tmp_path):
+    """deepcopy and pickle raise inside a scope; save_pretrained writes the clean weights."""
+    before = {k: v.clone() for k, v in llama.state_dict().items()}
+    with ns.inject(llama, ns.Injection(ns.Gaussian(0.05))):
+        logits(llama, tokens)
+        with pytest.raises(ModelHeld, match="can't be copied or pickled"):
+            copy.deepcopy(llama)
+        with pytest.raises(ModelHeld, match="can't be copied or pickled"):
+            pickle.dumps(llama)
+        llama.save_pretrained(tmp_path)
+    loaded = type(llama).from_pretrained(tmp_path)
+    assert all(torch.equal(before[k], v) for k, v in loaded.state_dict().items())
+    copy.deepcopy(llama)
+
+
+def test_a_forward_that_stood_in_the_dict_before_is_put_back(llama, tokens, logits):
+    """accelerate keeps its own forward in module.__dict__: it is called, and it is there afterwards."""
+    linear, calls = llama.model.layers[0].mlp.up_proj, []
+    original = linear.forward
+
+    def own(x):
+        calls.append(1)
+        return original(x)
+
+    linear.forward = own
+    with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), layers={0})):
+        logits(llama, tokens)
+    assert linear.__dict__["forward"] is own and calls == [1]
+
+
+def test_failing_to_enter_leaves_nothing(llama, tokens, logits):
+    """An aim refused half-way through entering takes back what it had set."""
+    things = snapshot(llama)
+    injection = ns.Injection(ns.Format("int8"), operator_multipliers={"norm": 0.5})
+    with pytest.raises(InvalidInput, match="has no scale"):
+        ns.inject(llama, injection).__enter__()
+    assert snapshot(llama) == things
+
+
+def test_user_hooks_still_run_and_see_the_noise(llama, tokens, logits):
+    """A forward hook of the user's own is called as ever, with the noisy output."""
+    seen = []
+    handle = llama.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, a, out: seen.append(out.clone()))
+    clean = logits(llama, tokens)
+    with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), modules=["model.layers.0.mlp.down_proj"])):
+        logits(llama, tokens)
+    handle.remove()
+    assert len(seen) == 2 and not torch.equal(*seen) and torch.equal(clean, logits(llama, tokens))
+
+
+@pytest.mark.slow
+def test_a_thousand_scopes_leave_memory_flat(tokens, logits):
+    """Entering, capturing and leaving a thousand times allocates nothing that stays."""
+    model = tiny_model("llama")
+    injection = ns.Injection(ns.Gaussian(0.05))
+
+    def cycle(times: int) -> None:
+        for _ in range(times):
+            with ExitStack() as stack:
+                stack.enter_context(ns.inject(model, injection))
+                stack.enter_context(ns.capture(model, operators={"linear"}, keep="both"))
+                logits(model, tokens)
+
+    cycle(20)
+    gc.collect()
+    tracemalloc.start()
+    tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    cycle(1000)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) == tensors
+    assert grown < 200_000, f"{grown} bytes stayed"
