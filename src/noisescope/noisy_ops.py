@@ -9,8 +9,9 @@
 
 `enable_noisy_ops` takes no model: the outermost module called is opened as `noisescope.inject` would open it, once, and
 stays open until `disable_noisy_ops`, so that backward passes and recomputations find it open. Raw tensor calls outside
-modules are not noised. A backward pass has the settings of its forward. Every enable starts the noise of its seed from
-the beginning and all counts from zero; counts outlive disable; selections, scales and phases outlive both.
+modules are not noised, nor are functions that torch.compile compiled before. Settings act at once, in other threads
+from their next forward on; a backward pass has the settings of its forward. Every enable starts the noise of its seed
+from the beginning and all counts from zero; counts outlive disable; selections, scales and phases outlive both.
 
 In this file "matmul" means all matrix products (linear, matmul, bmm). `None` selects everything (the products, and with
 `all_ops_mode` softmax, silu, gelu and norm too), `[]` switches noise off on purpose.
@@ -61,6 +62,7 @@ ERROR_TYPES: dict[str, Callable[[float], Perturbation]] = {
     "systematic_bias": Bias,
 }
 _ALL_OPS = frozenset({"gemm", "softmax", "silu", "gelu", "norm"})
+_Counts = Counter[tuple[str, Place, str]]  # (view, layer or operator, phase)
 _NO_BLOCKS = ("",)  # what dissect says of a module without blocks: one block, the module itself
 
 
@@ -115,6 +117,7 @@ class _Root:
     anatomy: Anatomy
     numbered: bool  # its block numbers are layer numbers
     forwards: int  # accounted for so far
+    stale: bool = False  # its thread has yet to bring it up to the settings
 
 
 class _State:
@@ -125,7 +128,7 @@ class _State:
         self.settings = _Settings()
         self.registered: weakref.WeakKeyDictionary[nn.Module, Anatomy] = weakref.WeakKeyDictionary()
         self.register_first = False  # the environment names layers: the first model with blocks gives them a meaning
-        self.counts: Counter[tuple[str, Place, str]] = Counter()  # (view, layer or operator, phase)
+        self.counts: _Counts = Counter()
         self.watcher: Callable[..., Any] | None = None  # what stands in nn.Module.__call__ while enabled
         self._begin()
 
@@ -134,7 +137,7 @@ class _State:
         self.inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of open roots
         self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # looked at: nothing there is aimed at
         self.forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # of roots now closed
-        self.fired = self.was_off = self.ran = False
+        self.fired = self.was_off = self.ran = self.any_stale = False
         self.missed: dict[str, None] = {}  # classes of the modules called in vain since the last turn
         self.problem: NothingInjected | None = None
 
@@ -169,9 +172,10 @@ class _State:
             return
         error: Exception | None = None
         try:
-            self.turn(final=True)
-            self._close_all()
-        except NoisescopeError as caught:
+            with contextlib.ExitStack() as then:
+                then.callback(self._close_all)
+                self.turn(final=True)
+        except Exception as caught:
             error = caught
         if nn.Module.__call__ is self.watcher:  # else somebody wrapped it since: ours passes everything on from now
             nn.Module.__call__ = self.original  # type: ignore[method-assign]
@@ -215,41 +219,38 @@ class _State:
     def meet(self, module: nn.Module) -> None:
         """A module is about to be called: open it if it is the outermost one and something in it is aimed at."""
         with self.lock:
+            if self.any_stale:
+                self._refresh(only_stale=True)
             if self.watcher is None or module in self.inside or module in self.ignored:
                 return
             if _in_backward():  # a recomputation of a forward that nobody noised
                 return
+            doors = [(root, door) for root, door in self._doors() if door.thread == threading.get_ident()]
             has_parameters = any(True for _ in module.parameters())
-            here = threading.get_ident()
-            if not has_parameters and any(d.context is not None and d.thread == here for _, d in self._doors()):
+            if not has_parameters and any(door.context is not None for _, door in doors):
                 return  # `nn.Softmax(-1)(scores)` made inside a forward is part of it
             root = unwrap(module)
-            if root in self.inside:  # torch.compile's wrapper of a model that is open already
-                self.inside.add(module)
+            if root in self.inside or root in self.ignored:  # torch.compile's wrapper of a model met already
                 return
-            members = {module, *root.modules()}
+            members = set(root.modules())
             anatomy = dissect(root, require_blocks=False)
             if self.register_first and not self.registered and anatomy.blocks != _NO_BLOCKS:
                 self.registered[root] = anatomy
                 self._check_layers(self.settings, must_be_registered=True)
             injection, numbered = self._aim(root, anatomy)
             if injection is None:
-                self.ignored.update(members)
+                self.ignored |= members
                 if has_parameters:
                     self.missed[type(root).__name__] = None
                 return
-            shared = [
-                (r, d) for r, d in self._doors() if d.thread == here and not members.isdisjoint(d.model.modules())
-            ]
+            shared = [(other, door) for other, door in doors if not members.isdisjoint(door.model.modules())]
             for other, door in shared:  # a part called before the whole: its noise would fall twice
                 self._close(other, door)
             probe = Probe(root, injection, anatomy=anatomy)
             probe._may_inject_nothing = True  # whether nothing was hit is asked here, of all modules together
             probe._forwards = self.forwards.get(root, 0)
             probe.__enter__()
-            if shared:
-                self._list_inside()
-            self.inside.update(members)
+            self.inside |= members
             self.roots = [r for r in self.roots if r.door() is not None or r.tally.forward or r.tally.backward]
             self.roots.append(_Root(weakref.ref(probe), probe.tally, anatomy, numbered, probe._forwards))
 
@@ -283,52 +284,63 @@ class _State:
         doors = [(root, root.door()) for root in self.roots]
         return [(root, door) for root, door in doors if door is not None and door.thread is not None]
 
-    def _list_inside(self) -> None:
-        self.inside = weakref.WeakSet(module for _, door in self._doors() for module in door.model.modules())
-
-    def _refresh(self) -> None:
-        """Bring the open modules up to the settings, and look again at the ignored ones."""
-        self.ignored.clear()
+    def _refresh(self, *, only_stale: bool = False) -> None:
+        """Bring open modules up to the settings, and look again at the ignored ones."""
+        if not only_stale:
+            self.ignored.clear()
         for root, door in self._doors():
-            injection, root.numbered = self._aim(door.model, root.anatomy)
-            if injection is None:
-                self._close(root, door)
-            else:
-                door.update(injection)
-        self._list_inside()
+            if root.stale or not only_stale:
+                root.stale = door.thread != threading.get_ident() or (only_stale and door.context is not None)
+                if not root.stale:  # else it may be in the middle of a forward
+                    self._update(root, door)
+        self.any_stale = any(root.stale for root, _ in self._doors())
+
+    def _update(self, root: _Root, door: Probe) -> None:
+        injection, root.numbered = self._aim(door.model, root.anatomy)
+        if injection is None:
+            self._close(root, door)
+        else:
+            door.update(injection)
 
     def _close(self, root: _Root, door: Probe) -> None:
         self._note_forwards(root, door)
         self.forwards[door.model] = door._forwards  # or a module closed and opened again would repeat its noise
+        self.inside -= set(door.model.modules())
         door.__exit__(None, None, None)
 
     def _close_all(self) -> None:
         with contextlib.ExitStack() as all_of_them:  # also after one that another scope stands on
             for root, door in self._doors():
                 all_of_them.callback(self._close, root, door)
-        self._list_inside()
 
     # -- counts
 
     def turn(self, *, final: bool = False) -> None:
-        """Settings are about to change: note what was aimed at and not hit under them, and put the counts away."""
+        """Settings are about to change: note what was aimed at and not hit under them, and put the counts away.
+
+        Under backward noise alone that can only be known in the end: a backward pass may be yet to come.
+        """
         for root, door in self._doors():
             self._note_forwards(root, door)
         fired = [(root, site) for root in self.roots for site in root.tally.sites if site.total]
         if self.settings.off:
             self.was_off = True
-        elif (self.ran or self.missed) and (self.settings.forward or final):  # else a backward may be yet to come
+        elif (self.ran or self.missed) and (final or (self.settings.forward and not self._busy())):
             self.problem = self.problem or self._not_hit(fired)
         self.fired |= bool(fired)
-        self._add_to(self.counts)
+        self._add_to(self.counts, take=True)
         for root in self.roots:
             root.tally.looked.clear()  # under new settings each site is looked at anew
             for site in root.tally.sites:
-                site.forward = site.backward = 0
                 site.rounded_away = None
                 site.samples.clear()
         self.roots = [root for root in self.roots if root.door() is not None]
         self.ran, self.missed = False, {}
+
+    def _busy(self) -> bool:
+        """Whether a forward may be under way, so that what it aims at is not yet hit."""
+        here = threading.get_ident()
+        return any(door.thread != here or door.context is not None for _, door in self._doors())
 
     def _note_forwards(self, root: _Root, door: Probe) -> None:
         self.ran |= door._forwards > root.forwards
@@ -341,14 +353,18 @@ class _State:
         if not settings.forward and not fired:
             return _nothing("only the backward phase is on, and no backward pass ran (or nothing there has a gradient)")
         called = ", ".join({root.anatomy.architecture: None for root in self.roots} | self.missed)
-        hits = {(s.operator, u.component) for r, s in fired for u in r.anatomy.units if u.module == s.module}
-        for name in sorted(settings.operators or () if fired else settings.wanted()):
-            if not any(matches_operator({name}, *hit) for hit in hits):
-                where = f" in layers {sorted(settings.layers)}" if settings.layers else ""
-                return _nothing(f"operator {_shown(name)!r} never fired{where}; the modules called were {called}")
-        for layer in sorted(settings.layers or ()):
-            if not any(root.numbered and site.place == layer for root, site in fired):
-                return _nothing(f"layer {layer} never fired; the modules called were {called}")
+        sites = {(site.operator, site.module) for _, site in fired}
+        units = [(op, unit) for root in self.roots for unit in root.anatomy.units for op in unit.operators]
+        hits = {(op, unit.component) for op, unit in units if (op, unit.module) in sites}
+        named = sorted(settings.operators or () if fired else settings.wanted())
+        silent = [_shown(name) for name in named if not any(matches_operator({name}, *hit) for hit in hits)]
+        if fired:
+            places = {site.place for root, site in fired if root.numbered}
+            silent += [f"layer {layer}" for layer in sorted(settings.layers or ()) if layer not in places]
+        elif settings.layers:
+            silent.append(f"layers {sorted(settings.layers)}")
+        if silent:
+            return _nothing(f"{', '.join(silent)} never fired in the modules called ({called})")
         for _, door in self._doors()[:1]:  # any of them knows how to look at rounding
             try:
                 door._check_rounding([site for _, site in fired], "all")
@@ -356,7 +372,7 @@ class _State:
                 return error
         return None
 
-    def _add_to(self, counts: Counter[tuple[str, Place, str]]) -> Counter[tuple[str, Place, str]]:
+    def _add_to(self, counts: _Counts, *, take: bool = False) -> _Counts:
         for root, site in [(r, s) for r in self.roots for s in r.tally.sites]:
             in_block = root.numbered and isinstance(site.place, int)
             views: list[tuple[str, Place]] = [("total", ""), ("layer", site.place) if in_block else ("outside", "")]
@@ -364,9 +380,13 @@ class _State:
                 views.append(("operator", "matmul"))
             if site.operator != "matmul":
                 views.append(("operator", site.operator))
+            forward, backward = site.forward, site.backward
             for view, key in views:
-                counts[view, key, "forward"] += site.forward
-                counts[view, key, "backward"] += site.backward
+                counts[view, key, "forward"] += forward
+                counts[view, key, "backward"] += backward
+            if take:  # not `= 0`: another thread may have counted on meanwhile
+                site.forward -= forward
+                site.backward -= backward
         return counts
 
     def view(self, view: str) -> dict[Any, dict[str, int]]:
@@ -509,6 +529,7 @@ def set_operator_noise_scales(scales: Mapping[str, float] | None) -> None:
 
 def set_per_layer_scales(scales: Mapping[int, float] | None) -> None:
     """Absolute error scales of blocks, {9: 0.02}; all others have error_scale. None or {}: error_scale everywhere."""
+    Injection(Gaussian(0.0), layers=frozenset(p for p in scales or () if isinstance(p, int)))  # refuses negative ones
     with _state.lock:
         _state.change(layer_scales=dict(scales or {}))
 
@@ -592,6 +613,11 @@ def _read(name: str, parse: Callable[[str], Any]) -> Any:
     return None
 
 
+def _error_type(text: str) -> str:
+    _Settings(kind=text).injection()
+    return text
+
+
 def _flag(text: str) -> bool:
     return _FLAGS[text.lower()]
 
@@ -614,9 +640,8 @@ def _read_environment(*, enabled: bool = False) -> None:
             set_noise_phases(forward=bool(forward_only), backward=bool(backward_only))
         _read("OPERATORS", lambda text: set_selective_operators(text.split(",")))
         _read("LAYERS", _select_layers)
-        # The perturbation is made only to have a bad number or name refused together with its variable.
-        scale = _read("SCALE", lambda text: Gaussian(float(text)).scale)
-        kind = _read("TYPE", lambda text: _Settings(kind=text).injection() and text)
+        scale = _read("SCALE", lambda text: Gaussian(float(text)).scale)  # which refuses bad numbers
+        kind = _read("TYPE", _error_type)
         all_ops, seed = _read("ALL_OPS", _flag), _read("SEED", int)
         wanted = _read("ENABLED", _flag)
         if enabled if wanted is None else wanted:

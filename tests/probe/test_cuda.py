@@ -14,6 +14,7 @@ from noisescope.testing import tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),  # the device machine's torch and Triton warn about themselves
 ]
 
 
@@ -32,12 +33,12 @@ def test_the_kernel_reads_the_same_tape_as_the_plain_engine(dtype, shape):
     assert cuda.usable(y, None)
     noisy = draw_of().add_noise(y, 0.05).double()
     exact = y.double() * (1 + 0.05 * z)
-    slack = y.double().abs() * 0.05 * z.abs() * z_tolerance + exact.abs() * eps + torch.finfo(dtype).tiny
+    slack = y.double().abs() * 0.05 * z.abs() * z_tolerance + exact.abs() * 2 * eps + torch.finfo(dtype).tiny
     assert ((noisy - exact).abs() <= slack).all()
     size = y.float().square().mean(-1, keepdim=True).sqrt().to(dtype)
     noisy = draw_of().add_noise(y, 0.05, size).double()
     exact = y.double() + 0.05 * size.double() * z
-    slack = size.double() * 0.05 * z.abs() * z_tolerance + exact.abs() * eps + torch.finfo(dtype).tiny
+    slack = size.double() * 0.05 * z.abs() * z_tolerance + exact.abs() * 2 * eps + torch.finfo(dtype).tiny
     assert ((noisy - exact).abs() <= slack).all()
 
 
@@ -145,7 +146,7 @@ def test_decomposed_attention_is_as_exact_as_the_kernel(dtype):
         def run(function, *tensors):
             leaves = [t.detach().requires_grad_() for t in tensors]
             out = function(*leaves, is_causal=True)
-            out.backward(torch.cos(torch.arange(out.numel(), device="cuda").to(out.dtype)).reshape(out.shape))
+            out.backward(torch.cos(torch.arange(out.numel(), device="cuda") % 97).to(out.dtype).reshape(out.shape))
             return [out.detach(), *(leaf.grad for leaf in leaves)]
 
         exact = run(attention.scaled_dot_product, *(t.double() for t in (q, k, v)))

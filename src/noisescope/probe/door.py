@@ -126,12 +126,12 @@ class Door:
         strangers = []
         for module, stand_in in reversed(list(self._stand_ins.items())):
             if module.__dict__.get("forward") is not stand_in:
-                stand_in.retire()
                 strangers.append(stand_in)
             elif stand_in.replaced is _ABSENT:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = stand_in.replaced
+            stand_in.retire()
         self._stand_ins.clear()
         self.thread = None
         if strangers:
@@ -244,8 +244,10 @@ class StandIn:
             self._routed = decomposed_config(self.module)
 
     def retire(self) -> None:
-        """Pass everything through from now on."""
-        self._run = self.original  # type: ignore[method-assign]
+        """Pass everything through from now on, and let go of what was held (a cycle would keep device memory)."""
+        self._run = self._set_compiler_aside = self.original  # type: ignore[method-assign]
+        self.aims = {}
+        self._remembered.clear()
 
     # -- running
 
