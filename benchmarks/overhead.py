@@ -129,9 +129,7 @@ def cpu(pairs: int) -> list[dict[str, Any]]:
             name = "model.layers.6.mlp.down_proj"
             arms = {
                 "one linear (down_proj of layer 6)": under(small, ns.Injection(noise, modules=(name,)), run_small),
-                "one layer, linears": under(
-                    small, ns.Injection(noise, operators={"linear"}, layers={6}), run_small
-                ),
+                "one layer, linears": under(small, ns.Injection(noise, operators={"linear"}, layers={6}), run_small),
             }
             arms |= peers(small, name, run_small, ids)
             rows = compare(arms, run_small, pairs * 4, cpu_seconds)
@@ -231,7 +229,12 @@ def cuda(pairs: int) -> list[dict[str, Any]]:
     with torch.no_grad():
         for name, injection in {"all linears": linears, "three layers, linears": three}.items():
             eager[name] = _SyncScoped(model, injection, forward)
-        rows = compare(eager, forward, max(10, pairs // 5), lambda run: run.seconds() if isinstance(run, _SyncScoped) else _sync(run))  # noqa: E501
+        rows = compare(
+            eager,
+            forward,
+            max(10, pairs // 5),
+            lambda run: run.seconds() if isinstance(run, _SyncScoped) else _sync(run),
+        )
     show("the same forward, eager (host overhead included; no target)", rows, {})
     tables.append({"case": "eager", "rows": rows})
     return tables
@@ -258,11 +261,20 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=50)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    machine = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {machine}")
     tables = cuda(options.pairs) if options.device == "cuda" else cpu(options.pairs)
     if options.json:
-        result = {"machine": machine, "torch": torch.__version__, "transformers": transformers.__version__, "tables": tables}
+        result = {
+            "machine": machine,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tables": tables,
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """The smallest use: 5 % noise on the attention of one layer of a tiny random model, and the tally of what it hit.
 
-    python examples/first_injection.py
+python examples/first_injection.py
 """
 
 import torch

@@ -189,7 +189,6 @@ def test_a_shared_module_counts_where_it_is_called() -> None:
     assert fired(model, silu, **tiny_inputs("llama")) == {0: {"silu": 1}, 1: {"silu": 1}}
 
 
-@pytest.mark.xfail(strict=True, reason="the door takes a stand-in's only aim without looking at the block it is in")
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_shared_module_is_aimed_at_in_one_block_only(layer: int) -> None:
     """Aimed at one of the two blocks that share a module, the other one's call stays clean."""

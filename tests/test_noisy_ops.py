@@ -867,6 +867,21 @@ def test_nests_with_inject() -> None:
     assert no.disable_noisy_ops()["total_forward"] == 2 * 19
 
 
+def test_a_first_call_inside_a_scope_is_refused() -> None:
+    """Opening a model above an open scope would outlive it: refused, and the scope ends as if nothing had happened."""
+    model = tiny_model("llama")
+    before = logits(model)
+    no.enable_noisy_ops()
+    with noisescope.inject(model, noisescope.Injection(noisescope.Gaussian(0.05))):
+        with pytest.raises(ModelHeld, match="call it once before that scope"):
+            logits(model)
+        no.set_selective_operators([])
+        logits(model)
+    assert no.disable_noisy_ops()["total_forward"] == 0
+    assert torch.equal(logits(model), before)
+    assert "forward" not in model.__dict__
+
+
 # -- threads
 
 
@@ -935,7 +950,7 @@ from noisescope import noisy_ops
 layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", dropout=0.0, batch_first=True)
 model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 y = model(torch.randn(2, 4, 16))
-y.sum().backward()
+(y * torch.linspace(0, 1, 16)).sum().backward()
 settings = noisy_ops._state.settings
 print(noisy_ops._state.watcher is not None, settings.scale, settings.kind, settings.seed)
 print(noisy_ops.get_injection_stats()["total_forward"] > 0, noisy_ops.get_injection_stats()["total_backward"] > 0)

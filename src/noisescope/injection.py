@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Injection:
             raise InvalidInput(
                 f"the first argument of Injection is a perturbation such as Gaussian(0.05); got {self.perturbation!r}"
             )
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen dataclass)
+        put = functools.partial(object.__setattr__, self)  # the dataclass is frozen; here it is still being made
         if self.operators is not None:
             put("operators", frozenset(canonical_operator(name) for name in _names(self.operators, "operators")))
         if self.layers is not None:

@@ -46,11 +46,12 @@ import torch
 from torch import nn
 
 from noisescope.anatomy import Anatomy, dissect
-from noisescope.errors import InvalidInput, NoisescopeError, NothingInjected, unknown
+from noisescope.errors import InvalidInput, ModelHeld, NoisescopeError, NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
 from noisescope.probe.door import _in_backward, unwrap
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Bias, Gaussian, Uniform
+from noisescope.probe.stand_in import StandIn
 from noisescope.probe.tally import SiteCount, Tally
 from noisescope.sites import GROUPS, PHASES, Place, canonical_operator, matches_operator
 
@@ -246,6 +247,7 @@ class _State:
             shared = [(other, door) for other, door in doors if not members.isdisjoint(door.model.modules())]
             for other, door in shared:  # a part called before the whole: its noise would fall twice
                 self._close(other, door)
+            self._refuse_inside_a_scope(members)
             probe = Probe(root, injection, anatomy=anatomy)
             probe._may_inject_nothing = True  # whether nothing was hit is asked here, of all modules together
             probe._forwards = self.forwards.get(root, 0)
@@ -254,11 +256,21 @@ class _State:
             self.roots = [r for r in self.roots if r.door() is not None or r.tally.forward or r.tally.backward]
             self.roots.append(_Root(weakref.ref(probe), probe.tally, anatomy, numbered, probe._forwards))
 
+    def _refuse_inside_a_scope(self, members: set[nn.Module]) -> None:
+        for stand_in in (module.__dict__.get("forward") for module in members):
+            if isinstance(stand_in, StandIn) and stand_in.door.thread == threading.get_ident():
+                raise ModelHeld(
+                    f"{type(stand_in.door.model).__name__} is called for the first time since enable_noisy_ops() "
+                    "inside another scope, and scopes are left in reverse order: call it once before that scope"
+                )
+
     def _aim(self, root: nn.Module, anatomy: Anatomy) -> tuple[Injection | None, bool]:
         """What falls on a root (None: nothing), and whether its block numbers are layer numbers."""
         settings = self.settings
         numbered = anatomy.blocks != _NO_BLOCKS and (not self.registered or self._is_registered(root, anatomy))
-        if settings.off or not (settings.forward or settings.backward) or (settings.layers and not numbered):
+        if settings.off or not (settings.forward or settings.backward):
+            return None, numbered
+        if settings.layers and not (numbered and self.registered):
             return None, numbered
         injection = settings.injection(anatomy, numbered=numbered)
         hits = [(op, u.component) for u in anatomy.units for op in u.operators if injection.selects(u.site(op))]
@@ -334,6 +346,8 @@ class _State:
             for site in root.tally.sites:
                 site.rounded_away = None
                 site.samples.clear()
+        for stand_in in [stand_in for _, door in self._doors() for stand_in in door._stand_ins.values()]:
+            stand_in.calls = 0
         self.roots = [root for root in self.roots if root.door() is not None]
         self.ran, self.missed = False, {}
 
@@ -365,11 +379,14 @@ class _State:
             silent.append(f"layers {sorted(settings.layers)}")
         if silent:
             return _nothing(f"{', '.join(silent)} never fired in the modules called ({called})")
-        for _, door in self._doors()[:1]:  # any of them knows how to look at rounding
-            try:
+        try:
+            for _, door in self._doors():
+                door._ran = door._operators_that_ran()
+                door._check_unseen()
+            for _, door in self._doors()[:1]:  # any of them knows how to look at rounding
                 door._check_rounding([site for _, site in fired], "all")
-            except NothingInjected as error:
-                return error
+        except NothingInjected as error:
+            return error
         return None
 
     def _add_to(self, counts: _Counts, *, take: bool = False) -> _Counts:

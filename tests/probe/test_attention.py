@@ -29,11 +29,11 @@ def relative(x, exact):
 
 
 CASES = {
-    "causal": dict(is_causal=True),
+    "causal": {"is_causal": True},
     "full": {},
-    "bool mask": dict(mask="bool"),
-    "float mask": dict(mask="float"),
-    "scale": dict(scale=0.3, is_causal=True),
+    "bool mask": {"mask": "bool"},
+    "float mask": {"mask": "float"},
+    "scale": {"scale": 0.3, "is_causal": True},
 }
 
 
@@ -179,8 +179,14 @@ def test_the_interface_form_takes_every_kind_of_mask():
 def test_multihead_attention_by_plain_operators():
     """nn.MultiheadAttention is recomputed exactly in all its forms."""
     generator = torch.Generator().manual_seed(0)
-    for options, cross in (({}, False), ({"batch_first": True}, False), ({"bias": False}, True),
-                           ({"kdim": 16, "vdim": 24}, True), ({"add_bias_kv": True, "add_zero_attn": True}, False)):  # fmt: skip
+    forms = [
+        ({}, False),
+        ({"batch_first": True}, False),
+        ({"bias": False}, True),
+        ({"kdim": 16, "vdim": 24}, True),
+        ({"add_bias_kv": True, "add_zero_attn": True}, False),
+    ]
+    for options, cross in forms:
         module = torch.nn.MultiheadAttention(32, 4, **options).eval()
         x = torch.randn(5, 3, 32, generator=generator)
         key = torch.randn(7 if cross else 5, 3, options.get("kdim", 32), generator=generator) if cross else x

@@ -46,7 +46,10 @@ def test_backward_noise_has_the_asked_size_on_weights_and_inputs(tokens):
     model.forward = lambda x: model.layers[0](x)
     x = torch.randn(40, 50, 64, requires_grad=True)
     grads = []
-    for scope in (None, ns.inject(model, ns.Injection(ns.Gaussian(0.1), modules=["layers.0.first"], phases={"backward"}))):
+    for scope in (
+        None,
+        ns.inject(model, ns.Injection(ns.Gaussian(0.1), modules=["layers.0.first"], phases={"backward"})),
+    ):
         layer.weight.grad = x.grad = None
         if scope is None:
             model(x).square().sum().backward()

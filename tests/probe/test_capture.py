@@ -11,7 +11,9 @@ from noisescope.errors import InvalidInput, NothingInjected
 
 def test_statistics_are_those_of_all_rows_at_once(llama, logits):
     """Streaming max, mean, mean |x| and std equal the ones computed from the concatenated tensors."""
-    batches = [torch.randint(1, 60, (2, length), generator=torch.Generator().manual_seed(length)) for length in (5, 9, 3)]
+    batches = [
+        torch.randint(1, 60, (2, length), generator=torch.Generator().manual_seed(length)) for length in (5, 9, 3)
+    ]
     with ns.capture(llama, operators={"linear"}, layers={1}, keep="both") as seen:
         for batch in batches:
             logits(llama, batch)

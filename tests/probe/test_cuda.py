@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the Triton engine, autograd's own threads, compiled graphs, no waiting. Run by hand: pytest -m gpu."""
+"""On an NVIDIA GPU: the Triton engine, autograd's own threads, compiled graphs, no waiting (pytest -m gpu)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_the_kernel_reads_the_same_tape_as_the_plain_engine(dtype, shape):
     assert cuda.usable(y, None)
     noisy = draw_of().add_noise(y, 0.05).double()
     exact = y.double() * (1 + 0.05 * z)
-    slack = y.double().abs() * 0.05 * z.abs() * z_tolerance + exact.abs() * 2 * eps + torch.finfo(dtype).tiny
+    slack = y.double().abs() * 0.05 * z.abs() * z_tolerance + y.double().abs() * 2 * eps + torch.finfo(dtype).tiny
     assert ((noisy - exact).abs() <= slack).all()
     size = y.float().square().mean(-1, keepdim=True).sqrt().to(dtype)
     noisy = draw_of().add_noise(y, 0.05, size).double()
     exact = y.double() + 0.05 * size.double() * z
-    slack = size.double() * 0.05 * z.abs() * z_tolerance + exact.abs() * 2 * eps + torch.finfo(dtype).tiny
+    slack = size.double() * z.abs() * (0.05 * z_tolerance + eps) + y.double().abs() * 2 * eps + torch.finfo(dtype).tiny
     assert ((noisy - exact).abs() <= slack).all()
 
 
@@ -120,17 +120,32 @@ def test_compiled_models(mode):
     assert torch.allclose(after, clean, atol=1e-5)
 
 
+class Body(torch.nn.Module):
+    """The blocks of a model without what transformers does around them (its masks wait for the device)."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.layers = model.model.layers
+
+    def forward(self, states, rotation):
+        for layer in self.layers:
+            states = layer(states, position_embeddings=rotation, attention_mask=None)
+        return states
+
+
 def test_no_synchronisation_on_the_hot_path():
     """Noise on every operator, forward and backward, never waits for the device."""
     model = tiny_model("llama").to("cuda", torch.bfloat16)
+    body = Body(model)
     states = torch.randn(2, 6, 32, device="cuda", dtype=torch.bfloat16)
-    probe = ns.inject(model.model, ns.Injection(ns.Gaussian(0.05)))
+    rotation = model.model.rotary_emb(states, torch.arange(6, device="cuda")[None])
+    probe = ns.inject(body, ns.Injection(ns.Gaussian(0.05)))
     with probe:
         probe.rows(torch.tensor([1, 2], device="cuda"))
         for checked in (False, True):
             torch.cuda.set_sync_debug_mode("error" if checked else "default")
             try:
-                model.model(inputs_embeds=states, use_cache=False).last_hidden_state.sum().backward()
+                body(states, rotation).sum().backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -152,7 +167,9 @@ def test_decomposed_attention_is_as_exact_as_the_kernel(dtype):
         exact = run(attention.scaled_dot_product, *(t.double() for t in (q, k, v)))
         for name, function in (("fused", F.scaled_dot_product_attention), ("decomposed", attention.scaled_dot_product)):
             results = run(function, q, k, v)
-            errors[name].append([float((a.double() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True)])
+            errors[name].append(
+                [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True)]
+            )
     fused, decomposed = (torch.tensor(errors[name]).square().mean(0).sqrt() for name in ("fused", "decomposed"))
     print(dtype, "fused", fused.tolist(), "decomposed", decomposed.tolist())
     assert (decomposed <= 1.2 * fused).all(), decomposed / fused

@@ -132,7 +132,7 @@ def test_multipliers_and_phase_scales():
 
 def test_layer_multiplier_acts_on_the_model(llama, tokens, logits):
     """A multiplier of 0 in one layer leaves it clean while others are noisy, with the same draws elsewhere."""
-    linear = dict(operators={"linear"}, seed=3)
+    linear = {"operators": {"linear"}, "seed": 3}
     with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), layers={1}, **linear)):
         only_one = logits(llama, tokens)
     with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), layers={0, 1}, layer_multipliers={0: 0.0}, **linear)):
@@ -258,16 +258,18 @@ def test_an_aim_that_hits_nothing_is_refused(llama, tokens, logits, fields, erro
 
 def test_a_scope_without_a_call_raises(llama):
     """Zero injections is an error: the model was not called."""
-    with pytest.raises(NothingInjected, match="was not called inside the scope"), ns.inject(
-        llama, ns.Injection(ns.Gaussian(0.05))
+    with (
+        pytest.raises(NothingInjected, match="was not called inside the scope"),
+        ns.inject(llama, ns.Injection(ns.Gaussian(0.05))),
     ):
         pass
 
 
 def test_backward_only_without_a_backward_raises(llama, tokens, logits):
     """{"backward"} without a backward pass raises; the default phases in a no-grad run do not."""
-    with pytest.raises(NothingInjected, match="no backward pass ran"), ns.inject(
-        llama, ns.Injection(ns.Gaussian(0.05), phases={"backward"})
+    with (
+        pytest.raises(NothingInjected, match="no backward pass ran"),
+        ns.inject(llama, ns.Injection(ns.Gaussian(0.05), phases={"backward"})),
     ):
         logits(llama, tokens)
     with ns.inject(llama, ns.Injection(ns.Gaussian(0.05))):
@@ -277,8 +279,9 @@ def test_backward_only_without_a_backward_raises(llama, tokens, logits):
 def test_a_named_layer_that_never_ran_raises(llama, tokens, logits):
     """A block that a forward skips is reported, not called robust."""
     llama.model.layers[2].forward = lambda hidden_states, **kwargs: hidden_states  # an early-exit model
-    with pytest.raises(NothingInjected, match="layer 2 never fired"), ns.inject(
-        llama, ns.Injection(ns.Gaussian(0.05), operators={"linear"}, layers={1, 2})
+    with (
+        pytest.raises(NothingInjected, match="layer 2 never fired"),
+        ns.inject(llama, ns.Injection(ns.Gaussian(0.05), operators={"linear"}, layers={1, 2})),
     ):
         logits(llama, tokens)
 
@@ -292,8 +295,9 @@ def test_the_checks_never_mask_an_exception(llama):
 def test_noise_below_the_dtypes_resolution_raises_and_names_the_smallest(llama, tokens, logits):
     """In bfloat16 a scale of 0.001 rounds away; 0.004 does not; float32 takes both."""
     half = tiny_model("llama").to(torch.bfloat16)
-    with pytest.raises(NoiseRoundsAway, match=r"smallest scale that survives is 0\.003906"), ns.inject(
-        half, ns.Injection(ns.Gaussian(0.001), operators={"linear"})
+    with (
+        pytest.raises(NoiseRoundsAway, match=r"smallest scale that survives is 0\.003906"),
+        ns.inject(half, ns.Injection(ns.Gaussian(0.001), operators={"linear"})),
     ):
         logits(half, tokens)
     with ns.inject(half, ns.Injection(ns.Gaussian(0.004), operators={"linear"})) as tally:
@@ -315,8 +319,9 @@ def test_noise_that_rounds_away_in_one_layer_only_warns(tokens, logits):
 def test_a_format_that_changes_nothing_raises(tokens, logits):
     """Rounding bfloat16 numbers to bfloat16 is zero injection too."""
     half = tiny_model("llama").to(torch.bfloat16)
-    with pytest.raises(NoiseRoundsAway, match="changed none of the elements"), ns.inject(
-        half, ns.Injection(ns.Format("bf16"), operators={"linear"})
+    with (
+        pytest.raises(NoiseRoundsAway, match="changed none of the elements"),
+        ns.inject(half, ns.Injection(ns.Format("bf16"), operators={"linear"})),
     ):
         logits(half, tokens)
 
@@ -333,16 +338,18 @@ def test_non_float_outputs_are_refused(tokens, logits):
     """An operator that returns integers gets a clear error."""
     model = tiny_model("llama")
     model.model.layers[0].mlp.down_proj.forward = lambda x: torch.zeros(2, 6, 32, dtype=torch.int64)
-    with pytest.raises(InvalidInput, match=r"is torch\.int64; noise falls on floating-point"), ns.inject(
-        model, ns.Injection(ns.Gaussian(0.05), modules=["model.layers.0.mlp.down_proj"])
+    with (
+        pytest.raises(InvalidInput, match=r"is torch\.int64; noise falls on floating-point"),
+        ns.inject(model, ns.Injection(ns.Gaussian(0.05), modules=["model.layers.0.mlp.down_proj"])),
     ):
         logits(model, tokens)
 
 
 def test_formats_take_no_multipliers(llama):
     """A number format has no scale to multiply."""
-    with pytest.raises(InvalidInput, match="has no scale"), ns.inject(
-        llama, ns.Injection(ns.Format("int8"), layer_multipliers={0: 0.5})
+    with (
+        pytest.raises(InvalidInput, match="has no scale"),
+        ns.inject(llama, ns.Injection(ns.Format("int8"), layer_multipliers={0: 0.5})),
     ):
         pass
 

@@ -220,6 +220,10 @@ def test_user_hooks_still_run_and_see_the_noise(llama, tokens, logits):
     assert len(seen) == 2 and not torch.equal(*seen) and torch.equal(clean, logits(llama, tokens))
 
 
+def alive_tensors() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
 @pytest.mark.slow
 def test_a_thousand_scopes_leave_memory_flat(tokens, logits):
     """Entering, capturing and leaving a thousand times allocates nothing that stays."""
@@ -236,10 +240,10 @@ def test_a_thousand_scopes_leave_memory_flat(tokens, logits):
     cycle(20)
     gc.collect()
     tracemalloc.start()
-    tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    tensors = alive_tensors()
     cycle(1000)
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) == tensors
+    assert alive_tensors() == tensors
     assert grown < 200_000, f"{grown} bytes stayed"

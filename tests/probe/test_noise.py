@@ -111,7 +111,10 @@ def test_uniform_is_bounded_and_of_the_same_size():
     y = torch.ones(SHAPE)
     error = ns.Uniform(0.05)(y, draw_of()) - y
     assert error.std() == pytest.approx(0.05, rel=0.01) and error.abs().max() <= 0.05 * 3**0.5 * 1.001
-    assert stats.kstest(error.double().flatten()[::11].numpy(), "uniform", args=(-0.05 * 3**0.5, 0.1 * 3**0.5)).pvalue > 1e-4
+    assert (
+        stats.kstest(error.double().flatten()[::11].numpy(), "uniform", args=(-0.05 * 3**0.5, 0.1 * 3**0.5)).pvalue
+        > 1e-4
+    )
 
 
 def test_bias_and_shrink_are_exact():

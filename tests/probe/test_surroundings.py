@@ -25,7 +25,7 @@ def test_generate_names_its_rows_by_itself(tokens):
     """rows(samples) is enough for generation: positions come from generate, and batches may be split."""
     model = tiny_model("llama")
     probe = ns.inject(model, ns.Injection(ns.Gaussian(0.1), operators={"linear"}))
-    settings = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with probe:
         probe.rows([0, 1])
         both = model.generate(tokens, **settings)
@@ -182,3 +182,25 @@ def test_eager_moe_and_plain_encoder(logits):
             control = encoder(**inputs, src_key_padding_mask=padding)
     assert tally.per_operator["softmax"].forward == 2
     assert torch.allclose(clean[1], control[1], atol=1e-5)
+
+
+def test_the_fallback_of_grouped_products_is_seen(logits, monkeypatch):
+    """On older cards transformers multiplies experts by an operator of its own: it is `linear` too."""
+    from transformers.integrations import moe
+
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
+    model = tiny_model("mixtral")
+    with ns.inject(model, ns.Injection(ns.Gaussian(0.05), operators={"linear"}, layers={0})) as tally:
+        logits(model, **tiny_inputs("mixtral"))
+    assert tally.per_module["model.layers.0.mlp.experts"].forward == 2
+
+
+def test_an_operator_hidden_in_an_unknown_kernel_raises(llama, tokens, logits):
+    """A module that must compute softmax but never shows it is an error, even when others fired."""
+    attention = llama.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **kwargs: (hidden_states * 1.0, None)
+    with (
+        pytest.raises(ns.NothingInjected, match=r"layers.1.self_attn ran, but its (softmax|matmul) was never seen"),
+        ns.inject(llama, ns.Injection(ns.Gaussian(0.05), operators={"attention"})),
+    ):
+        logits(llama, tokens)

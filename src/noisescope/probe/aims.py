@@ -28,7 +28,7 @@ _WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its pe
 class Context:
     """One call of the model, or of one block within it: which rows run, and how often each aim has fired in it."""
 
-    __slots__ = ("rows", "place", "fired", "recomputing", "grad")
+    __slots__ = ("fired", "grad", "place", "recomputing", "rows")
 
     def __init__(self, rows: Rows, place: Any = None, *, recomputing: bool = False, grad: bool = False) -> None:
         self.rows = rows
@@ -111,7 +111,9 @@ class Aim:
         first = self.count.forward == 0 and not context.recomputing and self.count.look()
         before = _sample(y) if first else None
         if y.requires_grad and torch.is_grad_enabled():
-            noisy: Tensor = _StraightThrough.apply(y, functools.partial(self._apply, perturbation, draw))
+            noisy: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+                y, functools.partial(self._apply, perturbation, draw)
+            )
         else:
             draw.overwrite = fresh and self.channels is None and not y.requires_grad
             noisy = self._apply(perturbation, draw, y)
@@ -123,7 +125,7 @@ class Aim:
         return noisy
 
     def _apply(self, perturbation: Perturbation, draw: Draw, y: Tensor) -> Tensor:
-        noisy = perturbation(y, draw)
+        noisy: Tensor = perturbation(y, draw)
         if self.channels is not None:
             noisy = torch.where(self._channel_mask(y), noisy, y)
         if self.renormalise and draw.tensor == "output":
@@ -165,7 +167,8 @@ class Aim:
             return x
         rows = context.rows
         layout = self.layout if which == "input" else "plain"
-        tapped: Tensor = _Tap.apply(x, functools.partial(self._on_gradient, rows, occurrence, which, layout, counts))
+        on_gradient = functools.partial(self._on_gradient, rows, occurrence, which, layout, counts)
+        tapped: Tensor = _Tap.apply(x, on_gradient)  # type: ignore[no-untyped-call]
         return tapped
 
     def _on_gradient(self, rows: Rows, occurrence: int, which: str, layout: str, counts: bool, g: Tensor) -> Tensor:
@@ -200,7 +203,7 @@ class _StraightThrough(torch.autograd.Function):
         return f(y)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -213,5 +216,5 @@ class _Tap(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.f(gradient), None

@@ -48,7 +48,11 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap
     if is_causal:
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        mask = causal if mask is None else (mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -math.inf))
+        mask = (
+            causal
+            if mask is None
+            else (mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -math.inf))
+        )
     empty = None
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
@@ -101,7 +105,9 @@ def interface_attention(
     mask = _dense_mask(attention_mask, query, key, causal=causal, window=sliding_window)
     if position_bias is not None:
         bias = position_bias.to(torch.promote_types(query.dtype, torch.float32))
-        mask = bias if mask is None else (bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask)
+        mask = (
+            bias if mask is None else (bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask)
+        )
     output, probabilities = attend(
         query, key, value, mask, dropout_p=dropout, scale=scaling, softcap=softcap, sinks=s_aux
     )
@@ -133,7 +139,7 @@ def _dense_mask(mask: Any, query: Tensor, key: Tensor, *, causal: bool, window: 
 
 def decomposed_config(module: nn.Module) -> Any | None:
     """A copy of the attention module's config that routes it to `interface_attention`, or None where not needed."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if not hasattr(config, "_attn_implementation") or config._attn_implementation in _FUSED_BY_FUNCTION:
         return None
     from transformers.modeling_utils import AttentionInterface
@@ -173,7 +179,7 @@ def multihead(
             weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    if module.bias_k is not None:
+    if module.bias_k is not None and module.bias_v is not None:
         k = torch.cat([k, module.bias_k.expand(1, batch, -1)])
         v = torch.cat([v, module.bias_v.expand(1, batch, -1)])
     heads, size = module.num_heads, width // module.num_heads
@@ -206,7 +212,11 @@ def _multihead_mask(
     for given, shape in ((attn_mask, None), (padding, (batch, 1, 1, -1))):
         if given is None:
             continue
-        part = torch.zeros(given.shape, device=given.device).masked_fill(given, -math.inf) if given.dtype == torch.bool else given
+        part = (
+            torch.zeros(given.shape, device=given.device).masked_fill(given, -math.inf)
+            if given.dtype == torch.bool
+            else given
+        )
         part = F.pad(part, (0, total - part.shape[-1]))  # bias_k and add_zero_attn columns are always seen
         if shape is None:
             shape = (batch, heads, *part.shape[-2:]) if part.dim() == 3 else (1, 1, *part.shape[-2:])

@@ -43,7 +43,13 @@ class ChannelStatistics:
         spread = (values - mean).square().sum(0)
         size = values.abs()
         if self.maximum is None or self.mean is None or self.mean_abs is None or self._spread is None:
-            self.count, self.maximum, self.mean, self.mean_abs, self._spread = count, size.amax(0), mean, size.mean(0), spread
+            self.count, self.maximum, self.mean, self.mean_abs, self._spread = (
+                count,
+                size.amax(0),
+                mean,
+                size.mean(0),
+                spread,
+            )
             return
         total = self.count + count
         gap = mean - self.mean
@@ -126,7 +132,9 @@ class Capture(Door):
     ) -> None:
         self._close()
         if kind is None and self._forwards and not (self.captured.statistics or self.captured.raw):
-            raise NothingInjected("the model ran, but nothing was captured: see `noisescope inspect` for what is visible")
+            raise NothingInjected(
+                "the model ran, but nothing was captured: see `noisescope inspect` for what is visible"
+            )
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         return Observer(self, unit, operator) if self.where.selects(unit.site(operator)) else None

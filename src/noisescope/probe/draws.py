@@ -125,7 +125,7 @@ class Rows:
 class Draw:
     """What a perturbation may ask for: numbers of this site and these rows, in the shape of its tensor."""
 
-    __slots__ = ("tensor", "overwrite", "_rows", "_key", "_layout")
+    __slots__ = ("_key", "_layout", "_rows", "overwrite", "tensor")
 
     def __init__(self, rows: Rows, key: int, *, layout: str, tensor: str, overwrite: bool = False) -> None:
         self.tensor = tensor  # "output", "input" or "weight"

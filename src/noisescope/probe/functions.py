@@ -15,7 +15,7 @@ from noisescope.probe.aims import Aim, Context
 from noisescope.probe.attention import scaled_dot_product
 
 if TYPE_CHECKING:
-    from noisescope.probe.inject import Probe
+    from noisescope.probe.door import Door
 
 _T = torch.Tensor
 _MATMUL = (torch.matmul, torch.mm, torch.einsum, _T.matmul, _T.mm, _T.__matmul__, _T.__rmatmul__)
@@ -42,17 +42,23 @@ _ALL_MATMUL = {f: "matmul" if operator in ("linear", "bmm") else operator for f,
 TABLES = {EXPERTS: _ALL_LINEAR, ROUTER: _ALL_LINEAR, ROTARY: _ALL_MATMUL}
 
 # Positions of the input and of the weight among a function's arguments, where not (0, and no weight).
-_INPUTS = {f: (0, 1) for f in (*_MATMUL, *_BMM)} | {f: (1, 2) for f in (torch.baddbmm, _T.baddbmm)}
-_INPUTS |= {torch.addmm: (1,), _T.addmm: (1,)}
-_WEIGHT = {f: 1 for f in (F.linear, *_GROUPED, *_MATMUL, *_BMM)} | {torch.addmm: 2, _T.addmm: 2}
+_INPUTS: dict[Function, tuple[int, ...]] = dict.fromkeys((*_MATMUL, *_BMM), (0, 1))
+_INPUTS |= {torch.baddbmm: (1, 2), _T.baddbmm: (1, 2), torch.addmm: (1,), _T.addmm: (1,)}
+_WEIGHT: dict[Function, int] = dict.fromkeys((F.linear, *_GROUPED, *_MATMUL, *_BMM), 1)
+_WEIGHT |= {torch.addmm: 2, _T.addmm: 2}
+
+
+def _by_name(func: Function) -> str:
+    """transformers' own fallback for grouped products is an operator that exists only once its module is loaded."""
+    return "linear" if getattr(func, "__name__", "") == "grouped_mm_fallback" else ""
 
 
 class OperatorCalls(TorchFunctionMode):
     """Watches the functions that one module calls itself (not those its operator modules call)."""
 
-    def __init__(self, probe: Probe, kind: str, aims: dict[str, Aim], context: Context) -> None:
+    def __init__(self, door: Door, kind: str, aims: dict[str, Aim], context: Context) -> None:
         super().__init__()
-        self._probe = probe
+        self._door = door
         self._table = TABLES.get(kind, _ANYWHERE)
         self._aims = aims
         self._context = context
@@ -60,11 +66,11 @@ class OperatorCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._probe.owner is self:
+        if self._door.owner is self:
             if func is _FUSED and self._opens_attention:
                 with self:
                     return scaled_dot_product(*args, **kwargs)
-            aim = self._aims.get(self._table.get(func, ""))
+            aim = self._aims.get(self._table.get(func) or _by_name(func))
             if aim is not None:
                 return self._perform(aim, func, list(args), kwargs)
         return func(*args, **kwargs)

@@ -37,6 +37,7 @@ class Probe(Door):
         self.injection = injection
         self.tally = Tally()
         self._counts: dict[tuple[str, Place, str], SiteCount] = {}
+        self._ran: set[tuple[str, str]] = set()
         self._may_inject_nothing = False  # `noisy_ops` says so when noise was switched off on purpose
         self._check_aim()
 
@@ -48,6 +49,7 @@ class Probe(Door):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.tally.forced_eager = self.compiled
+        self._ran = self._operators_that_ran()
         try:
             self._close()
         except Exception:
@@ -83,6 +85,18 @@ class Probe(Door):
             self.tally.sites.append(self._counts[key])
         return Aim(unit, operator, self.injection, self._counts[key])
 
+    def _operators_that_ran(self) -> set[tuple[str, str]]:
+        """(operator, module) of units that surely compute them and were called, as far as aims reach now."""
+        certain = {(op, unit.module) for unit in self.anatomy.units if unit.certain for op in unit.operators}
+        aims = [
+            (aim.operator, aim.unit.module)
+            for stand_in in self._stand_ins.values()
+            if stand_in.calls and not stand_in.shared
+            for place in stand_in.aims.values()
+            for aim in place.values()
+        ]
+        return certain.intersection(aims)
+
     # -- checks
 
     def _check_aim(self) -> None:
@@ -117,8 +131,8 @@ class Probe(Door):
         places = ", ".join(p for p in OUTER_PLACES if any(u.place == p for u in units))
         return (
             f"{what} is left after narrowing by layers, places and modules in {self.anatomy.architecture}: "
-            f"blocks 0 to {len(self.anatomy.blocks) - 1}, and {places}. See `noisescope inspect` for names; MoE routers "
-            "need modules=..., rotary angles places={'rotary'}."
+            f"blocks 0 to {len(self.anatomy.blocks) - 1}, and {places}. See `noisescope inspect` for names; "
+            "MoE routers need modules=..., rotary angles places={'rotary'}."
         )
 
     def _check_tally(self) -> None:
@@ -127,11 +141,12 @@ class Probe(Door):
             raise NothingInjected("the model was not called inside the scope, so nothing was injected")
         if injection.phases == {"backward"} and not tally.backward:
             raise NothingInjected(
-                "phases={'backward'}, but no backward pass ran inside the scope (or nothing aimed at needs a gradient): "
+                "phases={'backward'}, but no backward pass ran inside the scope, or nothing aimed at needs a gradient: "
                 "call loss.backward() before leaving it"
             )
         if not tally.forward and not tally.backward:
             raise NothingInjected(f"nothing fired in {self._forwards} forward(s): {self._silent_reason()}")
+        self._check_unseen()
         for name in sorted(injection.operators or ()):
             members = [s for s in tally.sites if self._named_by(name, s) and s.total]
             if not members:
@@ -143,6 +158,12 @@ class Probe(Door):
                 raise NothingInjected(f"layer {layer} never fired: was that block skipped in this forward?")
             self._check_rounding(here, f"layer {layer}")
         self._check_rounding([s for s in tally.sites if s.total], "all")
+
+    def _check_unseen(self) -> None:
+        """A module that surely computes an operator ran, but the operator was never seen: a kernel we don't know."""
+        for (operator, _, module), count in self._counts.items():
+            if count.total == 0 and (operator, module) in self._ran and "forward" in self.injection.phases:
+                raise NothingInjected(f"{module} ran, but its {operator} was never seen: {self._silent_reason()}")
 
     def _named_by(self, name: str, site: SiteCount) -> bool:
         component = next((u.component for u in self.anatomy.units if u.module == site.module), "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from noisescope.sites import Place, place_order
+
+Group = TypeVar("Group", int | str, str)
 
 
 @dataclass
@@ -63,26 +66,26 @@ class Tally:
     def per_layer(self) -> dict[Place, Counts]:
         """Blocks by index, other places by name; only what fired."""
         counts = self._grouped(lambda site: site.place)
-        return {place: counts[place] for place in sorted(counts, key=place_order)}  # type: ignore[arg-type,index]
+        return dict(sorted(counts.items(), key=lambda item: place_order(item[0])))
 
     @property
     def per_operator(self) -> dict[str, Counts]:
-        return self._grouped(lambda site: site.operator)  # type: ignore[return-value]
+        return self._grouped(lambda site: site.operator)
 
     @property
     def per_module(self) -> dict[str, Counts]:
-        return self._grouped(lambda site: site.module)  # type: ignore[return-value]
+        return self._grouped(lambda site: site.module)
 
     @property
     def changed(self) -> float | None:
-        """The share of elements really changed, from the first rows of each operator in each place; None before anything fired."""
+        """The share of elements really changed, in the first rows of each operator and place (None: nothing fired)."""
         looked = sum(count for site in self.sites for _, count in site.samples)
         if not looked:
             return None
         return sum(int(changed) for site in self.sites for changed, _ in site.samples) / looked
 
-    def _grouped(self, by: Callable[[SiteCount], Hashable]) -> dict[Hashable, Counts]:
-        groups: dict[Hashable, Counts] = {}
+    def _grouped(self, by: Callable[[SiteCount], Group]) -> dict[Group, Counts]:
+        groups: dict[Group, Counts] = {}
         for site in self.sites:
             if site.total:
                 group = groups.setdefault(by(site), Counts())

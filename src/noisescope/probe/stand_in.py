@@ -1,0 +1,222 @@
+"""A stand-in for one module's `forward`: it finds the forward it runs in, then calls the original with the aims on."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.anatomy import ATTENTION, MODULE
+from noisescope.errors import ModelHeld
+from noisescope.probe.aims import Aim, Context
+from noisescope.probe.attention import decomposed_config, multihead
+from noisescope.probe.functions import OperatorCalls, WeightUse
+from noisescope.sites import Place
+
+if TYPE_CHECKING:
+    from noisescope.probe.door import Door
+
+ABSENT = object()
+_REMEMBERED = 256  # forwards a module keeps for recomputation (gradient accumulation holds several at once)
+
+
+class StandIn:
+    """Stands in `module.__dict__["forward"]` while a door is open."""
+
+    def __init__(self, door: Door, module: nn.Module) -> None:
+        self.door = door
+        self.module = module
+        self.replaced = module.__dict__.get("forward", ABSENT)
+        self.original: Callable[..., Any] = module.forward
+        self.aims: dict[Place, dict[str, Aim]] = {}
+        self.kind = MODULE
+        self.shared = False  # by several blocks: the aims are those of the block that calls
+        self.calls = 0
+        self.block: int | None = None
+        self.root = False
+        self._routed: Any = None
+        self._remembered: dict[tuple[Any, ...], Context] = {}
+        self._set_compiler_aside = torch.compiler.disable(self._run_uncompiled)  # type: ignore[no-untyped-call]
+        functools.update_wrapper(self, self.original, updated=())  # keeps the signature: generate() and Trainer read it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # dynamo traces us: break the graph here and run as plain Python
+            return self._set_compiler_aside(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ModelHeld(
+            "the model can't be copied or pickled inside a noisescope scope: the copy would call into the original. "
+            "Leave the scope first. (save_pretrained and state_dict are fine.)"
+        )
+
+    def __reduce__(self) -> Any:
+        return self.__deepcopy__(None)
+
+    def watch(self, kind: str) -> None:
+        """This module's own function calls are operators."""
+        self.kind = kind
+        if kind == ATTENTION:
+            self._routed = decomposed_config(self.module)
+
+    def retire(self) -> None:
+        """Pass everything through from now on, and let go of what was held (a cycle would keep device memory)."""
+        self._run = self._set_compiler_aside = self.original  # type: ignore[method-assign]
+        self.aims = {}
+        self._remembered.clear()
+
+    # -- running
+
+    def _run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        self.door.compiled = True
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.root:
+            return self._run_root(args, kwargs)
+        return self._run_inner(args, kwargs)
+
+    def _run_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        door = self.door
+        if threading.get_ident() != door.thread:
+            raise ModelHeld(
+                "this model is held by a noisescope scope of another thread (nn.DataParallel calls replicas that way): "
+                "run it in the thread that opened the scope, or give each thread its own copy"
+            )
+        if door.context is not None:  # the model calls itself
+            return self._run_inner(args, kwargs)
+        door.context = door.new_context(args, kwargs)
+        try:
+            return self._run_inner(args, kwargs)
+        finally:
+            door.context = None
+
+    def _run_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.block is None and not self.aims and self.kind == MODULE:
+            return self._run_shield(args, kwargs) if not self.root else self.original(*args, **kwargs)
+        door = self.door
+        x = _first_tensor(args, kwargs)
+        outer = door.context
+        context = door.context_of(self, x)
+        if context.grad and not context.recomputing:
+            self._remember(x, context)
+        if self.block is not None and context.place is None:
+            context = Context(context.rows, self.block, recomputing=context.recomputing, grad=context.grad)
+        door.context = context
+        try:
+            return self._run_operator(args, kwargs, context)
+        finally:
+            door.context = outer
+
+    def _run_shield(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        door = self.door
+        owner, door.owner = door.owner, None
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            door.owner = owner
+
+    def _run_operator(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+        """The module as one operator (its own aim), around the functions it calls (the other aims)."""
+        door = self.door
+        self.calls += 1
+        aims = self._aims_here(context)
+        own = aims.get("residual") if self.block is not None else None
+        if self.kind == MODULE and self.block is None:
+            own = next(iter(aims.values()), None)
+        owner = door.owner
+        door.owner = None
+        try:
+            if own is None:
+                return self._call(args, kwargs, aims, context)
+            occurrence = context.occurrence(own)
+            args, kwargs, tapped = self._on_inputs(own, args, kwargs, context, occurrence)
+            grad = torch.is_grad_enabled()
+            if own.wants_weight or (grad and own.backward is not None):
+                use = functools.partial(self._on_weight, own, context, occurrence, not tapped)
+                with WeightUse(self.module, use):
+                    y = self._call(args, kwargs, aims, context)
+            else:
+                y = self._call(args, kwargs, aims, context)
+            return own.on_output(y, context, occurrence, fresh=not grad and self.block is None)
+        finally:
+            door.owner = owner
+
+    def _aims_here(self, context: Context) -> dict[str, Aim]:
+        """The aims of the block we are in; a module shared by several blocks has aims for each."""
+        if self.shared:
+            return self.aims.get(context.place, {})
+        return next(iter(self.aims.values()), {})
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], aims: dict[str, Aim], context: Context) -> Any:
+        """The original forward, with its function calls watched where that is asked for."""
+        if self.kind == MODULE:
+            return self.original(*args, **kwargs)
+        door = self.door
+        calls = OperatorCalls(door, self.kind, aims, context)
+        door.owner = calls
+        with calls:
+            if isinstance(self.module, nn.MultiheadAttention):
+                return multihead(self.module, *args, **kwargs)
+            if self._routed is None or not (aims.keys() & {"matmul", "bmm", "softmax"}):
+                return self.original(*args, **kwargs)
+            config = self.module.__dict__["config"]
+            self.module.__dict__["config"] = self._routed
+            try:
+                return self.original(*args, **kwargs)
+            finally:
+                self.module.__dict__["config"] = config
+
+    def _on_inputs(
+        self, aim: Aim, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, occurrence: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """The first tensor given, perturbed or tapped; whether a gradient tap was set."""
+        grad = aim.backward is not None and torch.is_grad_enabled()
+        if not aim.wants_input and not grad:
+            return args, kwargs, False
+        x = _first_tensor(args, kwargs)
+        if not isinstance(x, Tensor) or not (x.is_floating_point() or aim.wants_input):
+            return args, kwargs, False
+        new = aim.on_input(x, context, occurrence)
+        tapped = grad and new.requires_grad
+        if tapped:
+            new = aim.tap(new, context, occurrence, "input", counts=True)
+        if new is not x:
+            args = tuple(new if arg is x else arg for arg in args)
+            kwargs = {k: new if arg is x else arg for k, arg in kwargs.items()}
+        return args, kwargs, tapped
+
+    def _on_weight(self, aim: Aim, context: Context, occurrence: int, counts: bool, weight: Tensor) -> Tensor:
+        weight = aim.on_weight(weight, context, occurrence)
+        return aim.tap(weight, context, occurrence, "weight", counts=counts) if torch.is_grad_enabled() else weight
+
+    # -- recomputation
+
+    def _remember(self, x: Any, context: Context) -> None:
+        if isinstance(x, Tensor):
+            if len(self._remembered) >= _REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+            place = self.block if self.block is not None else context.place
+            self._remembered[_identity(x)] = Context(context.rows, place, recomputing=True, grad=True)
+
+    def recall(self, x: Any) -> Context | None:
+        """The forward that had this very tensor as input: it is alive while its graph is, so its address is its own."""
+        return self._remembered.get(_identity(x)) if isinstance(x, Tensor) else None
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    return (x.data_ptr(), x.storage_offset(), x.shape)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg
+    for arg in kwargs.values():
+        if isinstance(arg, Tensor):
+            return arg
+    return None
