@@ -308,6 +308,16 @@ def test_noise_below_the_dtypes_resolution_raises_and_names_the_smallest(llama, 
     assert tally.changed > 0.99
 
 
+def test_opened_attention_rounds_like_the_model(tokens, logits):
+    """The decomposed path computes in float32, but its result is kept in bfloat16: tiny noise there rounds away too."""
+    half = tiny_model("llama").to(torch.bfloat16)
+    with (
+        pytest.raises(NoiseRoundsAway, match="rounds away in bfloat16"),
+        ns.inject(half, ns.Injection(ns.Gaussian(0.001), operators={"attention"})),
+    ):
+        logits(half, tokens)
+
+
 def test_noise_that_rounds_away_in_one_layer_only_warns(tokens, logits):
     """A per-layer multiplier may go under the resolution: that is said, and the run goes on."""
     half = tiny_model("llama").to(torch.bfloat16)

@@ -78,24 +78,32 @@ class Aim:
 
     # -- forward
 
-    def on_output(self, y: Any, context: Context, occurrence: int, *, fresh: bool) -> Any:
-        """The perturbed output; `fresh` says that nobody else holds it, so it may be changed in place."""
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        """The perturbed output; `fresh` says that nobody else holds it, so it may be changed in place.
+
+        `storage` is the dtype in which the result will be kept, where that is not y's own.
+        """
         if self.forward is None or self.tensor != "output":
             return y
         if not isinstance(y, Tensor):  # a block that returns a tuple: its hidden states come first
             if isinstance(y, tuple) and y and isinstance(y[0], Tensor):
                 return (self.on_output(y[0], context, occurrence, fresh=False), *y[1:])
             raise InvalidInput(f"{self.unit.site(self.operator)} returned {type(y).__name__}, not a tensor")
+        self._note_rounding(self.forward, storage or y.dtype)
         return self._forward(y, context, context.rows, occurrence, self.layout, "output", fresh=fresh)
 
     def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
         if self.forward is None or self.tensor != "input":
             return x
+        self._note_rounding(self.forward, x.dtype)
         return self._forward(x, context, context.rows, occurrence, self.layout, "input", fresh=False)
 
     def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
         if self.forward is None or self.tensor != "weight":
             return weight
+        self._note_rounding(self.forward, weight.dtype)
         return self._forward(weight, context, _WEIGHT_ROWS, occurrence, "plain", "weight", fresh=False)
 
     def _forward(
@@ -118,7 +126,6 @@ class Aim:
             draw.overwrite = fresh and self.channels is None and not y.requires_grad
             noisy = self._apply(perturbation, draw, y)
         if not context.recomputing:
-            self._note_rounding(perturbation, y.dtype)
             self.count.forward += 1
             if before is not None:
                 self._note_change(before, _sample(noisy))
@@ -151,7 +158,7 @@ class Aim:
 
     def _note_rounding(self, perturbation: Perturbation, dtype: torch.dtype) -> None:
         """Whether noise of this size can survive in this dtype; looked at once a site."""
-        if self.count.total:
+        if self.count.total or not dtype.is_floating_point:
             return
         scale = getattr(perturbation, "scale", None)
         self.count.control = scale == 0

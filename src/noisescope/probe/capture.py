@@ -131,7 +131,7 @@ class Capture(Door):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-        if kind is None and self._forwards and not (self.captured.statistics or self.captured.raw):
+        if kind is None and self.forwards and not (self.captured.statistics or self.captured.raw):
             raise NothingInjected(
                 "the model ran, but nothing was captured: see `noisescope inspect` for what is visible"
             )
@@ -165,7 +165,9 @@ class Observer:
     def tap(self, x: Tensor, context: Context, occurrence: int, which: str, *, counts: bool) -> Tensor:
         return x
 
-    def on_output(self, y: Any, context: Context, occurrence: int, *, fresh: bool) -> Any:
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
         tensor = y[0] if isinstance(y, tuple) else y
         inputs, self._inputs = tuple(self._inputs), []
         if context.recomputing:

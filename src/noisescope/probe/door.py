@@ -42,7 +42,7 @@ class Door:
         self.thread: int | None = None
         self.compiled = False
         self._stand_ins: dict[nn.Module, StandIn] = {}
-        self._forwards = 0
+        self.forwards = 0  # calls of the model so far; unnamed rows are keyed by it
         self._named: tuple[Tensor, Tensor | int | None] | None = None
         self._next_position = 0
         self._recalled: Context | None = None
@@ -160,8 +160,8 @@ class Door:
         self._named = None
 
     def new_context(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Context:
-        self._forwards += 1
-        rows = Rows(self._forwards)
+        self.forwards += 1
+        rows = Rows(self.forwards)
         if self._named is not None:
             rows.samples, rows.positions = self._name_tokens(args, kwargs or {})
         return Context(rows, grad=torch.is_grad_enabled())
@@ -193,7 +193,7 @@ class Door:
         """The forward a module runs in: the model's, a recomputed one, or (called on its own) a new one."""
         if self.context is not None:
             return self.context
-        if _in_backward():
+        if in_backward():
             place = next(iter(stand_in.aims), stand_in.block)
             known = stand_in.recall(x)
             if known is not None:
@@ -203,6 +203,6 @@ class Door:
         return self.new_context()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd runs in this thread now: only then is a forward a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -56,12 +56,15 @@ def _by_name(func: Function) -> str:
 class OperatorCalls(TorchFunctionMode):
     """Watches the functions that one module calls itself (not those its operator modules call)."""
 
-    def __init__(self, door: Door, kind: str, aims: dict[str, Aim], context: Context) -> None:
+    def __init__(
+        self, door: Door, kind: str, aims: dict[str, Aim], context: Context, storage: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self._door = door
         self._table = TABLES.get(kind, _ANYWHERE)
         self._aims = aims
         self._context = context
+        self._storage = storage  # opened attention computes in float32, but what it keeps is of this dtype
         self._opens_attention = any(operator in aims for operator in ("matmul", "softmax"))
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +98,8 @@ class OperatorCalls(TorchFunctionMode):
                 which = "weight" if at == weight else "input" if at == places[0] else "input2"
                 args[at] = aim.tap(args[at], context, occurrence, which, counts=not counted)
                 counted = True
-        return aim.on_output(func(*args, **kwargs), context, occurrence, fresh=not torch.is_grad_enabled())
+        y = func(*args, **kwargs)
+        return aim.on_output(y, context, occurrence, fresh=not torch.is_grad_enabled(), storage=self._storage)
 
 
 class WeightUse(TorchFunctionMode):

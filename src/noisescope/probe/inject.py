@@ -32,13 +32,15 @@ def inject(model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = 
 class Probe(Door):
     """A door that injects."""
 
-    def __init__(self, model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None, check: bool = True
+    ) -> None:
         super().__init__(model, anatomy)
         self.injection = injection
         self.tally = Tally()
         self._counts: dict[tuple[str, Place, str], SiteCount] = {}
         self._ran: set[tuple[str, str]] = set()
-        self._may_inject_nothing = False  # `noisy_ops` says so when noise was switched off on purpose
+        self._check = check  # on leaving; `noisy_ops` has several models and asks them together
         self._check_aim()
 
     def __enter__(self) -> Tally:
@@ -56,8 +58,8 @@ class Probe(Door):
             if kind is None:
                 raise
             return
-        if kind is None and not self._may_inject_nothing:
-            self._check_tally()
+        if kind is None and self._check:
+            self.check()
 
     def update(self, injection: Injection) -> None:
         """Swap what is injected, between steps; the tally goes on."""
@@ -135,9 +137,10 @@ class Probe(Door):
             "MoE routers need modules=..., rotary angles places={'rotary'}."
         )
 
-    def _check_tally(self) -> None:
+    def check(self) -> None:
+        """Raise NothingInjected unless everything aimed at by name was hit, and what was hit changed."""
         tally, injection = self.tally, self.injection
-        if not self._forwards:
+        if not self.forwards:
             raise NothingInjected("the model was not called inside the scope, so nothing was injected")
         if injection.phases == {"backward"} and not tally.backward:
             raise NothingInjected(
@@ -145,10 +148,9 @@ class Probe(Door):
                 "call loss.backward() before leaving it"
             )
         if not tally.forward and not tally.backward:
-            raise NothingInjected(f"nothing fired in {self._forwards} forward(s): {self._silent_reason()}")
-        self._check_unseen()
+            raise NothingInjected(f"nothing fired in {self.forwards} forward(s): {self._silent_reason()}")
         for name in sorted(injection.operators or ()):
-            members = [s for s in tally.sites if self._named_by(name, s) and s.total]
+            members = self.fired(name)
             if not members:
                 raise NothingInjected(f"operator {name!r} never fired: {self._silent_reason()}")
             self._check_rounding(members, f"operator {name!r}")
@@ -157,7 +159,14 @@ class Probe(Door):
             if not here:
                 raise NothingInjected(f"layer {layer} never fired: was that block skipped in this forward?")
             self._check_rounding(here, f"layer {layer}")
-        self._check_rounding([s for s in tally.sites if s.total], "all")
+        self.check_effects()
+
+    def check_effects(self) -> None:
+        """Raise where an operator that must have run was never seen, or where all noise rounded away."""
+        self._check_unseen()
+        fired = [site for site in self.tally.sites if site.total]
+        if fired:
+            self._check_rounding(fired, "all")
 
     def _check_unseen(self) -> None:
         """A module that surely computes an operator ran, but the operator was never seen: a kernel we don't know."""
@@ -165,9 +174,10 @@ class Probe(Door):
             if count.total == 0 and (operator, module) in self._ran and "forward" in self.injection.phases:
                 raise NothingInjected(f"{module} ran, but its {operator} was never seen: {self._silent_reason()}")
 
-    def _named_by(self, name: str, site: SiteCount) -> bool:
-        component = next((u.component for u in self.anatomy.units if u.module == site.module), "")
-        return matches_operator({name}, site.operator, component)
+    def fired(self, name: str) -> list[SiteCount]:
+        """The sites of an operator or group that fired."""
+        component = {unit.module: unit.component for unit in self.anatomy.units}
+        return [s for s in self.tally.sites if s.total and matches_operator({name}, s.operator, component[s.module])]
 
     def _silent_reason(self) -> str:
         return (

@@ -157,7 +157,11 @@ class StandIn:
         if self.kind == MODULE:
             return self.original(*args, **kwargs)
         door = self.door
-        calls = OperatorCalls(door, self.kind, aims, context)
+        storage = None
+        if self.kind == ATTENTION:
+            x = _first_tensor(args, kwargs)
+            storage = x.dtype if isinstance(x, Tensor) and x.is_floating_point() else None
+        calls = OperatorCalls(door, self.kind, aims, context, storage)
         door.owner = calls
         with calls:
             if isinstance(self.module, nn.MultiheadAttention):

@@ -1,0 +1,100 @@
+"""Settings of `noisescope.noisy_ops` from environment variables, and a script run under them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from noisescope import noisy_ops
+from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.noisy_ops.state import Settings, state
+from noisescope.probe.noise import Gaussian
+
+_ALIASED = ("ENABLED", "SCALE", "TYPE", "ALL_OPS", "FORWARD_ONLY", "BACKWARD_ONLY")
+_FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+
+
+def _read(name: str, parse: Callable[[str], Any]) -> Any:
+    """What `parse` makes of an environment variable; None where it is not set, or empty."""
+    for variable in (f"NOISESCOPE_{name}", *([f"VERL_NOISY_OPS_{name}"] if name in _ALIASED else [])):
+        text = os.environ.get(variable, "").strip()
+        if text:
+            try:
+                return parse(text)
+            except (ValueError, KeyError) as error:
+                why = f"allowed: {', '.join(_FLAGS)}" if isinstance(error, KeyError) else error
+                raise InvalidInput(f"environment variable {variable}={text!r}: {why}") from None
+    return None
+
+
+def _flag(text: str) -> bool:
+    return _FLAGS[text.lower()]
+
+
+def _error_type(text: str) -> str:
+    Settings(kind=text).injection()
+    return text
+
+
+def _select_layers(text: str) -> None:
+    ends = [part.partition("-") for part in text.split(",")]
+    try:
+        layers = [n for first, dash, last in ends for n in range(int(first), int(last if dash else first) + 1)]
+    except ValueError:
+        raise InvalidInput("expected block numbers such as 0,5,9-11") from None
+    state.register_first = True
+    noisy_ops.set_selective_layers(layers)
+
+
+def read_environment(*, enabled: bool = False) -> None:
+    """Take settings from the environment; enable if it says so, or if `enabled` does and it does not object."""
+    with state.lock:
+        forward_only, backward_only = _read("FORWARD_ONLY", _flag), _read("BACKWARD_ONLY", _flag)
+        if bool(forward_only) != bool(backward_only):
+            noisy_ops.set_noise_phases(forward=bool(forward_only), backward=bool(backward_only))
+        _read("OPERATORS", lambda text: noisy_ops.set_selective_operators(text.split(",")))
+        _read("LAYERS", _select_layers)
+        scale = _read("SCALE", lambda text: Gaussian(float(text)).scale)  # which refuses bad numbers
+        kind = _read("TYPE", _error_type)
+        all_ops, seed = _read("ALL_OPS", _flag), _read("SEED", int)
+        wanted = _read("ENABLED", _flag)
+        if enabled if wanted is None else wanted:
+            noisy_ops.enable_noisy_ops(
+                0.05 if scale is None else scale, kind or "relative_gaussian", bool(all_ops), seed
+            )
+
+
+def say_at_exit() -> None:
+    """Nobody disables what the environment enabled: say so if it did nothing."""
+    try:
+        noisy_ops.disable_noisy_ops()
+    except NoisescopeError as error:
+        print(f"noisescope: {error}", file=sys.stderr)
+
+
+def run_script(arguments: list[str]) -> Any:
+    """Run a script with noise on. The exit code is the script's, or 2 where nothing was injected."""
+    if not arguments or not Path(arguments[0]).is_file():
+        came = f"no file {arguments[0]!r}; " if arguments else ""
+        print(f"noisescope: {came}usage: python -m noisescope.noisy_ops SCRIPT.py [ARGUMENTS...]", file=sys.stderr)
+        return 2
+    read_environment(enabled=True)
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as `python script.py` has it
+    code: Any = 0
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        noisy_ops.print_injection_summary(sys.stderr)
+    try:
+        noisy_ops.disable_noisy_ops()
+    except NoisescopeError as error:
+        print(f"noisescope: {error}", file=sys.stderr)
+        code = code or error.exit_code
+    return code
