@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import noisescope as ns
 from noisescope import noisy_ops as no
 from noisescope.errors import InvalidInput, ModelHeld, NoiseRoundsAway, NothingInjected
+from noisescope.noisy_ops import environment
 from noisescope.noisy_ops.state import state
 from noisescope.testing import tiny_inputs, tiny_model
 
@@ -232,7 +233,7 @@ def test_layers_need_a_registered_model(model):
     ],
 )
 def test_bad_values_are_refused_and_change_nothing(call, words):
-    """One clear error each; the settings stay."""
+    """One clear error each; the settings stay as they were."""
     before = state.settings
     with pytest.raises(InvalidInput, match=words):
         call()
@@ -320,6 +321,60 @@ def test_context(model, capsys):
     assert "linear" in capsys.readouterr().out
 
 
+def test_validation_in_between_and_counts_after_a_reset(model):
+    """Off for a validation, on again, disabled without another call: no false alarm; closed roots keep their counts."""
+    no.enable_noisy_ops()
+    other = nn.Linear(4, 4)
+    logits(model)
+    other(torch.ones(1, 4))
+    no.reset_injection_stats()
+    other(torch.ones(1, 4))
+    no.set_selective_operators([])
+    logits(model)
+    no.set_selective_operators(None)
+    assert no.disable_noisy_ops()["total_forward"] == 1
+
+
+def test_layers_mean_the_registered_model(model):
+    """With layers selected other models stay clean; layer scales need no registration and never touch a lone Linear."""
+    other = tiny_model("llama", seed=1)
+    no.register_layer_hooks(model)
+    no.set_selective_layers([0])
+    no.enable_noisy_ops()
+    clean = logits(other)
+    logits(model)
+    assert no.disable_noisy_ops()["total_forward"] == 9 and torch.equal(clean, logits(other))
+    state.__init__()
+    no.set_per_layer_scales({0: 0.5})
+    no.enable_noisy_ops(0.01)
+    nn.Linear(4, 4)(torch.ones(1, 4))
+    assert state.probes[0].injection.strength(ns.Site("linear", 0, "")) == pytest.approx(0.01)
+
+
+def test_bodies_shared_by_two_models_are_noised_once(model):
+    """Two wrappers around one body: the second takes over."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body = body
+
+        def forward(self, **inputs):
+            return self.body(**inputs)
+
+    no.enable_noisy_ops()
+    for wrapper in (Wrapper(model), Wrapper(model)):
+        logits(wrapper)
+    assert no.disable_noisy_ops()["total_forward"] == 38
+
+
+def test_a_first_call_inside_a_scope_is_refused(model):
+    """noisy_ops can't open a model that an inner scope holds: it says so."""
+    no.enable_noisy_ops()
+    with pytest.raises(ModelHeld, match="call it once before"), ns.inject(model, ns.Injection(ns.Gaussian(0.05))):
+        logits(model)
+
+
 def test_resets(model):
     """Counts start again from zero, per view or all."""
     no.enable_noisy_ops()
@@ -383,22 +438,38 @@ def run(code: str, *before: str, **variables: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variables", "printed"),
+    ("variables", "counts"),
     [
-        ({"NOISESCOPE_ENABLED": "1"}, "19 19 [0, 1]"),
-        ({"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.1", "VERL_NOISY_OPS_ALL_OPS": "1"}, "28 28 [0, 1]"),
-        ({"NOISESCOPE_ENABLED": "1", "NOISESCOPE_FORWARD_ONLY": "1"}, "19 0 [0, 1]"),
-        ({"NOISESCOPE_ENABLED": "1", "NOISESCOPE_FORWARD_ONLY": "1", "NOISESCOPE_BACKWARD_ONLY": "1"}, "19 19 [0, 1]"),
-        ({"NOISESCOPE_ENABLED": "1", "NOISESCOPE_LAYERS": "1", "NOISESCOPE_OPERATORS": "softmax"}, "1 1 [1]"),
-        ({}, "0 0 []"),
+        ({"NOISESCOPE_ENABLED": "1"}, (19, 19, [0, 1])),
+        (
+            {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.1", "VERL_NOISY_OPS_ALL_OPS": "1"},
+            (28, 28, [0, 1]),
+        ),
+        ({"NOISESCOPE_ENABLED": "1", "NOISESCOPE_FORWARD_ONLY": "1"}, (19, 0, [0, 1])),
+        (
+            {"NOISESCOPE_ENABLED": "1", "NOISESCOPE_FORWARD_ONLY": "1", "NOISESCOPE_BACKWARD_ONLY": "1"},
+            (19, 19, [0, 1]),
+        ),
+        ({"NOISESCOPE_ENABLED": "1", "NOISESCOPE_LAYERS": "1", "NOISESCOPE_OPERATORS": "softmax"}, (1, 1, [1])),
+        ({}, (0, 0, [])),
     ],
 )
-def test_environment_activates_on_import(variables, printed):
-    """Variables and their aliases act when noisy_ops is imported."""
-    done = run(SCRIPT.format(imports="from noisescope import noisy_ops", after=READ), **variables)
-    assert done.stdout.strip() == printed, done.stderr
+def test_environment(monkeypatch, model, variables, counts):
+    """Variables and their aliases set what the functions would."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment.read_environment()
+    train_step(model)
+    stats = no.get_injection_stats()
+    assert (stats["total_forward"], stats["total_backward"], sorted(no.get_layer_injection_stats())) == counts
+
+
+@pytest.mark.slow
+def test_environment_activates_on_import():
+    """In a worker process, importing noisy_ops is enough."""
+    done = run(SCRIPT.format(imports="from noisescope import noisy_ops", after=READ), VERL_NOISY_OPS_ENABLED="1")
+    assert done.stdout.strip() == "19 19 [0, 1]", done.stderr
 
 
 @pytest.mark.slow
@@ -438,8 +509,6 @@ def test_run_a_script(tmp_path):
 )
 def test_bad_environment_values(monkeypatch, name, value, words):
     """A value that can't be read is refused with the variable's name."""
-    from noisescope.noisy_ops.environment import read_environment
-
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidInput, match=words):
-        read_environment()
+        environment.read_environment()

@@ -224,12 +224,11 @@ def _held_functions(block: nn.Module) -> set[str]:
 
 def _stacks(module: nn.Module, prefix: str) -> Iterator[list[str]]:
     """The outermost lists of blocks, in module order (an encoder's, then a decoder's)."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) and all(_is_block(m) for m in module):
+        yield [f"{prefix}{index}" for index in range(len(module))]
+        return
     for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) and all(_is_block(m) for m in child):
-            yield [f"{path}.{index}" for index in range(len(child))]
-        else:
-            yield from _stacks(child, path)
+        yield from _stacks(child, f"{prefix}{name}.")
 
 
 def _is_block(module: nn.Module) -> bool:

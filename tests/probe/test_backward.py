@@ -204,3 +204,11 @@ def test_tied_weights_get_noise_once_per_use(tokens):
     assert {p: c.backward for p, c in tally.per_layer.items()} == {"lm_head": 1}
     assert not torch.equal(clean, model.lm_head.weight.grad)
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_products_called_by_keyword(tokens):
+    """BLOOM gives baddbmm its matrices by name: both products of a block get backward noise."""
+    model = tiny_model("bloom")
+    with ns.inject(model, ns.Injection(ns.Gaussian(0.05), operators={"bmm"})) as tally:
+        model(tokens, labels=tokens).loss.backward()
+    assert (tally.forward, tally.backward) == (4, 4)

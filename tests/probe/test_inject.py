@@ -156,6 +156,20 @@ def test_update_swaps_between_steps(llama, tokens, logits):
     assert {p: c.forward for p, c in tally.per_layer.items()} == {0: 14, 2: 14}
 
 
+def test_an_update_is_looked_at_anew(tokens, logits):
+    """A scale that rounded away before an update is no error once a valid one has run; a new aim is not "unseen"."""
+    half = tiny_model("llama").to(torch.bfloat16)
+    probe = ns.inject(half, ns.Injection(ns.Gaussian(0.0001), operators={"linear"}))
+    with probe:
+        logits(half, tokens)
+        probe.update(ns.Injection(ns.Gaussian(0.05), operators={"linear"}))
+        logits(half, tokens)
+    probe = ns.inject(half, ns.Injection(ns.Gaussian(0.05), operators={"linear"}))
+    with pytest.raises(NothingInjected, match="operator 'softmax' never fired"), probe:
+        logits(half, tokens)
+        probe.update(ns.Injection(ns.Gaussian(0.05), operators={"softmax"}))
+
+
 def test_a_bad_update_leaves_the_old_injection(llama, tokens, logits):
     """A refused update changes nothing."""
     probe = ns.inject(llama, ns.Injection(ns.Gaussian(0.05), layers={0}))

@@ -114,6 +114,7 @@ def test_scopes_left_in_the_wrong_order_are_reported_and_undone(llama, tokens, l
         first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert torch.equal(clean, logits(llama, tokens))
+    assert not any("forward" in module.__dict__ for module in llama.modules())
 
 
 def test_a_scope_opens_once(llama, tokens, logits):

@@ -159,7 +159,7 @@ def set_operator_noise_scales(scales: Mapping[str, float] | None) -> None:
 
 def set_per_layer_scales(scales: Mapping[int, float] | None) -> None:
     """Absolute error scales of blocks, {9: 0.02}; all others have error_scale. None or {}: error_scale everywhere."""
-    Injection(Gaussian(0.0), layers=frozenset(scales or ()))  # refuses what is no block number
+    Injection(Gaussian(0.0), layers=frozenset(scales or {0}))  # refuses what is no block number
     with state.lock:
         state.change(layer_scales=dict(scales or {}))
 

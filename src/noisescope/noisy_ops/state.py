@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from noisescope.anatomy import Anatomy, dissect
-from noisescope.errors import InvalidInput, NothingInjected, unknown
+from noisescope.errors import InvalidInput, ModelHeld, NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
 from noisescope.probe.door import in_backward, unwrap
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Bias, Gaussian, Uniform
+from noisescope.probe.stand_in import StandIn
 from noisescope.sites import GROUPS, PHASES, Place, matches_operator
 
 ERROR_TYPES: dict[str, Callable[[float], Perturbation]] = {
@@ -57,8 +58,11 @@ class Settings:
     def wanted(self) -> frozenset[str]:
         return self.operators if self.operators is not None else _ALL_OPS if self.all_ops else _PRODUCTS
 
-    def injection(self, anatomy: Anatomy | None = None) -> Injection | None:
-        """What falls on a module of this anatomy; None where nothing in it is aimed at."""
+    def injection(self, anatomy: Anatomy | None = None, *, numbered: bool = True) -> Injection | None:
+        """What falls on a module of this anatomy; None where nothing in it is aimed at.
+
+        `numbered`: the block numbers of this anatomy are the layer numbers meant.
+        """
         if self.kind not in ERROR_TYPES:
             raise unknown("error type", self.kind, ERROR_TYPES)
         places: dict[Place, float] = dict.fromkeys(anatomy.places() if anatomy else (), self.scale)
@@ -69,14 +73,14 @@ class Settings:
             phases=self.phases or frozenset(PHASES),
             phase_scales=dict.fromkeys(PHASES, 1.0),  # the multipliers below are absolute scales
             operator_multipliers=self.operator_scales,
-            layer_multipliers=places | dict(self.layer_scales),
+            layer_multipliers=places | (dict(self.layer_scales) if numbered else {}),
             seed=self.seed,
         )
         if anatomy is None:
             return whole
         hits = [(op, u.component) for u in anatomy.units for op in u.operators if whole.selects(u.site(op))]
         present = frozenset(n for n in self.wanted() if any(matches_operator({n}, *hit) for hit in hits))
-        aimed = present and self.phases and not self.off
+        aimed = present and self.phases and not self.off and (numbered or self.layers is None)
         return dataclasses.replace(whole, operators=present) if aimed else None
 
 
@@ -102,7 +106,7 @@ class State:
         self.settings = settings
         self.known.clear()
         for probe in list(self.probes):
-            injection = settings.injection(probe.anatomy)
+            injection = settings.injection(probe.anatomy, numbered=self.numbered(probe.model, probe.anatomy))
             if injection is None:
                 self.close(probe)
             else:
@@ -111,7 +115,7 @@ class State:
 
     def check_layers(self, settings: Settings) -> None:
         """Layer numbers mean nothing without a model."""
-        named = [*(settings.layers or ()), *(p for p in settings.layer_scales if isinstance(p, int))]
+        named = settings.layers or ()
         if not named or self.register_first:
             return
         if self.registered is None:
@@ -123,6 +127,14 @@ class State:
         for layer in named:
             if layer >= depth:
                 raise InvalidInput(f"layer {layer} is out of range: the registered model has {depth} blocks")
+
+    def numbered(self, root: nn.Module, anatomy: Anatomy) -> bool:
+        """Whether a root's blocks are those of the registered model, or just any blocks where none is registered."""
+        model = self.registered[0]() if self.registered else None
+        if model is None or self.registered is None:
+            return anatomy.blocks != ("",)
+        theirs = [model.get_submodule(name) for name in self.registered[1].blocks]
+        return [root.get_submodule(name) for name in anatomy.blocks] == theirs
 
     def watch(self) -> None:
         original = nn.Module.__call__
@@ -148,13 +160,19 @@ class State:
             if self.register_first and self.registered is None and anatomy.blocks != ("",):
                 self.registered, self.register_first = (weakref.ref(root), anatomy), False
                 self.check_layers(self.settings)
-            injection = self.settings.injection(anatomy)
-            self.known |= members
+            injection = self.settings.injection(anatomy, numbered=self.numbered(root, anatomy))
             if injection is None:
+                self.known |= members
                 return
-            for probe in [p for p in self.probes if p.model in members and p.thread == threading.get_ident()]:
-                self.close(probe)  # a part called before the whole: its noise would fall twice
+            for probe in [p for p in self.probes if p.thread == threading.get_ident()]:
+                if not members.isdisjoint(probe.model.modules()):
+                    self.close(probe)  # a part called before the whole: its noise would fall twice
             self.known |= members
+            if any(isinstance(m.__dict__.get("forward"), StandIn) for m in members):
+                raise ModelHeld(
+                    f"{type(root).__name__} is called for the first time since enable_noisy_ops() inside a scope of "
+                    "noisescope, and scopes are left in reverse order: call it once before that scope"
+                )
             probe = Probe(root, injection, anatomy=anatomy, check=False)
             probe.forwards = self.forwards  # a module closed and opened again must not repeat its noise
             probe.__enter__()
@@ -163,7 +181,7 @@ class State:
     def close(self, probe: Probe) -> None:
         self.probes.remove(probe)
         self.forwards = max(self.forwards, probe.forwards)
-        self.closed += _counts([probe])
+        self.closed.update(_counts([probe]))  # not +=, which drops what a reset made negative
         self.known -= set(probe.model.modules())
         probe.__exit__(None, None, None)
 
@@ -183,13 +201,13 @@ class State:
         if not check or settings.off:
             return
         fired = [site for probe in probes for site in probe.tally.sites if site.total]
-        if not fired:
+        if not fired and not any((self.closed + Counter()).values()):
             raise _nothing("no module with an operator aimed at was called, or no backward pass ran")
         for probe in probes:
             probe.check_effects()
         silent = [name for name in sorted(settings.operators or ()) if not any(p.fired(name) for p in probes)]
         silent += [f"layer {n}" for n in sorted(settings.layers or ()) if n not in {site.place for site in fired}]
-        if silent:
+        if silent and fired:
             raise _nothing(f"{', '.join(silent)} never fired in the modules called")
 
     def counts(self, view: str) -> dict[Any, dict[str, int]]:

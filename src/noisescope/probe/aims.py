@@ -28,9 +28,10 @@ _WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its pe
 class Context:
     """One call of the model, or of one block within it: which rows run, and how often each aim has fired in it."""
 
-    __slots__ = ("fired", "grad", "place", "recomputing", "rows")
+    __slots__ = ("fired", "grad", "place", "recomputing", "rows", "scratch")
 
     def __init__(self, rows: Rows, place: Any = None, *, recomputing: bool = False, grad: bool = False) -> None:
+        self.scratch: dict[Any, Tensor] = {}  # buffers that the draws of one forward share
         self.rows = rows
         self.place = place
         self.fired: dict[int, int] = {}
@@ -66,6 +67,7 @@ class Aim:
         self.layout = "heads" if unit.kind != "module" and operator in ("matmul", "bmm", "softmax") else "tokens"
         self._keys: dict[tuple[str, str, int], int] = {}
         self._mask: Tensor | None = None
+        self._new = True  # has not fired yet, in this injection
 
     def key(self, tensor: str, phase: str, occurrence: int) -> int:
         """The site's multiplier for the row hash, memoised: hashing once a site, not once a call."""
@@ -114,9 +116,10 @@ class Aim:
                 f"the {tensor} of {self.unit.site(self.operator)} is {y.dtype}; noise falls on floating-point tensors"
             )
         draw = Draw(rows, self.key(tensor, "forward", occurrence), layout=layout, tensor=tensor)
+        draw.scratch = context.scratch
         perturbation = self.forward
         assert perturbation is not None
-        first = self.count.forward == 0 and not context.recomputing and self.count.look()
+        first = self._new and not context.recomputing and self.count.look()
         before = _sample(y) if first else None
         if y.requires_grad and torch.is_grad_enabled():
             noisy: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
@@ -127,6 +130,7 @@ class Aim:
             noisy = self._apply(perturbation, draw, y)
         if not context.recomputing:
             self.count.forward += 1
+            self._new = False
             if before is not None:
                 self._note_change(before, _sample(noisy))
         return noisy
@@ -158,7 +162,7 @@ class Aim:
 
     def _note_rounding(self, perturbation: Perturbation, dtype: torch.dtype) -> None:
         """Whether noise of this size can survive in this dtype; looked at once a site."""
-        if self.count.total or not dtype.is_floating_point:
+        if not self._new or not dtype.is_floating_point:
             return
         scale = getattr(perturbation, "scale", None)
         self.count.control = scale == 0
@@ -182,13 +186,14 @@ class Aim:
         perturbation = self.backward
         assert perturbation is not None
         draw = Draw(rows, self.key(which, "backward", occurrence), layout=layout, tensor=which)
-        first = counts and self.count.backward == 0 and self.count.look()
+        first = counts and self._new and self.count.look()
         noisy: Tensor = perturbation(g, draw)
         if self.channels is not None and g.shape[-1] > self.channels[-1]:
             noisy = torch.where(self._channel_mask(g), noisy, g)
         if counts:
             self._note_rounding(perturbation, g.dtype)
             self.count.backward += 1
+            self._new = False
             if first:
                 self._note_change(_sample(g), _sample(noisy))
         return noisy

@@ -20,7 +20,7 @@ from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.probe.aims import Aim, Context
 from noisescope.probe.draws import Rows
 from noisescope.probe.functions import OperatorCalls
-from noisescope.probe.stand_in import ABSENT, StandIn
+from noisescope.probe.stand_in import StandIn
 from noisescope.sites import Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
@@ -77,7 +77,7 @@ class Door:
     def _install(self, modules: dict[str, nn.Module]) -> None:
         """Aim at every selected operator; modules that have a stand-in already keep it and get new aims."""
         for stand_in in self._stand_ins.values():
-            stand_in.aims = {}
+            stand_in.aims, stand_in.calls = {}, 0
         aimed: set[Place] = set()
         homes: dict[nn.Module, set[Place]] = {}  # a module that two blocks share is at home in both
         for unit in self.anatomy.units:
@@ -129,10 +129,8 @@ class Door:
         for module, stand_in in reversed(list(self._stand_ins.items())):
             if module.__dict__.get("forward") is not stand_in:
                 strangers.append(stand_in)
-            elif stand_in.replaced is ABSENT:
-                del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = stand_in.replaced
+                stand_in.give_back()
             stand_in.retire()
         self._stand_ins.clear()
         self.thread = None

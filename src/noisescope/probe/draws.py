@@ -125,9 +125,10 @@ class Rows:
 class Draw:
     """What a perturbation may ask for: numbers of this site and these rows, in the shape of its tensor."""
 
-    __slots__ = ("_key", "_layout", "_rows", "overwrite", "tensor")
+    __slots__ = ("_key", "_layout", "_rows", "overwrite", "scratch", "tensor")
 
     def __init__(self, rows: Rows, key: int, *, layout: str, tensor: str, overwrite: bool = False) -> None:
+        self.scratch: dict[Any, Tensor] | None = None  # buffers of the forward that runs now
         self.tensor = tensor  # "output", "input" or "weight"
         self.overwrite = overwrite  # the tensor is nobody else's: it may be changed in place
         self._rows = rows
@@ -153,13 +154,23 @@ class Draw:
 
             if cuda.usable(y, size):
                 return cuda.add_noise(y, scale, size, self.keys(y), self._key, kind=kind, overwrite=self.overwrite)
-        z = self._window(kind, y)
+        z = self._window(kind, y, reuse=True)
         size = y if size is None else size
         if self.overwrite:
             return y.addcmul_(size, z, value=scale)
         return torch.addcmul(y, size, z, value=scale)
 
-    def _window(self, kind: str, like: Tensor) -> Tensor:
+    def _room(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Room for as many numbers as `like` has, made once a forward: fresh pages cost more than reading the tape."""
+        if self.scratch is None:
+            return None
+        known = (like.numel(), dtype, like.device)
+        if known not in self.scratch:
+            self.scratch[known] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        return self.scratch[known]
+
+    def _window(self, kind: str, like: Tensor, *, reuse: bool = False) -> Tensor:
+        """Numbers in the shape of `like`; with `reuse` they are overwritten by this forward's next draw."""
         if not like.is_floating_point():
             raise InvalidInput(f"noise falls on floating-point tensors; this one is {like.dtype}")
         if like.numel() == 0:
@@ -168,7 +179,8 @@ class Draw:
         width = like.numel() // keys.numel()
         dtype = like.dtype if like.dtype in (torch.float16, torch.bfloat16) else torch.float32
         if width <= WIDEST:
-            z = window(kind, keys, self._key, width, dtype)
+            buffer = self._room(like, dtype) if reuse else None
+            z = window(kind, keys, self._key, width, dtype, out=buffer)
         else:
             starts = range(0, width, WIDEST)
             parts = [window(kind, keys, self._key, min(WIDEST, width - at), dtype, at // WIDEST) for at in starts]
@@ -177,14 +189,18 @@ class Draw:
         return z if z.dtype == like.dtype else z.to(like.dtype)
 
 
-def window(kind: str, keys: Tensor, key: int, width: int, dtype: torch.dtype, part: int = 0) -> Tensor:
+def window(
+    kind: str, keys: Tensor, key: int, width: int, dtype: torch.dtype, part: int = 0, out: Tensor | None = None
+) -> Tensor:
     """Rows [R, width] read from the tape at hashed offsets."""
     multiplier = key if part == 0 else _signed((key + part * PART) % (1 << 64))
     if keys.numel() == 1 and keys.device.type == "cpu":  # one token: hash in Python and look, rather than copy
         offset = (int(keys) * multiplier >> _OFFSET_SHIFT) & _OFFSET_MASK
         return tape(kind, keys.device, dtype).narrow(0, offset, width)
     offsets = (keys * multiplier >> _OFFSET_SHIFT) & _OFFSET_MASK
-    return _windows(kind, keys.device, dtype, width).index_select(0, offsets)
+    if out is not None:
+        out = out.view(keys.numel(), width)
+    return torch.index_select(_windows(kind, keys.device, dtype, width), 0, offsets, out=out)
 
 
 @functools.lru_cache(maxsize=1024)

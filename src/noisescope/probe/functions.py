@@ -44,6 +44,7 @@ TABLES = {EXPERTS: _ALL_LINEAR, ROUTER: _ALL_LINEAR, ROTARY: _ALL_MATMUL}
 # Positions of the input and of the weight among a function's arguments, where not (0, and no weight).
 _INPUTS: dict[Function, tuple[int, ...]] = dict.fromkeys((*_MATMUL, *_BMM), (0, 1))
 _INPUTS |= {torch.baddbmm: (1, 2), _T.baddbmm: (1, 2), torch.addmm: (1,), _T.addmm: (1,)}
+_INPUT_NAMES = ("input", "other", "mat1", "batch1", "batch2")  # the same tensors given by keyword
 _WEIGHT: dict[Function, int] = dict.fromkeys((F.linear, *_GROUPED, *_MATMUL, *_BMM), 1)
 _WEIGHT |= {torch.addmm: 2, _T.addmm: 2}
 
@@ -82,22 +83,28 @@ class OperatorCalls(TorchFunctionMode):
         """Run one operator with the aim's perturbation on its inputs, weight, output and gradients."""
         context = self._context
         occurrence = context.occurrence(aim)
-        weight = _WEIGHT.get(func) if aim.operator == "linear" else None
-        places = [at for at in _INPUTS.get(func, (0,)) if at != weight]
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        weight: int | str | None = None
+        if aim.operator == "linear":
+            weight = "weight" if "weight" in kwargs else _WEIGHT.get(func)
+        inputs = [at for at in (*_INPUTS.get(func, (0,)), *_INPUT_NAMES) if at != weight and at in given]
         if func is torch.einsum:
-            places = list(range(1, len(args)))
+            inputs = list(range(1, len(args)))
         counted = False
-        for at in [*places, *([weight] if weight is not None else [])]:
-            if at >= len(args) or not isinstance(args[at], Tensor):
+        for at in [*inputs, *([weight] if weight in given else [])]:
+            tensor = given[at]
+            if not isinstance(tensor, Tensor):
                 continue
-            if at == weight:
-                args[at] = aim.on_weight(args[at], context, occurrence)
-            else:
-                args[at] = aim.on_input(args[at], context, occurrence)
-            if torch.is_grad_enabled() and args[at].requires_grad:
-                which = "weight" if at == weight else "input" if at == places[0] else "input2"
-                args[at] = aim.tap(args[at], context, occurrence, which, counts=not counted)
+            tensor = (aim.on_weight if at == weight else aim.on_input)(tensor, context, occurrence)
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                which = "weight" if at == weight else "input" if at == inputs[0] else "input2"
+                tensor = aim.tap(tensor, context, occurrence, which, counts=not counted)
                 counted = True
+            if isinstance(at, int):
+                args[at] = tensor
+            else:
+                kwargs = {**kwargs, at: tensor}
         y = func(*args, **kwargs)
         return aim.on_output(y, context, occurrence, fresh=not torch.is_grad_enabled(), storage=self._storage)
 

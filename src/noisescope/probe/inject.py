@@ -66,6 +66,7 @@ class Probe(Door):
         previous, self.injection = self.injection, injection
         try:
             self._check_aim()
+            self.tally.look_again()
             if self.thread is not None:
                 self._install(dict(self.model.named_modules(remove_duplicate=False)))
         except BaseException:

@@ -34,18 +34,19 @@ class StandIn:
         self.original: Callable[..., Any] = module.forward
         self.aims: dict[Place, dict[str, Aim]] = {}
         self.kind = MODULE
+        self.retired = False
         self.shared = False  # by several blocks: the aims are those of the block that calls
         self.calls = 0
         self.block: int | None = None
         self.root = False
         self._routed: Any = None
         self._remembered: dict[tuple[Any, ...], Context] = {}
-        self._set_compiler_aside = torch.compiler.disable(self._run_uncompiled)  # type: ignore[no-untyped-call]
+        self._run_apart_from_the_compiler = _uncompiled_run()
         functools.update_wrapper(self, self.original, updated=())  # keeps the signature: generate() and Trainer read it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # dynamo traces us: break the graph here and run as plain Python
-            return self._set_compiler_aside(*args, **kwargs)
+            return self._run_apart_from_the_compiler(self, *args, **kwargs)
         return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -63,9 +64,20 @@ class StandIn:
         if kind == ATTENTION:
             self._routed = decomposed_config(self.module)
 
+    def give_back(self) -> None:
+        """Put back what stood here, or what stood before that where it is out of use by now."""
+        replaced = self.replaced
+        while isinstance(replaced, StandIn) and replaced.retired:
+            replaced = replaced.replaced
+        if replaced is ABSENT:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = replaced
+
     def retire(self) -> None:
         """Pass everything through from now on, and let go of what was held (a cycle would keep device memory)."""
-        self._run = self._set_compiler_aside = self.original  # type: ignore[method-assign]
+        self.retired = True
+        self._run = self.original  # type: ignore[method-assign]
         self.aims = {}
         self._remembered.clear()
 
@@ -105,7 +117,9 @@ class StandIn:
         if context.grad and not context.recomputing:
             self._remember(x, context)
         if self.block is not None and context.place is None:
+            scratch = context.scratch
             context = Context(context.rows, self.block, recomputing=context.recomputing, grad=context.grad)
+            context.scratch = scratch
         door.context = context
         try:
             return self._run_operator(args, kwargs, context)
@@ -224,3 +238,9 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(arg, Tensor):
             return arg
     return None
+
+
+@functools.cache
+def _uncompiled_run() -> Callable[..., Any]:
+    """`StandIn._run_uncompiled`, which dynamo leaves alone with all that it calls."""
+    return torch.compiler.disable(StandIn._run_uncompiled)  # type: ignore[no-untyped-call,no-any-return]

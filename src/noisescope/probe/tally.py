@@ -54,6 +54,13 @@ class Tally:
     looked: set[tuple[str, Place]] = field(default_factory=set, repr=False)
     forced_eager: bool = False  # torch.compile was met inside the scope, and the model ran eagerly
 
+    def look_again(self) -> None:
+        """Under another injection each site is sampled anew, and what rounded away before says nothing."""
+        self.looked.clear()
+        for site in self.sites:
+            site.rounded_away, site.control = None, False
+            site.samples.clear()
+
     @property
     def forward(self) -> int:
         return sum(site.forward for site in self.sites)
