@@ -10,6 +10,7 @@ scope, the first calls, capturing graphs. A ratio is the median over pairs; its 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import random
@@ -131,7 +132,7 @@ def cpu(pairs: int) -> list[dict[str, Any]]:
                 "one linear (down_proj of layer 6)": under(small, ns.Injection(noise, modules=(name,)), run_small),
                 "one layer, linears": under(small, ns.Injection(noise, operators={"linear"}, layers={6}), run_small),
             }
-            arms |= peers(small, name, run_small, ids)
+            arms |= peers(small, name, ids)
             rows = compare(arms, run_small, pairs * 4, cpu_seconds)
             title = f"12 layers, d = 256, {batch} x {length} tokens, float32"
             show(title, rows, {key: target for key in arms if key.startswith("one ")})
@@ -139,21 +140,51 @@ def cpu(pairs: int) -> list[dict[str, Any]]:
     return tables
 
 
-def peers(model: torch.nn.Module, name: str, run: Run, ids: torch.Tensor) -> dict[str, Run]:
-    """MRFI on the same module, if it is installed (PyTorchFI can't take token ids without a wrapper of one's own)."""
+def peers(model: torch.nn.Module, name: str, ids: torch.Tensor) -> dict[str, Run]:
+    """Other injectors on the same linear, where they are installed (`pip install --no-deps mrfi pytorchfi`)."""
+    arms: dict[str, Run] = {}
     try:
         from mrfi import MRFI, EasyConfig
+
+        config = EasyConfig.load_string(
+            "faultinject:\n  - type: activation_out\n    error_mode:\n      method: NormalDisturb\n      std: 0.05\n"
+            f"    module_fullname: ['{name}']\n"
+        )
+        mrfi = MRFI(copy.deepcopy(model), config)
+        arms["MRFI on that linear"] = lambda: mrfi(ids)
     except ImportError:
         print("  (MRFI is not installed: its arm is left out)")
-        return {}
-    import copy
+    try:
+        from pytorchfi.core import fault_injection
 
-    config = EasyConfig.load_string(
-        "faultinject:\n  - type: activation_out\n    error_mode:\n      method: NormalDisturb\n      std: 0.05\n"
-        f"    module_fullname: ['{name}']\n"
-    )
-    injected = MRFI(copy.deepcopy(model), config)
-    return {"MRFI on that linear": lambda: injected(ids)}
+        corrupted, embedded = _pytorchfi(fault_injection, copy.deepcopy(model), name, ids)
+        arms["PyTorchFI, with a wrapper and counter of our own"] = lambda: corrupted(embedded)
+    except ImportError:
+        print("  (PyTorchFI is not installed: its arm is left out)")
+    return arms
+
+
+def _pytorchfi(injector: Any, model: Any, name: str, ids: torch.Tensor) -> tuple[Run, torch.Tensor]:
+    """PyTorchFI profiles with float inputs, so it gets embeddings; and its layer counter is never reset, so ours is."""
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    target, state = linears.index(name), {"at": 0}
+
+    class Embedded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> Any:
+            state["at"] = 0
+            return self.inner(inputs_embeds=x)
+
+    def noise(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        at, state["at"] = state["at"], state["at"] + 1
+        return output + 0.05 * output * torch.randn_like(output) if at == target else None
+
+    embedded = model.get_input_embeddings()(ids).detach()
+    fi = injector(Embedded(), ids.shape[0], input_shape=list(embedded.shape[1:]), layer_types=[torch.nn.Linear])
+    return fi.declare_neuron_fi(function=noise), embedded
 
 
 def replayed(run: Run) -> Run:
