@@ -96,7 +96,8 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; names are those of the model inside
     _refuse_serving_engine(model)
     if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected a torch.nn.Module, got {type(model).__name__}")
+        hint = ": pass subject.model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise UnsupportedModel(f"expected a torch.nn.Module, got {type(model).__name__}{hint}")
     blocks = [name for stack in _stacks(model, "") for name in stack]
     if not blocks:
         if require_blocks:
@@ -206,10 +207,12 @@ def _loose_calls(name: str, block: nn.Module, index: int, units: list[Unit]) -> 
             yield Unit(name, CALLS, index, "mlp", known)
         elif "relu" not in held:
             operators += ("silu", "gelu")
-    if not any(unit.kind == ATTENTION for unit in here):
-        operators += ("matmul", "bmm", "softmax")
-    if operators or isinstance(block, nn.TransformerEncoderLayer):
+    if operators:
         yield Unit(name, CALLS, index, "mlp", operators, certain=False)
+    if not any(unit.kind == ATTENTION for unit in here):
+        yield Unit(name, CALLS, index, "attention", ("matmul", "bmm", "softmax"), certain=False)
+    if "norm" not in present:
+        yield Unit(name, CALLS, index, "", ("norm",), certain=False)
 
 
 def _held_functions(block: nn.Module) -> set[str]:

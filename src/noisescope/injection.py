@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.sites import PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
+from noisescope.sites import GROUPS, PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
 
 Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
 
@@ -59,6 +59,8 @@ class Injection:
             put("modules", patterns)
         if self.channels is not None:
             put("channels", _channels(self.channels))
+            if frozenset(_names(self.phases, "phases")) == {"backward"}:
+                raise InvalidInput("channels are those of the forward tensor: they can't narrow backward noise")
         if self.tensor not in TENSORS:
             raise unknown("tensor", self.tensor, TENSORS)
         put("phases", frozenset(_names(self.phases, "phases")))
@@ -98,7 +100,7 @@ class Injection:
         """The effective scale at a site, or None where the perturbation has no scale (a number format)."""
         scale = self.phase_scales.get(site.phase, getattr(self.perturbation, "scale", None))
         multiplier = self.operator_multipliers.get(site.operator, 1.0)
-        for group in ("gemm", "attention", "mlp"):
+        for group in GROUPS:
             if group in self.operator_multipliers and matches_operator({group}, site.operator, site.component):
                 multiplier *= self.operator_multipliers[group]
         multiplier *= self.layer_multipliers.get(site.place, 1.0)

@@ -108,13 +108,14 @@ def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]
         "bmm",
         "gelu",
         "matmul",
+        "norm",
         "silu",
         "softmax",
     ]
     draw(found)
     text = capsys.readouterr().out
     assert "Quantised: 1 x QuantLinear, packed; noise can fall on their output and input, not on their weight" in text
-    assert "May be called by a block itself, seen only when it runs: bmm, gelu, matmul, silu, softmax" in text
+    assert "May be called by a block itself, seen only when it runs: bmm, gelu, matmul, norm, silu, softmax" in text
 
 
 @pytest.mark.parametrize(

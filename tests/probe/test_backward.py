@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import noisescope as ns
+from noisescope.errors import NoiseRoundsAway, UnsupportedModel
 from noisescope.testing import tiny_model
 
 PER_BLOCK = 14  # 7 linears, 2 products, softmax, silu, 2 norms, residual
@@ -155,6 +156,134 @@ def test_checkpointing_a_part_of_a_block(tokens):
     (plain, *counts), (partly, *part_counts) = runs
     assert counts == part_counts
     assert all(torch.equal(plain[n], partly[n]) for n in plain)
+
+
+def _gradients(model, run) -> tuple[dict, tuple[int, int]]:
+    with ns.inject(model, ns.Injection(ns.Gaussian(0.3), operators={"linear"})) as tally:
+        run(model)
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, (
+        tally.forward,
+        tally.backward,
+    )
+
+
+def _states(model, tokens):
+    return model.get_input_embeddings()(tokens).detach().requires_grad_()
+
+
+def whole_model(model, tokens, reentrant):
+    states = _states(model, tokens)
+    call = lambda x: model(inputs_embeds=x, use_cache=False).logits  # noqa: E731
+    out = call(states) if reentrant is None else checkpoint(call, states, use_reentrant=reentrant)
+    out.square().sum().backward()
+
+
+def two_blocks_a_segment(model, tokens, reentrant):
+    rotation = model.model.rotary_emb(_states(model, tokens), torch.arange(6)[None])
+    blocks = list(model.model.layers)
+
+    class Body(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model.model.layers
+
+        def forward(self, x):
+            step = lambda x, part: [x := b(x, position_embeddings=rotation) for b in part][-1]  # noqa: E731
+            for part in (blocks[:2], blocks[2:]):
+                x = step(x, part) if reentrant is None else checkpoint(step, x, part, use_reentrant=reentrant)
+            return x
+
+    body = Body()
+    with ns.inject(body, ns.Injection(ns.Gaussian(0.3), operators={"linear"})) as tally:
+        body(_states(model, tokens)).square().sum().backward()
+    assert (tally.forward, tally.backward) == (28, 28)
+
+
+def part_that_starts_without_an_aim(model, tokens, reentrant):
+    for block in model.model.layers:
+        mlp, norm = block.mlp.forward, block.post_attention_layernorm
+        part = lambda x, mlp=mlp, norm=norm: mlp(norm(x) * 1.0)  # noqa: E731
+        if reentrant is None:
+            block.mlp.forward = part
+        else:
+            block.mlp.forward = lambda x, part=part: checkpoint(part, x, use_reentrant=reentrant)
+    model(tokens, labels=tokens).loss.backward()
+
+
+def one_input_in_two_forwards(model, tokens, reentrant):
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    states = _states(model, tokens)
+    outs = [model(inputs_embeds=states, use_cache=False).logits.square().sum() for _ in range(2)]
+    (outs[0] + 2 * outs[1]).backward()
+
+
+def copied_saved_tensors(model, tokens, reentrant):
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "run",
+    [
+        whole_model,
+        two_blocks_a_segment,
+        part_that_starts_without_an_aim,
+        one_input_in_two_forwards,
+        copied_saved_tensors,
+    ],
+)
+def test_checkpointing_of_every_shape(tokens, run, reentrant):
+    """The whole model, several blocks at once, parts of a block, shared or copied inputs: all repeat their noise."""
+    results = []
+    for mode in (None, reentrant):
+        model = tiny_model("llama", layers=4).train()
+        if run is two_blocks_a_segment:
+            run(model, tokens, mode)
+            results.append(({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, None))
+        else:
+            results.append(_gradients(model, lambda m, mode=mode: run(m, tokens, mode)))
+    (plain, counts), (again, counts_again) = results
+    assert counts == counts_again
+    assert all(torch.allclose(plain[n], again[n], rtol=1e-4, atol=1e-5) for n in plain)
+
+
+def test_a_part_whose_functions_are_watched_from_outside_is_refused(tokens):
+    """F.gelu in a block, and only a part of the block recomputed: an error, not a clean recomputation."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return checkpoint(lambda x: self.second(torch.nn.functional.gelu(self.first(x))), x, use_reentrant=False)
+
+    model = torch.nn.Sequential(Block(), Block())
+    with (
+        pytest.raises(UnsupportedModel, match="checkpoint whole blocks instead"),
+        ns.inject(model, ns.Injection(ns.Gaussian(0.1), operators={"gelu"})),
+    ):
+        model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+
+
+def test_gradients_of_a_weight_alone_are_counted(llama, tokens):
+    """autograd.grad for one weight never computes the input's gradient; the call is counted all the same."""
+    name = "model.layers.0.self_attn.q_proj"
+    with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), modules=[name], phases={"backward"})) as tally:
+        torch.autograd.grad(llama(tokens, labels=tokens).loss, [llama.get_submodule(name).weight])
+    assert tally.backward == 1
+
+
+def test_backward_noise_that_rounds_away_is_noticed_beside_forward_noise(tokens):
+    """Each phase has its own scale, and its own check."""
+    half = tiny_model("llama").to(torch.bfloat16)
+    injection = ns.Injection(ns.Gaussian(0.05), operators={"linear"}, phase_scales={"backward": 1e-6})
+    with pytest.raises(NoiseRoundsAway, match="backward: noise of scale 1e-06"), ns.inject(half, injection):
+        half(tokens, labels=tokens).loss.backward()
 
 
 def test_a_plain_forward_after_training_is_no_recomputation(llama, tokens):

@@ -170,6 +170,68 @@ def test_an_update_is_looked_at_anew(tokens, logits):
         probe.update(ns.Injection(ns.Gaussian(0.05), operators={"softmax"}))
 
 
+def test_an_update_refused_late_leaves_the_old_injection(llama, tokens, logits):
+    """Also one that only fails while its aims are built: the old noise stays in force."""
+    clean = logits(llama, tokens)
+    probe = ns.inject(llama, ns.Injection(ns.Gaussian(0.05), operators={"linear"}))
+    with probe:
+        with pytest.raises(InvalidInput, match="has no scale"):
+            probe.update(ns.Injection(ns.Format("int8"), operators={"linear"}, layer_multipliers={0: 2.0}))
+        assert not torch.equal(clean, logits(llama, tokens))
+
+
+def test_padding_and_masks_are_no_zero_injection(tokens, logits):
+    """Rows of exact zeros can't change under relative noise; what can be looked at decides."""
+    model = tiny_model("llama")
+    ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[0, :20], mask[0, :20] = 0, 0
+    with ns.inject(model, ns.Injection(ns.Gaussian(0.1), operators={"embedding"})) as tally:
+        logits(model, ids, attention_mask=mask)
+    assert tally.changed > 0.99
+    with ns.inject(model, ns.Injection(ns.Gaussian(0.1), operators={"softmax"}, channels=[20])):
+        logits(model, ids[1:])
+
+
+def test_a_named_place_that_never_ran_raises(llama, tokens):
+    """Places are checked as layers are."""
+    with (
+        pytest.raises(NothingInjected, match="lm_head never fired"),
+        ns.inject(llama, ns.Injection(ns.Gaussian(0.05), layers={0}, places={"lm_head"})),
+        torch.no_grad(),
+    ):
+        llama.model(tokens)
+
+
+def test_weight_and_input_noise_on_everything(llama, tokens, logits):
+    """Operators without that tensor are left out, and nothing is called unseen."""
+    for tensor, count in (("weight", 30), ("input", 44)):
+        with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), tensor=tensor)) as tally:
+            logits(llama, tokens)
+        assert tally.forward >= count
+
+
+def test_channels_narrow_forward_noise_only(llama, tokens):
+    """A gradient has other channels: none is perturbed, and asking for backward alone is refused."""
+    with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), operators={"linear"}, channels=[3])) as tally:
+        llama(tokens, labels=tokens).loss.backward()
+    assert tally.forward == 22 and tally.backward == 0
+    with pytest.raises(InvalidInput, match="can't narrow backward noise"):
+        ns.Injection(ns.Gaussian(0.05), channels=[3], phases={"backward"})
+
+
+def test_masked_probabilities_stay_zero(llama, tokens, logits):
+    """Absolute noise on softmax does not let a token see the future."""
+    injection = ns.Injection(ns.Gaussian(0.2, relative_to="absolute"), operators={"softmax"})
+    other = tokens.clone()
+    other[:, -1] = 50
+    outs = []
+    for ids in (tokens, other):
+        with ns.inject(llama, injection):
+            outs.append(logits(llama, ids)[:, 0])
+    assert torch.equal(*outs)
+
+
 def test_a_bad_update_leaves_the_old_injection(llama, tokens, logits):
     """A refused update changes nothing."""
     probe = ns.inject(llama, ns.Injection(ns.Gaussian(0.05), layers={0}))
@@ -258,7 +320,9 @@ def test_bad_values_get_one_clear_error(make, words):
         ({"layers": {3}}, InvalidInput, "layer 3 is out of range: the model has 3 blocks, 0 to 2"),
         ({"operators": {"gelu"}}, NothingInjected, "operator 'gelu' does not exist in LlamaForCausalLM"),
         ({"operators": {"silu"}, "places": {"lm_head"}}, NothingInjected, "is left after narrowing"),
-        ({"modules": ["nowhere.*"]}, NothingInjected, "is left after narrowing"),
+        ({"modules": ["nowhere.*"]}, NothingInjected, "matches no operator's module"),
+        ({"modules": ["*.q_proj", "*.kproj"]}, NothingInjected, r"'\*\.kproj' matches no operator's module"),
+        ({"layer_multipliers": {99: 0.5}}, InvalidInput, "layer 99 is out of range"),
         ({"operators": {"softmax"}, "tensor": "weight"}, NothingInjected, "needs an operator with a weight"),
         ({"operators": {"embedding"}, "tensor": "input"}, InvalidInput, "token ids"),
         ({"operators": {"linear"}, "channels": [99999]}, InvalidInput, "channel 99999 is out of range"),

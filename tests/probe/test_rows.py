@@ -8,7 +8,7 @@ import torch
 import noisescope as ns
 from noisescope.errors import InvalidInput
 from noisescope.probe.draws import Draw, Rows
-from noisescope.testing import tiny_model
+from noisescope.testing import MODELS, tiny_inputs, tiny_model
 
 EVERYTHING = ns.Injection(ns.Gaussian(0.05), seed=1)
 
@@ -123,17 +123,34 @@ def test_heads_have_noise_of_their_own(llama, tokens, logits):
     assert not torch.equal(z[:, 0], z[:, 1]) and not torch.equal(z[0], z[1])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "falcon", "gemma2", "qwen3", "gpt_neox"])
-def test_batch_split_on_other_architectures(name, tokens, logits):
+DENSE = [name for name in MODELS if name not in ("mixtral", "qwen3_moe")]  # permuted experts are outside the promise
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_batch_split_on_every_architecture(name, logits):
     """Naming rows works whatever layout an architecture gives its tensors."""
     model = tiny_model(name)
-    probe = ns.inject(model, ns.Injection(ns.Gaussian(0.05), operators={"gemm", "softmax", "norm"}))
+    inputs = tiny_inputs(name)
+    if name == "t5":
+        inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, :3]
+    probe = ns.inject(model, ns.Injection(ns.Gaussian(0.05)))
     with probe:
         probe.rows([3, 4])
-        both = logits(model, tokens)
+        both = logits(model, **inputs)
         probe.rows([4])
-        one = logits(model, tokens[1:])
-    assert close(both[1:], one)
+        one = logits(model, **{key: value[1:] for key, value in inputs.items()})
+    assert torch.allclose(both[1:], one, atol=1e-5)
+
+
+def test_a_kept_tail_of_tokens_draws_what_it_draws_among_all(llama, tokens, logits):
+    """generate asks the head for the last logits only: the same noise as for all of them."""
+    tails = []
+    for keep in (0, 1):
+        probe = ns.inject(llama, ns.Injection(ns.Gaussian(0.5), places={"lm_head"}))
+        with probe:
+            probe.rows([0, 1])
+            tails.append(logits(llama, tokens, logits_to_keep=keep)[:, -1])
+    assert close(*tails)
 
 
 def test_naming_errors_say_what_came(llama, tokens, logits):

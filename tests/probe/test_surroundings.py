@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import noisescope as ns
 from noisescope.errors import ModelHeld
+from noisescope.probe.formats import quantise
 from noisescope.testing import tiny_inputs, tiny_model
 
 PER_FORWARD = 31  # tiny llama of 2 blocks: 2 x 14, embedding, final norm, head
@@ -204,3 +207,61 @@ def test_an_operator_hidden_in_an_unknown_kernel_raises(llama, tokens, logits):
         ns.inject(llama, ns.Injection(ns.Gaussian(0.05), operators={"attention"})),
     ):
         logits(llama, tokens)
+
+
+def test_peft_generate_calls_an_inner_model(tokens):
+    """rows() and keys hold where generate bypasses the outermost module."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    probe = ns.inject(model, ns.Injection(ns.Gaussian(0.1), operators={"linear"}))
+    with probe:
+        probe.rows([0, 1])
+        both = model.generate(input_ids=tokens, **settings)
+        probe.rows([1])
+        one = model.generate(input_ids=tokens[1:], **settings)
+    assert torch.equal(both[1:], one) and probe.forwards == 8
+
+
+class HandMade(nn.Module):
+    """Attention and norm written by hand, in a class whose name says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 24) / 8**0.5)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (F.layer_norm(x, (8,)) @ self.w).chunk(3, -1)
+        x = x + torch.einsum("bts,bsd->btd", torch.softmax(q @ k.transpose(1, 2), -1), v)
+        return x + self.down(F.gelu(self.up(torch.einsum("btd->btd", x))))
+
+
+def test_hand_written_blocks():
+    """Raw parameters are linears, a permuting einsum is no product, loose calls belong to attention or the MLP."""
+    model = nn.Sequential(HandMade(), HandMade())
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        for operators, expected in (
+            (None, {"linear": 6, "matmul": 4, "softmax": 2, "gelu": 2, "norm": 2, "residual": 2}),
+            ({"attention"}, {"matmul": 4, "softmax": 2}),
+            ({"mlp"}, {"linear": 6, "gelu": 2}),
+        ):
+            with ns.inject(model, ns.Injection(ns.Gaussian(0.05), operators=operators)) as tally:
+                model(x)
+            assert {o: c.forward for o, c in tally.per_operator.items()} == expected
+
+
+def test_weight_formats_run_along_the_inputs():
+    """GPT-2 stores [in, out]: per-channel rounding is per output all the same."""
+    model = tiny_model("gpt2")
+    layer = model.transformer.h[0].mlp.c_fc
+    x = torch.randn(1, 3, 32)
+    want = F.linear(x, quantise(layer.weight.T, ns.Format("int8", "channel"), weight=True), layer.bias)
+    with (
+        torch.no_grad(),
+        ns.inject(
+            model, ns.Injection(ns.Format("int8", "channel"), modules=["transformer.h.0.mlp.c_fc"], tensor="weight")
+        ),
+    ):
+        assert torch.allclose(layer(x), want, atol=1e-6)

@@ -12,7 +12,7 @@ open until `disable_noisy_ops`, so that backward passes and recomputations find 
 modules are not noised. Settings act from the next call on and outlive disable; so do counts, until the next enable
 or reset.
 
-In this file "matmul" means all matrix products (linear, matmul, bmm). `None` selects everything (the products, and with
+Here "matmul" means all matrix products (linear, matmul, bmm). `None` selects everything (the products, and with
 `all_ops_mode` softmax, silu, gelu and norm too), `[]` switches noise off on purpose.
 
 All global state of noisescope is in `state.py` beside this file.

@@ -21,10 +21,10 @@ from torch import nn
 from noisescope.anatomy import Anatomy, dissect
 from noisescope.errors import InvalidInput, ModelHeld, NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
-from noisescope.probe.door import in_backward, unwrap
+from noisescope.probe.door import unwrap
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Bias, Gaussian, Uniform
-from noisescope.probe.stand_in import StandIn
+from noisescope.probe.stand_in import StandIn, in_backward
 from noisescope.sites import GROUPS, PHASES, Place, matches_operator
 
 ERROR_TYPES: dict[str, Callable[[float], Perturbation]] = {

@@ -8,6 +8,7 @@ accumulated gradients get their noise once per use.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,10 +65,14 @@ class Aim:
             self.forward = injection.perturbation_at(site)
         if "backward" in injection.phases:
             self.backward = injection.perturbation_at(unit.site(operator, phase="backward"))
+        if self.channels is not None:  # channels are the forward tensor's: a gradient has others
+            self.backward = None
         self.layout = "heads" if unit.kind != "module" and operator in ("matmul", "bmm", "softmax") else "tokens"
+        if operator == "embedding" and re.search(r"pos|wpe|relative", unit.module):
+            self.layout = "positions"
         self._keys: dict[tuple[str, str, int], int] = {}
         self._mask: Tensor | None = None
-        self._new = True  # has not fired yet, in this injection
+        self._new = {"forward", "backward"}  # phases in which this aim has not fired yet
 
     def key(self, tensor: str, phase: str, occurrence: int) -> int:
         """The site's multiplier for the row hash, memoised: hashing once a site, not once a call."""
@@ -119,7 +124,7 @@ class Aim:
         draw.scratch = context.scratch
         perturbation = self.forward
         assert perturbation is not None
-        first = self._new and not context.recomputing and self.count.look()
+        first = "forward" in self._new and not context.recomputing and self.count.look("forward")
         before = _sample(y) if first else None
         if y.requires_grad and torch.is_grad_enabled():
             noisy: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
@@ -130,15 +135,20 @@ class Aim:
             noisy = self._apply(perturbation, draw, y)
         if not context.recomputing:
             self.count.forward += 1
-            self._new = False
+            self._new.discard("forward")
             if before is not None:
                 self._note_change(before, _sample(noisy))
         return noisy
 
     def _apply(self, perturbation: Perturbation, draw: Draw, y: Tensor) -> Tensor:
+        shut = None
+        if self.operator == "softmax" and getattr(perturbation, "relative_to", "element") != "element":
+            shut = y == 0  # what the mask shut out stays out
         noisy: Tensor = perturbation(y, draw)
         if self.channels is not None:
             noisy = torch.where(self._channel_mask(y), noisy, y)
+        if shut is not None:
+            noisy = noisy.masked_fill(shut, 0)
         if self.renormalise and draw.tensor == "output":
             noisy = noisy / noisy.sum(-1, keepdim=True)
         return noisy
@@ -157,53 +167,70 @@ class Aim:
         return self._mask
 
     def _note_change(self, before: Tensor, after: Tensor) -> None:
-        """Count changed elements on the device; they are read when asked for, so nothing waits for the device here."""
-        self.count.samples.append(((before != after).sum(), before.numel()))
+        """Count changed elements on the device; they are read when asked for, so nothing waits for the device here.
 
-    def _note_rounding(self, perturbation: Perturbation, dtype: torch.dtype) -> None:
+        Exact zeros are left out: relative noise can't change them (masked attention, padding).
+        """
+        alive = before != 0
+        if self.channels is not None:
+            alive = alive & self._channel_mask(before)
+        self.count.samples.append((((before != after) & alive).sum(), alive.sum()))
+
+    def _note_rounding(self, perturbation: Perturbation, dtype: torch.dtype, phase: str = "forward") -> None:
         """Whether noise of this size can survive in this dtype; looked at once a site."""
-        if not self._new or not dtype.is_floating_point:
+        if phase not in self._new or not dtype.is_floating_point:
             return
         scale = getattr(perturbation, "scale", None)
-        self.count.control = scale == 0
+        self.count.control = self.count.control or scale == 0
         floor = getattr(perturbation, "smallest_surviving", lambda eps: None)(torch.finfo(dtype).eps)
         if floor is not None and scale is not None and 0 < scale < floor:
-            self.count.rounded_away = (scale, floor, str(dtype).removeprefix("torch."))
+            self.count.rounded_away[phase] = (scale, floor, str(dtype).removeprefix("torch."))
 
     # -- backward
 
-    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, *, counts: bool) -> Tensor:
-        """The same tensor, whose gradient from this use will be perturbed. `counts`: this tap is the one tallied."""
+    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
+        """The same tensor, whose gradient from this use will be perturbed; `once` is shared by the taps of one call."""
         if self.backward is None or not x.requires_grad:
             return x
-        rows = context.rows
         layout = self.layout if which == "input" else "plain"
-        on_gradient = functools.partial(self._on_gradient, rows, occurrence, which, layout, counts)
+        on_gradient = functools.partial(self._on_gradient, context.rows, occurrence, which, layout, once)
         tapped: Tensor = _Tap.apply(x, on_gradient)  # type: ignore[no-untyped-call]
         return tapped
 
-    def _on_gradient(self, rows: Rows, occurrence: int, which: str, layout: str, counts: bool, g: Tensor) -> Tensor:
+    def _on_gradient(self, rows: Rows, occurrence: int, which: str, layout: str, once: Once, g: Tensor) -> Tensor:
         perturbation = self.backward
         assert perturbation is not None
         draw = Draw(rows, self.key(which, "backward", occurrence), layout=layout, tensor=which)
-        first = counts and self._new and self.count.look()
         noisy: Tensor = perturbation(g, draw)
-        if self.channels is not None and g.shape[-1] > self.channels[-1]:
-            noisy = torch.where(self._channel_mask(g), noisy, g)
-        if counts:
-            self._note_rounding(perturbation, g.dtype)
-            self.count.backward += 1
-            self._new = False
-            if first:
+        if once.is_first():
+            self._note_rounding(perturbation, g.dtype, "backward")
+            if "backward" in self._new and self.count.look("backward"):
                 self._note_change(_sample(g), _sample(noisy))
+            self.count.backward += 1
+            self._new.discard("backward")
         return noisy
 
 
+class Once:
+    """A call of an operator has several gradients and is counted once in each backward pass."""
+
+    __slots__ = ("_task",)
+
+    def __init__(self) -> None:
+        self._task: int | None = None
+
+    def is_first(self) -> bool:
+        task = torch._C._current_graph_task_id()
+        first, self._task = task != self._task, task
+        return first
+
+
 def _sample(y: Tensor) -> Tensor:
-    """A copy of the first rows."""
+    """A copy of some rows, spread over the tensor."""
     rows = y.detach()
     if rows.dim() > 1:
-        rows = rows.reshape(-1, rows.shape[-1])[:_SAMPLED_ROWS]
+        rows = rows.reshape(-1, rows.shape[-1])
+        rows = rows[:: max(1, rows.shape[0] // _SAMPLED_ROWS)][:_SAMPLED_ROWS]
     return rows.clone()
 
 

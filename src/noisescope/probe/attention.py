@@ -165,11 +165,11 @@ def multihead(
     same = query is key and key is value
     batched = query.dim() == 3
     if not batched:
-        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-    elif module.batch_first:
+    elif not module.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    length, batch, width = query.shape
+    batch, length, width = query.shape
     if module.in_proj_weight is not None and same:
         q, k, v = F.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
     else:
@@ -180,20 +180,20 @@ def multihead(
         biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     if module.bias_k is not None and module.bias_v is not None:
-        k = torch.cat([k, module.bias_k.expand(1, batch, -1)])
-        v = torch.cat([v, module.bias_v.expand(1, batch, -1)])
+        k = torch.cat([k, module.bias_k.expand(batch, 1, -1)], 1)
+        v = torch.cat([v, module.bias_v.expand(batch, 1, -1)], 1)
     heads, size = module.num_heads, width // module.num_heads
-    q, k, v = (x.reshape(x.shape[0], batch, heads, size).permute(1, 2, 0, 3) for x in (q, k, v))  # [B, H, T, D]
+    q, k, v = (x.reshape(batch, -1, heads, size).transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
     if module.add_zero_attn:
         k, v = (torch.cat([x, x.new_zeros(batch, heads, 1, size)], 2) for x in (k, v))
     mask = _multihead_mask(attn_mask, key_padding_mask, batch, heads, k.shape[2], is_causal, q)
     dropout = module.dropout if module.training else 0.0
     context, probabilities = attend(q, k, v, mask, dropout_p=dropout)
-    output = context.permute(2, 0, 1, 3).reshape(length, batch, width)
+    output = context.transpose(1, 2).reshape(batch, length, width)
     output = F.linear(output, module.out_proj.weight, module.out_proj.bias)
     if not batched:
-        output = output.squeeze(1)
-    elif module.batch_first:
+        output = output.squeeze(0)
+    elif not module.batch_first:
         output = output.transpose(0, 1)
     if not need_weights:
         return output, None

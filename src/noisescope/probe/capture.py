@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.injection import Injection
-from noisescope.probe.aims import Context
+from noisescope.probe.aims import Context, Once
 from noisescope.probe.door import Door
 from noisescope.sites import Place, Site
 
@@ -162,7 +162,7 @@ class Observer:
     def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
         return weight
 
-    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, *, counts: bool) -> Tensor:
+    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
         return x
 
     def on_output(

@@ -76,7 +76,7 @@ def add_noise(
     with torch.cuda.device(y.device):
         kernel[grid](
             y, out, y if size is None else size, keys.contiguous(), tape, float(scale), key, width,
-            PART=draws.PART, SHIFT=draws._OFFSET_SHIFT, MASK=draws._OFFSET_MASK, ALIGN=1 << draws._ALIGN_BITS,
+            PART=draws.PART, SHIFT=draws.OFFSET_SHIFT, MASK=draws.OFFSET_MASK, ALIGN=1 << draws.ALIGN_BITS,
             WIDEST=draws.WIDEST, PER_ROW=size is not None, BLOCK=block, num_warps=4 if block <= 1024 else 8,
         )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.probe.aims import Aim, Context
 from noisescope.probe.draws import Rows
 from noisescope.probe.functions import OperatorCalls
-from noisescope.probe.stand_in import StandIn
+from noisescope.probe.stand_in import StandIn, in_backward
 from noisescope.sites import Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
@@ -76,18 +76,17 @@ class Door:
 
     def _install(self, modules: dict[str, nn.Module]) -> None:
         """Aim at every selected operator; modules that have a stand-in already keep it and get new aims."""
-        for stand_in in self._stand_ins.values():
+        aims = [(unit, op, self.aim_at(unit, op)) for unit in self.anatomy.units for op in unit.operators]
+        for stand_in in self._stand_ins.values():  # from here on nothing can be refused any more
             stand_in.aims, stand_in.calls = {}, 0
         aimed: set[Place] = set()
         homes: dict[nn.Module, set[Place]] = {}  # a module that two blocks share is at home in both
         for unit in self.anatomy.units:
             homes.setdefault(modules[unit.module], set()).add(unit.place)
-        for unit in self.anatomy.units:
-            for operator in unit.operators:
-                aim = self.aim_at(unit, operator)
-                if aim is not None:
-                    self._stand_in(modules[unit.module], unit.kind).aims.setdefault(unit.place, {})[operator] = aim
-                    aimed.add(unit.place)
+        for unit, operator, aim in aims:
+            if aim is not None:
+                self._stand_in(modules[unit.module], unit.kind).aims.setdefault(unit.place, {})[operator] = aim
+                aimed.add(unit.place)
         for module, stand_in in self._stand_ins.items():
             stand_in.shared = len(homes.get(module, ())) > 1
             aimed |= homes[module] if stand_in.shared and stand_in.aims else set()
@@ -98,6 +97,11 @@ class Door:
             if aimed and isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
                 self._stand_in(module, CALLS)
         self._shield(modules)
+        blocks = self.anatomy.blocks
+        for name, module in modules.items():  # generate() may call an inner model or an encoder: a root as well
+            holds_blocks = any(block.startswith(f"{name}." if name else "") and block != name for block in blocks)
+            if holds_blocks and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                self._stand_in(module, MODULE).root = True
         self._stand_in(self.model, MODULE).root = True
 
     def _shield(self, modules: dict[str, nn.Module]) -> None:
@@ -158,7 +162,13 @@ class Door:
         self._named = None
 
     def new_context(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Context:
+        if threading.get_ident() != self.thread:
+            raise ModelHeld(
+                "this model is held by a noisescope scope of another thread (nn.DataParallel calls replicas that way): "
+                "run it in the thread that opened the scope, or give each thread its own copy"
+            )
         self.forwards += 1
+        self._recalled = None
         rows = Rows(self.forwards)
         if self._named is not None:
             rows.samples, rows.positions = self._name_tokens(args, kwargs or {})
@@ -191,16 +201,14 @@ class Door:
         """The forward a module runs in: the model's, a recomputed one, or (called on its own) a new one."""
         if self.context is not None:
             return self.context
-        if in_backward():
-            place = next(iter(stand_in.aims), stand_in.block)
-            known = stand_in.recall(x)
-            if known is not None:
-                self._recalled = Context(known.rows, known.place, recomputing=True, grad=True)
-            if self._recalled is not None and self._recalled.place == place:
-                return self._recalled
-        return self.new_context()
+        return self.recalled(stand_in, x) if in_backward() else self.new_context()
 
-
-def in_backward() -> bool:
-    """Whether autograd runs in this thread now: only then is a forward a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    def recalled(self, stand_in: StandIn, x: Any) -> Context:
+        """The forward that autograd recomputes now (gradient checkpointing): the same rows, and no tally."""
+        rows = stand_in.recall(x, None if self._recalled is None else self._recalled.rows)
+        if rows is None:  # a module that ran in no forward of this scope: nothing to repeat
+            return self.new_context()
+        place = stand_in.block if stand_in.block is not None else next(iter(stand_in.aims), None)
+        if self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
+            self._recalled = Context(rows, place, recomputing=True, grad=True)
+        return self._recalled

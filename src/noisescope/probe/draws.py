@@ -16,6 +16,7 @@ key columns moved by padding (a softmax column is a channel here, so left paddin
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +29,9 @@ ENGINE_VERSION = 1  # part of every trial's id: raise it whenever a drawn number
 
 TAPE = 1 << 22
 WIDEST = 1 << 16  # channels one window may hold; the tape is that much longer than its last offset
-_ALIGN_BITS = 3
-_OFFSET_SHIFT = 63 - 22  # leaves the 22 bits below the sign; the mask clears the last 3, which aligns the offset
-_OFFSET_MASK = TAPE - (1 << _ALIGN_BITS)
+ALIGN_BITS = 3
+OFFSET_SHIFT = 63 - 22  # leaves the 22 bits below the sign; the mask clears the last 3, which aligns the offset
+OFFSET_MASK = TAPE - (1 << ALIGN_BITS)
 
 
 def _signed(x: int) -> int:
@@ -57,12 +58,12 @@ def mix64(x: Tensor) -> Tensor:
 @functools.cache
 def tape(kind: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The fixed table of numbers, mean 0 and variance 1: a constant, memoised per device and dtype."""
-    generator = torch.Generator().manual_seed(0x6E6F697365 + (kind == "uniform"))
+    generator = torch.Generator("cpu").manual_seed(0x6E6F697365 + (kind == "uniform"))
     size = (TAPE + WIDEST,)
     if kind == "normal":
-        numbers = torch.randn(size, generator=generator, dtype=torch.float64)
+        numbers = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
     else:  # uniform on [-sqrt 3, sqrt 3]
-        numbers = (torch.rand(size, generator=generator, dtype=torch.float64) * 2 - 1) * 3**0.5
+        numbers = (torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1) * 3**0.5
     numbers = (numbers - numbers.mean()) / numbers.std(correction=0)
     return numbers.to(dtype).to(device)
 
@@ -97,25 +98,54 @@ class Rows:
         return self._keys[known]
 
     def keys(self, shape: torch.Size, layout: str, device: torch.device) -> Tensor:
-        """Keys of all rows of a tensor, flat. layout: "tokens" [B, T, ...], "heads" [B, H, T, C], "plain" [R, C]."""
+        """Keys of all rows of a tensor, flat.
+
+        layout: "tokens" [B, T, ...] or [B * T, C], "heads" [B, H, T, C] or [B * H, T, C], "positions" (a table of
+        positions [1 or B, T, C]: no sample), "plain" [R, C] (weights: neither).
+        """
         tokens = None if layout == "plain" else self.token_keys(device)
-        if tokens is not None:
-            batch, length = tokens.shape
-            if layout == "tokens" and tuple(shape[:2]) == (batch, length) and len(shape) > 2:
-                return tokens.flatten()
-            if layout == "tokens" and len(shape) == 2 and shape[0] == batch * length:
-                return tokens.flatten()
-            if layout == "heads" and len(shape) == 4 and shape[0] == batch and shape[2] == length:
-                return self._head_keys(tokens, shape[1])
-            if layout == "heads" and len(shape) == 3 and shape[0] % batch == 0 and shape[1] == length:
-                return self._head_keys(tokens, shape[0] // batch)
-        count = 1
-        for extent in shape[:-1]:
-            count *= extent
-        return self.numbered_keys(count, device)
+        if tokens is not None and len(shape) >= 2:
+            named = self._named_keys(tokens, tuple(shape), layout)
+            if named is not None:
+                return named
+        return self.numbered_keys(math.prod(shape[:-1]), device)
+
+    def _named_keys(self, tokens: Tensor, shape: tuple[int, ...], layout: str) -> Tensor | None:
+        """Keys of rows that are tokens of named samples, or None where the shape fits no layout."""
+        batch, length = tokens.shape
+        if layout == "positions":
+            return self._table_keys(shape, tokens)
+        if layout == "tokens" and len(shape) == 4 and shape[1] != length and shape[2] == length:
+            layout = "heads"  # q_norm of Gemma 3 is computed head by head
+        if layout == "heads" and len(shape) in (3, 4) and shape[0] % batch == 0:
+            heads = shape[1] if len(shape) == 4 else shape[0] // batch
+            return self._head_keys(self._part_keys(tokens, shape[-2]), heads)
+        if len(shape) == 2 and shape[0] == batch * length:
+            return tokens.flatten()
+        if shape[0] == batch:  # [B, C] is one row a sample: a pooled token
+            return self._part_keys(tokens, shape[1] if len(shape) > 2 else 1).flatten()
+        return None
+
+    def _table_keys(self, shape: tuple[int, ...], tokens: Tensor) -> Tensor:
+        """Keys of a table of positions: no sample in them, since all samples may share the row."""
+        assert self.positions is not None
+        if len(shape) == 3 and shape[0] in (1, tokens.shape[0]) and shape[1] == tokens.shape[1]:
+            index = self.positions[: shape[0]].to(tokens.device, torch.int64).flatten()
+        else:
+            index = torch.arange(math.prod(shape[:-1]), device=tokens.device)
+        return mix64(mix64(index * _SPREAD))
+
+    def _part_keys(self, tokens: Tensor, kept: int) -> Tensor:
+        """[B, kept]: all tokens, the last of them (logits_to_keep), or more than the call named (an encoder's)."""
+        if kept <= tokens.shape[1]:
+            return tokens[:, tokens.shape[1] - kept :]
+        assert self.samples is not None
+        samples = self.samples.to(tokens.device, torch.int64)
+        index = torch.arange(kept, device=tokens.device)
+        return mix64(mix64(samples * _GOLDEN)[:, None] + index * _SPREAD)
 
     def _head_keys(self, tokens: Tensor, heads: int) -> Tensor:
-        known = (tokens.device, "heads", heads)
+        known = (tokens.device, "heads", heads, tokens.shape[1])
         if known not in self._keys:
             head = torch.arange(heads, device=tokens.device)[None, :, None] * _SPREAD
             self._keys[known] = mix64(tokens[:, None, :] + head).flatten()
@@ -195,9 +225,9 @@ def window(
     """Rows [R, width] read from the tape at hashed offsets."""
     multiplier = key if part == 0 else _signed((key + part * PART) % (1 << 64))
     if keys.numel() == 1 and keys.device.type == "cpu":  # one token: hash in Python and look, rather than copy
-        offset = (int(keys) * multiplier >> _OFFSET_SHIFT) & _OFFSET_MASK
+        offset = (int(keys) * multiplier >> OFFSET_SHIFT) & OFFSET_MASK
         return tape(kind, keys.device, dtype).narrow(0, offset, width)
-    offsets = (keys * multiplier >> _OFFSET_SHIFT) & _OFFSET_MASK
+    offsets = (keys * multiplier >> OFFSET_SHIFT) & OFFSET_MASK
     if out is not None:
         out = out.view(keys.numel(), width)
     return torch.index_select(_windows(kind, keys.device, dtype, width), 0, offsets, out=out)

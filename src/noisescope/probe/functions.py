@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.anatomy import EXPERTS, ROTARY, ROUTER
-from noisescope.probe.aims import Aim, Context
+from noisescope.probe.aims import Aim, Context, Once
 from noisescope.probe.attention import scaled_dot_product
 
 if TYPE_CHECKING:
@@ -33,7 +33,13 @@ def _table(**groups: tuple[Function, ...]) -> dict[Function, str]:
 
 
 _ANYWHERE = _table(
-    matmul=_MATMUL, bmm=_BMM, linear=(*_LINEAR, *_GROUPED), softmax=_SOFTMAX, silu=(F.silu,), gelu=(F.gelu,)
+    matmul=_MATMUL,
+    bmm=_BMM,
+    linear=(*_LINEAR, *_GROUPED),
+    softmax=_SOFTMAX,
+    silu=(F.silu,),
+    gelu=(F.gelu,),
+    norm=(F.layer_norm, F.rms_norm),
 )
 _ALL_LINEAR = {f: "linear" if operator in ("matmul", "bmm") else operator for f, operator in _ANYWHERE.items()}
 _ALL_MATMUL = {f: "matmul" if operator in ("linear", "bmm") else operator for f, operator in _ANYWHERE.items()}
@@ -47,6 +53,7 @@ _INPUTS |= {torch.baddbmm: (1, 2), _T.baddbmm: (1, 2), torch.addmm: (1,), _T.add
 _INPUT_NAMES = ("input", "other", "mat1", "batch1", "batch2")  # the same tensors given by keyword
 _WEIGHT: dict[Function, int] = dict.fromkeys((F.linear, *_GROUPED, *_MATMUL, *_BMM), 1)
 _WEIGHT |= {torch.addmm: 2, _T.addmm: 2}
+_TRANSPOSED = {torch.addmm, _T.addmm, *_GROUPED, *_MATMUL}
 
 
 def _by_name(func: Function) -> str:
@@ -58,13 +65,22 @@ class OperatorCalls(TorchFunctionMode):
     """Watches the functions that one module calls itself (not those its operator modules call)."""
 
     def __init__(
-        self, door: Door, kind: str, aims: dict[str, Aim], context: Context, storage: torch.dtype | None = None
+        self,
+        door: Door,
+        kind: str,
+        aims: dict[str, Aim],
+        context: Context,
+        *,
+        module: nn.Module,
+        storage: torch.dtype | None,
     ) -> None:
         super().__init__()
         self._door = door
         self._table = TABLES.get(kind, _ANYWHERE)
         self._aims = aims
         self._context = context
+        own = (p for p in module._parameters.values() if p is not None and not p.is_meta)
+        self._weights = {p.untyped_storage().data_ptr() for p in own}
         self._storage = storage  # opened attention computes in float32, but what it keeps is of this dtype
         self._opens_attention = any(operator in aims for operator in ("matmul", "softmax"))
 
@@ -74,10 +90,21 @@ class OperatorCalls(TorchFunctionMode):
             if func is _FUSED and self._opens_attention:
                 with self:
                     return scaled_dot_product(*args, **kwargs)
-            aim = self._aims.get(self._table.get(func) or _by_name(func))
+            aim = self._aims.get(self._operator(func, args))
             if aim is not None:
                 return self._perform(aim, func, list(args), kwargs)
         return func(*args, **kwargs)
+
+    def _operator(self, func: Function, args: Any) -> str:
+        operator = self._table.get(func) or _by_name(func)
+        if operator not in ("matmul", "bmm"):
+            return operator
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if func is torch.einsum and len(tensors) < 2:  # a permutation or a sum
+            return ""
+        if self._weights and any(tensor.untyped_storage().data_ptr() in self._weights for tensor in tensors):
+            return "linear"  # `x @ self.weight`: a projection written by hand
+        return operator
 
     def _perform(self, aim: Aim, func: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run one operator with the aim's perturbation on its inputs, weight, output and gradients."""
@@ -91,16 +118,18 @@ class OperatorCalls(TorchFunctionMode):
         inputs = [at for at in (*_INPUTS.get(func, (0,)), *_INPUT_NAMES) if at != weight and at in given]
         if func is torch.einsum:
             inputs = list(range(1, len(args)))
-        counted = False
+        once = Once()
         for at in [*inputs, *([weight] if weight in given else [])]:
             tensor = given[at]
             if not isinstance(tensor, Tensor):
                 continue
-            tensor = (aim.on_weight if at == weight else aim.on_input)(tensor, context, occurrence)
+            if at == weight and func in _TRANSPOSED:  # [..., in, out]: formats run along the inputs
+                tensor = aim.on_weight(tensor.transpose(-1, -2), context, occurrence).transpose(-1, -2)
+            else:
+                tensor = (aim.on_weight if at == weight else aim.on_input)(tensor, context, occurrence)
             if torch.is_grad_enabled() and tensor.requires_grad:
                 which = "weight" if at == weight else "input" if at == inputs[0] else "input2"
-                tensor = aim.tap(tensor, context, occurrence, which, counts=not counted)
-                counted = True
+                tensor = aim.tap(tensor, context, occurrence, which, once)
             if isinstance(at, int):
                 args[at] = tensor
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
 from types import TracebackType
 
@@ -13,7 +14,9 @@ from noisescope.injection import Injection
 from noisescope.probe.aims import Aim
 from noisescope.probe.door import Door
 from noisescope.probe.tally import SiteCount, Tally
-from noisescope.sites import GROUPS, OUTER_PLACES, Place, matches_operator
+from noisescope.sites import GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
+
+WEIGHTED = ("linear", "norm", "embedding")
 
 
 def inject(model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None) -> Probe:
@@ -80,6 +83,8 @@ class Probe(Door):
             raise InvalidInput(
                 f"{unit.module} is a {unit.packed} whose weight is packed: noise can fall on its output or input only"
             )
+        if not self._has_tensor(operator):
+            return None
         key = (operator, unit.place, unit.module)
         if key not in self._counts:
             self._counts[key] = SiteCount(
@@ -87,6 +92,11 @@ class Probe(Door):
             )
             self.tally.sites.append(self._counts[key])
         return Aim(unit, operator, self.injection, self._counts[key])
+
+    def _has_tensor(self, operator: str) -> bool:
+        """Whether an operator has the tensor aimed at: a softmax has no weight, an embedding no float input."""
+        tensor = self.injection.tensor
+        return {"weight": operator in WEIGHTED, "input": operator != "embedding"}.get(tensor, True)
 
     def _operators_that_ran(self) -> set[tuple[str, str]]:
         """(operator, module) of units that surely compute them and were called, as far as aims reach now."""
@@ -106,13 +116,20 @@ class Probe(Door):
         """Refuse before the run what can't be hit: a layer out of range, an operator the model lacks."""
         blocks = len(self.anatomy.blocks)
         wanted = [*(self.injection.layers or ()), *(p for p in self.injection.places or () if isinstance(p, int))]
+        wanted += [place for place in self.injection.layer_multipliers if isinstance(place, int)]
         for layer in wanted:
-            if layer >= blocks:
+            if not 0 <= layer < blocks:
                 raise InvalidInput(f"layer {layer} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}")
+        names = {unit.module for unit in self.anatomy.units}
+        for pattern in self.injection.modules or ():
+            if not fnmatch.filter(names, pattern):
+                raise NothingInjected(
+                    f"modules: {pattern!r} matches no operator's module; `noisescope inspect -v` lists them"
+                )
         hit = [
             (op, unit) for unit in self.anatomy.units for op in unit.operators if self.injection.selects(unit.site(op))
         ]
-        if self.injection.tensor == "weight" and not any(op in ("linear", "norm", "embedding") for op, _ in hit):
+        if self.injection.tensor == "weight" and not any(op in WEIGHTED for op, _ in hit):
             raise NothingInjected("tensor='weight' needs an operator with a weight: linear, norm or embedding")
         if self.injection.tensor == "input" and hit and all(op == "embedding" for op, _ in hit):
             raise InvalidInput("the input of embedding is token ids (integers): noise falls on floating-point tensors")
@@ -155,11 +172,12 @@ class Probe(Door):
             if not members:
                 raise NothingInjected(f"operator {name!r} never fired: {self._silent_reason()}")
             self._check_rounding(members, f"operator {name!r}")
-        for layer in sorted(injection.layers or ()):
-            here = [s for s in tally.sites if s.place == layer and s.total]
+        for place in sorted({*(injection.layers or ()), *(injection.places or ())}, key=place_order):
+            here = [s for s in tally.sites if s.place == place and s.total]
+            what = f"layer {place}" if isinstance(place, int) else str(place)
             if not here:
-                raise NothingInjected(f"layer {layer} never fired: was that block skipped in this forward?")
-            self._check_rounding(here, f"layer {layer}")
+                raise NothingInjected(f"{what} never fired: was it skipped in this forward?")
+            self._check_rounding(here, what)
         self.check_effects()
 
     def check_effects(self) -> None:
@@ -167,7 +185,8 @@ class Probe(Door):
         self._check_unseen()
         fired = [site for site in self.tally.sites if site.total]
         if fired:
-            self._check_rounding(fired, "all")
+            self._check_rounding(fired, "everywhere")
+            self._warn_of_rounding()
 
     def _check_unseen(self) -> None:
         """A module that surely computes an operator ran, but the operator was never seen: a kernel we don't know."""
@@ -177,8 +196,9 @@ class Probe(Door):
 
     def fired(self, name: str) -> list[SiteCount]:
         """The sites of an operator or group that fired."""
-        component = {unit.module: unit.component for unit in self.anatomy.units}
-        return [s for s in self.tally.sites if s.total and matches_operator({name}, s.operator, component[s.module])]
+        units = {(unit.module, op): unit.component for unit in self.anatomy.units for op in unit.operators}
+        fired = [site for site in self.tally.sites if site.total]
+        return [s for s in fired if matches_operator({name}, s.operator, units[s.module, s.operator])]
 
     def _silent_reason(self) -> str:
         return (
@@ -187,21 +207,30 @@ class Probe(Door):
         )
 
     def _check_rounding(self, sites: list[SiteCount], what: str) -> None:
-        """Noise that rounds away is zero injection, everywhere it was aimed; warn where it is so only in places."""
-        rounded = [site for site in sites if site.rounded_away]
-        if rounded:
-            scale, floor, dtype = rounded[0].rounded_away or (0.0, 0.0, "")
-            message = (
-                f"{what}: noise of scale {scale:g} rounds away in {dtype}: numbers there are spaced by more than that. "
-                f"The smallest scale that survives is {floor:.4g}; raise it, or run the model in float32"
-            )
-            if len(rounded) == len(sites):
-                raise NoiseRoundsAway(message)
-            if what == "all":
-                warnings.warn(f"{message} (at {len(rounded)} of {len(sites)} sites)", stacklevel=4)
-        asked = [site for site in sites if site.samples and not site.control]
-        if asked and not any(int(n) for site in asked for n, _ in site.samples):
+        """Noise that rounds away everywhere it was aimed is zero injection."""
+        for phase in PHASES:
+            fired = [site for site in sites if getattr(site, phase)]
+            rounded = [site for site in fired if phase in site.rounded_away]
+            if rounded and len(rounded) == len(fired):
+                raise NoiseRoundsAway(f"{what}, {phase}: {self._rounding_words(rounded[0], phase)}")
+        looked = [pair for site in sites if not site.control for pair in site.samples if int(pair[1])]
+        if looked and not any(int(changed) for changed, _ in looked):
             raise NoiseRoundsAway(
                 f"{what}: {self.injection.perturbation!r} fired but changed none of the elements looked at, so the "
                 "result is clean: the numbers are of this format already, or the noise is too small for their dtype"
             )
+
+    def _warn_of_rounding(self) -> None:
+        """Where noise rounds away in some places only, say so and go on."""
+        for phase in PHASES:
+            rounded = [site for site in self.tally.sites if phase in site.rounded_away]
+            if rounded:
+                words = self._rounding_words(rounded[0], phase)
+                warnings.warn(f"{words} (at {len(rounded)} of {len(self.tally.sites)} sites)", stacklevel=4)
+
+    def _rounding_words(self, site: SiteCount, phase: str) -> str:
+        scale, floor, dtype = site.rounded_away[phase]
+        return (
+            f"noise of scale {scale:g} rounds away in {dtype}: numbers there are spaced by more than that. "
+            f"The smallest scale that survives is {floor:.4g}; raise it, or compute in a finer dtype"
+        )

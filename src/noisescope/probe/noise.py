@@ -25,7 +25,8 @@ def _check_scale(kind: str, scale: float) -> None:
 
 def _rms(y: Tensor) -> Tensor:
     """Root mean square of each row, kept as a last dimension of 1; in float32 so that half precision can't overflow."""
-    return y.float().square().mean(-1, keepdim=True).sqrt().to(y.dtype)
+    wide = y if y.dtype.itemsize >= 4 else y.float()
+    return wide.square().mean(-1, keepdim=True).sqrt().to(y.dtype)
 
 
 @dataclass(frozen=True)

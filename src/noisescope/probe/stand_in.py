@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.anatomy import ATTENTION, MODULE
-from noisescope.errors import ModelHeld
-from noisescope.probe.aims import Aim, Context
+from noisescope.errors import ModelHeld, UnsupportedModel
+from noisescope.probe.aims import Aim, Context, Once
 from noisescope.probe.attention import decomposed_config, multihead
+from noisescope.probe.draws import Rows
 from noisescope.probe.functions import OperatorCalls, WeightUse
 from noisescope.sites import Place
 
@@ -40,7 +41,7 @@ class StandIn:
         self.block: int | None = None
         self.root = False
         self._routed: Any = None
-        self._remembered: dict[tuple[Any, ...], Context] = {}
+        self._remembered: deque[tuple[Any, Rows]] = deque(maxlen=_REMEMBERED)
         self._run_apart_from_the_compiler = _uncompiled_run()
         functools.update_wrapper(self, self.original, updated=())  # keeps the signature: generate() and Trainer read it
 
@@ -94,14 +95,12 @@ class StandIn:
 
     def _run_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         door = self.door
-        if threading.get_ident() != door.thread:
-            raise ModelHeld(
-                "this model is held by a noisescope scope of another thread (nn.DataParallel calls replicas that way): "
-                "run it in the thread that opened the scope, or give each thread its own copy"
-            )
         if door.context is not None:  # the model calls itself
             return self._run_inner(args, kwargs)
-        door.context = door.new_context(args, kwargs)
+        x = _first_tensor(args, kwargs)
+        door.context = door.recalled(self, x) if in_backward() else door.new_context(args, kwargs)
+        if not door.context.recomputing:  # also without gradients: a checkpointed model runs so at first
+            self._remember(x, door.context)
         try:
             return self._run_inner(args, kwargs)
         finally:
@@ -114,7 +113,7 @@ class StandIn:
         x = _first_tensor(args, kwargs)
         outer = door.context
         context = door.context_of(self, x)
-        if context.grad and not context.recomputing:
+        if context.grad and not context.recomputing and not self.root:
             self._remember(x, context)
         if self.block is not None and context.place is None:
             scratch = context.scratch
@@ -128,6 +127,11 @@ class StandIn:
 
     def _run_shield(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         door = self.door
+        if door.context is None and in_backward():
+            raise UnsupportedModel(
+                f"gradient checkpointing recomputes a part of a block that starts inside {type(self.module).__name__}, "
+                "but the functions noised there are watched from outside that part: checkpoint whole blocks instead"
+            )
         owner, door.owner = door.owner, None
         try:
             return self.original(*args, **kwargs)
@@ -148,10 +152,11 @@ class StandIn:
             if own is None:
                 return self._call(args, kwargs, aims, context)
             occurrence = context.occurrence(own)
-            args, kwargs, tapped = self._on_inputs(own, args, kwargs, context, occurrence)
+            once = Once()
+            args, kwargs = self._on_inputs(own, args, kwargs, context, occurrence, once)
             grad = torch.is_grad_enabled()
             if own.wants_weight or (grad and own.backward is not None):
-                use = functools.partial(self._on_weight, own, context, occurrence, not tapped)
+                use = functools.partial(self._on_weight, own, context, occurrence, once)
                 with WeightUse(self.module, use):
                     y = self._call(args, kwargs, aims, context)
             else:
@@ -175,7 +180,7 @@ class StandIn:
         if self.kind == ATTENTION:
             x = _first_tensor(args, kwargs)
             storage = x.dtype if isinstance(x, Tensor) and x.is_floating_point() else None
-        calls = OperatorCalls(door, self.kind, aims, context, storage)
+        calls = OperatorCalls(door, self.kind, aims, context, module=self.module, storage=storage)
         door.owner = calls
         with calls:
             if isinstance(self.module, nn.MultiheadAttention):
@@ -190,44 +195,60 @@ class StandIn:
                 self.module.__dict__["config"] = config
 
     def _on_inputs(
-        self, aim: Aim, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, occurrence: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-        """The first tensor given, perturbed or tapped; whether a gradient tap was set."""
+        self, aim: Aim, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, occurrence: int, once: Once
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The first tensor given, perturbed or tapped."""
         grad = aim.backward is not None and torch.is_grad_enabled()
         if not aim.wants_input and not grad:
-            return args, kwargs, False
+            return args, kwargs
         x = _first_tensor(args, kwargs)
         if not isinstance(x, Tensor) or not (x.is_floating_point() or aim.wants_input):
-            return args, kwargs, False
+            return args, kwargs
         new = aim.on_input(x, context, occurrence)
-        tapped = grad and new.requires_grad
-        if tapped:
-            new = aim.tap(new, context, occurrence, "input", counts=True)
+        if grad:
+            new = aim.tap(new, context, occurrence, "input", once)
         if new is not x:
             args = tuple(new if arg is x else arg for arg in args)
             kwargs = {k: new if arg is x else arg for k, arg in kwargs.items()}
-        return args, kwargs, tapped
+        return args, kwargs
 
-    def _on_weight(self, aim: Aim, context: Context, occurrence: int, counts: bool, weight: Tensor) -> Tensor:
-        weight = aim.on_weight(weight, context, occurrence)
-        return aim.tap(weight, context, occurrence, "weight", counts=counts) if torch.is_grad_enabled() else weight
+    def _on_weight(self, aim: Aim, context: Context, occurrence: int, once: Once, weight: Tensor) -> Tensor:
+        if type(self.module).__name__ == "Conv1D":  # [in, out], unlike a Linear's [out, in]
+            weight = aim.on_weight(weight.transpose(0, 1), context, occurrence).transpose(0, 1)
+        else:
+            weight = aim.on_weight(weight, context, occurrence)
+        return aim.tap(weight, context, occurrence, "weight", once) if torch.is_grad_enabled() else weight
 
     # -- recomputation
 
     def _remember(self, x: Any, context: Context) -> None:
-        if isinstance(x, Tensor):
-            if len(self._remembered) >= _REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
-            place = self.block if self.block is not None else context.place
-            self._remembered[_identity(x)] = Context(context.rows, place, recomputing=True, grad=True)
+        self._remembered.append((_identity(x), context.rows))
 
-    def recall(self, x: Any) -> Context | None:
-        """The forward that had this very tensor as input: it is alive while its graph is, so its address is its own."""
-        return self._remembered.get(_identity(x)) if isinstance(x, Tensor) else None
+    def recall(self, x: Any, preferred: Rows | None) -> Rows | None:
+        """The rows of the forward that had this very tensor as input; it is alive while its graph is.
+
+        One tensor may have been the input of several forwards: then those recalled last (by a later block) are meant.
+        A part of a block that starts at a module without an aim is not known by its input: then the latest are.
+        """
+        same = [rows for identity, rows in self._remembered if identity is not None and identity == _identity(x)]
+        if any(rows is preferred for rows in same):
+            return preferred
+        if same:
+            return same[-1]
+        return preferred or (self._remembered[-1][1] if self._remembered else None)
 
 
-def _identity(x: Tensor) -> tuple[Any, ...]:
-    return (x.data_ptr(), x.storage_offset(), x.shape)
+def _identity(x: Any) -> tuple[Any, ...] | None:
+    """What tells a tensor from others alive: its address and shape (None: it has none, as under torch.func)."""
+    try:
+        return (x.data_ptr(), x.shape)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def in_backward() -> bool:
+    """Whether autograd runs in this thread now: only then is a forward a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

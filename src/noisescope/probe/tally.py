@@ -32,14 +32,14 @@ class SiteCount(Counts):
     operator: str = ""
     place: Place = ""
     module: str = ""
-    rounded_away: tuple[float, float, str] | None = None  # scale asked, smallest that survives, dtype
+    rounded_away: dict[str, tuple[float, float, str]] = field(default_factory=dict)  # phase: scale, smallest, dtype
     control: bool = False  # scale 0 on purpose: the clean decomposed path, or a layer muted by its multiplier
-    samples: list[tuple[Tensor, int]] = field(default_factory=list)  # changed elements (on device), elements looked at
-    looked: set[tuple[str, Place]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
+    samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # elements changed, and looked at (on device)
+    looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
 
-    def look(self) -> bool:
+    def look(self, phase: str) -> bool:
         """Whether to sample here: the first module of each operator in each place, since looking costs launches."""
-        key = (self.operator, self.place)
+        key = (phase, self.operator, self.place)
         if key in self.looked:
             return False
         self.looked.add(key)
@@ -51,14 +51,15 @@ class Tally:
     """The count of a scope; it grows while the scope is open."""
 
     sites: list[SiteCount] = field(default_factory=list)
-    looked: set[tuple[str, Place]] = field(default_factory=set, repr=False)
+    looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)
     forced_eager: bool = False  # torch.compile was met inside the scope, and the model ran eagerly
 
     def look_again(self) -> None:
         """Under another injection each site is sampled anew, and what rounded away before says nothing."""
         self.looked.clear()
         for site in self.sites:
-            site.rounded_away, site.control = None, False
+            site.control = False
+            site.rounded_away.clear()
             site.samples.clear()
 
     @property
@@ -86,7 +87,7 @@ class Tally:
     @property
     def changed(self) -> float | None:
         """The share of elements really changed, in the first rows of each operator and place (None: nothing fired)."""
-        looked = sum(count for site in self.sites for _, count in site.samples)
+        looked = sum(int(count) for site in self.sites for _, count in site.samples)
         if not looked:
             return None
         return sum(int(changed) for site in self.sites for changed, _ in site.samples) / looked
@@ -104,7 +105,7 @@ class Tally:
         share = self.changed
         lines = [f"{self.forward} forward and {self.backward} backward injections"]
         if share is not None:
-            lines[0] += f", {share:.1%} of the elements looked at changed"
+            lines[0] += f", {share:.1%} of the non-zero elements looked at changed"
         for operator, counts in self.per_operator.items():
             lines.append(f"  {operator:<10} forward {counts.forward:>7}  backward {counts.backward:>7}")
         if self.forced_eager:
