@@ -266,7 +266,7 @@ def cuda(pairs: int) -> list[dict[str, Any]]:
         rows = compare(
             eager,
             forward,
-            max(10, pairs // 5),
+            pairs,
             lambda run: run.seconds() if isinstance(run, _SyncScoped) else _sync(run),
         )
     show("the same forward, eager (host overhead included; no target)", rows, {})

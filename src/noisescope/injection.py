@@ -6,6 +6,8 @@ import dataclasses
 import fnmatch
 import functools
 import math
+import numbers
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +45,7 @@ class Injection:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not callable(self.perturbation):
+        if not callable(self.perturbation) or isinstance(self.perturbation, type):
             raise InvalidInput(
                 f"the first argument of Injection is a perturbation such as Gaussian(0.05); got {self.perturbation!r}"
             )
@@ -69,14 +71,20 @@ class Injection:
                 raise unknown("phase", phase, PHASES)
         if not self.phases:
             raise InvalidInput("phases is empty: an injection needs 'forward', 'backward' or both")
-        put("phase_scales", {phase: _scale(s, f"scale of {phase}") for phase, s in self.phase_scales.items()})
+        put("phase_scales", {phase: checked_scale(s, f"scale of {phase}") for phase, s in self.phase_scales.items()})
         put(
             "operator_multipliers",
-            {canonical_operator(o): _scale(m, f"multiplier of {o}") for o, m in self.operator_multipliers.items()},
+            {
+                canonical_operator(o): checked_scale(m, f"multiplier of {o}")
+                for o, m in self.operator_multipliers.items()
+            },
         )
         put(
             "layer_multipliers",
-            {canonical_place(p): _scale(m, f"multiplier of layer {p}") for p, m in self.layer_multipliers.items()},
+            {
+                canonical_place(p): checked_scale(m, f"multiplier of layer {p}")
+                for p, m in self.layer_multipliers.items()
+            },
         )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidInput(f"seed must be an int, got {self.seed!r}")
@@ -135,11 +143,15 @@ def _names(values: Iterable[Any] | str | int, what: str) -> list[Any]:
 
 
 def _layer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    try:
+        layer = operator.index(value)
+    except TypeError:
+        layer = None
+    if layer is None or isinstance(value, bool):
         raise InvalidInput(f"layers are block indices (ints), got {value!r}; other places go into places={{'lm_head'}}")
-    if value < 0:
-        raise InvalidInput(f"layer {value} is negative; blocks count from 0")
-    return value
+    if layer < 0:
+        raise InvalidInput(f"layer {layer} is negative; blocks count from 0")
+    return layer
 
 
 def _channels(values: Any) -> tuple[int, ...]:
@@ -149,9 +161,9 @@ def _channels(values: Any) -> tuple[int, ...]:
     return channels
 
 
-def _scale(value: Any, what: str) -> float:
+def checked_scale(value: Any, what: str) -> float:
     """A finite number >= 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidInput(f"{what} must be a number, got {value!r}")
     if not math.isfinite(value) or value < 0:
         raise InvalidInput(f"{what} must be finite and at least 0, got {value}")

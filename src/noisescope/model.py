@@ -135,7 +135,7 @@ def outline(
     wanted = _dtype(dtype)
     if str(source).startswith("tiny:"):
         return _tiny(str(source), wanted, attn_implementation, torch.device("cpu"))
-    checkpoint = _find(source, revision, trust_remote_code)
+    checkpoint = _find(source, revision, trust_remote_code, weights=False)
     with _explained(checkpoint.source), torch.device("meta"):
         config = _config(checkpoint)
         build = _model_class(config)
@@ -169,7 +169,7 @@ def _tiny(source: str, dtype: torch.dtype | None, attention: str | None, device:
     return _subject(model.to(device, dtype), None, source, [])
 
 
-def _find(source: str | Path, revision: str | None, trusted: bool) -> _Checkpoint:
+def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: bool = True) -> _Checkpoint:
     """Where the files of a source lie, or an error that says what would be right."""
     text, path = str(source), Path(source).expanduser()
     if text == "demo":
@@ -179,8 +179,8 @@ def _find(source: str | Path, revision: str | None, trusted: bool) -> _Checkpoin
         )
     if path.suffix.lower() in _PICKLES:
         raise InvalidInput(
-            f"{text} is a pickle, which runs code when opened, so noisescope does not. Convert it to safetensors (load "
-            "it where you trust it and call model.save_pretrained(folder)), then pass that folder."
+            f"{text} is a pickle, which runs code when opened, so noisescope does not open it. Convert it to "
+            "safetensors (load it where you trust it and call model.save_pretrained(folder)), then pass that folder."
         )
     if path.exists() and revision is not None:
         raise InvalidInput(f"revision={revision!r} chooses a version of a hub id, but {text} is a path: leave it out")
@@ -191,7 +191,7 @@ def _find(source: str | Path, revision: str | None, trusted: bool) -> _Checkpoin
         hint = f"pass its folder, {path.parent}" if path.suffix == ".safetensors" else _ALLOWED
         raise InvalidInput(f"{text} is a file that can't be loaded as a model: {hint}")
     folder = path if path.is_dir() else _cached(text, path, revision)
-    _check_folder(text, folder)
+    _check_folder(text, folder, weights=weights)
     return _Checkpoint(text, folder, None, trusted)
 
 
@@ -214,7 +214,7 @@ def _cached(text: str, path: Path, revision: str | None) -> Path:
         ) from None
 
 
-def _check_folder(text: str, folder: Path) -> None:
+def _check_folder(text: str, folder: Path, *, weights: bool) -> None:
     if (folder / "adapter_config.json").exists():
         raise InvalidInput(
             f"{text} is a PEFT adapter, not a model: load base and adapter with peft, then noisescope.wrap(model)"
@@ -223,7 +223,7 @@ def _check_folder(text: str, folder: Path) -> None:
         found = next(iter(sorted(folder.glob("*.gguf"))), None)
         hint = f"Pass the file: {found}" if found else _ALLOWED
         raise InvalidInput(f"the folder {text} holds no config.json. {hint}")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise InvalidInput(
             f"the folder {text} holds no *.safetensors (pickles such as pytorch_model.bin are not opened: they run "
             "code). Fetch the safetensors files, or convert with model.save_pretrained(folder)."

@@ -301,10 +301,11 @@ def test_every_perturbation_reaches_the_model(llama, tokens, logits, perturbatio
         (lambda: ns.Injection(ns.Gaussian(0.05), layer_multipliers={0: -1}), "at least 0"),
         (lambda: ns.Injection(ns.Gaussian(0.05), phase_scales={"backward": "x"}), "must be a number"),
         (lambda: ns.Injection(0.05), "is a perturbation such as Gaussian"),
+        (lambda: ns.Injection(ns.Gaussian), "is a perturbation such as Gaussian"),
         (lambda: ns.Gaussian(-0.1), "finite and at least 0, got -0.1"),
         (lambda: ns.Gaussian(float("nan")), "finite and at least 0, got nan"),
         (lambda: ns.Shrink(float("inf")), "finite and at least 0, got inf"),
-        (lambda: ns.Gaussian("5%"), "needs a number as scale"),
+        (lambda: ns.Gaussian("5%"), "scale must be a number"),
         (lambda: ns.Gaussian(0.1, relative_to="max"), "unknown relative_to 'max'"),
     ],
 )

@@ -5,22 +5,15 @@ Each is a value and a function (tensor, draw) -> tensor; any callable of that fo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from noisescope.errors import InvalidInput, unknown
+from noisescope.errors import unknown
+from noisescope.injection import checked_scale
 from noisescope.probe.draws import Draw
 
 RELATIVE_TO = ("element", "rms", "absolute")
-
-
-def _check_scale(kind: str, scale: float) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise InvalidInput(f"{kind} needs a number as scale, got {scale!r}")
-    if not math.isfinite(scale) or scale < 0:
-        raise InvalidInput(f"{kind}'s scale must be finite and at least 0, got {scale}")
 
 
 def _rms(y: Tensor) -> Tensor:
@@ -35,7 +28,7 @@ class _Noise:
     relative_to: str = "element"
 
     def __post_init__(self) -> None:
-        _check_scale(type(self).__name__, self.scale)
+        object.__setattr__(self, "scale", checked_scale(self.scale, f"{type(self).__name__}'s scale"))
         if self.relative_to not in RELATIVE_TO:
             raise unknown("relative_to", self.relative_to, RELATIVE_TO)
 
@@ -86,7 +79,7 @@ class Shrink:
     scale: float
 
     def __post_init__(self) -> None:
-        _check_scale("Shrink", self.scale)
+        object.__setattr__(self, "scale", checked_scale(self.scale, "Shrink's scale"))
 
     def smallest_surviving(self, eps: float) -> float | None:
         return eps / 2
