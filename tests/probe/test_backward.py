@@ -323,7 +323,7 @@ def test_frozen_weights_and_lora_style_training(tokens):
 
 
 def test_tied_weights_get_noise_once_per_use(tokens):
-    """Backward noise on the head's use of a tied weight leaves the embedding's share of the gradient clean."""
+    """Backward noise on the head's use of a tied weight is counted at the head, once, and never at the embedding."""
     model = tiny_model("gpt2", tie_word_embeddings=True)
     model(tokens, labels=tokens).loss.backward()
     clean = model.lm_head.weight.grad.clone()
