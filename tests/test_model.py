@@ -1,4 +1,4 @@
-"""Loading: what comes back, what is refused, and in which words. No network, no pickle."""
+"""Loading: what comes back, what is refused, and in which words. No network, and no pickle is run."""
 
 from __future__ import annotations
 
@@ -236,10 +236,14 @@ def test_an_id_from_the_cache(cache: Path, llama: Path) -> None:
     assert subject.source == "some/model" and type(subject.model).__name__ == "LlamaForCausalLM"
 
 
-def test_demo_is_not_bundled() -> None:
-    """`demo` is a reserved word; the error says what to try."""
-    with pytest.raises(InvalidInput, match=f"version {ns.__version__} bundles none. Try tiny:llama"):
-        ns.load("demo")
+def test_demo_is_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+    """`demo` is the model in the package, for load and outline alike; a folder of that name is ./demo."""
+    shutil.copytree(llama, tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    loaded, outlined = ns.load("demo"), outline("demo")
+    assert loaded.source == outlined.source == "demo" and loaded.tokenizer is not None
+    assert len(loaded.anatomy.blocks) == len(outlined.anatomy.blocks) > 8
+    assert len(ns.load("./demo").anatomy.blocks) == 2
 
 
 def test_wrap_takes_a_model_as_it_is() -> None:
@@ -323,6 +327,128 @@ def test_a_gguf_file_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else find(name, *a))
     with pytest.raises(MissingExtra, match=r"a \.gguf file needs gguf: pip install 'noisescope\[gguf\]'"):
         ns.load(tmp_path / "tiny.gguf")
+
+
+# -- state dicts
+
+
+@pytest.fixture
+def state_dict(broken: Path) -> Path:
+    """The weights of that folder as model.pt beside the config and the tokenizer, and no safetensors."""
+    torch.save(load_file(broken / "model.safetensors"), broken / "model.pt")
+    (broken / "model.safetensors").unlink()
+    return broken / "model.pt"
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_a_state_dict_beside_its_config(suffix: str, llama: Path, state_dict: Path) -> None:
+    """It loads bit-equal, with the folder's class and tokenizer."""
+    subject, folder = ns.load(state_dict.rename(state_dict.with_suffix(suffix))), ns.load(llama)
+    assert type(subject.model) is type(folder.model) and not subject.model.training
+    assert subject.tokenizer("noise")["input_ids"] == [1]
+    loaded, expected = subject.model.state_dict(), folder.model.state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert subject.anatomy == folder.anatomy == outline(state_dict.with_suffix(suffix)).anatomy
+    assert subject.model.generation_config.eos_token_id == folder.model.generation_config.eos_token_id
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bert"])
+def test_state_dicts_of_other_classes(name: str, tmp_path: Path) -> None:
+    """Tied weights, an encoder and a masked language model come back with the logits they had."""
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path)  # for a config that names its class
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with torch.no_grad():
+        loaded = ns.load(tmp_path / "model.pt").model(**tiny_inputs(name))[0]
+        assert torch.equal(loaded, model(**tiny_inputs(name))[0])
+
+
+def test_the_dtype_of_a_state_dict(state_dict: Path) -> None:
+    """As stored, whatever the config says; a wanted dtype, attention and device_map are heard."""
+    config = json.loads((state_dict.parent / "config.json").read_text())
+    (state_dict.parent / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert ns.load(state_dict).model.dtype == torch.float32
+    model = ns.load(state_dict, dtype="bf16", attn_implementation="eager", device_map="cpu").model
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+
+
+def test_an_old_state_dict_and_a_config_without_a_class(llama: Path, state_dict: Path) -> None:
+    """torch's format before 1.6 loads too, and a config that names no class is a causal language model."""
+    weights = torch.load(state_dict, weights_only=True)
+    torch.save(weights, state_dict, _use_new_zipfile_serialization=False)
+    config = json.loads((state_dict.parent / "config.json").read_text())
+    del config["architectures"]
+    (state_dict.parent / "config.json").write_text(json.dumps(config))
+    model = ns.load(state_dict).model
+    assert type(model).__name__ == "LlamaForCausalLM" and torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+
+
+def test_a_loaded_model_is_off_its_file(state_dict: Path) -> None:
+    """A training run that overwrites the file does not change the model, nor does the model change the file."""
+    model, before = ns.load(state_dict).model, state_dict.read_bytes()
+    weight = model.lm_head.weight.detach().clone()
+    with state_dict.open("r+b") as file:
+        file.write(b"\xff" * len(before))
+    assert torch.equal(model.lm_head.weight, weight)
+    state_dict.write_bytes(before)
+    with torch.no_grad():
+        ns.load(state_dict).model.lm_head.weight.zero_()
+    assert state_dict.read_bytes() == before
+
+
+def test_a_state_dict_needs_its_config(state_dict: Path) -> None:
+    """Without config.json beside it, it is a pickle like any other."""
+    (state_dict.parent / "config.json").unlink()
+    with pytest.raises(InvalidInput, match=r"unless it is a plain state dict in a \.pt.* beside its config\.json"):
+        ns.load(state_dict)
+
+
+class _Trap:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_a_pickled_model_is_refused_and_not_run(archive: bool, state_dict: Path, tmp_path: Path) -> None:
+    """The code in a pickle does not run; the trap is shown to work where a pickle is trusted."""
+    model, sprung = tiny_model("llama"), tmp_path / "sprung"
+    model.trap = _Trap(sprung)
+    torch.save(model, state_dict, _use_new_zipfile_serialization=archive)
+    with pytest.raises(InvalidInput, match=r"A whole pickled model runs code when opened.* Convert it to safetensors"):
+        ns.load(state_dict)
+    assert not sprung.exists()
+    torch.load(state_dict, weights_only=False)
+    assert sprung.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"model": {"weight": torch.zeros(2)}, "epoch": 3}, r"it holds model, epoch\. Save the weights alone"),
+        ([torch.zeros(2)], r"no plain state dict \(tensors by name\); it holds list"),
+        ({"lm_head.weight": torch.zeros(2, 2)}, "transformers can't load"),  # of another shape
+        ({"module.norm": torch.zeros(2)}, r"lacks 21 weights of LlamaForCausalLM \(such as lm_head\.weight\)"),
+    ],
+)
+def test_what_is_not_the_state_dict_of_this_model(content: Any, words: str, state_dict: Path) -> None:
+    """A training checkpoint, a list, wrong shapes and wrong names are told apart."""
+    torch.save(content, state_dict)
+    with pytest.raises(InvalidInput, match=words):
+        ns.load(state_dict)
+
+
+@pytest.mark.parametrize("content", [b"", b"junk" * 100, b"PK\x03\x04 no archive"])
+def test_a_broken_state_dict(content: bytes, state_dict: Path) -> None:
+    """Garbage is no state dict."""
+    state_dict.write_bytes(content)
+    with pytest.raises(InvalidInput, match=r"model\.pt is no plain state dict"):
+        ns.load(state_dict)
 
 
 # -- tiny models

@@ -1,13 +1,15 @@
 """From a name on the command line to a model under test: `load`, `wrap`, and `outline` where weights aren't needed.
 
-Nothing is downloaded and no pickle is opened: a pickle runs code when read, and a checkpoint is somebody else's file.
+Nothing is downloaded and no pickle is run: a pickle is a program, and a checkpoint is somebody else's file. Of pickles
+only a plain state dict is read, by torch's reader that takes tensors and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from noisescope import __version__
+from noisescope import demo
 from noisescope.anatomy import Anatomy, dissect
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
 
@@ -28,11 +30,17 @@ _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
+_STATE_DICTS = (".pt", ".pth", ".bin")
+_PICKLES = (*_STATE_DICTS, ".pkl", ".pickle", ".ckpt")
+_CONVERT = (
+    "Convert it to safetensors (load it where you trust it and call model.save_pretrained(folder)), then pass that "
+    "folder."
+)
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.txt", "vocab.json", "tekken.json")
 _ALLOWED = (
     "A model is a Hugging Face folder (config.json beside *.safetensors), an id from the local Hugging Face cache, "
-    "a .gguf file, or tiny:NAME (a tiny random model, such as tiny:llama)."
+    "a .gguf file, a .pt state dict beside its config.json, demo (the small trained model in the package; a folder of "
+    "that name is ./demo), or tiny:NAME (a tiny random model, such as tiny:llama)."
 )
 
 
@@ -44,16 +52,18 @@ class Subject:
     tokenizer: Any  # None where the source has none (a vision model, a bare module)
     anatomy: Anatomy
     source: str
+    loading: Mapping[str, Any] | None = None  # `load`'s keyword arguments as plain values; None: wrapped
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """Where a model lies: a folder, and the GGUF file in it if that is what was asked for."""
+    """Where a model lies: a folder, and the GGUF file or the state dict in it if that is what was asked for."""
 
     source: str
     folder: Path
     gguf: str | None
     trusted: bool
+    state_dict: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """What every `from_pretrained` of transformers is given."""
@@ -73,15 +83,27 @@ def load(
 ) -> Subject:
     """A model with its tokenizer and anatomy, in eval mode.
 
-    `source` is a Hugging Face folder, an id from the local Hugging Face cache, a `.gguf` file, or `tiny:llama` and the
-    like (noisescope.testing). `dtype` is as stored unless given. `device` is any torch device; where `device_map` is
-    given, accelerate decides instead. The class is the one that the checkpoint names, else a causal language model.
+    `source` is a Hugging Face folder, an id from the local Hugging Face cache, a `.gguf` file, a state dict (`.pt`)
+    beside its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
+    `./demo`), or `tiny:llama` and the like (noisescope.testing). `dtype` is as stored unless given. `device` is any
+    torch device; where `device_map` is given, accelerate decides instead. The class is the one that the checkpoint
+    names, else a causal language model.
 
     The weights of a GGUF file are dequantised on loading: noise falls on the arithmetic of the dequantised model.
     """
     wanted, where = _dtype(dtype), _device(device)
+    if str(source) == "demo" and dtype is None and where.type == "cpu":
+        wanted = torch.float32  # stored in bfloat16 to be small; most CPUs are slow in it
+    loading = {
+        "device": str(device),
+        "dtype": None if wanted is None else str(wanted).removeprefix("torch."),
+        "attn_implementation": attn_implementation,
+        "device_map": device_map,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
     if str(source).startswith("tiny:"):
-        return _tiny(str(source), wanted, attn_implementation, where)
+        return replace(_tiny(str(source), wanted, attn_implementation, where), loading=loading)
     checkpoint = _find(source, revision, trust_remote_code)
     if device_map is not None and importlib.util.find_spec("accelerate") is None:
         raise MissingExtra("device_map needs the package accelerate: pip install 'noisescope[accelerate]'")
@@ -90,15 +112,19 @@ def load(
         quantiser = _quantiser(config)
         if device_map is None and quantiser:  # packed weights can't be moved afterwards
             device_map = {"": str(where)}
-        model, info = _model_class(config).from_pretrained(
-            checkpoint.folder,
-            **checkpoint.arguments(),
-            dtype="auto" if wanted is None else wanted,
-            **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
-            **({} if device_map is None else {"device_map": device_map}),
-            **({} if checkpoint.gguf else {"use_safetensors": True}),
-            output_loading_info=True,
-        )
+        settings = {"attn_implementation": attn_implementation, "device_map": device_map}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if checkpoint.state_dict:
+            model, info = _from_state_dict(checkpoint, config, wanted, settings)
+        else:
+            model, info = _model_class(config).from_pretrained(
+                checkpoint.folder,
+                **checkpoint.arguments(),
+                **settings,
+                dtype="auto" if wanted is None else wanted,
+                **({} if checkpoint.gguf else {"use_safetensors": True}),
+                output_loading_info=True,
+            )
         tokenizer = _tokenizer(checkpoint)
     if info["missing_keys"] and not quantiser:  # a quantiser names its tensors anew
         raise InvalidInput(
@@ -112,7 +138,7 @@ def load(
         notes.append(f"{len(info['unexpected_keys'])} tensors of the checkpoint are not used by {type(model).__name__}")
     if checkpoint.gguf:
         notes.append(f"weights were dequantised on loading: {', '.join(_gguf_formats(checkpoint))} in the file")
-    return _subject(model.eval(), tokenizer, str(source), notes)
+    return replace(_subject(model.eval(), tokenizer, str(source), notes), loading=loading)
 
 
 def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
@@ -172,18 +198,17 @@ def _tiny(source: str, dtype: torch.dtype | None, attention: str | None, device:
 def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: bool = True) -> _Checkpoint:
     """Where the files of a source lie, or an error that says what would be right."""
     text, path = str(source), Path(source).expanduser()
-    if text == "demo":
-        raise InvalidInput(
-            f"'demo' stands for a model bundled with noisescope, and version {__version__} bundles none. Try "
-            "tiny:llama; for a folder of that name write ./demo."
-        )
-    if path.suffix.lower() in _PICKLES:
-        raise InvalidInput(
-            f"{text} is a pickle, which runs code when opened, so noisescope does not open it. Convert it to "
-            "safetensors (load it where you trust it and call model.save_pretrained(folder)), then pass that folder."
-        )
+    if text == "demo":  # a folder of that name is ./demo
+        path = demo.folder()
     if path.exists() and revision is not None:
         raise InvalidInput(f"revision={revision!r} chooses a version of a hub id, but {text} is a path: leave it out")
+    if path.suffix.lower() in _STATE_DICTS and path.is_file() and (path.parent / "config.json").exists():
+        return _Checkpoint(text, path.parent, None, trusted, state_dict=path.name)
+    if path.suffix.lower() in _PICKLES:
+        raise InvalidInput(
+            f"{text} is a pickle, which runs code when opened, so noisescope does not open it, unless it is a plain "
+            f"state dict in a .pt, .pth or .bin file beside its config.json. {_CONVERT}"
+        )
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             _need_gguf()
@@ -242,6 +267,47 @@ def _model_class(config: Any) -> Any:
 
     named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
     return next((known for known in named if known is not None), transformers.AutoModelForCausalLM)
+
+
+def _from_state_dict(
+    checkpoint: _Checkpoint, config: Any, dtype: torch.dtype | None, settings: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a config with the weights of a state dict, in their own dtype unless another is wanted."""
+    import transformers
+
+    path = checkpoint.folder / str(checkpoint.state_dict)
+    try:  # only archives can be mapped: torch before 1.6 wrote none
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a broken file raises anything
+        raise InvalidInput(
+            f"{checkpoint.source} is no plain state dict. A whole pickled model runs code when opened, so noisescope "
+            f"does not open it. {_CONVERT}"
+        ) from error
+    if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        found = ", ".join(map(str, weights)) if isinstance(weights, dict) else type(weights).__name__
+        raise InvalidInput(
+            f"{checkpoint.source} is no plain state dict (tensors by name); it holds {found:.200}. Save the weights "
+            "alone: torch.save(model.state_dict(), path)"
+        )
+    floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    build = _model_class(config)
+    if hasattr(build, "from_config"):  # an Auto class takes no state dict: ask it for the class it stands for
+        with torch.device("meta"):
+            build = type(build.from_config(config, trust_remote_code=checkpoint.trusted))
+    model, info = build.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype or max(floats, key=lambda kept: kept.itemsize, default=None),
+        **settings,
+        output_loading_info=True,
+    )
+    for tensor in (*model.parameters(), *model.buffers()):  # off the file: a training run may overwrite it
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    if (checkpoint.folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+    return model, info
 
 
 def _quantiser(config: Any) -> str:

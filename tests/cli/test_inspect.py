@@ -122,7 +122,6 @@ def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]
     [
         (["tiny:lama"], "error: unknown tiny model 'lama'. Allowed: "),
         (["/no/such/folder"], "error: there is no file or folder '/no/such/folder'. A model is "),
-        (["demo"], "error: 'demo' stands for a model bundled with noisescope"),
         (["tiny:llama", "--dtype", "int3"], "error: unknown dtype 'int3'. Allowed: "),
     ],
 )

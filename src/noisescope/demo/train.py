@@ -1,0 +1,271 @@
+"""Make the bundled model from nothing.
+
+    python -m noisescope.demo.train OUT_DIR
+
+About 4 minutes on an H200 with 16 cores: one to make the problems and to start, two to train. On a CPU only for trying
+out: --steps 5 --device cpu. Writes OUT_DIR/model (Hugging Face folder, bfloat16 safetensors, tokenizer), test.jsonl,
+calibration.jsonl and training.json (settings, losses, exact match on the held-out problems with and without noise).
+Data and order are the same each time; weights are not quite, since a GPU adds in varying order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from noisescope.demo import problems, tokenizer
+from noisescope.demo.evaluate import evaluate
+from noisescope.demo.problems import Problem
+from noisescope.demo.tokenizer import BOS, EOS, PAD
+
+TEST_SEED, CALIBRATION_SEED, TRAIN_SEED = 1_000_003, 1_000_033, 7_000
+TRAIN_STEPS, TRAIN_WEIGHTS = (1, 2, 3, 4), (1, 2, 3, 4)  # easy problems first teach the single operations
+LENGTH = 64  # tokens of the longest problem with its answer, rounded up
+CHUNK = 10_000  # problems a worker makes at a time, with a seed of their own
+SENTENCES = max(problems.STEPS) + 1  # the opening and one for each operation
+STORY, RUNNING = 0.1, 0.5  # weights of the losses beside the answer's 1
+WARM_UP, LOG_EVERY = 500, 100
+NO_VALUE = 255
+
+Compiler = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the outcome, the machine apart; the defaults made the bundled model."""
+
+    layers: int = 16
+    width: int = 96
+    examples: int = 1_000_000
+    steps: int = 2700
+    batch: int = 512
+    rate: float = 2e-3
+    seconds: float = 3600.0  # training ends by then at the latest, with a learning rate that falls sooner
+    tests: int = 1000
+    calibrations: int = 256
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Problems as numbers, uint8: tokens [N, LENGTH], and for each sentence where it ends and the value then."""
+
+    tokens: Tensor
+    ends: Tensor  # [N, SENTENCES]
+    values: Tensor  # [N, SENTENCES], NO_VALUE where the story has fewer sentences
+
+    def pick(self, rows: Tensor) -> Batch:
+        return Batch(self.tokens[rows].long(), self.ends[rows].long(), self.values[rows].long())
+
+    def to(self, device: str) -> Batch:
+        return Batch(self.tokens.to(device), self.ends.to(device), self.values.to(device))
+
+
+def make_model(layers: int, width: int, vocabulary: int) -> LlamaForCausalLM:
+    heads = width // 32
+    # Not Qwen2: for that type transformers puts its own pre-tokenizer in place of the one saved beside the model.
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=-(-width * 8 // 3 // 32) * 32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        initializer_range=0.03,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return LlamaForCausalLM(config)
+
+
+def encode(items: Sequence[Problem]) -> Batch:
+    """<bos> prompt answer <eos>, padded on the right."""
+    core = tokenizer.make().backend_tokenizer
+    stop = core.token_to_id(".")
+    tokens = torch.full((len(items), LENGTH), PAD, dtype=torch.uint8)
+    ends = torch.zeros(len(items), SENTENCES, dtype=torch.uint8)
+    values = torch.full((len(items), SENTENCES), NO_VALUE, dtype=torch.uint8)
+    texts = core.encode_batch([f"{item.prompt} {item.answer}" for item in items])
+    for row, (item, text) in enumerate(zip(items, texts, strict=True)):
+        ids = [*text.ids, EOS]
+        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.uint8)
+        stops = [position for position, token in enumerate(ids) if token == stop]
+        ends[row, : len(stops)] = torch.tensor(stops, dtype=torch.uint8)
+        values[row, : len(stops)] = torch.tensor(item.values, dtype=torch.uint8)
+    return Batch(tokens, ends, values)
+
+
+def training_problems(chunk: int, count: int, without: frozenset[str]) -> list[Problem]:
+    source = problems.stream(TRAIN_SEED + chunk, steps=TRAIN_STEPS, weights=TRAIN_WEIGHTS, without=without)
+    return [next(source) for _ in range(count)]
+
+
+def _chunk(job: tuple[int, int, frozenset[str]]) -> list[Any]:
+    """As numpy arrays, which go from process to process as bytes: tensors would fill /dev/shm."""
+    batch = encode(training_problems(*job))
+    return [batch.tokens.numpy(), batch.ends.numpy(), batch.values.numpy()]
+
+
+def training_set(count: int, without: frozenset[str], *, workers: int) -> Batch:
+    jobs = [(chunk, min(CHUNK, count - start), without) for chunk, start in enumerate(range(0, count, CHUNK))]
+    if workers > 1:
+        with Pool(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            parts = pool.map(_chunk, jobs, chunksize=1)
+    else:
+        parts = [_chunk(job) for job in jobs]
+    return Batch(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)))
+
+
+def _as_it_is(block: nn.Module) -> nn.Module:
+    return block
+
+
+class Losses(nn.Module):
+    """The training losses, with heads that read the running value inside the model and are thrown away afterwards.
+
+    What a token finds out in the last block no later token can use, so the value after sentence k has to be there
+    early: it is asked for at depth (k + 1) / (SENTENCES + 1) of the blocks, which leaves some for the answer.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, question: int, compiler: Compiler = _as_it_is) -> None:
+        super().__init__()
+        self.model, self.question = model, question
+        layers, width = len(model.model.layers), model.config.hidden_size
+        self.depths = [round(layers * (k + 1) / (SENTENCES + 1)) for k in range(SENTENCES)]
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(width), nn.Linear(width, problems.LARGEST + 1)) for _ in self.depths
+        )
+        self.blocks = [compiler(block) for block in model.model.layers]  # a plain list: the model owns the parameters
+
+    def logits(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits [B, T, V] and the hidden states [B, T, D] before each block and after the last."""
+        body = self.model.model
+        hidden = body.embed_tokens(tokens)
+        if torch.is_autocast_enabled(tokens.device.type):
+            hidden = hidden.bfloat16()  # the residual stream as it will be when the model is used
+        rotary = body.rotary_emb(hidden, torch.arange(tokens.shape[1], device=tokens.device)[None])
+        states = [hidden]
+        for block in self.blocks:
+            hidden = block(hidden, attention_mask=None, position_embeddings=rotary)  # no mask: causal, padded right
+            states.append(hidden)
+        return self.model.lm_head(body.norm(hidden)), states
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Means over tokens: "answer", "story", and "value0" ... of the sentences."""
+        logits, states = self.logits(batch.tokens)
+        target = batch.tokens[:, 1:]
+        loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+        answer = ((batch.tokens[:, :-1] == self.question).cumsum(1) > 0) & (target != PAD)
+        story = (target != PAD) & ~answer
+        losses = {"answer": (loss * answer).sum() / answer.sum(), "story": (loss * story).sum() / story.sum()}
+        rows = torch.arange(len(target), device=target.device)
+        for k, (depth, head) in enumerate(zip(self.depths, self.heads, strict=True)):
+            values = head(states[depth][rows, batch.ends[:, k]].float()).float()
+            known = (batch.values[:, k] != NO_VALUE).sum().clamp(min=1)
+            losses[f"value{k}"] = (
+                cross_entropy(values, batch.values[:, k], ignore_index=NO_VALUE, reduction="sum") / known
+            )
+        return losses
+
+
+def fit(model: LlamaForCausalLM, data: Batch, settings: Settings, *, device: str) -> list[dict[str, Any]]:
+    """Train in place; returns a line of losses now and then."""
+    started = time.monotonic()
+    question = tokenizer.make().convert_tokens_to_ids("?")
+    compiler = functools.partial(torch.compile, dynamic=False) if device == "cuda" else _as_it_is
+    losses = Losses(model, question, compiler).to(device)
+    optimizer = torch.optim.AdamW(
+        losses.parameters(), lr=settings.rate, weight_decay=0.05, betas=(0.9, 0.98), fused=device == "cuda"
+    )
+    order = torch.Generator().manual_seed(settings.steps)
+    lines: list[dict[str, Any]] = []
+    step, progress = 0, 0.0
+    while progress < 1:
+        progress = max((step + 1) / settings.steps, (time.monotonic() - started) / settings.seconds)
+        rate = settings.rate * min(1.0, (step + 1) / WARM_UP, max(0.005, 1.25 * (1 - progress)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = data.pick(torch.randint(0, len(data.tokens), (settings.batch,), generator=order).to(device))
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # slow on a CPU
+            parts = losses(batch)
+        loss = parts["answer"] + STORY * parts["story"]
+        if progress < 0.8:
+            values = [part for name, part in parts.items() if name.startswith("value")]
+            loss = loss + RUNNING * torch.stack(values).mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(losses.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % LOG_EVERY == 0 or progress >= 1:
+            seconds = round(time.monotonic() - started)
+            lines.append({"step": step, "seconds": seconds, **{name: round(p.item(), 4) for name, p in parts.items()}})
+            print(lines[-1], flush=True)
+    return lines
+
+
+def write_problems(path: Path, items: Sequence[Problem]) -> None:
+    path.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in items), "utf-8")
+
+
+def build(out: Path, settings: Settings, *, device: str, workers: int) -> dict[str, Any]:
+    """Data, training, files, evaluation; returns what training.json says."""
+    tests = problems.held_out(settings.tests, TEST_SEED)
+    seen = frozenset(item.prompt for item in tests)
+    calibration = problems.held_out(settings.calibrations, CALIBRATION_SEED, without=seen)
+    data = training_set(settings.examples, seen | {item.prompt for item in calibration}, workers=workers)
+    torch.manual_seed(0)
+    words = tokenizer.make()
+    model = make_model(settings.layers, settings.width, len(words)).to(device)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data.tokens):,} problems", flush=True)
+    losses = fit(model, data.to(device), settings, device=device)
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out / "model")
+    words.save_pretrained(out / "model")
+    (out / "model" / "model.safetensors").chmod(0o644)  # it is written for its owner alone
+    write_problems(out / "test.jsonl", tests)
+    write_problems(out / "calibration.jsonl", calibration)
+    report = {
+        "settings": dataclasses.asdict(settings),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "seconds": losses[-1]["seconds"],  # of training, without making the problems and evaluating
+        **evaluate(out / "model", tests, device=device),
+        "losses": losses,
+    }
+    (out / "training.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    for field in dataclasses.fields(Settings):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help="%(default)s")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="%(default)s")
+    parser.add_argument("--workers", type=int, default=5, help="processes that make the problems, %(default)s")
+    options = vars(parser.parse_args(arguments))
+    out, device, workers = options.pop("out"), options.pop("device"), options.pop("workers")
+    report = build(out, Settings(**options), device=device, workers=workers)
+    print(json.dumps({name: report[name] for name in ("n", "exact_match_by_noise", "clean_exact_match_by_steps")}))
+
+
+if __name__ == "__main__":
+    main()
