@@ -1,0 +1,97 @@
+"""What to do about a sensitive operator, an outlier channel, an avalanche point or a critical layer."""
+
+from __future__ import annotations
+
+from noisescope.errors import unknown
+from noisescope.sites import canonical_operator
+
+_ACCUMULATE = (
+    "Accumulate in 32 bits (INT32 for INT8 inputs, FP32 for FP8 and 16-bit inputs) and round once at the end. "
+    "Look at the longest sums first (inner size above 4096): rounding error grows with the number of terms."
+)
+
+ADVICE: dict[str, str] = {
+    "softmax": (
+        "Check the device's exp (table or polynomial) against float64 over the range the scores really take, and "
+        "that the row's maximum is subtracted before it. Keep attention scores and softmax wider than the "
+        "products around them."
+    ),
+    "norm": (
+        "Check that the variance (or mean square) is summed in FP32 and how exact rsqrt is near zero variance. A "
+        "larger epsilon guards against division by almost nothing, but keep the one the model was trained with: "
+        "raising it alters the model, so evaluate that as a change of its own."
+    ),
+    "linear": _ACCUMULATE,
+    "matmul": _ACCUMULATE,
+    "bmm": _ACCUMULATE,
+    "gemm": _ACCUMULATE,
+    "attention": (
+        "Errors of the products and of softmax compound here: give QK^T, the probabilities and PV scales of their "
+        "own, and see which of the three carries the loss."
+    ),
+    "mlp": (
+        "See whether the products or the activation between them carries the loss; then follow the advice for that one."
+    ),
+    "silu": (
+        "Check the sigmoid approximation against float64. If tanh is better on this device, use sigmoid(x) = (1 + "
+        "tanh(x / 2)) / 2."
+    ),
+    "gelu": (
+        "Check the polynomial behind erf or tanh against float64, and that the device uses the form (erf or tanh) "
+        "the model was trained with."
+    ),
+    "embedding": (
+        "A table look-up has no arithmetic: compare the rows bit by bit. Keep the table at 8 bits or more, since "
+        "its error enters every layer."
+    ),
+    "residual": (
+        "Keep the residual stream in 16 bits or more and its addition in FP32: each block's error stays in it to "
+        "the end. Look for massive channels, which decide its range."
+    ),
+    "outliers": (
+        "Give outlier channels a scale of their own (per-channel quantisation). One or two massive channels are "
+        "the worst case, however small their share: judge by the largest ratio. If you train the model yourself, "
+        "hold channel ranges down while training."
+    ),
+    "outliers W8A8": (
+        "SmoothQuant: divide each input channel of the linear by max|X|^alpha / max|W|^(1 - alpha) and multiply "
+        "the weight's column by it; alpha 0.5 to begin with, about 0.75 above 50 x. Needs calibration data, no "
+        "training."
+    ),
+    "outliers W4A16": (
+        "AWQ: only weights are quantised; scale up the few weight channels that meet large activations, so that "
+        "they lose least. Needs calibration data, no training."
+    ),
+    "outliers W4A4": (
+        "OmniQuant or learned rotations (such as SpinQuant): the transformation that spreads outliers is "
+        "optimised on data. Dearer than the other two, and what 4-bit activations need."
+    ),
+    "avalanche": (
+        "Raise the precision of this layer range, or train with noise aimed at it (adaptive AQN). Validate it "
+        "first on new hardware."
+    ),
+    "critical layers": (
+        "Keep these layers in 16 bits. FP16 has the finer steps, but only if the captured maximum of their "
+        "activations stays well below 65504; otherwise BF16."
+    ),
+    "divergence": (
+        "Where two devices differ by more than 5 % (MAPE), raise the precision of the layer or smooth its outlier "
+        "channels, then compare again."
+    ),
+}
+
+TARGETS = ("W8A8", "W4A16", "W4A4")
+
+
+def operator_advice(operator: str) -> str:
+    """The advice for an operator or group by any of its names ("layernorm" and "rms_norm" are "norm")."""
+    return ADVICE[canonical_operator(operator)]
+
+
+def outlier_advice(target: str | None = None) -> str:
+    """The advice for outlier channels; with a target format (W8A8, W4A16, W4A4), the method for it."""
+    if target is None:
+        return ADVICE["outliers"]
+    if target.upper() not in TARGETS:
+        raise unknown("target format", target, TARGETS)
+    return ADVICE[f"outliers {target.upper()}"]

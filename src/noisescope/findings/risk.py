@@ -1,0 +1,102 @@
+"""The two risk scores: the report's (what the diagnosis found) and the dashboard's (what the metrics say).
+
+They answer different questions and may disagree, so each carries its name and the terms it was made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from noisescope.errors import InvalidInput
+from noisescope.findings.bands import DASHBOARD_POINTS, LIMITS, NOT_MEASURABLE, REPORT_POINTS, band, meaning
+
+
+@dataclass(frozen=True)
+class Term:
+    """One reason of a risk score; points None where it could not be measured."""
+
+    reason: str
+    points: float | None
+
+
+@dataclass(frozen=True)
+class Risk:
+    """A risk score with its level. Where a term is missing the score is a lower bound, and the level never LOW."""
+
+    name: str
+    score: float
+    level: str
+    meaning: str
+    terms: tuple[Term, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "terms": [asdict(term) for term in self.terms]}
+
+
+def report_risk(
+    sensitivity_scores: Mapping[str, float | None],
+    avalanche_points: int | None,
+    outlier_channels: int | None,
+    channels: int | None,
+) -> Risk:
+    """30 points a critical operator, 25 an avalanche point, 5 a percent of outlier channels; > 100 HIGH, > 50 MODERATE.
+
+    `sensitivity_scores` holds each operator once: a group or its parts, never both. `channels` is the number really
+    looked at. None is what was not looked at or could not be measured.
+    """
+    terms = []
+    for operator, score in sensitivity_scores.items():
+        if _missing(score):
+            terms.append(Term(f"operator {operator}: {NOT_MEASURABLE}", None))
+        elif score is not None and score > LIMITS["critical_operator_score"]:
+            terms.append(Term(f"critical operator: {operator}", REPORT_POINTS["critical operator"]))
+    if not sensitivity_scores:
+        terms.append(Term("operators: not looked at", None))
+    if avalanche_points is None:
+        terms.append(Term("avalanche points: not looked at", None))
+    elif avalanche_points:
+        points = avalanche_points * REPORT_POINTS["avalanche point"]
+        terms.append(Term(f"avalanche points: {avalanche_points}", points))
+    if outlier_channels is None or not channels:
+        terms.append(Term("outlier channels: not looked at", None))
+    elif not 0 <= outlier_channels <= channels:
+        raise InvalidInput(f"{outlier_channels} outlier channels of {channels} can't be: give the real channel counts")
+    elif outlier_channels:
+        percent = 100 * outlier_channels / channels
+        points = percent * REPORT_POINTS["percent of outlier channels"]
+        terms.append(Term(f"outlier channels: {percent:.3g} % of {channels}", points))
+    return _risk("report_risk", terms)
+
+
+def dashboard_risk(degradation: float | None, mape: float | None = None) -> Risk:
+    """50 / 30 / 10 points by degradation, 30 / 15 by MAPE between two devices; > 60 HIGH, > 30 MODERATE.
+
+    mape None means that no second device was compared, which costs nothing; degradation None is not measurable.
+    """
+    terms = []
+    if _missing(degradation):
+        terms.append(Term(f"degradation: {NOT_MEASURABLE}", None))
+    for name, value in (("degradation", degradation), ("mape", mape)):
+        for limit, points in DASHBOARD_POINTS[name]:
+            if value is not None and value > limit:
+                terms.append(Term(f"{name} {value:.3g} above {limit:g}", points))
+                break
+    if mape is not None and _missing(mape):
+        terms.append(Term(f"mape: {NOT_MEASURABLE}", None))
+    return _risk("dashboard_risk", terms)
+
+
+def _missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _risk(name: str, terms: list[Term]) -> Risk:
+    score = math.fsum(term.points for term in terms if term.points is not None)
+    # With a term missing the score can only rise: MODERATE and HIGH stand as "at least", LOW would be a guess.
+    unknown_part = any(term.points is None for term in terms)
+    if unknown_part and band(name, score) == "LOW":
+        return Risk(name, score, NOT_MEASURABLE, NOT_MEASURABLE, tuple(terms))
+    return Risk(name, score, band(name, score), meaning(name, score), tuple(terms))

@@ -1,0 +1,34 @@
+"""Numbers with intervals: what a run has shown, and what it could have seen. numpy and scipy, no torch."""
+
+from noisescope.stats.estimate import NOT_MEASURABLE, UNBOUNDED, Estimate
+from noisescope.stats.intervals import (
+    degradation,
+    difference,
+    mean,
+    measurable,
+    noise_tolerance,
+    ratio,
+    retention,
+)
+from noisescope.stats.looks import holm, p_no_difference, simultaneous_level, smallest_detectable
+from noisescope.stats.ranks import Correlation, correlation, split_half_agreement
+
+__all__ = [
+    "NOT_MEASURABLE",
+    "UNBOUNDED",
+    "Correlation",
+    "Estimate",
+    "correlation",
+    "degradation",
+    "difference",
+    "holm",
+    "mean",
+    "measurable",
+    "noise_tolerance",
+    "p_no_difference",
+    "ratio",
+    "retention",
+    "simultaneous_level",
+    "smallest_detectable",
+    "split_half_agreement",
+]

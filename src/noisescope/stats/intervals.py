@@ -1,0 +1,157 @@
+"""Means, differences, degradations and ratios, each with an interval.
+
+Data are per-sample scores: shape (samples,), or (samples, seeds) for noisy runs. Noise draws are independent across
+samples, so the sample is the cluster: seeds are averaged within a sample, and n is the number of samples. Scores that
+are all 0 or 1 are treated as counts (`counted.py`), all others as continuous (`continuous.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from noisescope.errors import InvalidInput
+from noisescope.stats import continuous, counted
+from noisescope.stats.estimate import (
+    NOT_MEASURABLE,
+    UNBOUNDED,
+    Array,
+    Estimate,
+    are_counted,
+    checked_level,
+    is_binary,
+    pairs,
+    scores,
+)
+
+
+def mean(values: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """The mean over samples: Wilson's interval for 0/1 scores, Student's widened for skewness otherwise.
+
+    >>> mean([1, 1, 1, 0]).value
+    0.75
+    """
+    raw = scores(values, "values")
+    y, level = raw.mean(axis=1), checked_level(level)
+    value, n = float(y.mean()), len(y)
+    if is_binary(raw):
+        return _estimate(value, counted.proportion_limits(y, level), n, level)
+    if n < 2:
+        return Estimate(value, None, None, n, level)
+    return _estimate(value, continuous.mean_limits(y, level), n, level)
+
+
+def difference(clean: ArrayLike, noisy: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """Mean of clean - noisy over pairs. Its width is never 0 where nothing changed (`unseen_error`)."""
+    raw_x, raw_y = pairs(clean, noisy)
+    x, y, level = raw_x.mean(axis=1), raw_y.mean(axis=1), checked_level(level)
+    d, n = x - y, len(x)
+    value = float(d.mean())
+    if are_counted(raw_x, raw_y):
+        return _estimate(value, counted.difference_limits(counted.Table.of(x, y), level), n, level)
+    if n < 2:
+        return Estimate(value, None, None, n, level)
+    if unchanged(x, y):
+        half = continuous.student_quantile(n, level) * unseen_error(x)
+        return Estimate(value, value - half, value + half, n, level) if half else Estimate(value, None, None, n, level)
+    return _estimate(value, continuous.mean_limits(d, level), n, level)
+
+
+def measurable(clean: ArrayLike, chance: float = 0.0, *, level: float = 0.95) -> bool:
+    """Whether the clean score stands clear of chance, so that a share of it can be lost.
+
+    The interval of its mean must stay above `chance` (1 / choices for multiple choice, 0 for free generation), and the
+    mean must exceed its own error t times, or a ratio to it has no bound (Fieller's condition; for 0/1 scores with
+    chance 0 it asks for 4 right answers, where Wilson's lower end is above 0 from the first on).
+    """
+    estimate = mean(clean, level=level)
+    if estimate.value is None or estimate.low is None or estimate.low <= chance:
+        return False
+    x = scores(clean, "clean").mean(axis=1)
+    if estimate.n < 2:
+        return False
+    error = float(np.std(x, ddof=1)) / math.sqrt(estimate.n)
+    return estimate.value > continuous.student_quantile(estimate.n, level) * error
+
+
+def retention(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level: float = 0.95) -> Estimate:
+    """mean(noisy) / mean(clean), paired; value None and a note where the clean score is not `measurable`."""
+    x, _ = pairs(clean, noisy)
+    if not measurable(clean, chance, level=level):
+        return Estimate(None, None, None, len(x), level, NOT_MEASURABLE)
+    return _paired_ratio(clean, noisy, ("clean", "noisy"), level)
+
+
+def degradation(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level: float = 0.95) -> Estimate:
+    """1 - mean(noisy) / mean(clean), the share of the clean score that noise takes, paired."""
+    kept = retention(clean, noisy, chance=chance, level=level)
+    value, low, high = (None if end is None else 1 - end for end in (kept.value, kept.high, kept.low))
+    return Estimate(value, low, high, kept.n, level, kept.note)
+
+
+def ratio(numerator: ArrayLike, denominator: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """mean(numerator) / mean(denominator) of paired positive values.
+
+    The interaction index is `ratio(kl_of_the_window, sum_of_the_kls_of_its_layers)`, per sample on both sides.
+    """
+    x, y = pairs(denominator, numerator, ("denominator", "numerator"))
+    if min(x.min(), y.min()) < 0:
+        raise InvalidInput("ratio takes values of at least 0; for scores that change sign use difference")
+    if not x.any():
+        return Estimate(None, None, None, len(x), level, NOT_MEASURABLE)
+    return _paired_ratio(denominator, numerator, ("denominator", "numerator"), level)
+
+
+def noise_tolerance(degradation: Estimate) -> Estimate:
+    """The noise tolerance index 1 / degradation; ends by transforming the ends.
+
+    Without a loss (degradation <= 0) the index is unbounded: value None with that note. An interval of the degradation
+    that reaches 0 leaves the index without an upper end, one that lies at or below 0 leaves no lower end either.
+    """
+    if degradation.value is None:
+        return Estimate(None, None, None, degradation.n, degradation.level, degradation.note or NOT_MEASURABLE)
+    dust = 1e-12  # a loss of rounding errors is no loss
+    ends = (degradation.value, degradation.high, degradation.low)  # 1 / x turns the ends round
+    value, low, high = (None if d is None or d <= dust else 1 / d for d in ends)
+    note = UNBOUNDED if value is None else ""
+    return Estimate(value, low, high, degradation.n, degradation.level, note)
+
+
+def unchanged(x: Array, y: Array, factor: float = 1.0) -> bool:
+    """Whether y - factor x is one and the same number in all samples, up to rounding."""
+    return float(np.ptp(y - factor * x)) <= 1e-12 * float(np.abs(x).max() + np.abs(y).max())
+
+
+def unseen_error(clean: Array) -> float:
+    """A standard error for n continuous pairs that all changed alike (mostly: not at all).
+
+    Zero is no honest error after n samples. Two pseudo-pairs are added as Agresti and Min (2005) do for 0/1 pairs, half
+    of one changed by plus and half by minus one standard deviation of the clean score: s / (n + 2).
+    """
+    scale = float(np.std(clean)) or float(abs(clean.mean()))
+    return scale / (len(clean) + 2)
+
+
+def _paired_ratio(below: ArrayLike, above: ArrayLike, what: tuple[str, str], level: float) -> Estimate:
+    raw_x, raw_y = pairs(below, above, what)
+    x, y, level = raw_x.mean(axis=1), raw_y.mean(axis=1), checked_level(level)
+    value, n = float(y.mean() / x.mean()), len(x)
+    if are_counted(raw_x, raw_y):
+        return _estimate(value, counted.ratio_limits(counted.Table.of(x, y), level), n, level)
+    if n < 2:
+        return Estimate(value, None, None, n, level)
+    if unchanged(x, y, value):
+        half = continuous.student_quantile(n, level) * unseen_error(x) / abs(float(x.mean()))
+        return Estimate(value, value - half, value + half, n, level)
+    low, high = continuous.ratio_limits(x, y, level)
+    if min(x.min(), y.min()) >= 0:
+        low = np.maximum(low, 0.0)
+    return _estimate(value, (low, high), n, level)
+
+
+def _estimate(value: float, limits: tuple[Any, Any], n: int, level: float) -> Estimate:
+    low, high = (float(end) if math.isfinite(end) else None for end in limits)
+    return Estimate(value, low, high, n, level)
