@@ -1,0 +1,118 @@
+"""The scores of `scores.compare` in one Triton kernel: two passes over the logits, and nothing else touches memory.
+
+The plain engine makes some twenty passes over float32 copies; on an accelerator that costs as much as the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COLUMNS = ("kl", "agreement", "correct", "nll", "margin", "nonfinite", "signal", "error")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_BLOCK = 4096
+
+
+@functools.cache
+def _kernel() -> Any | None:
+    """The compiled kernel, or None where Triton is not installed."""
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        return None
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def compare_kernel(  # type: ignore[no-untyped-def]
+        clean_ptr, noisy_ptr, rows_ptr, targets_ptr, out_ptr, width, clean_stride, noisy_stride,
+        COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        clean = clean_ptr + row * clean_stride
+        noisy = noisy_ptr + tl.load(rows_ptr + row) * noisy_stride
+        lane = tl.arange(0, BLOCK)
+        # pass 1: largest, runner-up, log-sum-exp (scaled by the largest so far), sums for the variances
+        top_c, top_n, second = -float("inf"), -float("inf"), -float("inf")
+        at_c, at_n = 0, 0
+        exp_c, exp_n, sum_c, squares_c, sum_d, squares_d = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        for start in range(0, width, BLOCK):
+            inside = start + lane < width
+            zc = tl.load(clean + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
+            zn = tl.load(noisy + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
+            best_c, best_n = tl.max(zc, 0), tl.max(zn, 0)
+            where_c, where_n = tl.argmax(zc, 0), tl.argmax(zn, 0)
+            runner = tl.max(tl.where(lane == where_n, -float("inf"), zn), 0)
+            second = tl.where(best_n > top_n, tl.maximum(top_n, runner), tl.maximum(second, best_n))
+            at_c = tl.where(best_c > top_c, start + where_c, at_c)
+            at_n = tl.where(best_n > top_n, start + where_n, at_n)
+            new_c, new_n = tl.maximum(top_c, best_c), tl.maximum(top_n, best_n)
+            exp_c = exp_c * tl.exp(top_c - new_c) + tl.sum(tl.exp(zc - new_c), 0)
+            exp_n = exp_n * tl.exp(top_n - new_n) + tl.sum(tl.exp(zn - new_n), 0)
+            top_c, top_n = new_c, new_n
+            kept, d = tl.where(inside, zc, 0.0), tl.where(inside, zn - zc, 0.0)
+            sum_c += tl.sum(kept, 0)
+            squares_c += tl.sum(kept * kept, 0)
+            sum_d += tl.sum(d, 0)
+            squares_d += tl.sum(d * d, 0)
+        # pass 2: KL = sum p phi(delta), see divergence.py
+        shift = (top_n - top_c) + (tl.log(exp_n) - tl.log(exp_c))
+        kl, weighted = 0.0, 0.0
+        for start in range(0, width, BLOCK):
+            inside = start + lane < width
+            zc = tl.load(clean + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
+            zn = tl.load(noisy + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
+            p, q = tl.exp(zc - top_c) / exp_c, tl.exp(zn - top_n) / exp_n
+            delta = tl.where(p > 0, (zn - zc) - shift, 0.0)
+            near = delta / (1.0 - delta / 6.0)
+            near = p * near * near * 0.5
+            far = q - p - p * delta
+            kl += tl.sum(tl.where(tl.abs(delta) < 0.25, tl.where(p > 0, near, q), far), 0)
+            weighted += tl.sum(p * delta, 0)
+        off = kl + weighted
+        kl = tl.maximum(kl - off * off * 0.5, 0.0)
+        target = tl.load(targets_ptr + row)
+        of_target = tl.load(noisy + tl.maximum(target, 0)).to(tl.float32)
+        nan = float("nan")
+        clean_whole = (exp_c > 0) & (exp_c < float("inf")) & (tl.abs(top_c) < float("inf"))
+        noisy_whole = (exp_n > 0) & (exp_n < float("inf")) & (tl.abs(top_n) < float("inf"))
+        finite = (kl == kl) & (kl < float("inf"))
+        whole = noisy_whole & (finite | (clean_whole == 0))
+        out = out_ptr + row * COLUMNS
+        variance_c = squares_c / width - (sum_c / width) * (sum_c / width)
+        variance_d = squares_d / width - (sum_d / width) * (sum_d / width)
+        tl.store(out, tl.where(clean_whole & noisy_whole & finite, kl, nan))
+        tl.store(out + 1, tl.where((at_c == at_n) & whole & clean_whole, 1.0, 0.0))
+        tl.store(out + 2, tl.where(target < 0, nan, tl.where((at_n == target) & whole, 1.0, 0.0)))
+        tl.store(out + 3, tl.where((target >= 0) & whole, (top_n - of_target) + tl.log(exp_n), nan))
+        tl.store(out + 4, tl.where(whole, top_n - second, nan))
+        tl.store(out + 5, tl.where(whole, 0.0, 1.0))
+        tl.store(out + 6, tl.maximum(variance_c, 0.0))
+        tl.store(out + 7, tl.maximum(variance_d, 0.0))
+
+    return compare_kernel
+
+
+def usable(clean: Tensor, noisy: Tensor) -> bool:
+    """Whether the kernel can take these logits: Triton is there, plain dtypes, rows without gaps."""
+    plain = all(x.dtype in _DTYPES and x.stride(-1) == 1 and x.numel() for x in (clean, noisy))
+    return plain and _kernel() is not None
+
+
+def compare(clean: Tensor, noisy: Tensor, rows: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Scores [N] of clean logits [N, V] against the rows [N] of noisy ones [R, V]."""
+    kernel = _kernel()
+    assert kernel is not None
+    out = torch.empty(len(rows), len(COLUMNS), dtype=torch.float32, device=clean.device)
+    with torch.cuda.device_of(clean):  # type: ignore[no-untyped-call]
+        kernel[(len(rows),)](
+            clean, noisy, rows.contiguous(), targets.contiguous(), out, clean.shape[-1], clean.stride(0),
+            noisy.stride(0), COLUMNS=len(COLUMNS), BLOCK=min(_BLOCK, _power_of_two(clean.shape[-1])), num_warps=8,
+        )  # fmt: skip
+    return dict(zip(COLUMNS, out.unbind(1), strict=True))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(4, (size - 1).bit_length())

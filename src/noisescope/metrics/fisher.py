@@ -1,0 +1,238 @@
+"""The Fisher screen: one forward and a few backwards predict what noise at every site and channel would cost.
+
+For noise d on an activation y, to second order,
+
+    KL(clean || noisy) = 1/2 E[(d . g)^2],   g = d log p(labels) / dy,   labels ~ the model's own output,
+
+for labels drawn independently at each scored position and log-probabilities summed over a sample's positions: E[g g^T]
+is the Fisher information of the output with respect to y. Noise of independent elements with standard deviation s * w
+gives s^2/2 * sum_i w_i^2 g_i^2, which splits over channels. Only activations carry gradients; weights are frozen.
+
+The prediction adds up over sites, so it can't see errors that compound: that is what injection is for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.anatomy import Anatomy, Unit
+from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
+from noisescope.injection import Injection
+from noisescope.probe.aims import Context, Once
+from noisescope.probe.door import Door
+from noisescope.probe.draws import mix64
+from noisescope.probe.noise import Gaussian, Uniform
+from noisescope.sites import Site
+
+_BLOCK = 256  # rows of logits in float32 at once
+
+
+@dataclass
+class SiteSums:
+    """Sums at noise of scale 1 over everything seen at a site so far, and over all label draws."""
+
+    samples: dict[int, float] = field(default_factory=dict)  # sample -> sum over its elements of w^2 g^2
+    channels: Tensor | None = None  # the same per channel, over all samples, [C] float64
+    _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (samples [B], sums [B]) still on the device
+
+    def add(self, owners: Tensor, per_sample: Tensor, per_channel: Tensor) -> None:
+        self._parts.append((owners, per_sample))
+        total = per_channel.double()
+        self.channels = total if self.channels is None else self.channels + total
+
+    def settle(self) -> None:
+        """Fetch what is still on the device."""
+        for owners, sums in self._parts:
+            for owner, value in zip(owners.tolist(), sums.double().tolist(), strict=True):
+                self.samples[owner] = self.samples.get(owner, 0.0) + value
+        self._parts.clear()
+
+
+class Screen(Door):
+    """A door that watches gradients.
+
+    with Screen(model, injection) as screen, torch.enable_grad():
+        screen.samples = ids_of_the_batch
+        screen.score(model(tokens).logits.flatten(0, 1), scored, keys, draws=2, seed=0)
+    screen.sums[site]
+    """
+
+    def __init__(self, model: nn.Module, where: Injection, *, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        if where.tensor != "output":
+            raise InvalidInput(f"the screen predicts noise on outputs, not on {where.tensor!r}")
+        self.where = where
+        self.sums: dict[Site, SiteSums] = {}
+        self.samples: Tensor | None = None  # ids [B] of the batch that runs now
+        self.starts: list[Tensor] = []  # where gradients begin: the embeddings
+        self._frozen: list[nn.Parameter] = []
+
+    def __enter__(self) -> Screen:
+        self._open()
+        self._frozen = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self.starts = []
+        self._close()
+        for sums in self.sums.values():
+            sums.settle()
+        if kind is None and not self.sums:
+            raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        wanted = self.where.selects(unit.site(operator))
+        return Tap(self, unit, operator, counted=wanted) if wanted or operator == "embedding" else None
+
+    def score(self, logits: Tensor, scored: Tensor, keys: Tensor, *, draws: int, seed: int) -> None:
+        """Draw labels for the scored rows of logits [R, V] and send the gradient of their log-probability back.
+
+        scored [N] are rows, keys [N] name them by (sample, position), so that a label does not depend on what else is
+        in the batch.
+        """
+        if not self.starts:
+            raise UnsupportedModel("no embedding was seen, so gradients have nowhere to begin: call with token ids")
+        for draw in range(draws):
+            gradient = label_gradient(logits.detach(), scored, keys, seed * 1_000_003 + draw)
+            torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
+            del gradient
+        self.starts = []
+
+
+def label_gradient(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Tensor:
+    """d log p(labels) / d logits [R, V] for one drawn label a scored row: one-hot(label) - softmax.
+
+    Written out, block by block: autograd would keep three float32 copies of the logits for it.
+    """
+    gradient = torch.zeros_like(logits)
+    uniform = _uniform(keys, seed)
+    for rows in range(0, len(scored), _BLOCK):
+        part = slice(rows, rows + _BLOCK)
+        at = scored[part]
+        p = logits.index_select(0, at).float().softmax(-1)
+        labels = _inverse_transform(p, uniform[part])
+        p.neg_().scatter_add_(-1, labels[:, None], torch.ones_like(p[:, :1]))
+        gradient.index_copy_(0, at, p.to(gradient.dtype))
+    return gradient
+
+
+def draw_labels(logits: Tensor, keys: Tensor, seed: int) -> Tensor:
+    """One label for each row [N, V] of logits from its own distribution."""
+    uniform = _uniform(keys, seed)
+    starts = range(0, len(keys), _BLOCK)
+    parts = [
+        _inverse_transform(logits[at : at + _BLOCK].float().softmax(-1), uniform[at : at + _BLOCK]) for at in starts
+    ]
+    return torch.cat(parts)
+
+
+def _uniform(keys: Tensor, seed: int) -> Tensor:
+    """A number in [0, 1) for each key; torch.multinomial would tie a label to the batch around it."""
+    mixed = mix64(keys ^ mix64(torch.tensor(seed, device=keys.device)))
+    return (((mixed >> 11) & ((1 << 53) - 1)).double() / float(1 << 53)).float()
+
+
+def _inverse_transform(p: Tensor, uniform: Tensor) -> Tensor:
+    """The label [N] whose share of the cumulated probabilities [N, V] holds the uniform number."""
+    cumulative = p.cumsum(-1)
+    target = (uniform * cumulative[:, -1])[:, None]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=p.shape[-1] - 1)
+
+
+class Tap:
+    """Has the face of an Aim: it lets an output pass and listens for its gradient."""
+
+    backward = None
+    wants_input = False
+    wants_weight = False
+
+    def __init__(self, screen: Screen, unit: Unit, operator: str, *, counted: bool) -> None:
+        self.screen = screen
+        self.unit = unit
+        self.operator = operator
+        self.counted = counted
+        self.heads = unit.kind != "module" and operator in ("matmul", "bmm", "softmax")
+
+    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
+        return x
+
+    def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
+        return weight
+
+    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
+        return x
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        if isinstance(y, tuple):
+            return (self.on_output(y[0], context, occurrence, fresh=fresh), *y[1:])
+        if not torch.is_grad_enabled():
+            return y
+        if self.operator == "embedding" and not y.requires_grad:
+            y = y.detach().requires_grad_(True)
+            self.screen.starts.append(y)
+        if not self.counted or not y.requires_grad or context.recomputing:
+            return y
+        site = self.unit.site(self.operator, occurrence=occurrence)
+        value, version = y.detach(), y._version
+
+        def listen(gradient: Tensor) -> None:
+            if value._version != version:
+                raise UnsupportedModel(f"{site} was changed in place after it was computed: the screen can't follow it")
+            self._add(site, value, gradient)
+
+        y.register_hook(listen)
+        return y
+
+    def _add(self, site: Site, y: Tensor, g: Tensor) -> None:
+        """Square the product of noise size and gradient, and sum it over each sample and each channel."""
+        squares = self._squares(site, y, g)
+        samples = self.screen.samples
+        assert samples is not None
+        batch = samples.numel()
+        if squares.shape[0] % batch == 0:  # [B, T, C], [B, H, T, S], or [B * T, C]
+            per_sample = squares.sum(tuple(range(1, squares.dim()))).view(batch, -1).sum(1)
+        else:  # rows that a MoE layer sorted by expert: whose they are is not known
+            per_sample = squares.sum().expand(batch) / batch
+        if self.heads and squares.dim() == 4:
+            per_channel = squares.sum((0, 2, 3))  # a channel inside attention is a head
+        else:
+            per_channel = squares.sum(tuple(range(squares.dim() - 1)))
+        self.screen.sums.setdefault(site, SiteSums()).add(samples, per_sample, per_channel)
+
+    def _squares(self, site: Site, y: Tensor, g: Tensor) -> Tensor:
+        perturbation = self.screen.where.perturbation_at(site)
+        g32 = g.float()
+        if isinstance(perturbation, (Gaussian, Uniform)):
+            if perturbation.relative_to == "element":
+                return g32.mul_(y).square_() if g32 is not g else (g32 * y).square_()
+            if perturbation.relative_to == "rms":
+                return (g32 * y.float().square().mean(-1, keepdim=True).sqrt()).square_()
+            return g32.square()
+        # A deterministic error: what counts is its projection on the gradient, token by token. It is spread over the
+        # channels by their own squares, so that the channels of a site still add up to it.
+        product: Tensor = (perturbation(y, None).float() - y.float()) * g32
+        squares = product.square()
+        whole = product.sum(-1, keepdim=True).square()
+        return squares * (whole / squares.sum(-1, keepdim=True).clamp_min(1e-30))
+
+
+def scale_of(injection: Injection, site: Site) -> float:
+    """s^2 / 2 at a site: what a sum at noise of scale 1 is multiplied with. 1/2 where the error has no scale."""
+    perturbation = injection.perturbation_at(site)
+    if isinstance(perturbation, (Gaussian, Uniform)):
+        return perturbation.scale**2 / 2
+    return math.ldexp(1.0, -1)
