@@ -89,6 +89,12 @@ class Injection:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidInput(f"seed must be an int, got {self.seed!r}")
 
+    def __hash__(self) -> int:
+        """Of what differs between most injections; the dictionaries only by their keys."""
+        aim = (self.operators, self.layers, self.places, self.modules, self.channels, self.tensor, self.phases)
+        multiplied = (frozenset(self.operator_multipliers), frozenset(self.layer_multipliers))
+        return hash((self.perturbation, aim, multiplied, self.seed))
+
     def selects(self, site: Site) -> bool:
         """Whether this site is aimed at (channels and phases apart)."""
         if not matches_operator(self.operators, site.operator, site.component):

@@ -19,6 +19,7 @@ from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.injection import Injection
 from noisescope.probe.aims import Context, Once
 from noisescope.probe.door import Door
+from noisescope.probe.histogram import LogHistogram
 from noisescope.sites import Place, Site
 
 KEEP = ("statistics", "raw", "both")
@@ -32,37 +33,46 @@ class ChannelStatistics:
     maximum: Tensor | None = None  # max |x|, [C]
     mean: Tensor | None = None
     mean_abs: Tensor | None = None
+    histogram: LogHistogram | None = None  # where quantiles were asked for
     _spread: Tensor | None = field(default=None, repr=False)  # sum of squared deviations
 
     def add(self, rows: Tensor) -> None:
         """Take in rows [R, C]."""
         if rows.shape[0] == 0:
             return
-        values = rows.detach().to(torch.float32 if rows.device.type == "mps" else torch.float64)
-        count, mean = values.shape[0], values.mean(0)
-        spread = (values - mean).square().sum(0)
-        size = values.abs()
+        values = rows.detach().float()  # sums over the rows of one call in float32, over calls in float64
+        wide = torch.float32 if rows.device.type == "mps" else torch.float64
+        count, centre = values.shape[0], values.mean(0)
+        spread = (values - centre).square_().sum(0).to(wide)
+        size, mean = values.abs(), centre.to(wide)
+        largest, mean_abs = size.amax(0).to(wide), size.mean(0).to(wide)
         if self.maximum is None or self.mean is None or self.mean_abs is None or self._spread is None:
             self.count, self.maximum, self.mean, self.mean_abs, self._spread = (
                 count,
-                size.amax(0),
+                largest,
                 mean,
-                size.mean(0),
+                mean_abs,
                 spread,
             )
             return
         total = self.count + count
         gap = mean - self.mean
-        self.maximum = torch.maximum(self.maximum, size.amax(0))
+        self.maximum = torch.maximum(self.maximum, largest)
         self._spread = self._spread + spread + gap.square() * (self.count * count / total)
         self.mean = self.mean + gap * (count / total)
-        self.mean_abs = self.mean_abs + (size.mean(0) - self.mean_abs) * (count / total)
+        self.mean_abs = self.mean_abs + (mean_abs - self.mean_abs) * (count / total)
         self.count = total
 
     @property
     def std(self) -> Tensor | None:
         """Population standard deviation of each channel."""
         return None if self._spread is None else (self._spread / self.count).sqrt()
+
+    def relative_sparsity(self, threshold: float = 0.01) -> float:
+        """The share of values smaller than `threshold` times the rms of all: an absolute 1e-6 finds almost nothing."""
+        assert self.histogram is not None and self.mean is not None and self._spread is not None
+        rms = float((self.mean.square() + self._spread / self.count).mean().sqrt())
+        return self.histogram.share_below(threshold * rms)
 
 
 @dataclass
@@ -82,6 +92,7 @@ def capture(
     modules: Iterable[str] | None = None,
     keep: str = "statistics",
     device: str | None = None,
+    quantiles: bool = False,
     anatomy: Anatomy | None = None,
 ) -> Capture:
     """A scope that records the outputs of operators (and, with keep="raw" or "both", inputs and outputs as tensors).
@@ -90,7 +101,8 @@ def capture(
             model(tokens)
         captured.statistics[site].maximum
 
-    `device` moves raw tensors there (default: they stay where they are).
+    `device` moves raw tensors there (default: they stay where they are). `quantiles` keeps a histogram of each channel
+    as well: captured.statistics[site].histogram.quantile(0.99).
     """
     if keep not in KEEP:
         raise unknown("keep", keep, KEEP)
@@ -101,16 +113,25 @@ def capture(
         places=None if places is None else frozenset(places),
         modules=None if modules is None else tuple([modules] if isinstance(modules, str) else modules),
     )
-    return Capture(model, where, keep, device, anatomy)
+    return Capture(model, where, keep, device, anatomy, quantiles=quantiles)
 
 
 class Capture(Door):
     """A door that watches."""
 
     def __init__(
-        self, model: nn.Module, where: Injection, keep: str, device: str | None, anatomy: Anatomy | None = None
+        self,
+        model: nn.Module,
+        where: Injection,
+        keep: str,
+        device: str | None,
+        anatomy: Anatomy | None = None,
+        *,
+        quantiles: bool = False,
     ) -> None:
         super().__init__(model, anatomy)
+        self.quantiles = quantiles
+        self.sampled: Tensor | None = None
         self.where = where
         self.keep = keep
         self.device = device
@@ -122,6 +143,10 @@ class Capture(Door):
         if mask is not None and mask.dim() != 2:
             raise InvalidInput(f"a token mask has the shape [batch, tokens], got {tuple(mask.shape)}")
         self.mask = None if mask is None else mask.bool()
+
+    def quantile_rows(self, samples: Tensor | None) -> None:
+        """Which samples [B] of the forwards that follow go into the histograms (None = all): they cost the most."""
+        self.sampled = None if samples is None else samples.bool()
 
     def __enter__(self) -> Captured:
         self._open()
@@ -175,7 +200,12 @@ class Observer:
         site = self.unit.site(self.operator, occurrence=occurrence)
         captured = self.scope.captured
         if self.scope.keep != "raw":
-            captured.statistics.setdefault(site, ChannelStatistics()).add(self._rows(tensor))
+            statistics = captured.statistics.setdefault(site, ChannelStatistics())
+            statistics.add(self._rows(tensor, None))
+            if self.scope.quantiles:
+                rows = self._rows(tensor, self.scope.sampled)
+                statistics.histogram = statistics.histogram or LogHistogram(rows.shape[-1], rows.device)
+                statistics.histogram.add(rows)
         if self.scope.keep != "statistics":
             captured.raw.setdefault(site, []).append((inputs, self._stored(tensor)))
         return y
@@ -184,11 +214,13 @@ class Observer:
         kept = x.detach()
         return kept.to(self.scope.device) if self.scope.device not in (None, str(kept.device)) else kept.clone()
 
-    def _rows(self, y: Tensor) -> Tensor:
-        """Rows [R, C] that count: heads last inside attention, and no masked tokens."""
+    def _rows(self, y: Tensor, sampled: Tensor | None) -> Tensor:
+        """Rows [R, C] that count: heads last inside attention, no masked tokens, of the sampled samples only."""
         if self.heads and y.dim() == 4:
             y = y.transpose(1, 3).transpose(1, 2)  # [B, H, T, S] -> [B, T, S, H]
         mask = self.scope.mask
+        if sampled is not None and mask is not None:
+            mask = mask & sampled.to(mask.device)[:, None]
         if mask is not None and tuple(y.shape[:2]) == tuple(mask.shape):
             y = y[mask.to(y.device)]
         elif mask is not None and y.dim() == 2 and y.shape[0] == mask.numel():

@@ -9,7 +9,7 @@ on a GPU, backward passes and recomputations run in autograd's own threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.probe.aims import Aim, Context
 from noisescope.probe.draws import Rows
 from noisescope.probe.functions import OperatorCalls
-from noisescope.probe.stand_in import StandIn, in_backward
+from noisescope.probe.stand_in import RUN, StandIn, in_backward
 from noisescope.sites import Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
@@ -52,6 +52,10 @@ class Door:
     def aim_at(self, unit: Unit, operator: str) -> Aim | None:
         """What to do at an operator of a unit; None leaves it alone."""
         raise NotImplementedError
+
+    def shortcut(self, block: int, x: Any) -> Any:
+        """What a block is to give without being run; RUN runs it."""
+        return RUN
 
     # -- opening and closing
 
@@ -97,19 +101,18 @@ class Door:
             if aimed and isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
                 self._stand_in(module, CALLS)
         self._shield(modules)
-        blocks = self.anatomy.blocks
-        for name, module in modules.items():  # generate() may call an inner model or an encoder: a root as well
-            holds_blocks = any(block.startswith(f"{name}." if name else "") and block != name for block in blocks)
-            if holds_blocks and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                self._stand_in(module, MODULE).root = True
+        for name in {parent for block in self.anatomy.blocks for parent in _parents(block)}:
+            if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+                self._stand_in(modules[name], MODULE).root = True  # generate() may call an inner model or an encoder
         self._stand_in(self.model, MODULE).root = True
 
     def _shield(self, modules: dict[str, nn.Module]) -> None:
         """Operators inside a watched module are their own business: the watcher must not see how they are made."""
-        watched = [name for name, module in modules.items() if self._watches(module)]
+        watched = {name for name, module in modules.items() if self._watches(module)}
         for unit in self.anatomy.units:
-            inside = any(unit.module.startswith(f"{name}.") or not name for name in watched)
-            if inside and unit.module and (unit.kind != CALLS and unit.operators != ("residual",)):
+            if not watched.isdisjoint(_parents(unit.module)) and (
+                unit.kind != CALLS and unit.operators != ("residual",)
+            ):
                 self._stand_in(modules[unit.module], unit.kind)
 
     def _watches(self, module: nn.Module) -> bool:
@@ -172,6 +175,8 @@ class Door:
         rows = Rows(self.forwards)
         if self._named is not None:
             rows.samples, rows.positions = self._name_tokens(args, kwargs or {})
+            kept = (kwargs or {}).get("logits_to_keep")
+            rows.kept = kept if isinstance(kept, Tensor) else None  # an int means the last tokens
         return Context(rows, grad=torch.is_grad_enabled())
 
     def _name_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -212,3 +217,10 @@ class Door:
         if self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
             self._recalled = Context(rows, place, recomputing=True, grad=True)
         return self._recalled
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Names of the modules that hold a module, the model itself ("") among them."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from noisescope.errors import InvalidInput
 
-ENGINE_VERSION = 1  # part of every trial's id: raise it whenever a drawn number changes
+ENGINE_VERSION = 2  # part of every trial's id: raise it whenever a drawn number changes
 
 TAPE = 1 << 22
 WIDEST = 1 << 16  # channels one window may hold; the tape is that much longer than its last offset
@@ -75,6 +75,7 @@ class Rows:
     number: int  # of this forward in its scope
     samples: Tensor | None = None
     positions: Tensor | None = None
+    kept: Tensor | None = None  # [K] indices of the tokens that logits are computed for, where not for all
     _keys: dict[Any, Tensor] = field(default_factory=dict)
 
     def token_keys(self, device: torch.device) -> Tensor | None:
@@ -136,7 +137,9 @@ class Rows:
         return mix64(mix64(index * _SPREAD))
 
     def _part_keys(self, tokens: Tensor, kept: int) -> Tensor:
-        """[B, kept]: all tokens, the last of them (logits_to_keep), or more than the call named (an encoder's)."""
+        """[B, kept]: all tokens, those chosen for logits, the last of them, or more than the call named (encoder)."""
+        if self.kept is not None and kept == len(self.kept) != tokens.shape[1]:
+            return tokens.index_select(1, self.kept.to(tokens.device))
         if kept <= tokens.shape[1]:
             return tokens[:, tokens.shape[1] - kept :]
         assert self.samples is not None

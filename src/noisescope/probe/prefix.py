@@ -1,0 +1,156 @@
+"""Clean prefixes: a trial whose first noisy block is 20 need not compute blocks 0 to 19 again.
+
+One clean forward of a batch keeps every block's output. In later forwards of the same batch the blocks before the first
+noisy one give what they gave then. Embedding, masks and rotary tables are still computed by the model's own code, so
+nothing here knows an architecture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.anatomy import MODULE, Anatomy, Unit
+from noisescope.injection import Injection
+from noisescope.probe.aims import Context, Once
+from noisescope.probe.door import Door
+from noisescope.probe.stand_in import RUN
+
+
+def first_noisy_block(injection: Injection, anatomy: Anatomy) -> int:
+    """The first block that an injection touches; 0 where it touches what comes before, their number where none."""
+    first = len(anatomy.blocks)
+    for unit in anatomy.units:
+        if any(injection.selects(unit.site(operator)) for operator in unit.operators):
+            if isinstance(unit.place, int):
+                first = min(first, unit.place)
+            elif unit.place in ("embed", "rotary"):
+                return 0
+    return first
+
+
+class Prefix(Door):
+    """A door that keeps block outputs and lets forwards start behind them.
+
+    with Prefix(model) as prefix:
+        with prefix.recording("first batch"):
+            clean = model(tokens)
+        with prefix.starting_at(20, "first batch"), inject(model, ...):
+            noisy = model(tokens)
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        self._kept: dict[Hashable, dict[int, Any]] = {}  # batch -> block -> its whole output
+        self._recording = False
+        self._start = 0
+        self._batch: dict[int, Any] = {}
+        self._last: Any = None  # what the last block gave when it last ran, or stood for when it was passed by
+
+    def __enter__(self) -> Prefix:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.forget()
+        self._close()
+
+    @contextlib.contextmanager
+    def recording(self, batch: Hashable) -> Iterator[None]:
+        """The forward inside is clean, and its block outputs are kept under the batch's name."""
+        self._batch = self._kept[batch] = {}
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    @contextlib.contextmanager
+    def starting_at(self, block: int, batch: Hashable) -> Iterator[None]:
+        """Forwards of this batch inside begin with `block`, where that is possible."""
+        self._batch = self._kept.get(batch, {})
+        self._start = block if self.usable(batch) else 0
+        try:
+            yield
+        finally:
+            self._start = 0
+
+    @contextlib.contextmanager
+    def repeating_the_last_block(self, batch: Hashable) -> Iterator[None]:
+        """In forwards inside the last block gives what it gave in the last forward, noise in the blocks included.
+
+        So logits of other positions of that forward cost only what follows the blocks.
+        """
+        self._batch = {**self._kept[batch], len(self.anatomy.blocks) - 1: self._last}
+        self._start = len(self.anatomy.blocks)
+        recording, self._recording = self._recording, False
+        try:
+            yield
+        finally:
+            self._start, self._recording = 0, recording
+
+    def forget(self) -> None:
+        self._kept.clear()
+        self._batch = {}
+        self._last = None
+
+    def kept_bytes(self) -> int:
+        outputs = [y[0] if isinstance(y, tuple) else y for kept in self._kept.values() for y in kept.values()]
+        return sum(y.numel() * y.element_size() for y in outputs if isinstance(y, Tensor))
+
+    def usable(self, batch: Hashable) -> bool:
+        """Whether every block ran, and ran once."""
+        kept = self._kept.get(batch, {})
+        return len(kept) == len(self.anatomy.blocks) and all(y is not None for y in kept.values())
+
+    # -- the door's side
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        return _Keeper(self, unit) if operator == "residual" and unit.kind == MODULE else None
+
+    def shortcut(self, block: int, x: Any) -> Any:
+        if self._recording or block >= self._start:
+            return RUN
+        if block == len(self.anatomy.blocks) - 1:
+            self._last = self._batch[block]
+        return self._batch[block]
+
+    def keep(self, block: int, output: Any) -> None:
+        if block == len(self.anatomy.blocks) - 1:
+            self._last = output
+        if self._recording:
+            again = block in self._batch  # a block that runs twice in a forward can't be passed by
+            self._batch[block] = None if again else output
+
+
+class _Keeper:
+    """Has the face of an Aim, and only keeps the block's output."""
+
+    backward = None
+    wants_input = False
+    wants_weight = False
+
+    def __init__(self, prefix: Prefix, unit: Unit) -> None:
+        self.prefix = prefix
+        self.unit = unit
+        self.operator = "residual"
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        assert isinstance(self.unit.place, int)
+        self.prefix.keep(self.unit.place, y)
+        return y
+
+    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
+        return x
+
+    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
+        return x
