@@ -1,0 +1,1 @@
+"""Runs: trials executed on a model, here or on a cluster, and kept in a store."""

@@ -1,0 +1,274 @@
+"""What can be measured in a trial, each as (bench, trial) -> result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noisescope import tasks
+from noisescope.errors import InvalidInput
+from noisescope.metrics.fisher import Screen
+from noisescope.probe.capture import Capture
+from noisescope.probe.inject import inject
+from noisescope.runs.batches import Batch, Material
+from noisescope.runs.gather import Gathered, tokens_compared
+from noisescope.sites import Site, place_order
+from noisescope.trials import Result, Slice, Trial
+
+if TYPE_CHECKING:
+    from noisescope.runs.bench import Bench, Finish
+
+
+SCREEN_PARTS = 5  # a slice is screened in so many batches: gradients need every activation at once
+
+
+def score(bench: Bench, trial: Trial) -> Finish:
+    """Teacher-forced: every scored token of every sample, clean against noisy, in one forward."""
+    part = trial.slice
+    gathered = Gathered(bench.materials[part.data], part)
+    if trial.injection is None:
+        clean = bench.clean(part)
+        for batch, pieces in zip(clean.batches, clean.logits, strict=True):
+            for piece, logits in zip(batch.pieces, pieces, strict=True):
+                gathered.add(piece, tokens_compared(piece, logits, None))
+        return lambda: Result(*gathered.settle())
+    counted = seen = 0
+    for compared in bench.noisy(part, trial.injection):
+        seen, before = compared.probe.tally.forward, seen
+        counted += seen - before if compared.first else 0
+        gathered.add(compared.piece, tokens_compared(compared.piece, compared.clean, compared.noisy))
+        probe = compared.probe
+
+    def finish() -> Result:
+        probe.check()
+        return Result(*gathered.settle(), {"injections": counted})
+
+    return finish
+
+
+def generate(bench: Bench, trial: Trial) -> Result:
+    """Greedy generation from the prompts, judged by exact match: the answers a user would see."""
+    part = trial.slice
+    material = bench.materials[part.data]
+    prompts, answers = material.prompts[part.start : part.stop], material.answers[part.start : part.stop]
+    samples = tuple(group[0].sample for group in material.encoded.sequences[part.start : part.stop])
+    if not prompts:
+        raise InvalidInput("there is nothing to generate from: generation needs prompts with answers")
+    facts: dict[str, Any] = {}
+    write = functools.partial(
+        tasks.generate,
+        bench.model,
+        bench.subject.tokenizer,
+        list(prompts),
+        max_new_tokens=int(trial.settings["max_new_tokens"]),
+        batch_size=bench.batch_size(len(prompts)),
+        device=bench.device,
+        samples=list(samples),
+    )
+    if trial.injection is None:
+        texts = write()
+    else:
+        probe = inject(bench.model, trial.injection, anatomy=bench.anatomy)
+        with probe:
+            texts = write(on_batch=lambda names, length: probe.rows(names))
+        facts["injections"] = probe.tally.forward
+    right = tuple(float(tasks.answers_match(text, answer)) for text, answer in zip(texts, answers, strict=True))
+    return Result(samples, {"accuracy": right}, facts)
+
+
+def custom(bench: Bench, trial: Trial) -> Result:
+    """The user's own metric: (model, batches) -> one score per sample, under the trial's noise."""
+    if bench.metric is None:
+        raise InvalidInput("this trial needs the caller's own metric, which this process does not have")
+    part = trial.slice
+    groups = bench.materials[part.data].encoded.sequences[part.start : part.stop]
+    batches = bench.batches(part)
+    if trial.injection is None:
+        scores = bench.metric(bench.model, ({"input_ids": batch.ids} for batch in batches))
+    else:
+        probe = inject(bench.model, trial.injection, anatomy=bench.anatomy)
+
+        def named() -> Any:
+            for batch in batches:
+                probe.rows(batch.rows)
+                yield {"input_ids": batch.ids}
+
+        with probe:
+            scores = bench.metric(bench.model, named())
+    bench.forwards += len(batches)
+    numbers = [float(s) for s in scores]
+    if len(numbers) != len(groups):
+        raise InvalidInput(f"the metric gave {len(numbers)} scores for {len(groups)} samples: one per sample is needed")
+    return Result(tuple(group[0].sample for group in groups), {"accuracy": tuple(numbers)})
+
+
+def screen(bench: Bench, trial: Trial) -> Result:
+    """Fisher sums of every site: see metrics/fisher.py. They are for noise of scale 1 and summed over scored tokens."""
+    assert trial.injection is not None
+    part = trial.slice
+    draws, seed = int(trial.settings["draws"]), int(trial.settings["seed"])
+    scope = Screen(bench.model, trial.injection, anatomy=bench.anatomy)
+    tokens: dict[int, int] = {}
+    with scope, torch.enable_grad():
+        for batch in bench.batches(part, size=max(1, (part.stop - part.start) // SCREEN_PARTS), whole=True):
+            scope.samples = batch.rows
+            logits = bench.forward(batch)
+            scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
+            scope.score(logits, scored, keys, draws=draws, seed=seed)
+            del logits
+            bench.forwards += 1 + draws  # a backward through activations alone costs about a forward
+            for owner in batch.whole.owners.tolist():
+                tokens[owner] = tokens.get(owner, 0) + 1
+    return _screen_result(scope, bench.materials[part.data], part, tokens, draws)
+
+
+def _screen_result(scope: Screen, material: Material, part: Slice, tokens: dict[int, int], draws: int) -> Result:
+    groups = material.encoded.sequences[part.start : part.stop]
+    samples = tuple(group[0].sample for group in groups)
+    position = {sample: i for i, sample in enumerate(samples)}
+    sites = sorted(scope.sums, key=_site_order)
+    table = np.zeros((len(sites), len(samples)))
+    channels: list[np.ndarray] = []
+    for row, site in enumerate(sites):
+        sums = scope.sums[site]
+        for name, value in sums.samples.items():
+            table[row, position[name % (1 << 40)]] += value / draws
+        assert sums.channels is not None
+        channels.append((sums.channels / draws).float().cpu().numpy())
+    counted = np.array([tokens[i] for i in range(len(samples))], dtype=np.float64)
+    facts = {"sites": [_site_facts(site, len(c)) for site, c in zip(sites, channels, strict=True)], "draws": draws}
+    arrays = {"sums": table, "tokens": counted, "channels": np.concatenate(channels)}
+    return Result(samples, {}, facts, arrays)
+
+
+def _site_order(site: Site) -> tuple[Any, ...]:
+    return (place_order(site.place), site.module, site.operator, site.occurrence)
+
+
+def _site_facts(site: Site, channels: int) -> dict[str, Any]:
+    return {
+        "operator": site.operator,
+        "place": site.place,
+        "module": site.module,
+        "component": site.component,
+        "occurrence": site.occurrence,
+        "channels": channels,
+    }
+
+
+def capture_channels(bench: Bench, trial: Trial) -> Result:
+    """Statistics of every channel over the slice, in memory for the channels alone."""
+    part = trial.slice
+    where = trial.injection
+    assert where is not None
+    scope = Capture(bench.model, where, "statistics", None, bench.anatomy, quantiles=True)
+    count = part.stop - part.start
+    stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
+    with scope as captured, torch.no_grad():
+        for batch in bench.batches(part, size=int(trial.settings.get("batch", 16)), whole=True):
+            scope.tokens(_real_tokens(bench.materials[part.data], part, batch))
+            scope.quantile_rows((batch.rows % (1 << 40)) % stride == 0)
+            bench.forward(batch)
+            bench.forwards += 1
+    facts: dict[str, Any] = {"sites": []}
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in ("max", "mean", "mean_abs", "std", "q50", "q99")}
+    for site in sorted(captured.statistics, key=_site_order):
+        statistics = captured.statistics[site]
+        assert statistics.maximum is not None and statistics.mean is not None and statistics.mean_abs is not None
+        assert statistics.std is not None and statistics.histogram is not None
+        entry = _site_facts(site, len(statistics.maximum))
+        entry["count"] = statistics.count
+        entry["sparsity"] = statistics.histogram.share_below(1e-6)
+        entry["relative_sparsity"] = statistics.relative_sparsity()
+        facts["sites"].append(entry)
+        columns = {
+            "max": statistics.maximum,
+            "mean": statistics.mean,
+            "mean_abs": statistics.mean_abs,
+            "std": statistics.std,
+            "q50": statistics.histogram.quantile(0.5),
+            "q99": statistics.histogram.quantile(0.99),
+        }
+        for name, column in columns.items():
+            arrays[name].append(column.float().cpu().numpy())
+    return Result((), {}, facts, {name: np.concatenate(parts) for name, parts in arrays.items()})
+
+
+def _real_tokens(material: Material, part: Slice, batch: Batch) -> Tensor:
+    """[B, T] True where there is a token and no padding."""
+    lengths = {}
+    for group in material.encoded.sequences[part.start : part.stop]:
+        for s in group:
+            lengths[s.sample + s.choice * (1 << 40)] = len(s.ids)
+    rows = torch.tensor([lengths[int(name)] for name in batch.rows])
+    mask = torch.arange(batch.ids.shape[1])[None, :] < rows[:, None]
+    return mask.to(batch.ids.device)
+
+
+def loss_of(bench: Bench, batch: Batch) -> Tensor:
+    """Mean negative log-likelihood of the scored tokens."""
+    logits = bench.forward(batch)
+    piece = batch.whole
+    picked = logits.index_select(0, piece.scored.to(logits.device))
+    return torch.nn.functional.cross_entropy(picked.float(), piece.targets.to(picked.device))
+
+
+def block_parameters(bench: Bench) -> dict[str, list[torch.nn.Parameter]]:
+    """Weights of each block by its index as text."""
+    modules = dict(bench.model.named_modules())
+    return {
+        str(index): [p for p in modules[name].parameters() if p.dim() >= 2]
+        for index, name in enumerate(bench.anatomy.blocks)
+    }
+
+
+def curvature(bench: Bench, trial: Trial) -> Result:
+    """Hessian trace of the loss with respect to each block's weights, with an interval."""
+    from noisescope.metrics.curvature import hessian_traces
+
+    batch = bench.batches(trial.slice, whole=True)[0]
+    traces = hessian_traces(
+        bench.model,
+        lambda model: loss_of(bench, batch),
+        block_parameters(bench),
+        probes=int(trial.settings["probes"]),
+        method=str(trial.settings.get("method", "hutchinson")),
+        seed=int(trial.settings["seed"]),
+    )
+    facts = {
+        name: {"trace": t.trace, "low": t.low, "high": t.high, "per_parameter": t.per_parameter, "probes": t.probes}
+        for name, t in traces.items()
+    }
+    return Result((), {}, {"traces": facts})
+
+
+def gradients(bench: Bench, trial: Trial) -> Result:
+    """Norm of the loss gradient in each block's weights, clean or under the trial's noise (both phases)."""
+    from noisescope.metrics.curvature import gradient_norms
+
+    batch = bench.batches(trial.slice, whole=True)[0]
+    groups = block_parameters(bench)
+    if trial.injection is None:
+        norms = gradient_norms(bench.model, lambda model: loss_of(bench, batch), groups)
+    else:
+        probe = inject(bench.model, trial.injection, anatomy=bench.anatomy)
+        with probe:
+            probe.rows(batch.rows)
+            norms = gradient_norms(bench.model, lambda model: loss_of(bench, batch), groups)
+    return Result((), {}, {"norms": norms})
+
+
+MEASURES: dict[str, Callable[[Bench, Trial], Result | Finish]] = {
+    "score": score,
+    "generate": generate,
+    "custom": custom,
+    "screen": screen,
+    "capture": capture_channels,
+    "curvature": curvature,
+    "gradients": gradients,
+}

@@ -1,0 +1,103 @@
+"""The far side of the Ray executor: what runs in an actor. It knows neither Ray nor a store."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from noisescope.errors import NoisescopeError
+from noisescope.model import Subject
+from noisescope.runs.batches import Material
+from noisescope.runs.bench import Bench, conditions
+from noisescope.runs.sources import Source
+from noisescope.trials import Conditions, Result, Trial, content_id
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Settings of a process that change the last bits of its numbers."""
+
+    threads: int
+    float32_matmul: str
+    deterministic: int  # torch's debug mode: 0 off, 1 warn, 2 raise
+
+    @classmethod
+    def here(cls) -> Arithmetic:
+        deterministic = torch.get_deterministic_debug_mode()
+        return cls(torch.get_num_threads(), torch.get_float32_matmul_precision(), deterministic)
+
+    def apply(self) -> None:
+        torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision(self.float32_matmul)
+        torch.set_deterministic_debug_mode(self.deterministic)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an actor is given once."""
+
+    source: Source
+    materials: tuple[Material, ...]
+    metric: Callable[..., Any] | None
+    arithmetic: Arithmetic
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What an actor says once it has loaded; `refusal` says why it could not."""
+
+    host: str
+    pid: int
+    conditions: Conditions | None = None
+    tokens: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A trial's result, and what it cost."""
+
+    identity: str  # of the trial, as the actor computes it
+    result: Result
+    seconds: float = 0.0
+    forwards: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+class Worker:
+    """Lives in an actor: a model loaded once, and a bench that answers trials."""
+
+    def start(self, packed: bytes) -> Ready:
+        who = (socket.gethostname(), os.getpid())
+        try:
+            job: Job = pickle.loads(packed)
+        except Exception as error:  # whatever the caller's own modules raise
+            return Ready(*who, refusal=f"the metric can't be imported there ({type(error).__name__}: {error})")
+        job.arithmetic.apply()
+        try:
+            subject = job.source.load()
+        except NoisescopeError as error:
+            return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model under that path)")
+        self.bench = Bench(subject, job.materials, metric=job.metric).__enter__()
+        return Ready(*who, conditions(subject), tokens_of(subject, job.materials))
+
+    def run(self, packed: bytes) -> Answer:
+        trial: Trial = pickle.loads(packed)
+        forwards, notes, started = self.bench.forwards, len(self.bench.notes), time.perf_counter()
+        result = self.bench.run(trial)
+        seconds = time.perf_counter() - started
+        news = tuple(self.bench.notes[notes:])
+        return Answer(content_id(trial), result, seconds, self.bench.forwards - forwards, news)
+
+
+def tokens_of(subject: Subject, materials: Iterable[Material]) -> str:
+    """Fingerprint of the prompts as the subject's tokenizer reads them; "" where nothing is generated."""
+    prompts = [prompt for material in materials for prompt in material.prompts]
+    return content_id([list(subject.tokenizer(prompt)["input_ids"]) for prompt in prompts]) if prompts else ""
