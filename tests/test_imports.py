@@ -15,15 +15,30 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "sites", "injection"}
+VALUES = {"errors", "sites", "injection", "trials"}
+TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
+MEASURING = {"anatomy", "model", "probe", "metrics", "tasks", "data", "runs"}
+BELOW_CLI = TORCHLESS | MEASURING | {"diagnosis", "reports", "costs", "api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
+    "stats": {"errors"},
+    "findings": {"errors", "sites"},
+    "diagnosis": TORCHLESS,
+    "reports": {"errors"},
     "testing": VALUES,
+    "demo": VALUES,
+    "data": {"errors"},
     "anatomy": VALUES,
-    "model": VALUES | {"anatomy", "testing"},
+    "model": VALUES | {"anatomy", "demo", "testing"},
+    "tasks": {"errors", "data"},
     "probe": VALUES | {"anatomy", "model"},
+    "metrics": VALUES | {"anatomy", "probe"},
+    "runs": VALUES | {"anatomy", "model", "probe", "metrics", "tasks"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
-    "cli": VALUES | {"anatomy", "model", "probe", "noisy_ops", "testing"},
+    "costs": TORCHLESS | {"diagnosis", "probe", "runs"},
+    "api": BELOW_CLI,
+    "diagnostic": BELOW_CLI,
+    "cli": BELOW_CLI | {"noisy_ops"},
 }
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
@@ -69,6 +84,7 @@ def test_the_lazy_names_exist() -> None:
         "import noisescope",
         "import noisescope.sites, noisescope.injection, noisescope.errors",
         "import noisescope.testing",
+        "import noisescope.demo, noisescope.demo.problems",
         "import noisescope; noisescope.Injection, noisescope.Site, noisescope.NoisescopeError",
         "import sys; sys.argv = ['noisescope', '--help']; from noisescope.cli import main; main()",
         "import sys; sys.argv = ['noisescope', 'inspect', '--help']; from noisescope.cli import main; main()",

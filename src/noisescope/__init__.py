@@ -23,6 +23,12 @@ _HOMES = {
     # the probe
     "inject": "noisescope.probe.inject",
     "capture": "noisescope.probe.capture",
+    # questions
+    "diagnose": "noisescope.api",
+    "robustness": "noisescope.api",
+    "Options": "noisescope.api",
+    "Report": "noisescope.reports.report",
+    "read_data": "noisescope.data",
     # models
     "load": "noisescope.model",
     "wrap": "noisescope.model",
@@ -38,6 +44,10 @@ __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
     from noisescope.anatomy import dissect as dissect
+    from noisescope.api import Options as Options
+    from noisescope.api import diagnose as diagnose
+    from noisescope.api import robustness as robustness
+    from noisescope.data import read_data as read_data
     from noisescope.errors import InvalidInput as InvalidInput
     from noisescope.errors import NoisescopeError as NoisescopeError
     from noisescope.errors import NothingInjected as NothingInjected
@@ -52,6 +62,7 @@ if TYPE_CHECKING:
     from noisescope.probe.noise import Gaussian as Gaussian
     from noisescope.probe.noise import Shrink as Shrink
     from noisescope.probe.noise import Uniform as Uniform
+    from noisescope.reports.report import Report as Report
     from noisescope.sites import Site as Site
 
 

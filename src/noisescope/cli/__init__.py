@@ -11,7 +11,10 @@ import typer
 import typer.core
 
 from noisescope import __version__
+from noisescope.cli.diagnose import diagnose_model
 from noisescope.cli.inspect import inspect_model
+from noisescope.cli.robustness import robustness_of_model
+from noisescope.cli.runs import runs
 from noisescope.errors import NoisescopeError
 
 
@@ -58,7 +61,10 @@ def noisescope(
     """Controlled noise as an oscilloscope for large language models."""
 
 
+app.command("diagnose")(diagnose_model)
+app.command("robustness")(robustness_of_model)
 app.command("inspect")(inspect_model)
+app.add_typer(runs, name="runs")
 
 
 def main() -> None:

@@ -1,0 +1,118 @@
+"""What several commands share: options by name, loading, and the words at the end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from noisescope.errors import InvalidInput
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or id, a .gguf file, or demo.")]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", help="JSONL, JSON, CSV or Parquet. Default: the demo's own, else built-in text."),
+]
+Samples = Annotated[int, typer.Option("--samples", help="Samples to measure on.")]
+Seeds = Annotated[int, typer.Option("--seeds", help="How many noise seeds.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longer samples are cut.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="With --generate: the longest answer.")]
+Metric = Annotated[
+    str, typer.Option("--metric", help="What bands are taken of: accuracy, next_token_accuracy, agreement.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...")]
+DeviceMap = Annotated[
+    str | None, typer.Option("--device-map", help="accelerate's, such as auto: a model larger than a device.")
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16. Default: as stored.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Of a hub id.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Off by default.")]
+Executor = Annotated[str, typer.Option("--executor", help="local or ray.")]
+Workers = Annotated[int, typer.Option("--workers", help="With --executor ray.")]
+Address = Annotated[str | None, typer.Option("--address", help="Of a Ray cluster.")]
+SliceSamples = Annotated[int, typer.Option("--slice", help="Samples in one forward; fewer need less memory.")]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+def load_subject(
+    model: str, *, device: str, dtype: str | None, device_map: str | None, revision: str | None, trust: bool
+) -> Any:
+    """The model, without the loader's own progress bars."""
+    from transformers.utils import logging
+
+    from noisescope.model import load
+
+    logging.disable_progress_bar()
+    return load(model, device=device, dtype=dtype, device_map=device_map, revision=revision, trust_remote_code=trust)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings as one line without source code."""
+
+    def show(message: Any, *args: Any, **kwargs: Any) -> None:
+        typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextmanager
+def resumable(output: Path | None) -> Iterator[None]:
+    """Ctrl-C says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "" if output is None else f" What was measured is kept: noisescope runs resume {output}"
+        typer.echo(f"\ninterrupted.{kept}", err=True)
+        raise typer.Exit(130) from None
+
+
+def numbers(text: str, what: str) -> tuple[float, ...]:
+    """ "0,0.05" as numbers."""
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InvalidInput(f"{what} must be numbers with commas between, such as 0,0.05,0.10; got {text!r}") from None
+
+
+def names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def say_summary(report: Any, paths: list[Path]) -> None:
+    """The first screen: risk, top findings, next step, where the files are."""
+    summary = report["executive_summary"]
+    run = report["run"]
+    typer.echo(
+        f"{run['model']['source']}: {run['model']['architecture']}, {run['model']['blocks']} blocks, {run['device']}"
+    )
+    data = run["data"]
+    note = f" ({data['note']})" if data["note"] else ""
+    typer.echo(f"data: {data['source']}, {data['samples']} samples{note}")
+    typer.echo(f"\nrisk: {summary['overall_risk_level']} (report score {summary['report_risk']['score']:g})")
+    for i, finding in enumerate(summary["top_findings"], 1):
+        typer.echo(f"{i}. [{finding['severity']}] {finding['component']}: {finding['statement']}{_span(finding)}")
+    if not summary["top_findings"]:
+        typer.echo("nothing stands out")
+    typer.echo(f"\nnext: {summary['next_step']}")
+    cost = run["cost"]
+    typer.echo(
+        f"\n{cost['trials_run_now']} trials run now ({cost['trials']} in the store), "
+        f"{cost['forwards']:.0f} forwards, {cost['seconds']:.1f} s"
+    )
+    for path in paths:
+        typer.echo(f"  {path}")
+
+
+def _span(finding: Any) -> str:
+    interval = finding["interval"]
+    if interval is None or None in interval:
+        return f" (n = {finding['n']})"
+    return f" [{interval[0]:.3g}, {interval[1]:.3g}], n = {finding['n']}"

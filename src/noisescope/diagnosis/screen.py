@@ -1,0 +1,76 @@
+"""The screen as numbers: predicted KL of any set of sites, from Fisher sums (metrics/fisher.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from noisescope.diagnosis.frame import Array, Frame
+from noisescope.injection import Injection
+from noisescope.sites import Site
+from noisescope.trials import Results, Trial
+
+
+def screen_injection(frame: Frame) -> Injection:
+    """Noise of scale 1 on every operator of every place: sums scale with s^2."""
+    unit = dataclasses.replace(frame.settings.perturbation, scale=1.0)
+    return Injection(unit, phases=frozenset({"forward"}))
+
+
+def propose(frame: Frame, results: Results) -> list[Trial]:
+    where = screen_injection(frame)
+    settings = {"draws": frame.settings.draws, "seed": 0}
+    trials = [Trial(frame.conditions, "screen", part, where, settings) for part in frame.test]
+    return [trial for trial in trials if trial.id not in results]
+
+
+@dataclass(frozen=True)
+class Screened:
+    """Fisher sums at scale 1, per token: `samples` [sites, samples], `channels` one array [C] a site."""
+
+    sites: tuple[Site, ...]
+    samples: Array
+    channels: tuple[Array, ...]
+    scale: float
+    error: str = ""
+
+    def predicted(self, select: Callable[[Site], bool]) -> Array:
+        """Predicted KL per sample in nats, of the selected sites together, at the settings' scale."""
+        rows = [i for i, site in enumerate(self.sites) if select(site)]
+        total: Array = self.samples[rows].sum(0) * (self.scale**2 / 2)
+        return total
+
+    def predicted_by(self, injection: Injection, scale: float | None = None) -> Array:
+        used = self.scale if scale is None else scale
+        total: Array = self.predicted(injection.selects) * (used / self.scale) ** 2
+        return total
+
+    def channel_shares(self, site: Site) -> Array:
+        """Predicted KL of each channel of a site: means over the samples."""
+        at = self.sites.index(site)
+        total: Array = self.channels[at] * (self.scale**2 / 2)
+        return total
+
+
+def conclude(frame: Frame, results: Results) -> Screened | None:
+    """The screen of all slices put together; None where there is none."""
+    if propose(frame, results):
+        return None
+    where = screen_injection(frame)
+    settings = {"draws": frame.settings.draws, "seed": 0}
+    found = [results[Trial(frame.conditions, "screen", part, where, settings).id] for part in frame.test]
+    failed = next((result.error for result in found if result.failed), "")
+    if failed:
+        return Screened((), np.zeros((0, 0)), (), frame.settings.scale, failed)
+    sites = tuple(
+        Site(f["operator"], f["place"], f["module"], f["component"], occurrence=f["occurrence"])
+        for f in found[0].facts["sites"]
+    )
+    samples = np.concatenate([result.arrays["sums"] / result.arrays["tokens"] for result in found], axis=1)
+    tokens = sum(float(result.arrays["tokens"].sum()) for result in found)
+    flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / tokens
+    ends = np.cumsum([f["channels"] for f in found[0].facts["sites"]])[:-1]
+    return Screened(sites, samples, tuple(np.split(np.asarray(flat), ends)), frame.settings.scale)

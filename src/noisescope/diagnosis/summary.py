@@ -1,0 +1,228 @@
+"""From rows to what a reader needs first: findings, recommendations, risk, the next step, and what was not seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from noisescope.diagnosis.effects import Row
+from noisescope.diagnosis.frame import Frame
+from noisescope.findings import (
+    ADVICE,
+    LIMITS,
+    Finding,
+    Recommendation,
+    by_priority,
+    by_severity,
+    operator_advice,
+    outlier_advice,
+    report_risk,
+)
+from noisescope.sites import GROUPS
+
+SURE = 0.05  # a loss is a finding where its corrected p is below this
+MOST_CHANNEL_FINDINGS = 3
+
+
+def findings(frame: Frame, sections: dict[str, Any]) -> list[Finding]:
+    found: list[Finding] = []
+    for name, row in (sections.get("operator_analysis") or {}).items():
+        found += _loss_finding(f"operator {name}", row, "sensitivity_band")
+    layers = sections.get("layer_analysis") or {}
+    for point in layers.get("avalanche_points", []):
+        found.append(
+            Finding(
+                point["severity"],
+                f"layers {point['start']} to {point['end']}",
+                f"avalanche point: noise in these layers costs {point['degradation']:.1%} of the accuracy, "
+                f"more than 1.5 times what the layers beside them cost",
+                point["degradation"],
+                (point["interval"]["low"], point["interval"]["high"]),
+                point["interval"]["n"],
+            )
+        )
+    for row in layers.get("windows", []):
+        index = row.get("interaction_index")
+        if row["layer_range"] in layers["compounding"] and index is not None:
+            found.append(
+                Finding(
+                    "MODERATE",
+                    f"layers {row['start_layer']} to {row['end_layer']}",
+                    f"errors compound: noise in all diverges {index['value']:.2f} times as far as in each alone",
+                    index["value"],
+                    (index["low"], index["high"]),
+                    index["n"],
+                )
+            )
+    for place, row in layers.get("places", {}).items():
+        found += _loss_finding(str(place), row, "band")
+    found += _parted_findings(layers)
+    found += _channel_findings(sections.get("channel_analysis") or {})
+    return by_severity(found)
+
+
+def _loss_finding(component: str, row: Row, which: str) -> list[Finding]:
+    if row.get("evidence") == "failed":
+        return [Finding("not measurable", component, f"could not be measured: {row['error']}", None, None, 0)]
+    if row.get("evidence") != "injected" or row["degradation"]["value"] is None:
+        return []
+    severity = {"CRITICAL": "CRITICAL", "HIGH": "HIGH", "MODERATE": "MODERATE"}.get(row[which])
+    if severity is None or row.get("p_corrected", 1.0) >= SURE:
+        return []
+    loss = row["degradation"]
+    statement = (
+        f"noise here costs {loss['value']:.1%} of the accuracy ({row['baseline_acc']:.1%} to {row['noisy_acc']:.1%})"
+    )
+    return [Finding(severity, component, statement, loss["value"], (loss["low"], loss["high"]), loss["n"])]
+
+
+def _parted_findings(layers: Row) -> list[Finding]:
+    """Where injection and prediction differ the model is not linear: those sites matter most."""
+    found = []
+    rows = [(f"layer {row['layer']}, {row['operator']}", row) for row in layers.get("map", [])]
+    rows += [(f"layer {row['layer']}", row) for row in layers.get("layers", [])]
+    rows += [(str(place), row) for place, row in layers.get("places", {}).items()]
+    for component, row in rows:
+        if row.get("parted"):
+            ratio = row["injected_over_predicted"]
+            found.append(
+                Finding(
+                    "MODERATE",
+                    component,
+                    f"injected noise diverges {ratio['value']:.2f} times as far as predicted: not linear here",
+                    ratio["value"],
+                    (ratio["low"], ratio["high"]),
+                    ratio["n"],
+                )
+            )
+    return found
+
+
+def _channel_findings(channels: Row) -> list[Finding]:
+    """By the largest ratio: one or two massive channels are the worst case, however small their share."""
+    rows = channels.get("per_layer", {})
+    worst = sorted(rows, key=lambda name: (-rows[name]["nonfinite_channels"], -rows[name]["max_ratio"]))
+    found = []
+    for name in worst[:MOST_CHANNEL_FINDINGS]:
+        row = rows[name]
+        if row["nonfinite_channels"]:
+            statement = (
+                f"{row['nonfinite_channels']} of {row['total_channels']} channels hold NaN or infinity, without noise"
+            )
+            found.append(Finding("CRITICAL", name, statement, row["nonfinite_channels"], None, channels["n"]))
+        if row["num_outliers"]:
+            severity = {"CRITICAL": "HIGH", "HIGH": "MODERATE", "MODERATE": "LOW"}.get(row["band"], "LOW")
+            statement = (
+                f"{row['num_outliers']} of {row['total_channels']} channels are outliers, "
+                f"the largest {row['max_ratio']:.1f} times the median"
+            )
+            found.append(Finding(severity, name, statement, row["max_ratio"], None, channels["n"]))
+    return found
+
+
+def counted_once(operators: dict[str, Row]) -> list[str]:
+    """Names that stand for every operator once: a group that was measured as such stands for its parts."""
+    groups = [name for name in operators if name in GROUPS and operators[name]["evidence"] != "absent"]
+    parts = {part for name in groups for part in GROUPS[name][0]}
+    return [name for name in operators if name in groups or name not in parts | GROUPS.keys()]
+
+
+def recommendations(frame: Frame, sections: dict[str, Any]) -> list[Recommendation]:
+    wanted: list[Recommendation] = []
+    operators = sections.get("operator_analysis") or {}
+    for name, row in operators.items():
+        score = row.get("sensitivity_score")
+        if name in counted_once(operators) and score is not None and score > LIMITS["critical_operator_score"]:
+            issue = f"{row['degradation']['value']:.1%} accuracy loss with {frame.settings.scale:g} noise"
+            wanted.append(Recommendation("HIGH", f"Operator: {name}", issue, operator_advice(name)))
+    layers = sections.get("layer_analysis") or {}
+    for point in layers.get("avalanche_points", []):
+        issue = f"{point['degradation']:.1%} degradation (avalanche point)"
+        wanted.append(Recommendation(point["severity"], f"Layers: {point['layer_range']}", issue, ADVICE["avalanche"]))
+    for place, row in layers.get("places", {}).items():
+        if row.get("band") in ("HIGH", "CRITICAL") and row.get("p_corrected", 1.0) < SURE:
+            issue = f"{row['degradation']['value']:.1%} degradation from noise in {place} alone"
+            wanted.append(Recommendation("HIGH", f"Place: {place}", issue, ADVICE["critical layers"]))
+    channels = sections.get("channel_analysis") or {}
+    rows = channels.get("per_layer", {})
+    for name in sorted(rows, key=lambda name: -rows[name]["max_ratio"])[:MOST_CHANNEL_FINDINGS]:
+        row = rows[name]
+        if row["num_outliers"]:
+            issue = f"{row['num_outliers']} outlier channels, max_ratio = {row['max_ratio']:.1f} x"
+            priority = "HIGH" if row["band"] == "CRITICAL" else "MEDIUM"
+            action = f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
+            wanted.append(Recommendation(priority, f"Channels: {name}", issue, action))
+    return by_priority(wanted)
+
+
+def executive_summary(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> Row:
+    operators = sections.get("operator_analysis")
+    layers = sections.get("layer_analysis")
+    channels = sections.get("channel_analysis") or {}
+    scores = {
+        name: row.get("sensitivity_score")
+        for name, row in (operators or {}).items()
+        if name in counted_once(operators or {}) and row["evidence"] != "absent"
+    }
+    points = None if layers is None else layers["avalanche_points"]
+    measured = layers is not None and any(row["evidence"] == "injected" for row in layers["windows"])
+    summary = channels.get("summary")
+    risk = report_risk(
+        scores,
+        len(points) if measured and points is not None else None,
+        None if summary is None else summary["total_outlier_channels"],
+        None if summary is None else summary["total_channels"],
+    )
+    critical = [
+        name for name, score in scores.items() if score is not None and score > LIMITS["critical_operator_score"]
+    ]
+    return {
+        "critical_operators": critical,
+        "num_critical_operators": len(critical),
+        "avalanche_points": points or [],
+        "num_avalanche_points": len(points or []),
+        "total_outlier_channels": None if summary is None else summary["total_outlier_channels"],
+        "overall_risk_level": f"{risk.level} - {risk.meaning}",
+        "report_risk": risk.to_dict(),
+        "dashboard_risk": sections["metrics"]["risk"],
+        "top_findings": [finding.to_dict() for finding in found[:3]],
+        "next_step": next_step(frame, sections, found),
+    }
+
+
+def next_step(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> str:
+    baseline = sections["metrics"]["baseline"]
+    if baseline and not baseline["measurable"]:
+        return (
+            "The clean accuracy is at chance on this data, so no loss can be measured: give data on which the model "
+            "answers rightly (--data), or use --metric next_token_accuracy."
+        )
+    if frame.settings.effort == "screen":
+        return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
+    if found and found[0].severity in ("CRITICAL", "HIGH"):
+        return f"Validate {found[0].component} on the target hardware first; the recommendations say what to look at."
+    return "Nothing stands out at this noise scale. `smallest_detectable` says what this run could have seen."
+
+
+def could_not_see(frame: Frame, sections: dict[str, Any], notes: list[str]) -> list[str]:
+    """Limits of this very run, in plain words."""
+    limits = list(notes)
+    absent = [name for name, row in (sections.get("operator_analysis") or {}).items() if row["evidence"] == "absent"]
+    if absent:
+        limits.append(f"the model computes no {', '.join(absent)}")
+    smallest = [
+        row["smallest_detectable"]
+        for row in (sections.get("operator_analysis") or {}).values()
+        if row.get("smallest_detectable") is not None
+    ]
+    if smallest:
+        limits.append(
+            f"a loss of accuracy below {max(smallest):.1%} in one operator could have been missed (80 % power, "
+            "corrected for all looks); more samples see less"
+        )
+    if frame.settings.effort != "full" and sections.get("layer_analysis"):
+        limits.append(
+            "layers and the layer x operator map marked `predicted` were not injected: a prediction adds up over sites "
+            "and can't see errors that compound (--effort full injects all)"
+        )
+    limits.append("noise falls on operator outputs, forward; a fault of another form may act otherwise")
+    return limits

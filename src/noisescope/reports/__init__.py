@@ -1,0 +1,1 @@
+"""Reports: one value, drawn in several ways. Nothing here computes a number."""

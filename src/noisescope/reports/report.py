@@ -1,0 +1,67 @@
+"""A report: one JSON value, schema versioned, with what may differ between identical runs under `run` alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from noisescope.errors import InvalidInput
+from noisescope.reports.markdown import to_markdown
+
+
+class Report(Mapping[str, Any]):
+    """Reads as the dictionary it is: report["operator_analysis"]["softmax"]["degradation"]."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = dict(data)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def to_json(self) -> str:
+        return json.dumps(self.data, indent=1, allow_nan=False) + "\n"
+
+    def to_markdown(self) -> str:
+        return to_markdown(self.data)
+
+    def same_as(self, other: Mapping[str, Any]) -> bool:
+        """Whether two reports say the same, whenever and wherever they were made."""
+        return {k: v for k, v in self.items() if k != "run"} == {k: v for k, v in other.items() if k != "run"}
+
+    def save(self, folder: str | Path, *, name: str = "report") -> list[Path]:
+        """Write report.json and report.md into a folder; the paths."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        return [
+            _write(target / f"{name}.json", self.to_json()),
+            _write(target / f"{name}.md", self.to_markdown()),
+        ]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """From a report.json, or from the folder that holds one."""
+        file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InvalidInput(
+                f"there is no report at {path}: give a report.json or the folder that holds it"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"{file} is no report: {error}") from None
+        if not isinstance(data, dict) or "schema_version" not in data:
+            raise InvalidInput(f"{file} is JSON, but no report of noisescope (it has no schema_version)")
+        return cls(data)
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path

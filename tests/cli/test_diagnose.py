@@ -1,0 +1,135 @@
+"""The commands a user meets: diagnose, robustness, runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from noisescope.cli import app
+from noisescope.cli.common import names, numbers
+from noisescope.cli.progress import Shown
+from noisescope.errors import InvalidInput
+from noisescope.trials import Result
+
+QUICK = ["--samples", "6", "--seeds", "1", "--slice", "6", "--level", "operator", "--operators", "softmax,linear"]
+
+
+def call(*arguments: Any, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    output = call("diagnose", "demo", *QUICK, "-o", folder).output
+    assert "risk:" in output and "next:" in output and str(folder / "report.md") in output
+    return folder
+
+
+def test_the_first_screen(run: Path) -> None:
+    """Risk, findings, next step, cost and files; the same command again runs nothing."""
+    again = call("diagnose", "demo", *QUICK, "-o", run).output
+    assert "0 trials run now" in again and "demo: LlamaForCausalLM" in again
+    assert "the bundled model's own problems" in again
+
+
+def test_json_is_the_report(run: Path) -> None:
+    """--json prints what report.json holds, apart from the run itself."""
+    printed = json.loads(call("diagnose", "demo", *QUICK, "-o", run, "--json").stdout)
+    saved = json.loads((run / "report.json").read_text())
+    assert printed["operator_analysis"] == saved["operator_analysis"]
+
+
+def test_dry_run_measures_nothing(tmp_path: Path) -> None:
+    """Trials, forwards, time and memory, and no folder."""
+    output = call("diagnose", "demo", *QUICK, "-o", tmp_path / "none", "--dry-run").output
+    assert "trials, about" in output and "GiB" in output and not (tmp_path / "none").exists()
+
+
+def test_runs_are_listed_shown_and_resumed(run: Path) -> None:
+    """What lies in a store, and the same command from it."""
+    assert "diagnose of demo" in call("runs", "list", run.parent).output
+    assert json.loads(call("runs", "list", run.parent, "--json").stdout)[0]["trials"] > 5
+    shown = call("runs", "show", run).output
+    assert "score:" in shown and "screen:" in shown and "data: demo" in shown
+    assert json.loads(call("runs", "show", run, "--json").stdout)["errors"] == {}
+    assert "0 trials run now" in call("runs", "resume", run).output
+    assert "no runs in" in call("runs", "list", run.parent.parent / "nothing-here").output
+    assert "holds no run" in call("runs", "show", run.parent, code=2).output
+
+
+def test_robustness_prints_a_table(tmp_path: Path) -> None:
+    """Accuracy and retention with intervals at each level."""
+    arguments = [
+        "robustness",
+        "demo",
+        "--noise-levels",
+        "0,0.1",
+        "--samples",
+        "8",
+        "--seeds",
+        "1",
+        "--max-new-tokens",
+        "4",
+    ]
+    output = call(*arguments, "-o", tmp_path).output
+    assert "by generation" in output and "retention" in output and "[" in output
+    assert (tmp_path / "report.json").exists()
+    assert "teacher-forced" in call(*arguments, "--no-generate").output
+    assert (
+        json.loads(call(*arguments, "--no-generate", "--json").stdout)["robustness"]["levels"][1]["noise_level"] == 0.1
+    )
+    assert "noise" in call("runs", "resume", tmp_path).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["diagnose", "demo", "--level", "operators"], "operator"),
+        (["diagnose", "demo", "--operators", "sofmax"], "softmax"),
+        (["diagnose", "demo", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["diagnose", "nowhere/at/all"], "nowhere/at/all"),
+        (["diagnose", "demo", "--noise-scale", "0"], "injects nothing"),
+        (["diagnose", "demo", "--executor", "slurm"], "local"),
+        (["robustness", "demo", "--noise-levels", "a,b"], "numbers with commas"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """Exit code 2, no traceback."""
+    output = call(*arguments, "-o", tmp_path, code=2).output
+    assert words in output and "Traceback" not in output
+
+
+def test_bad_data_names_file_and_line(tmp_path: Path) -> None:
+    """The third line lacks its answer."""
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "2 + 2", "answer": "4"}\n{"prompt": "3 + 3"}\n')
+    output = call("diagnose", "demo", "--data", file, code=2).output
+    assert "bad.jsonl" in output and "3" in output and "answer" in output
+
+
+def test_numbers_and_names() -> None:
+    """Commas between, blanks forgiven."""
+    assert numbers("0, 0.05", "x") == (0.0, 0.05) and names("a, b") == ("a", "b") and names(None) is None
+    with pytest.raises(InvalidInput):
+        numbers("1;2", "x")
+
+
+def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then a line with an estimate; on a terminal a bar."""
+    monkeypatch.setattr("noisescope.cli.progress._EVERY", 0.0)
+    with Shown() as shown:
+        shown.wave(4)
+        shown.step(None, Result(), 0.1)
+        shown.step(None, Result(error="x"), 0.1)
+    assert "2 of 4 trials" in capsys.readouterr().err and shown.failed == 1
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Shown() as shown:
+        shown.wave(1)
+        shown.step(None, Result(), 0.1)

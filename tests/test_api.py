@@ -1,0 +1,239 @@
+"""A whole diagnosis: resumable, reproducible, and honest about what it measured."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope import api
+from noisescope.diagnosis import whole
+from noisescope.errors import InvalidInput
+from noisescope.reports.report import Report
+from noisescope.runs.store import Store
+from noisescope.testing import tiny_model
+from noisescope.trials import Result, Trial
+
+BATCHES = list(torch.randint(1, 60, (6, 10), generator=torch.Generator().manual_seed(4)).split(3))
+QUICK: dict[str, Any] = {"window": 2, "seeds": 2, "slice_samples": 4, "metric": "agreement"}
+
+
+def subject() -> ns.Subject:
+    return ns.wrap(tiny_model("llama", layers=4))
+
+
+class Counting:
+    """Progress that remembers every trial run, and may stop the run."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.ran: list[str] = []
+        self.stop_after = stop_after
+
+    def wave(self, trials: int) -> None:
+        assert trials > 0
+
+    def step(self, trial: Trial, result: Result, seconds: float) -> None:
+        self.ran.append(trial.id)
+        if self.stop_after is not None and len(self.ran) >= self.stop_after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> Report:
+    return api.diagnose(subject(), BATCHES, **QUICK)
+
+
+def test_the_report_has_its_parts(unbroken: Report) -> None:
+    """The keys of the design, JSON without NaN, Markdown with every section; nothing failed."""
+    assert list(unbroken)[:3] == ["schema_version", "run", "executive_summary"]
+    for key in (
+        "operator_analysis",
+        "layer_analysis",
+        "channel_analysis",
+        "metrics",
+        "correlations",
+        "recommendations",
+    ):
+        assert key in unbroken
+    json.loads(unbroken.to_json(), parse_constant=lambda name: pytest.fail(name))
+    rows = [*unbroken["operator_analysis"].values(), *unbroken["layer_analysis"]["windows"]]
+    assert {row["evidence"] for row in rows} == {"injected", "absent"}
+    assert all(
+        row["total_injections"] > 0 and row["degradation"]["n"] == 6 for row in rows if row["evidence"] == "injected"
+    )
+    text = unbroken.to_markdown()
+    for title in ("Summary", "Operators", "Layers", "Channels", "Metrics", "Correlations", "could not see", "Method"):
+        assert title in text
+    assert unbroken["run"]["cost"]["trials"] == unbroken["run"]["cost"]["trials_run_now"] > 50
+    assert unbroken["run"]["data"]["source"] == "tokenised batches"
+
+
+def test_a_second_run_says_the_same(unbroken: Report) -> None:
+    """Only `run` may differ."""
+    again = api.diagnose(subject(), BATCHES, **QUICK)
+    assert unbroken.same_as(again) and unbroken["run"] != again["run"]
+
+
+@pytest.mark.parametrize("stop_after", [1, 7, 60])
+def test_an_interrupted_run_is_resumed(unbroken: Report, tmp_path: Path, stop_after: int) -> None:
+    """Ctrl-C anywhere: the store keeps what was measured, nothing of it runs again, the report is the same."""
+    first, second, third = Counting(stop_after), Counting(), Counting()
+    with pytest.raises(KeyboardInterrupt):
+        api.diagnose(subject(), BATCHES, **QUICK, options=api.Options(output=tmp_path, progress=first))
+    model = subject()
+    report = api.diagnose(model, BATCHES, **QUICK, options=api.Options(output=tmp_path, progress=second))
+    assert unbroken.same_as(report) and not set(first.ran) & set(second.ran)
+    assert len(first.ran) == stop_after and len(first.ran) + len(second.ran) == report["run"]["cost"]["trials"]
+    api.diagnose(model, BATCHES, **QUICK, options=api.Options(output=tmp_path, progress=third))
+    assert third.ran == []
+    assert not [m for m in model.model.modules() if "forward" in m.__dict__]
+
+
+def test_a_bigger_question_reuses_the_store(tmp_path: Path) -> None:
+    """Full effort into the folder of a screen runs only what is new."""
+    screen, full = Counting(), Counting()
+    api.diagnose(subject(), BATCHES, effort="screen", **QUICK, options=api.Options(output=tmp_path, progress=screen))
+    api.diagnose(subject(), BATCHES, effort="full", **QUICK, options=api.Options(output=tmp_path, progress=full))
+    assert screen.ran and not set(screen.ran) & set(full.ran)
+
+
+def test_noise_in_the_head_is_the_heads() -> None:
+    """A head that amplifies: lm_head stands out, the last block does not."""
+    model = tiny_model("llama", layers=4)
+    report = api.diagnose(ns.wrap(model), BATCHES, **{**QUICK, "window": 1}, effort="full")
+    layers = report["layer_analysis"]
+    head, last = layers["places"]["lm_head"], layers["layers"][-1]
+    alone = ns.Injection(ns.Gaussian(0.05), layers={3}, operators={"gemm"}, phases={"forward"})
+    with ns.inject(model, alone) as tally, torch.no_grad():
+        model(BATCHES[0])
+    assert tally.per_operator["linear"].forward == 7 and "lm_head" not in tally.per_layer
+    assert head["kl"]["value"] != last["kl"]["value"]
+    assert head["total_injections"] < last["total_injections"]
+
+
+def test_the_users_own_metric(tmp_path: Path) -> None:
+    """A callable scores every sample; there is no screen, and the rest is a diagnosis like any other."""
+    report = api.diagnose(subject(), BATCHES, **{**QUICK, "metric": mean_logit}, levels=("operator",))
+    row = report["operator_analysis"]["softmax"]
+    assert row["evidence"] == "injected" and "predicted_kl" not in row and row["baseline_acc"] != row["noisy_acc"]
+
+
+def mean_logit(model: Any, batches: Any) -> list[float]:
+    with torch.no_grad():
+        return [5 + float(row.mean()) for batch in batches for row in model(**batch).logits]
+
+
+def test_robustness_by_level() -> None:
+    """More noise, less agreement; the clean level keeps everything."""
+    report = api.robustness(subject(), BATCHES, noise_levels=(0, 0.05, 0.5), metric="agreement", seeds=2)
+    values = [row["accuracy"]["value"] for row in report["robustness"]["levels"]]
+    assert values[0] == 1.0 and values[2] < 1.0 and values == sorted(values, reverse=True)
+    assert "Robustness" in report.to_markdown()
+
+
+def test_what_a_run_would_cost() -> None:
+    """The estimate counts the trials that a real run makes, give or take what its results decide."""
+    prepared = api.prepare_diagnosis(subject(), BATCHES, **QUICK)
+    cost = prepared.cost(whole)
+    real = prepared.run(whole, api.Options())["run"]["cost"]
+    assert cost.trials == pytest.approx(real["trials"], rel=0.35) and cost.memory > cost.weights > 0
+    assert "trials, about" in str(cost)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"metric": "accurracy"}, "accuracy"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"generate": True}, "generation needs prompts"),
+        ({"seeds": 0}, "at least one seed"),
+        ({"effort": "max"}, "standard"),
+        ({"options": api.Options(executor="slurm")}, "ray"),
+    ],
+)
+def test_wrong_settings_are_one_clear_error(wrong: dict[str, Any], words: str) -> None:
+    """What came, what is allowed."""
+    with pytest.raises(InvalidInput, match=words):
+        api.diagnose(subject(), BATCHES, **{**QUICK, **wrong})
+
+
+def test_a_model_without_tokenizer_needs_tokens() -> None:
+    """Built-in text can't be fed to a bare model."""
+    with pytest.raises(InvalidInput, match="tokenised batches"):
+        api.diagnose(subject())
+
+
+def test_reports_are_read_back(unbroken: Report, tmp_path: Path) -> None:
+    """From the file or its folder; what is no report is refused."""
+    paths = unbroken.save(tmp_path)
+    assert [p.name for p in paths] == ["report.json", "report.md"]
+    assert Report.load(tmp_path).same_as(unbroken) and Report.load(paths[0]).same_as(unbroken)
+    (tmp_path / "x.json").write_text("[1]")
+    for path, words in (
+        (tmp_path / "x.json", "no schema_version"),
+        (tmp_path / "none", "no report at"),
+        (paths[1], "no report"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            Report.load(path)
+
+
+def test_the_demo_by_generation_and_teacher_forced() -> None:
+    """One answer token decides, so both ways of scoring agree sample by sample, noise included."""
+    demo = ns.load("demo")
+    forced, generated = (
+        api.diagnose(demo, samples=12, seeds=1, levels=("operator",), operators=("norm", "linear"), generate=generate,
+                     max_new_tokens=4, noise_scale=0.15, effort="standard")
+        for generate in (False, True)
+    )  # fmt: skip
+    for name in ("norm", "linear"):
+        a, b = forced["operator_analysis"][name], generated["operator_analysis"][name]
+        assert a["baseline_acc"] == b["baseline_acc"] and a["noisy_acc"] == pytest.approx(b["noisy_acc"], abs=0.09)
+    assert forced["run"]["data"]["note"] == "the bundled model's own problems"
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
+    """kill -9, three times at random: the store holds whole rows, none is run twice, the report is that of one run."""
+    command = [
+        sys.executable,
+        "-m",
+        "noisescope.cli",
+        "diagnose",
+        "demo",
+        "--samples",
+        "8",
+        "--seeds",
+        "1",
+        "--slice",
+        "4",
+    ]
+    command += ["--level", "operator,layer", "--calibration-samples", "8", "-o", str(tmp_path / "killed")]
+    dice = random.Random(5)
+    finished: set[str] = set()
+    for _ in range(3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = time.monotonic()
+        while not (tmp_path / "killed" / "run.sqlite").exists() and time.monotonic() - before < 60:
+            time.sleep(0.05)
+        time.sleep(dice.uniform(0.3, 2.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with Store(tmp_path / "killed", create=False) as store:
+            assert finished <= set(store)
+            finished = set(store)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    resumed = Report.load(tmp_path / "killed")
+    assert resumed["run"]["cost"]["trials_run_now"] == resumed["run"]["cost"]["trials"] - len(finished)
+    command[-1] = str(tmp_path / "whole")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert resumed.same_as(Report.load(tmp_path / "whole"))
