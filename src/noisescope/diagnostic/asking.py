@@ -1,0 +1,109 @@
+"""One question of a diagnosis put to a model, and rows in the shape of the original method notes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from noisescope import api
+from noisescope.data import DataSet
+from noisescope.diagnosis.frame import GROUP, Frame
+from noisescope.errors import unknown
+from noisescope.model import Subject, wrap
+from noisescope.sites import GROUPS, canonical_operator
+from noisescope.trials import Results, Trial
+
+Row = dict[str, Any]
+# What a measured row of the notes holds; None where it could not be measured.
+ROW_KEYS = ("degradation", "sensitivity_score", "baseline_acc", "noisy_acc", "total_injections")
+# Keywords of `diagnose` with their defaults: the one place where those are written is its signature.
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(api.diagnose).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name != "options"
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A part of a diagnosis: which trials it wants, and what it makes of them."""
+
+    propose: Callable[[Frame, Results], list[Trial]]
+    answer: Callable[[Frame, Results], Any]
+
+    def conclude(self, frame: Frame, results: Results, notes: list[str]) -> dict[str, Any]:
+        return {"schema_version": None, "answer": self.answer(frame, results)}
+
+
+def ask(
+    model: Subject | nn.Module,
+    data: Any,
+    question: Question,
+    *,
+    options: api.Options | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **asked: Any,
+) -> Any:
+    """The answer of a model on data; `asked` are keywords of `diagnose`, `settings` fields of Settings it has not."""
+    for name in asked:
+        if name not in _DEFAULTS:
+            raise unknown("keyword", name, [*_DEFAULTS, "options"])
+    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **{**_DEFAULTS, **asked})
+    frame = prepared.frame
+    if settings:
+        frame = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, **settings))
+    prepared = dataclasses.replace(prepared, frame=frame)
+    return prepared.run(question, options or api.Options())["answer"]
+
+
+def subject_of(model: Subject | nn.Module) -> Subject:
+    return model if isinstance(model, Subject) else wrap(model)
+
+
+def model_of(model: Subject | nn.Module) -> nn.Module:
+    return model.model if isinstance(model, Subject) else model
+
+
+def batches_of(data: Any) -> Any:
+    """Batches as a list: a loader may shuffle, a generator runs dry, and every noise must meet the same samples."""
+    if data is None or isinstance(data, (str, Path, DataSet, Tensor, Mapping)):
+        return data
+    return list(data) if isinstance(data, Iterable) else data
+
+
+def our_name(operator: str) -> str:
+    """noisescope's name of an operator of the notes, whose "matmul" is every matrix product."""
+    name = canonical_operator(operator)
+    return GROUP if name == "matmul" else name
+
+
+def notes_name(operator: str) -> str:
+    return {GROUP: "matmul", "norm": "layernorm"}.get(operator, operator)
+
+
+def flat(row: Mapping[str, Any]) -> Row:
+    """A row with `degradation` as a number, and its interval beside it."""
+    loss = row.get("degradation")
+    value = None if loss is None else loss["value"]
+    return {**dict.fromkeys(ROW_KEYS), **row, "degradation": value, "degradation_interval": loss}
+
+
+def operator_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Row]:
+    """Operators under the notes' names, without those the model lacks; products are in `parts` of "matmul"."""
+    present = {name: flat(row) for name, row in rows.items() if row["evidence"] != "absent"}
+    parts = GROUPS[GROUP][0] if GROUP in present else frozenset()
+    found = {notes_name(name): {"operator": name, **row} for name, row in present.items() if name not in parts}
+    if parts & set(present):
+        found["matmul"]["parts"] = {name: row for name, row in present.items() if name in parts}
+    return found
+
+
+def window_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
+    """Windows by their label, "L9-11"."""
+    return {row["layer_range"]: flat(row) for row in rows}

@@ -1,0 +1,158 @@
+"""The metrics dashboard of the original method notes: the model in single numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TextIO
+
+from torch import Tensor, nn
+
+from noisescope.diagnosis import channels, dashboard
+from noisescope.diagnosis.frame import Frame
+from noisescope.diagnostic.asking import Question, Row, ask
+from noisescope.diagnostic.formulas import (
+    compute_correlation,
+    compute_mae,
+    compute_mape,
+    compute_max_error,
+    compute_sparsity,
+)
+from noisescope.diagnostic.levels import threshold_value
+from noisescope.errors import InvalidInput
+from noisescope.findings import NOT_MEASURABLE, dashboard_risk
+from noisescope.model import Subject
+from noisescope.trials import Results, Trial
+
+RELATIVE = 0.01  # of the tensor's rms: what counts as near zero behind SiLU and GELU
+
+
+class MetricsDashboard:
+    """Primary, secondary and, with the activations of two devices, hardware metrics.
+
+    `metrics` holds numbers, None where one could not be measured; with intervals and bands they are in
+    metrics["full"]. An infinite critical threshold was not reached at the highest noise tried.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Row] = {}
+
+    def compute_all_metrics(
+        self,
+        model: Subject | nn.Module,
+        test_data: Any,
+        gpu_activations: Tensor | None = None,
+        npu_activations: Tensor | None = None,
+        *,
+        noise_scale: float = 0.05,
+        **more: Any,
+    ) -> dict[str, Row]:
+        """Measure the model under noise on all its products.
+
+        The SNR is measured at the logits. Sparsity is that of `gpu_activations`, else of all linears on the test data.
+        """
+        if gpu_activations is None and npu_activations is not None:
+            raise InvalidInput("npu_activations need gpu_activations to be compared with")
+        full = ask(model, test_data, _METRICS, noise_scale=noise_scale, levels=("channel",), **more)
+        primary, secondary = full["primary"], full["secondary"]
+        sparsity = secondary["activation_sparsity"] or {"absolute": None, "relative": None}
+        if gpu_activations is not None:
+            sparsity = {
+                "absolute": compute_sparsity(gpu_activations),
+                "relative": compute_sparsity(gpu_activations, relative=RELATIVE),
+            }
+        self.metrics = {
+            "primary": {
+                "relative_degradation": _value(primary["relative_degradation"]),
+                "noise_tolerance_index": _value(primary["noise_tolerance_index"]),
+                "critical_threshold": threshold_value(primary["critical_threshold"]),
+            },
+            "secondary": {
+                "snr_db": _value(secondary["snr_db"]),
+                "gradient_ratio": _value(secondary["gradient_ratio"]),
+                "activation_sparsity": sparsity["absolute"],
+                "relative_sparsity": sparsity["relative"],
+            },
+        }
+        if gpu_activations is not None and npu_activations is not None:
+            self.metrics["hardware"] = {
+                "mae": compute_mae(gpu_activations, npu_activations),
+                "mape": compute_mape(gpu_activations, npu_activations),
+                "correlation": compute_correlation(gpu_activations, npu_activations),
+                "max_error": compute_max_error(gpu_activations, npu_activations),
+            }
+        self.metrics["full"] = full
+        return self.metrics
+
+    def print_dashboard(self, file: TextIO | None = None) -> None:
+        """The numbers as lines, on stdout if no file is given."""
+        primary, secondary = self._known("primary"), self._known("secondary")
+        lines = [
+            "Primary",
+            f"  relative degradation   {_percent(primary['relative_degradation'])}",
+            f"  noise tolerance index  {_tolerance(primary)}",
+            f"  critical threshold     {_threshold(primary['critical_threshold'], self.metrics['full'])}",
+            "Secondary",
+            f"  SNR of the logits      {_number(secondary['snr_db'])} dB",
+            f"  gradient ratio         {_number(secondary['gradient_ratio'])}",
+            f"  activation sparsity    {_percent(secondary['activation_sparsity'])}"
+            f" ({_percent(secondary['relative_sparsity'])} below {RELATIVE:.0%} of the rms)",
+        ]
+        if "hardware" in self.metrics:
+            hardware = self.metrics["hardware"]
+            lines += [
+                "Hardware divergence",
+                f"  MAE                    {_number(hardware['mae'])}",
+                f"  MAPE                   {_percent(hardware['mape'])}",
+                f"  correlation            {_number(hardware['correlation'], 6)}",
+                f"  largest error          {_number(hardware['max_error'])}",
+            ]
+        print("\n".join([*lines, f"Risk: {self.get_risk_assessment()}"]), file=file)
+
+    def get_risk_assessment(self) -> str:
+        """The dashboard's risk level and what it means: 50, 30 or 10 points by degradation, 30 or 15 by MAPE."""
+        loss = self._known("primary")["relative_degradation"]
+        risk = dashboard_risk(loss, self.metrics.get("hardware", {}).get("mape"))
+        if risk.level == NOT_MEASURABLE:
+            return "NOT MEASURABLE - the degradation could not be measured, so the risk is not known"
+        return f"{risk.level} RISK - {risk.meaning}"
+
+    def _known(self, part: str) -> Row:
+        if not self.metrics:
+            raise InvalidInput("no metrics yet: call compute_all_metrics(model, test_data) first")
+        return self.metrics[part]
+
+
+def _value(row: Row | None) -> float | None:
+    return None if row is None else row["value"]
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return NOT_MEASURABLE if value is None else f"{value:.{digits}g}"
+
+
+def _percent(value: float | None) -> str:
+    return NOT_MEASURABLE if value is None else f"{100 * value:.2f} %"
+
+
+def _tolerance(primary: Row) -> str:
+    if primary["relative_degradation"] is not None and primary["noise_tolerance_index"] is None:
+        return "unbounded (nothing was lost)"
+    return _number(primary["noise_tolerance_index"])
+
+
+def _threshold(value: float | None, full: Row) -> str:
+    if value is not None and math.isinf(value):
+        return str(full["primary"]["critical_threshold"]["label"])
+    return _percent(value)
+
+
+def _propose(frame: Frame, results: Results) -> list[Trial]:
+    captured = channels.capture_trial(frame)
+    return frame.ask(None) + dashboard.propose(frame, results, None) + ([] if captured is None else [captured])
+
+
+def _conclude(frame: Frame, results: Results) -> Row:
+    return dashboard.conclude(frame, results, None, channels.conclude(frame, results, None))
+
+
+_METRICS = Question(_propose, _conclude)

@@ -1,0 +1,109 @@
+"""The outlier detector of the original method notes: channels far larger than the rest, on calibration data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from noisescope.diagnosis import channels
+from noisescope.diagnosis.frame import Array, Frame
+from noisescope.diagnostic.activations import ActivationCapture
+from noisescope.diagnostic.asking import Question, Row, ask, subject_of
+from noisescope.diagnostic.outliers import outlier_row, site_label
+from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.findings import LIMITS
+from noisescope.model import Subject
+from noisescope.sites import Site
+from noisescope.trials import Result, Results, Trial
+
+
+class ChannelOutlierDetector:
+    """Outlier channels of every linear and of the residual stream, on calibration data.
+
+        detector = ChannelOutlierDetector(model, calibration_data)
+        detector.collect_statistics()
+        detector.get_report()["summary"], detector.outlier_channels
+
+    To run the model yourself, call it between register_hooks() and remove_hooks(): then linears alone are watched.
+    """
+
+    def __init__(
+        self,
+        model: Subject | nn.Module,
+        calibration_data: Any,
+        quantile_threshold: float = LIMITS["outlier_channel_ratio"],
+    ) -> None:
+        self.subject = subject_of(model)
+        self.calibration_data = calibration_data
+        self.quantile_threshold = quantile_threshold
+        self._capture = ActivationCapture(self.subject, "")
+        self._rows: dict[str, Row] | None = None
+
+    def collect_statistics(self, *, samples: int = 1000, **more: Any) -> None:
+        """Run at most `samples` of the calibration data through the model, padding left out."""
+        found = ask(
+            self.subject,
+            self.calibration_data,
+            _CAPTURE,
+            levels=("channel",),
+            samples=samples,
+            calibration_samples=samples,
+            **more,
+        )
+        self._rows = {
+            name: {**facts, **outlier_row(name, columns, self.quantile_threshold)}
+            for name, (facts, columns) in found.items()
+        }
+
+    def register_hooks(self) -> None:
+        """Begin to watch the linears."""
+        self._capture.register_hooks()
+
+    def remove_hooks(self) -> None:
+        """Leave the model as it was, and look at what was seen."""
+        self._capture.remove_hooks()
+        if self._capture.statistics:
+            self._rows = self._capture.rows(self.quantile_threshold)
+
+    @property
+    def outlier_channels(self) -> dict[str, Row]:
+        """Modules that have outliers; {} before anything was collected."""
+        return {name: row for name, row in (self._rows or {}).items() if row["num_outliers"]}
+
+    def get_report(self) -> Row:
+        """{"summary": counts, "per_layer": outlier_channels}."""
+        if self._rows is None:
+            raise InvalidInput("no statistics yet: call collect_statistics() first")
+        summary = {
+            "layers_with_outliers": len(self.outlier_channels),
+            "total_outlier_channels": sum(row["num_outliers"] for row in self._rows.values()),
+            "total_channels": sum(row["total_channels"] for row in self._rows.values()),
+        }
+        return {"summary": summary, "per_layer": self.outlier_channels}
+
+
+def _propose_capture(frame: Frame, results: Results) -> list[Trial]:
+    trial = channels.capture_trial(frame)
+    assert trial is not None  # the level asked for is "channel"
+    return [trial]
+
+
+def _captured(frame: Frame, results: Results) -> dict[str, tuple[Row, dict[str, Array]]]:
+    """Facts and statistics [C] of every module captured."""
+    result: Result = results[_propose_capture(frame, results)[0].id]
+    if result.failed:
+        raise NoisescopeError(f"the capture failed: {result.error}")
+    facts = result.facts["sites"]
+    ends = np.cumsum([entry["channels"] for entry in facts])[:-1]
+    columns = {name: np.split(array.astype(np.float64), ends) for name, array in result.arrays.items()}
+    found = {}
+    for i, entry in enumerate(facts):
+        site = Site(entry["operator"], entry["place"], entry["module"], occurrence=entry["occurrence"])
+        about = {"layer": site.place, "operator": site.operator}
+        found[site_label(site)] = (about, {name: parts[i] for name, parts in columns.items()})
+    return found
+
+
+_CAPTURE = Question(_propose_capture, _captured)

@@ -1,0 +1,120 @@
+"""Metrics by the names of the original method notes: signals, curvature, divergence between two devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from noisescope.diagnostic.asking import model_of
+from noisescope.errors import InvalidInput
+from noisescope.metrics import curvature, signals
+from noisescope.model import Subject
+
+LossFunction = Callable[[Any, Any], Tensor]  # (model, data) -> scalar
+
+
+def compute_snr(activations: Tensor, noise_scale: float | Tensor) -> float | None:
+    """Signal to noise in dB: measured where a second (noisy) tensor is given, nominal where a scale is.
+
+    The nominal ratio is the notes' 20 log10(1 / scale): the same for every tensor, 26 dB at 5 %. None without noise.
+    """
+    if isinstance(noise_scale, Tensor) and noise_scale.dim():
+        return signals.snr_db(activations, noise_scale)
+    return signals.nominal_snr_db(float(noise_scale))
+
+
+def compute_sparsity(activations: Tensor, threshold: float = 1e-6, relative: float | None = None) -> float:
+    """The share of |x| < threshold, or with `relative` of |x| < relative * rms(x), which SiLU and GELU need."""
+    return signals.sparsity(activations, threshold, relative)
+
+
+def compute_gradient_ratio(
+    model: Subject | nn.Module,
+    clean_loss: Tensor | Callable[[Any], Tensor],
+    noisy_loss: Tensor | Callable[[Any], Tensor],
+) -> float | None:
+    """Norm of the noisy loss's gradient over that of the clean one; None where the clean one is 0.
+
+    A loss is a scalar with its graph (spent by this call), or a function of the model.
+    """
+    parameters = {"model": [p for p in model_of(model).parameters() if p.requires_grad]}
+    if not parameters["model"]:
+        raise InvalidInput("no parameter of the model requires a gradient, so there is none to compare")
+    noisy, clean = (
+        curvature.gradient_norms(model_of(model), _function(loss), parameters)["model"]
+        for loss in (noisy_loss, clean_loss)
+    )
+    return signals.gradient_ratio(noisy, clean)
+
+
+def compute_layer_hessian_trace(
+    model: Subject | nn.Module,
+    loss_fn: LossFunction,
+    data: Any,
+    num_samples: int = 10,
+    *,
+    per_parameter: bool = False,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Trace of the Hessian of loss_fn(model, data) in each weight, by its name.
+
+    A trace grows with the weight's size: to compare layers ask for it `per_parameter` (HAWQ-V2).
+    """
+    weights = {
+        name: [p] for name, p in model_of(model).named_parameters() if "weight" in name and p.is_floating_point()
+    }
+    found = _traces(model, loss_fn, data, weights, num_samples, seed)
+    return {name: trace.per_parameter if per_parameter else trace.trace for name, trace in found.items()}
+
+
+def estimate_hessian_trace(
+    model: Subject | nn.Module, loss_fn: LossFunction, data: Any, num_samples: int = 10, *, seed: int = 0
+) -> float:
+    """Trace of the Hessian of loss_fn(model, data) in all parameters, from `num_samples` random vectors."""
+    everything = {"model": [p for p in model_of(model).parameters() if p.is_floating_point()]}
+    return _traces(model, loss_fn, data, everything, num_samples, seed)["model"].trace
+
+
+def estimate_fim_diagonal(
+    model: Subject | nn.Module, data_loader: Iterable[Any], *, draws: int = 1, seed: int = 0
+) -> dict[str, Tensor]:
+    """The diagonal of the Fisher information by parameter name.
+
+    The square is that of one sample's gradient, for labels drawn from the model; the notes square the gradient of a
+    batch's mean for the true labels, which shrinks with the batch and vanishes where the model fits.
+    """
+    return curvature.parameter_fisher(model_of(model), data_loader, draws=draws, seed=seed)
+
+
+def compute_mae(gpu_activations: Tensor, npu_activations: Tensor) -> float:
+    """Mean absolute error."""
+    return signals.mae(gpu_activations, npu_activations)
+
+
+def compute_mape(gpu_activations: Tensor, npu_activations: Tensor) -> float:
+    """Mean absolute error relative to the first, elementwise, as a fraction."""
+    return signals.mape(gpu_activations, npu_activations)
+
+
+def compute_correlation(gpu_activations: Tensor, npu_activations: Tensor) -> float | None:
+    """Pearson's correlation over all elements; None where one is constant."""
+    return signals.pearson(gpu_activations, npu_activations)
+
+
+def compute_max_error(gpu_activations: Tensor, npu_activations: Tensor) -> float:
+    """Largest absolute error."""
+    return signals.max_error(gpu_activations, npu_activations)
+
+
+def _function(loss: Tensor | Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    return (lambda model: loss) if isinstance(loss, Tensor) else loss
+
+
+def _traces(
+    model: Subject | nn.Module, loss_fn: LossFunction, data: Any, groups: curvature.Groups, probes: int, seed: int
+) -> dict[str, curvature.TraceEstimate]:
+    return curvature.hessian_traces(
+        model_of(model), lambda inner: loss_fn(inner, data), groups, probes=probes, seed=seed
+    )
