@@ -205,7 +205,7 @@ class Prepared:
                     "seconds": time.perf_counter() - started,
                     "trials": len(store),
                     "trials_run_now": len(store) - before,
-                    "forwards": forwards,
+                    "forwards": forwards / sum(map(len, self.materials[0].encoded.sequences)),  # of the test data
                 },
                 "notes": notes,
                 "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -365,7 +365,7 @@ def _data_set(subject: Subject, data: Any, count: int, which: str) -> DataSet | 
 
 
 def _data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[str]:
-    if found is not None and found.note:
+    if found is not None and found.note and found.source != "demo":
         yield found.note
     if len(test) < wanted:
         yield f"the data holds {len(test)} samples, {wanted} were asked for"

@@ -105,7 +105,7 @@ def say_summary(report: Any, paths: list[Path]) -> None:
     cost = run["cost"]
     typer.echo(
         f"\n{cost['trials_run_now']} trials run now ({cost['trials']} in the store), "
-        f"{cost['forwards']:.0f} forwards, {cost['seconds']:.1f} s"
+        f"{cost['forwards']:.1f} forwards of the test data, {cost['seconds']:.1f} s"
     )
     for path in paths:
         typer.echo(f"  {path}")

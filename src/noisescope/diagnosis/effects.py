@@ -103,7 +103,10 @@ def _estimate(values: Array) -> Row:
     known = values[np.isfinite(values)]
     if not len(known):
         return stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE).to_dict()
-    return stats.mean(known).to_dict()
+    found = stats.mean(known).to_dict()
+    if found["low"] is not None and known.min() >= 0:
+        found["low"] = max(found["low"], 0.0)  # a divergence has no interval below 0
+    return found
 
 
 def _ratio(above: Array, below: Array) -> Row:

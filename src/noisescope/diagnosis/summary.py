@@ -181,7 +181,7 @@ def executive_summary(frame: Frame, sections: dict[str, Any], found: list[Findin
         "avalanche_points": points or [],
         "num_avalanche_points": len(points or []),
         "total_outlier_channels": None if summary is None else summary["total_outlier_channels"],
-        "overall_risk_level": f"{risk.level} - {risk.meaning}",
+        "overall_risk_level": risk.level if risk.level == risk.meaning else f"{risk.level} - {risk.meaning}",
         "report_risk": risk.to_dict(),
         "dashboard_risk": sections["metrics"]["risk"],
         "top_findings": [finding.to_dict() for finding in found[:3]],

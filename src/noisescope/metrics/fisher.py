@@ -2,17 +2,20 @@
 
 For noise d on an activation y, to second order,
 
-    KL(clean || noisy) = 1/2 E[(d . g)^2],   g = d log p(labels) / dy,   labels ~ the model's own output,
+    KL(clean || noisy) = 1/2 E[(d . g)^2],   E[g g^T] = F = J^T (diag(p) - p p^T) J,
 
-for labels drawn independently at each scored position and log-probabilities summed over a sample's positions: E[g g^T]
-is the Fisher information of the output with respect to y. Noise of independent elements with standard deviation s * w
-gives s^2/2 * sum_i w_i^2 g_i^2, which splits over channels. Only activations carry gradients; weights are frozen.
+summed over scored positions, where J is the Jacobian of the logits in y and F the Fisher information. g is J^T v for a
+random v at the logits with covariance diag(p) - p p^T (`fisher_factor`): one backward gives it for every activation.
+(Labels drawn from p have that covariance, too; but where the model is sure, most draws say nothing and a few say all.)
+Noise of independent elements with standard deviation s * w gives s^2/2 * sum_i w_i^2 g_i^2, which splits over channels.
+Only activations carry gradients; weights are frozen.
 
 The prediction adds up over sites, so it can't see errors that compound: that is what injection is for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,7 +29,7 @@ from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.probe.aims import Context, Once
 from noisescope.probe.door import Door
-from noisescope.probe.draws import mix64
+from noisescope.probe.draws import mix64, wide_window
 from noisescope.probe.noise import Gaussian, Uniform
 from noisescope.sites import Site
 
@@ -97,58 +100,37 @@ class Screen(Door):
         return Tap(self, unit, operator, counted=wanted) if wanted or operator == "embedding" else None
 
     def score(self, logits: Tensor, scored: Tensor, keys: Tensor, *, draws: int, seed: int) -> None:
-        """Draw labels for the scored rows of logits [R, V] and send the gradient of their log-probability back.
+        """Send random gradients from the scored rows of logits [R, V] back, `draws` times.
 
-        scored [N] are rows, keys [N] name them by (sample, position), so that a label does not depend on what else is
-        in the batch.
+        scored [N] are rows, keys [N] name them by (sample, position), so that a draw does not depend on what else is in
+        the batch.
         """
         if not self.starts:
             raise UnsupportedModel("no embedding was seen, so gradients have nowhere to begin: call with token ids")
         for draw in range(draws):
-            gradient = label_gradient(logits.detach(), scored, keys, seed * 1_000_003 + draw)
+            gradient = fisher_factor(logits.detach(), scored, keys, seed * 1_000_003 + draw)
             torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
             del gradient
         self.starts = []
 
 
-def label_gradient(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Tensor:
-    """d log p(labels) / d logits [R, V] for one drawn label a scored row: one-hot(label) - softmax.
+def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Tensor:
+    """A random gradient v [R, V] at the scored rows of logits with E[v v^T] = diag(p) - p p^T, 0 at all others.
 
-    Written out, block by block: autograd would keep three float32 copies of the logits for it.
+    With xi = +-1 for each token, v = sqrt(p) xi - p (sqrt(p) . xi). Block by block, so that no float32 copy of all is
+    made.
     """
     gradient = torch.zeros_like(logits)
-    uniform = _uniform(keys, seed)
-    for rows in range(0, len(scored), _BLOCK):
-        part = slice(rows, rows + _BLOCK)
-        at = scored[part]
-        p = logits.index_select(0, at).float().softmax(-1)
-        labels = _inverse_transform(p, uniform[part])
-        p.neg_().scatter_add_(-1, labels[:, None], torch.ones_like(p[:, :1]))
-        gradient.index_copy_(0, at, p.to(gradient.dtype))
+    rows = mix64(keys)
+    multiplier = int.from_bytes(hashlib.blake2b(f"fisher {seed}".encode(), digest_size=7).digest(), "little") | 1
+    for start in range(0, len(scored), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        p = logits.index_select(0, scored[part]).float().softmax(-1)
+        xi = wide_window("normal", rows[part], multiplier, p.shape[1], torch.float32).sign()
+        v = p.sqrt().mul_(xi)
+        v -= p * v.sum(-1, keepdim=True)
+        gradient.index_copy_(0, scored[part], v.to(gradient.dtype))
     return gradient
-
-
-def draw_labels(logits: Tensor, keys: Tensor, seed: int) -> Tensor:
-    """One label for each row [N, V] of logits from its own distribution."""
-    uniform = _uniform(keys, seed)
-    starts = range(0, len(keys), _BLOCK)
-    parts = [
-        _inverse_transform(logits[at : at + _BLOCK].float().softmax(-1), uniform[at : at + _BLOCK]) for at in starts
-    ]
-    return torch.cat(parts)
-
-
-def _uniform(keys: Tensor, seed: int) -> Tensor:
-    """A number in [0, 1) for each key; torch.multinomial would tie a label to the batch around it."""
-    mixed = mix64(keys ^ mix64(torch.tensor(seed, device=keys.device)))
-    return (((mixed >> 11) & ((1 << 53) - 1)).double() / float(1 << 53)).float()
-
-
-def _inverse_transform(p: Tensor, uniform: Tensor) -> Tensor:
-    """The label [N] whose share of the cumulated probabilities [N, V] holds the uniform number."""
-    cumulative = p.cumsum(-1)
-    target = (uniform * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=p.shape[-1] - 1)
 
 
 class Tap:

@@ -215,9 +215,7 @@ class Draw:
             buffer = self._room(like, dtype) if reuse else None
             z = window(kind, keys, self._key, width, dtype, out=buffer)
         else:
-            starts = range(0, width, WIDEST)
-            parts = [window(kind, keys, self._key, min(WIDEST, width - at), dtype, at // WIDEST) for at in starts]
-            z = torch.cat(parts, 1)
+            z = wide_window(kind, keys, self._key, width, dtype)
         z = z.view_as(like)
         return z if z.dtype == like.dtype else z.to(like.dtype)
 
@@ -234,6 +232,13 @@ def window(
     if out is not None:
         out = out.view(keys.numel(), width)
     return torch.index_select(_windows(kind, keys.device, dtype, width), 0, offsets, out=out)
+
+
+def wide_window(kind: str, keys: Tensor, key: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows [R, width] of any width: a window per 65,536 channels."""
+    starts = range(0, width, WIDEST)
+    parts = [window(kind, keys, key, min(WIDEST, width - at), dtype, at // WIDEST) for at in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -66,7 +66,7 @@ class Bench:
         self.device = input_device(self.model)
         self.prefix = Prefix(self.model, self.anatomy)
         self.reuse: bool | None = None  # whether prefixes may be reused: tried on the first slice
-        self.forwards = 0.0  # full-forward equivalents, counted in blocks run
+        self.forwards = 0.0  # of one sequence, in parts where blocks were passed by; a backward counts as one, too
         self.notes: list[str] = []
         self._clean: Clean | None = None
         self._batch_size: int | None = None  # samples at once; None: a whole slice
@@ -174,7 +174,7 @@ class Bench:
                 logits = self.forward(batch, piece)
             yield piece, logits
             del logits
-        self.forwards += 1 - start / (len(self.anatomy.blocks) + 1)
+        self.forwards += len(batch.ids) * (1 - start / (len(self.anatomy.blocks) + 1))
 
     def clean(self, part: Slice) -> Clean:
         """The slice's clean logits, computed once; prefixes are recorded on the way."""

@@ -77,6 +77,7 @@ def generate(bench: Bench, trial: Trial) -> Result:
         with probe:
             texts = write(on_batch=lambda names, length: probe.rows(names))
         facts["injections"] = probe.tally.forward
+    bench.forwards += len(prompts)  # the prompts; what decoding adds depends on the answers
     right = tuple(float(tasks.answers_match(text, answer)) for text, answer in zip(texts, answers, strict=True))
     return Result(samples, {"accuracy": right}, facts)
 
@@ -100,7 +101,7 @@ def custom(bench: Bench, trial: Trial) -> Result:
 
         with probe:
             scores = bench.metric(bench.model, named())
-    bench.forwards += len(batches)
+    bench.forwards += sum(len(batch.ids) for batch in batches)
     numbers = [float(s) for s in scores]
     if len(numbers) != len(groups):
         raise InvalidInput(f"the metric gave {len(numbers)} scores for {len(groups)} samples: one per sample is needed")
@@ -121,7 +122,7 @@ def screen(bench: Bench, trial: Trial) -> Result:
             scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
             scope.score(logits, scored, keys, draws=draws, seed=seed)
             del logits
-            bench.forwards += 1 + draws  # a backward through activations alone costs about a forward
+            bench.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
             for owner in batch.whole.owners.tolist():
                 tokens[owner] = tokens.get(owner, 0) + 1
     return _screen_result(scope, bench.materials[part.data], part, tokens, draws)
@@ -174,7 +175,7 @@ def capture_channels(bench: Bench, trial: Trial) -> Result:
             scope.tokens(_real_tokens(bench.materials[part.data], part, batch))
             scope.quantile_rows((batch.rows % (1 << 40)) % stride == 0)
             bench.forward(batch)
-            bench.forwards += 1
+            bench.forwards += len(batch.ids)
     facts: dict[str, Any] = {"sites": []}
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in ("max", "mean", "mean_abs", "std", "q50", "q99")}
     for site in sorted(captured.statistics, key=_site_order):

@@ -1,0 +1,183 @@
+"""What a whole diagnosis costs: seconds, forwards, memory; and against the plain loop of the original method notes.
+
+    python benchmarks/diagnosis.py                     # CPU: the demo model against the plain loop
+    python benchmarks/diagnosis.py --device cuda       # Qwen2.5-1.5B's shape, bfloat16: time and memory
+
+On the GPU weights are random and the metric is agreement with the clean model, which is measurable for any weights, so
+that every part of a diagnosis runs, the critical threshold too: only time and memory are measured there. Timed: from
+the call to the report, after loading; not timed: loading, and one warm-up diagnosis of two samples (compiling kernels).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import noisescope as ns
+from noisescope import api
+from noisescope.diagnosis import operators as level_one
+from noisescope.diagnosis import screen as screening
+from noisescope.diagnosis.layers import window_injection
+from noisescope.runs.bench import Bench
+from noisescope.runs.measures import score, screen
+from noisescope.trials import Slice, Trial
+
+QWEN = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def qwen(device: str, **smaller: int) -> ns.Subject:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**QWEN, **smaller})).to(torch.bfloat16)
+    return ns.wrap(model.eval())
+
+
+def batches(samples: int, tokens: int, vocabulary: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return list(torch.randint(0, vocabulary, (samples, tokens), generator=draw).split(10))
+
+
+def timed(subject: ns.Subject, data: Any, **settings: Any) -> dict[str, Any]:
+    """One diagnosis from the call to the report."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    report = api.diagnose(subject, data, **settings)
+    seconds = time.perf_counter() - started
+    failed = [name for name, row in report["operator_analysis"].items() if row["evidence"] == "failed"]
+    cost = report["run"]["cost"]
+    by_measure = cost.get("by_measure", {})
+    return {"seconds": seconds, "trials": cost["trials"], "forwards": cost["forwards"], "failed": failed, **by_measure}
+
+
+def memory(subject: ns.Subject, data: Any, slice_samples: int) -> dict[str, float]:
+    """Peak GPU memory of a clean forward, of injection trials, of the screen; the same slice each time."""
+    prepared = api.prepare_diagnosis(
+        subject,
+        data,
+        calibration=None,
+        samples=slice_samples,
+        calibration_samples=0,
+        metric="agreement",
+        generate=False,
+        max_tokens=256,
+        max_new_tokens=8,
+        slice_samples=slice_samples,
+    )
+    frame, peaks = prepared.frame, {}
+    part: Slice = frame.test[0]
+    with Bench(subject, prepared.materials) as bench:
+        batch = bench.batches(part)[0]
+        with torch.no_grad():
+            peaks["clean"] = _peak(lambda: bench.forward(batch))
+        trials = [frame.ask(window_injection(frame, w))[0] for w in (frame.windows[0], frame.windows[-1])]
+        trials += [frame.ask(level_one.injection(frame, name))[0] for name in ("linear", "softmax")]
+        peaks["sweep"] = _peak(lambda: [score(bench, trial)() for trial in trials])
+        bench.forget_slice()
+        where = screening.screen_injection(frame)
+        trial = Trial(frame.conditions, "screen", part, where, {"draws": 2, "seed": 0})
+        peaks["screen"] = _peak(lambda: screen(bench, trial))
+    gib = {name: value / 2**30 for name, value in peaks.items()}
+    return {**gib, "sweep / clean": gib["sweep"] / gib["clean"], "screen / clean": gib["screen"] / gib["clean"]}
+
+
+def _peak(run: Any) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def on_gpu(options: argparse.Namespace) -> dict[str, Any]:
+    subject = qwen("cuda", num_hidden_layers=options.layers)
+    data = batches(options.samples, options.tokens, QWEN["vocab_size"])
+    settings = {"samples": options.samples, "metric": "agreement", "slice_samples": options.slice}
+    timed(subject, [data[0][:2]], **{**settings, "samples": 2})
+    found: dict[str, Any] = {"memory_gib": memory(subject, data, options.slice)}
+    for effort in options.efforts:
+        found[effort] = timed(subject, data, effort=effort, **settings)
+        print(effort, found[effort], flush=True)
+    return found
+
+
+def plain_loop(subject: ns.Subject, items: list[Any], window: int) -> tuple[float, list[float]]:
+    """Operators and windows as the notes run them: one sample at a time, by generation, three seeds, nothing kept."""
+    started = time.perf_counter()
+    losses = []
+    blocks = len(subject.anatomy.blocks)
+    aims: list[dict[str, Any]] = [{"operators": {name}} for name in ("gemm", "softmax", "silu", "norm")]
+    aims += [{"operators": {"gemm"}, "layers": set(range(at, at + window))} for at in range(blocks - window + 1)]
+    for aim in aims:
+        right = 0
+        for seed in range(3):
+            injection = ns.Injection(ns.Gaussian(0.05), phases={"forward"}, seed=seed, **aim)
+            with ns.inject(subject.model, injection, anatomy=subject.anatomy):
+                right += sum(_answers(subject, item) for item in items)
+        losses.append(1 - right / (3 * len(items)))
+    return time.perf_counter() - started, losses
+
+
+@torch.no_grad()
+def _answers(subject: ns.Subject, item: Any) -> bool:
+    ids = subject.tokenizer(item.prompt, return_tensors="pt")["input_ids"]
+    out = subject.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    return bool(subject.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip() == item.answer)
+
+
+def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
+    from noisescope import demo, stats
+    from noisescope.data import read_data
+
+    subject = ns.load("demo", dtype="float32")
+    items = list(read_data(demo.test_file(), limit=options.samples).items)
+    slow, losses = plain_loop(subject, items, 3)
+    found: dict[str, Any] = {"plain loop": {"seconds": slow, "samples": len(items)}}
+    for effort in ("screen", "standard"):
+        started = time.perf_counter()
+        report = api.diagnose(subject, samples=options.samples, effort=effort, levels=("operator", "layer"))
+        seconds = time.perf_counter() - started
+        rows = [report["operator_analysis"][name] for name in ("gemm", "softmax", "silu", "norm")]
+        rows += report["layer_analysis"]["windows"]
+        ours = [(row.get("kl") or row["predicted_kl"])["value"] for row in rows]
+        agreement = stats.correlation(ours, losses).to_dict()
+        found[effort] = {"seconds": seconds, "times quicker": slow / seconds, "rank agreement": agreement}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--slice", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--efforts", nargs="*", default=["standard", "full"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = on_gpu(options) if options.device == "cuda" else on_cpu(options)
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    facts = {"machine": machine, "torch": torch.__version__, "transformers": transformers.__version__}
+    result = {"workload": {k: v for k, v in vars(options).items() if k != "json"}, **facts, **found}
+    print(json.dumps(result, indent=1, default=str), platform.machine())
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
