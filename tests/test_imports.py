@@ -18,7 +18,7 @@ SOURCE = Path(noisescope.__file__).parent
 VALUES = {"errors", "sites", "injection", "trials"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"anatomy", "model", "probe", "metrics", "tasks", "data", "runs"}
-BELOW_CLI = TORCHLESS | MEASURING | {"diagnosis", "reports", "costs", "api", "demo", "testing"}
+BELOW_CLI = TORCHLESS | MEASURING | {"diagnosis", "reports", "costs", "preparation", "api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
     "stats": {"errors"},
@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": VALUES | {"anatomy", "model", "probe", "metrics", "tasks"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
     "costs": TORCHLESS | {"diagnosis", "probe", "runs"},
+    "preparation": BELOW_CLI - {"api"},
     "api": BELOW_CLI,
     "diagnostic": BELOW_CLI,
     "cli": BELOW_CLI | {"noisy_ops"},

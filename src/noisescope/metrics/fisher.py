@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
 from noisescope.injection import Injection
-from noisescope.probe.aims import Context, Once
+from noisescope.probe.aims import Context, Watcher
 from noisescope.probe.door import Door
 from noisescope.probe.draws import mix64, wide_window
 from noisescope.probe.noise import Gaussian, Uniform
@@ -133,28 +133,13 @@ def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Te
     return gradient
 
 
-class Tap:
-    """Has the face of an Aim: it lets an output pass and listens for its gradient."""
-
-    backward = None
-    wants_input = False
-    wants_weight = False
+class Tap(Watcher):
+    """Lets an output pass and listens for its gradient."""
 
     def __init__(self, screen: Screen, unit: Unit, operator: str, *, counted: bool) -> None:
+        super().__init__(unit, operator)
         self.screen = screen
-        self.unit = unit
-        self.operator = operator
         self.counted = counted
-        self.heads = unit.kind != "module" and operator in ("matmul", "bmm", "softmax")
-
-    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
-        return x
-
-    def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
-        return weight
-
-    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
-        return x
 
     def on_output(
         self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None

@@ -211,6 +211,33 @@ class Aim:
         return noisy
 
 
+class Watcher:
+    """Has the face of an Aim, and changes nothing: subclasses look at outputs."""
+
+    backward = None
+    wants_input = False
+    wants_weight = False
+
+    def __init__(self, unit: Unit, operator: str) -> None:
+        self.unit = unit
+        self.operator = operator
+        self.heads = unit.kind != "module" and operator in ("matmul", "bmm", "softmax")  # [B, H, T, ...]
+
+    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
+        return x
+
+    def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
+        return weight
+
+    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
+        return x
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        raise NotImplementedError
+
+
 class Once:
     """A call of an operator has several gradients and is counted once in each backward pass."""
 

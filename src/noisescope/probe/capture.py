@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.injection import Injection
-from noisescope.probe.aims import Context, Once
+from noisescope.probe.aims import Context, Watcher
 from noisescope.probe.door import Door
 from noisescope.probe.histogram import LogHistogram
 from noisescope.sites import Place, Site
@@ -165,29 +165,18 @@ class Capture(Door):
         return Observer(self, unit, operator) if self.where.selects(unit.site(operator)) else None
 
 
-class Observer:
-    """Has the face of an Aim, and only looks."""
-
-    backward = None
-    wants_weight = False
+class Observer(Watcher):
+    """Takes in what an operator gives, and where raw tensors are wanted what it gets."""
 
     def __init__(self, scope: Capture, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
         self.scope = scope
-        self.unit = unit
-        self.operator = operator
         self.wants_input = scope.keep != "statistics"
-        self.heads = unit.kind != "module" and operator in ("matmul", "bmm", "softmax")
         self._inputs: list[Tensor] = []
 
     def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
         if self.wants_input:
             self._inputs.append(self._stored(x))
-        return x
-
-    def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
-        return weight
-
-    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
         return x
 
     def on_output(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import MODULE, Anatomy, Unit
 from noisescope.injection import Injection
-from noisescope.probe.aims import Context, Once
+from noisescope.probe.aims import Context, Watcher
 from noisescope.probe.door import Door
 from noisescope.probe.stand_in import RUN
 
@@ -130,17 +130,12 @@ class Prefix(Door):
             self._batch[block] = None if again else output
 
 
-class _Keeper:
-    """Has the face of an Aim, and only keeps the block's output."""
-
-    backward = None
-    wants_input = False
-    wants_weight = False
+class _Keeper(Watcher):
+    """Keeps a block's output."""
 
     def __init__(self, prefix: Prefix, unit: Unit) -> None:
+        super().__init__(unit, "residual")
         self.prefix = prefix
-        self.unit = unit
-        self.operator = "residual"
 
     def on_output(
         self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
@@ -148,9 +143,3 @@ class _Keeper:
         assert isinstance(self.unit.place, int)
         self.prefix.keep(self.unit.place, y)
         return y
-
-    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
-        return x
-
-    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
-        return x

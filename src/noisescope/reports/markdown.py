@@ -226,7 +226,7 @@ def _method(report: Row) -> list[str]:
         "of rows looked at together are corrected (Holm). KL is of the noisy output from the clean one, per token, in "
         "nats.",
         "",
-        f"{cost['trials']} trials; in this run {cost['forwards']:.1f} forwards of the test data, {cost['seconds']:.0f} s; "
+        f"{cost['trials']} trials; now {cost['forwards']:.1f} forwards of the test data, {cost['seconds']:.0f} s; "
         f"{run['device']}, {run['conditions']['dtype']}. {versions}. {run['finished']}.",
     ]
 
