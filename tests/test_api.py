@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -219,9 +220,14 @@ def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
     ]
     command += ["--level", "operator,layer", "--calibration-samples", "8", "-o", str(tmp_path / "killed")]
     dice = random.Random(5)
+    quiet: Any = {
+        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.DEVNULL,
+    }
     finished: set[str] = set()
     for _ in range(3):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, **quiet)
         before = time.monotonic()
         while not (tmp_path / "killed" / "run.sqlite").exists() and time.monotonic() - before < 60:
             time.sleep(0.05)
@@ -231,9 +237,41 @@ def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
         with Store(tmp_path / "killed", create=False) as store:
             assert finished <= set(store)
             finished = set(store)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, **quiet)
     resumed = Report.load(tmp_path / "killed")
     assert resumed["run"]["cost"]["trials_run_now"] == resumed["run"]["cost"]["trials"] - len(finished)
     command[-1] = str(tmp_path / "whole")
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, **quiet)
     assert resumed.same_as(Report.load(tmp_path / "whole"))
+
+
+def test_an_operator_that_may_be_there_is_tried() -> None:
+    """A hand-written block that calls F.gelu itself: gelu is measured; silu, which it never calls, is absent."""
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 16)
+            self.layers = nn.ModuleList([Block(), Block()])
+            self.head = nn.Linear(16, 64)
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
+            x = self.embed(input_ids)
+            for layer in self.layers:
+                x = layer(x)
+            return type("Output", (), {"logits": self.head(x)})
+
+    torch.manual_seed(0)
+    report = api.diagnose(ns.wrap(Model().eval()), BATCHES, **QUICK, levels=("operator",))
+    found = {name: row["evidence"] for name, row in report["operator_analysis"].items()}
+    assert found["gelu"] == "injected" and found["silu"] == "absent" and found["linear"] == "injected"

@@ -54,6 +54,9 @@ class Subject:
     source: str
     loading: Mapping[str, Any] | None = None  # `load`'s keyword arguments as plain values; None: wrapped
 
+    def __repr__(self) -> str:
+        return f"<Subject {self.source}: {self.anatomy.architecture}, {len(self.anatomy.blocks)} blocks>"
+
 
 @dataclass(frozen=True)
 class _Checkpoint:

@@ -19,6 +19,7 @@ from noisescope.costs import Cost, estimate
 from noisescope.data import DataSet, built_in, read_data
 from noisescope.diagnosis.frame import DEFAULT_OPERATORS, LEVELS, Frame, Settings
 from noisescope.errors import InvalidInput, unknown
+from noisescope.metrics.divergence import KL_FLOOR
 from noisescope.model import Subject
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
@@ -66,7 +67,7 @@ def prepare_diagnosis(
     """A diagnosis ready to run, or to say what it would cost."""
     settings = Settings(
         Gaussian(noise_scale) if perturbation is None else perturbation,
-        levels=tuple(levels),
+        levels=(levels,) if isinstance(levels, str) else tuple(levels),
         operators=DEFAULT_OPERATORS if operators is None else tuple(operators),
         window=window,
         step=step,
@@ -99,6 +100,8 @@ class Prepared:
                 store.forget_failures()
             before = len(store)
             store.note(asked=self.about, **({} if options.command is None else {"command": options.command}))
+            if self.frame.measure == "score":
+                Bench(self.subject, self.materials).check_causal(self.frame.test[0])
             with self._executor(options) as (execute, cost):
                 settle(lambda results: diagnosis.propose(self.frame, results), store, execute, progress)
                 forwards, notes = cost()
@@ -191,7 +194,7 @@ def prepare(
     if own is not None:
         extra_settings = {"metric": own}
     elif generate:
-        extra_settings = {"max_new_tokens": max_new_tokens}
+        extra_settings = {"max_new_tokens": max_new_tokens, "texts": content_id([test.prompts, test.answers])}
         if metric != "accuracy":
             raise InvalidInput(f"generation measures accuracy alone; metric {metric!r} is teacher-forced")
     anatomy = subject.anatomy
@@ -199,6 +202,8 @@ def prepare(
         settings=settings,
         conditions=conditions(subject),
         sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.operators if unit.certain),
+        doubtful=frozenset(op for unit in anatomy.units if not unit.certain for op in unit.operators)
+        - anatomy.operators(),
         blocks=len(anatomy.blocks),
         test=slices(test.fingerprint, len(test), slice_samples),
         calibration=calibration_slice,
@@ -206,7 +211,7 @@ def prepare(
         measure=measure,
         measure_settings=extra_settings,
         metric="accuracy" if own is not None or generate else str(metric),
-        chance=_commonest(test) if test.kind == "text" else tasks.chance(test_set) if test_set is not None else 0.0,
+        chance=_chance(test, test_set, "custom" if own is not None else str(metric)),
     )
     about = {
         "model": {
@@ -229,6 +234,7 @@ def prepare(
         "metric": frame.metric if own is None else content_id(own),
         "conditions": {**frame.conditions.__dict__},
         "device": _device_name(subject),
+        "kl_floor": KL_FLOOR,
     }
     return Prepared(subject, frame, tuple(materials), own, about, tuple(notes))
 
@@ -276,6 +282,15 @@ def _data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[
     if test.encoded.truncated:
         yield f"{test.encoded.truncated} of {len(test)} samples were cut to fit (--max-tokens)"
     yield from test.encoded.notes
+
+
+def _chance(test: Material, found: DataSet | None, metric: str) -> float:
+    """What guessing gets: of one's own metric nothing is known, and tokens are guessed as the commonest one."""
+    if metric == "custom" or metric == "agreement":
+        return 0.0
+    if metric == "next_token_accuracy" or test.kind == "text":
+        return _commonest(test)
+    return 0.0 if found is None else tasks.chance(found)
 
 
 def _commonest(test: Material) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.model import wrap
 from noisescope.probe.inject import inject
@@ -203,6 +204,8 @@ def test_choices_are_judged_by_likelihood() -> None:
     clean, noisy = measured(data, lambda s, d: trial(s, d, None), trial, model=model)
     assert clean.values["accuracy"] == (1.0, 0.0, 1.0, 1.0)
     assert len(noisy.values["kl"]) == 4 and noisy.samples == (0, 1, 2, 3)
+    right = [-scores[i][labels[i]] / 2 for i in range(4)]  # averages are of the right choice's tokens
+    assert clean.values["nll"] == pytest.approx(right, rel=1e-4)
 
 
 def test_a_metric_of_ones_own() -> None:
@@ -267,6 +270,47 @@ def test_the_fingerprint_is_of_the_numbers() -> None:
         weight[0, 0], weight[0, 1] = weight[0, 1].clone(), weight[0, 0].clone()  # type: ignore[index,operator]
     assert model_fingerprint(a) != model_fingerprint(b)
     assert model_fingerprint(tiny_model("llama").bfloat16()) != model_fingerprint(a)
+
+
+def test_the_config_is_part_of_the_fingerprint() -> None:
+    """The same weights with another window, another epsilon or other experts are another model."""
+    same = {"seed": 0, "layers": 1}
+    for name, change in (
+        ("mistral", {"sliding_window": 2}),
+        ("llama", {"rms_norm_eps": 0.1}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+    ):
+        assert model_fingerprint(tiny_model(name, **same)) != model_fingerprint(tiny_model(name, **same, **change))
+    moved = tiny_model("llama")
+    moved.config._name_or_path = "somewhere/else"  # type: ignore[union-attr]
+    assert model_fingerprint(moved) == model_fingerprint(tiny_model("llama"))
+    with pytest.raises(InvalidInput, match="offloaded"):
+        model_fingerprint(tiny_model("llama").to("meta"))
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    """Batches have no mask: scoring relies on causality."""
+    data = material()
+    part = Slice(data.fingerprint, 0, 5)
+    with pytest.raises(UnsupportedModel, match="looks at later tokens"):
+        Bench(wrap(tiny_model("bert")), [data]).check_causal(part)
+    for name in ("llama", "mistral", "mixtral", "gpt2"):
+        Bench(wrap(tiny_model(name)), [data]).check_causal(part)
+
+
+def test_experts_and_mixed_lengths_are_screened_alike_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows sorted by expert belong to nobody: their mean per token is the same whatever the batch."""
+    sums = []
+    for parts in (1, 5):
+        monkeypatch.setattr("noisescope.runs.measures.SCREEN_PARTS", parts)
+        where = Injection(Gaussian(1.0), phases={"forward"})
+        (result,) = measured(
+            material(),
+            lambda s, d, w=where: trial(s, d, w, "screen", draws=1, seed=0),
+            model=tiny_model("mixtral", layers=2),
+        )
+        sums.append((result.arrays["sums"].sum(1), result.arrays["channels"]))
+    assert np.allclose(sums[0][0], sums[1][0], rtol=2e-3)
 
 
 def test_material_is_known_by_its_tokens() -> None:

@@ -85,3 +85,22 @@ def test_a_store_that_is_none_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="can't write into"):
         Store(tmp_path / "file" / "deeper")
+
+
+def test_one_writer_a_folder(tmp_path: Path) -> None:
+    """A second process would measure everything twice; readers are welcome; leaving frees the folder."""
+    with Store(tmp_path) as store:
+        store.put(TRIAL, RESULT, 0.0)
+        with pytest.raises(InvalidInput, match="another process is writing"):
+            Store(tmp_path)
+        with Store(tmp_path, create=False) as reader:
+            assert list(reader) == [TRIAL.id]
+    with Store(tmp_path) as again:
+        assert len(again) == 1
+
+
+def test_facts_that_are_not_finite_are_none(tmp_path: Path) -> None:
+    """An overflowing gradient norm is no reason to lose the run."""
+    with Store(tmp_path) as store:
+        store.put(TRIAL, Result(facts={"norms": {"0": math.inf, "1": 2.0}, "list": [math.nan, 1]}), 0.0)
+        assert store[TRIAL.id].facts == {"norms": {"0": None, "1": 2.0}, "list": [None, 1]}

@@ -113,6 +113,8 @@ def say_summary(report: Any, paths: list[Path]) -> None:
 
 def _span(finding: Any) -> str:
     interval = finding["interval"]
-    if interval is None or None in interval:
+    if interval is None:
         return f" (n = {finding['n']})"
-    return f" [{interval[0]:.3g}, {interval[1]:.3g}], n = {finding['n']}"
+    share = "of the accuracy" in finding["statement"]
+    low, high = ("..." if end is None else f"{100 * end:.1f} %" if share else f"{end:.3g}" for end in interval)
+    return f" [{low}, {high}], n = {finding['n']}"

@@ -113,6 +113,9 @@ def _baseline(frame: Frame, results: Results) -> Row:
     if clean is None or clean.error:
         return {}
     row: Row = {name: estimate(clean.values(name)[0]) for name in clean.metrics if name != "nonfinite"}
+    for name in ("accuracy", "next_token_accuracy", "agreement"):
+        if name in row and frame.measure != "custom" and row[name]["high"] is not None:
+            row[name]["high"] = min(row[name]["high"], 1.0)
     row["nonfinite"] = clean.nonfinite
     known = clean.values(frame.metric)[0]
     row["measurable"] = stats.measurable(known[np.isfinite(known)], frame.chance)
@@ -127,7 +130,8 @@ def _gradient_ratio(frame: Frame, results: Results) -> Row | None:
     clean, noisy = (result.facts["norms"] for result in found if result is not None)
     total = float(np.hypot.reduce(list(noisy.values())) / max(np.hypot.reduce(list(clean.values())), 1e-30))
     per_layer = {layer: noisy[layer] / clean[layer] if clean[layer] > 0 else None for layer in clean}
-    return {"value": total, "band": band("gradient_ratio", total), "per_layer": per_layer}
+    count = 0 if frame.few is None else frame.few.stop - frame.few.start
+    return {"value": total, "band": band("gradient_ratio", total), "n": count, "seeds": 1, "per_layer": per_layer}
 
 
 def _sparsity(channel_rows: Row | None) -> Row | None:
@@ -200,7 +204,8 @@ def _layer_sensitivity(layer_rows: Row) -> tuple[str, list[float] | None]:
 
 def _correlated(name: str, values: list[float], sensitivity: list[float], against: str) -> Row:
     sign, bound = EXPECTED_CORRELATIONS[name]
+    expected = f"r {'above' if sign == '>' else 'below'} {bound}"
     if len(values) < 3:
-        return {"value": None, "note": "fewer than three layers", "n": len(values), "expected": f"r {sign} {bound}"}
+        return {"value": None, "note": "fewer than three layers", "n": len(values), "expected": expected}
     row = stats.correlation(values, sensitivity, method="pearson").to_dict()
-    return {**row, "against": against, "expected": f"r {sign} {bound}", "held": as_expected(name, row["value"])}
+    return {**row, "against": against, "expected": expected, "held": as_expected(name, row["value"])}

@@ -14,6 +14,7 @@ from noisescope.injection import Injection
 from noisescope.trials import Results
 
 PARTED = 2.0  # injected and predicted KL that differ by more than this factor, both ends of the interval, have parted
+SURE = 0.05  # a loss is a finding where its corrected p is below this
 Row = dict[str, Any]
 
 
@@ -46,6 +47,7 @@ def effect(
     row["total_injections"] = noisy.injections
     row["seeds"] = noisy.seeds
     row["nonfinite"] = noisy.nonfinite
+    row["failed_samples"] = int((~np.isfinite(noisy.values(frame.metric))).any(0).sum())
     for name in ("kl", "agreement", "nll", "snr_db"):
         if name in noisy.metrics:
             row[name] = _estimate(noisy.mean(name))
@@ -61,9 +63,7 @@ def task_loss(
     frame: Frame, clean: Answer, noisy: Answer, scale: float, *, looks: int = 1, bands: str = "degradation"
 ) -> Row:
     """Accuracy before and after, degradation with its interval and bands, and what could have been seen."""
-    before, after = clean.values(frame.metric)[0], noisy.values(frame.metric).T  # [samples], [samples, seeds]
-    known = np.isfinite(before) & np.isfinite(after).all(1)
-    before, after = before[known], after[known]
+    before, after = paired(frame, clean, noisy)
     if not len(before):
         return {
             "degradation": stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE).to_dict(),
@@ -75,7 +75,7 @@ def task_loss(
     return {
         "baseline_acc": float(before.mean()),
         "noisy_acc": float(after.mean()),
-        "noisy_acc_interval": stats.mean(after).to_dict(),
+        "noisy_acc_interval": _accuracy(frame, after),
         "degradation": loss.to_dict(),
         "band": band(bands, loss.value),
         "sensitivity_score": score,
@@ -84,6 +84,20 @@ def task_loss(
         "p": stats.p_no_difference(before, after),
         "smallest_detectable": stats.smallest_detectable(before, after, looks=looks, relative=True),
     }
+
+
+def paired(frame: Frame, clean: Answer, noisy: Answer) -> tuple[Array, Array]:
+    """Scores [samples] and [samples, seeds]. A sample whose noisy score is not finite has failed: its score is 0."""
+    before, after = clean.values(frame.metric)[0], noisy.values(frame.metric).T
+    known = np.isfinite(before)
+    return before[known], np.nan_to_num(after[known], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _accuracy(frame: Frame, after: Array) -> Row:
+    found = stats.mean(after).to_dict()
+    if frame.measure != "custom":  # a share; a metric of one's own may be anything
+        found |= {end: None if found[end] is None else min(max(found[end], 0.0), 1.0) for end in ("low", "high")}
+    return found
 
 
 def correct_looks(rows: list[Row]) -> None:

@@ -53,8 +53,8 @@ class Settings:
             raise InvalidInput(f"no level is left: choose from {', '.join(LEVELS)}")
         if self.window < 1 or self.step < 1:
             raise InvalidInput(f"window and step are at least 1, got {self.window} and {self.step}")
-        if not self.seeds:
-            raise InvalidInput("at least one seed is needed")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise InvalidInput(f"at least one seed is needed, and each once; got {list(self.seeds)}")
         checked_scale(getattr(self.perturbation, "scale", None), "noise scale")
         if self.scale == 0:
             raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")
@@ -82,13 +82,14 @@ class Frame:
     measure_settings: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "accuracy"  # the one that degradation and bands are taken of
     chance: float = 0.0  # the task's accuracy by guessing
+    doubtful: frozenset[str] = frozenset()  # operators that the model may or may not compute: trying tells
 
     @cached_property
     def present(self) -> frozenset[str]:
         """Operators and groups that the model has, outside routers and rotary tables."""
         from noisescope.sites import GROUPS, matches_operator
 
-        found = {site.operator for site in self.aimed}
+        found = {site.operator for site in self.aimed} | self.doubtful
         groups = {g for g in GROUPS if any(matches_operator({g}, s.operator, s.component) for s in self.aimed)}
         return frozenset(found | groups)
 
@@ -101,7 +102,10 @@ class Frame:
     def windows(self) -> tuple[tuple[int, int], ...]:
         """(first, last) layer of each sliding window; a model of fewer blocks has one window."""
         size = min(self.settings.window, self.blocks)
-        return tuple((start, start + size - 1) for start in range(0, self.blocks - size + 1, self.settings.step))
+        starts = list(range(0, self.blocks - size + 1, self.settings.step))
+        if starts[-1] != self.blocks - size:
+            starts.append(self.blocks - size)  # whatever the step, every layer is in a window
+        return tuple((start, start + size - 1) for start in starts)
 
     def injection(self, *, scale: float | None = None, **aim: Any) -> Injection:
         """The settings' noise, forward only, aimed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from noisescope.diagnosis.effects import Row, correct_looks, effect, ratio
+from noisescope.diagnosis.effects import SURE, Row, correct_looks, effect, ratio
 from noisescope.diagnosis.frame import Array, Frame, present_operators
 from noisescope.diagnosis.screen import Screened
 from noisescope.findings import Window, avalanche_points
@@ -160,7 +160,10 @@ def _compounds(index: Row | None) -> bool:
 
 
 def _avalanches(windows: list[Row]) -> list[Row]:
-    """Avalanche points by the rule of the original method notes, with the interaction index beside each."""
+    """Avalanche points by the rule of the original method notes, with the interaction index beside each.
+
+    A point whose loss is not sure (corrected p) is `sure: False`: it is listed and counts for nothing.
+    """
     measured = [
         Window(row["start_layer"], row["end_layer"], row["degradation"]["value"])
         for row in windows
@@ -176,6 +179,7 @@ def _avalanches(windows: list[Row]) -> list[Row]:
                 "layer_range": row["layer_range"],
                 "interval": row["degradation"],
                 "interaction_index": row["interaction_index"],
+                "sure": row.get("p_corrected", 1.0) < SURE,
             }
         )
     return points

@@ -26,7 +26,9 @@ def conclude(frame: Frame, results: Results, screened: Screened | None) -> dict[
     rows: dict[str, Row] = {}
     for operator in frame.settings.operators:
         if operator in present:
-            rows[operator] = effect(frame, results, injection(frame, operator), screened, looks=len(present))
+            row = effect(frame, results, injection(frame, operator), screened, looks=len(present))
+            never = operator in frame.doubtful and row.get("error", "").startswith("NothingInjected")
+            rows[operator] = {"evidence": "absent"} if never else row
         else:
             rows[operator] = {"evidence": "absent"}
     correct_looks(list(rows.values()))

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from noisescope import stats
-from noisescope.diagnosis.effects import Row, correct_looks, effect, estimate
+from noisescope.diagnosis.effects import Row, correct_looks, effect, estimate, paired
 from noisescope.diagnosis.frame import Frame
 from noisescope.errors import InvalidInput
 from noisescope.injection import checked_scale
@@ -41,6 +39,9 @@ class Robustness:
         assert clean is not None
         rows: list[Row] = []
         for level in self.levels:
+            if clean.error:
+                rows.append({"noise_level": level, "evidence": "failed", "error": clean.error, "accuracy": None})
+                continue
             if level == 0:
                 rows.append(
                     {"noise_level": 0.0, "accuracy": estimate(clean.values(frame.metric)[0]), "retention": None}
@@ -50,9 +51,8 @@ class Robustness:
             noisy = frame.answer(results, frame.injection(scale=level))
             row |= {"noise_level": level, "accuracy": row.get("noisy_acc_interval")}
             if noisy is not None and not noisy.error and not clean.error:
-                before, after = clean.values(frame.metric)[0], noisy.values(frame.metric).T
-                known = np.isfinite(before) & np.isfinite(after).all(1)
-                row["retention"] = stats.retention(before[known], after[known], chance=frame.chance).to_dict()
+                before, after = paired(frame, clean, noisy)
+                row["retention"] = stats.retention(before, after, chance=frame.chance).to_dict()
             rows.append(row)
         correct_looks(rows)
         return {

@@ -29,13 +29,14 @@ def propose(frame: Frame, results: Results) -> list[Trial]:
 
 @dataclass(frozen=True)
 class Screened:
-    """Fisher sums at scale 1, per token: `samples` [sites, samples], `channels` one array [C] a site."""
+    """Fisher sums at scale 1, per token: `samples` [sites, samples], `channels` (sample means) an array a site."""
 
     sites: tuple[Site, ...]
     samples: Array
     channels: tuple[Array, ...]
     scale: float
     error: str = ""
+    lost: tuple[str, ...] = ()  # sites that could not be followed
 
     def predicted(self, select: Callable[[Site], bool]) -> Array:
         """Predicted KL per sample in nats, of the selected sites together, at the settings' scale."""
@@ -70,7 +71,7 @@ def conclude(frame: Frame, results: Results) -> Screened | None:
         for f in found[0].facts["sites"]
     )
     samples = np.concatenate([result.arrays["sums"] / result.arrays["tokens"] for result in found], axis=1)
-    tokens = sum(float(result.arrays["tokens"].sum()) for result in found)
-    flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / tokens
+    flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / samples.shape[1]
     ends = np.cumsum([f["channels"] for f in found[0].facts["sites"]])[:-1]
-    return Screened(sites, samples, tuple(np.split(np.asarray(flat), ends)), frame.settings.scale)
+    lost = tuple(sorted({name for result in found for name in result.facts.get("lost", ())}))
+    return Screened(sites, samples, tuple(np.split(np.asarray(flat), ends)), frame.settings.scale, lost=lost)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from noisescope.diagnosis.effects import Row
+from noisescope.diagnosis.effects import SURE, Row
 from noisescope.diagnosis.frame import Frame
 from noisescope.findings import (
     ADVICE,
     LIMITS,
+    NOT_MEASURABLE,
     Finding,
     Recommendation,
+    Risk,
     by_priority,
     by_severity,
     operator_advice,
@@ -19,16 +21,20 @@ from noisescope.findings import (
 )
 from noisescope.sites import GROUPS
 
-SURE = 0.05  # a loss is a finding where its corrected p is below this
+LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't call a model low-risk
 MOST_CHANNEL_FINDINGS = 3
 
 
 def findings(frame: Frame, sections: dict[str, Any]) -> list[Finding]:
     found: list[Finding] = []
+    if frame.settings.effort == "screen":
+        found += _predicted_findings(sections)
     for name, row in (sections.get("operator_analysis") or {}).items():
         found += _loss_finding(f"operator {name}", row, "sensitivity_band")
     layers = sections.get("layer_analysis") or {}
     for point in layers.get("avalanche_points", []):
+        if not point["sure"]:
+            continue
         found.append(
             Finding(
                 point["severity"],
@@ -60,15 +66,43 @@ def findings(frame: Frame, sections: dict[str, Any]) -> list[Finding]:
     return by_severity(found)
 
 
+def _predicted_findings(sections: dict[str, Any]) -> list[Finding]:
+    """The operator, the layer and the place with the largest predicted divergence: a rank, no band."""
+    layers = sections.get("layer_analysis") or {}
+    ranked = {
+        "operator": {
+            name: row for name, row in (sections.get("operator_analysis") or {}).items() if name not in GROUPS
+        },
+        "layer": {row["layer"]: row for row in layers.get("layers", [])},
+        "place": layers.get("places", {}),
+    }
+    found = []
+    for kind, rows in ranked.items():
+        known = {name: row["predicted_kl"] for name, row in rows.items() if row.get("predicted_kl", {}).get("value")}
+        if known:
+            worst = max(known, key=lambda name: known[name]["value"])
+            kl = known[worst]
+            statement = f"predicted to diverge most of its kind: {kl['value']:.3g} nats a token"
+            span = (kl["low"], kl["high"])
+            found.append(Finding("LOW", f"{kind} {worst}", statement, kl["value"], span, kl["n"], "predicted"))
+    return found
+
+
 def _loss_finding(component: str, row: Row, which: str) -> list[Finding]:
     if row.get("evidence") == "failed":
         return [Finding("not measurable", component, f"could not be measured: {row['error']}", None, None, 0)]
     if row.get("evidence") != "injected" or row["degradation"]["value"] is None:
         return []
     severity = {"CRITICAL": "CRITICAL", "HIGH": "HIGH", "MODERATE": "MODERATE"}.get(row[which])
-    if severity is None or row.get("p_corrected", 1.0) >= SURE:
+    if severity is None:
         return []
     loss = row["degradation"]
+    if row.get("p_corrected", 1.0) >= SURE:
+        unsure = (
+            f"may cost {loss['value']:.1%} of the accuracy, which is not sure (corrected p = {row['p_corrected']:.2g})"
+        )
+        statement = f"{unsure}: raise --samples"
+        return [Finding(NOT_MEASURABLE, component, statement, loss["value"], (loss["low"], loss["high"]), loss["n"])]
     statement = (
         f"noise here costs {loss['value']:.1%} of the accuracy ({row['baseline_acc']:.1%} to {row['noisy_acc']:.1%})"
     )
@@ -131,11 +165,12 @@ def recommendations(frame: Frame, sections: dict[str, Any]) -> list[Recommendati
     operators = sections.get("operator_analysis") or {}
     for name, row in operators.items():
         score = row.get("sensitivity_score")
-        if name in counted_once(operators) and score is not None and score > LIMITS["critical_operator_score"]:
+        if name in counted_once(operators) and _critical(row):
+            assert score is not None
             issue = f"{row['degradation']['value']:.1%} accuracy loss with {frame.settings.scale:g} noise"
             wanted.append(Recommendation("HIGH", f"Operator: {name}", issue, operator_advice(name)))
     layers = sections.get("layer_analysis") or {}
-    for point in layers.get("avalanche_points", []):
+    for point in (point for point in layers.get("avalanche_points", []) if point["sure"]):
         issue = f"{point['degradation']:.1%} degradation (avalanche point)"
         wanted.append(Recommendation(point["severity"], f"Layers: {point['layer_range']}", issue, ADVICE["avalanche"]))
     for place, row in layers.get("places", {}).items():
@@ -159,11 +194,11 @@ def executive_summary(frame: Frame, sections: dict[str, Any], found: list[Findin
     layers = sections.get("layer_analysis")
     channels = sections.get("channel_analysis") or {}
     scores = {
-        name: row.get("sensitivity_score")
+        name: row.get("sensitivity_score") if _critical(row) or row.get("sensitivity_score") is None else 0.0
         for name, row in (operators or {}).items()
         if name in counted_once(operators or {}) and row["evidence"] != "absent"
     }
-    points = None if layers is None else layers["avalanche_points"]
+    points = None if layers is None else [point for point in layers["avalanche_points"] if point["sure"]]
     measured = layers is not None and any(row["evidence"] == "injected" for row in layers["windows"])
     summary = channels.get("summary")
     risk = report_risk(
@@ -172,16 +207,14 @@ def executive_summary(frame: Frame, sections: dict[str, Any], found: list[Findin
         None if summary is None else summary["total_outlier_channels"],
         None if summary is None else summary["total_channels"],
     )
-    critical = [
-        name for name, score in scores.items() if score is not None and score > LIMITS["critical_operator_score"]
-    ]
+    critical = [name for name in scores if _critical((operators or {})[name])]
     return {
         "critical_operators": critical,
         "num_critical_operators": len(critical),
         "avalanche_points": points or [],
         "num_avalanche_points": len(points or []),
         "total_outlier_channels": None if summary is None else summary["total_outlier_channels"],
-        "overall_risk_level": risk.level if risk.level == risk.meaning else f"{risk.level} - {risk.meaning}",
+        "overall_risk_level": _risk_words(risk, smallest_seen(sections)),
         "report_risk": risk.to_dict(),
         "dashboard_risk": sections["metrics"]["risk"],
         "top_findings": [finding.to_dict() for finding in found[:3]],
@@ -189,18 +222,51 @@ def executive_summary(frame: Frame, sections: dict[str, Any], found: list[Findin
     }
 
 
+def _critical(row: Row) -> bool:
+    """A score above the limit, of a loss that is sure."""
+    score = row.get("sensitivity_score")
+    return score is not None and score > LIMITS["critical_operator_score"] and row.get("p_corrected", 1.0) < SURE
+
+
+def smallest_seen(sections: dict[str, Any]) -> float | None:
+    """The loss that every operator would have shown; None where no loss could be found, or none was looked for."""
+    rows = [row for row in (sections.get("operator_analysis") or {}).values() if row["evidence"] == "injected"]
+    seen = [row.get("smallest_detectable") for row in rows]
+    return None if not seen or any(loss is None for loss in seen) else max(seen)
+
+
+def _risk_words(risk: Risk, smallest: float | None) -> str:
+    """LOW is for runs that could have seen otherwise."""
+    if risk.level == "LOW" and (smallest is None or smallest > LEAST_POWER):
+        what = "any loss" if smallest is None else f"a loss below {smallest:.0%}"
+        return f"{NOT_MEASURABLE} - too few samples to see {what}"
+    return risk.level if risk.level == risk.meaning else f"{risk.level} - {risk.meaning}"
+
+
 def next_step(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> str:
-    baseline = sections["metrics"]["baseline"]
-    if baseline and not baseline["measurable"]:
-        return (
-            "The clean accuracy is at chance on this data, so no loss can be measured: give data on which the model "
-            "answers rightly (--data), or use --metric next_token_accuracy."
-        )
     if frame.settings.effort == "screen":
         return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
+    baseline = sections["metrics"]["baseline"]
+    if baseline and not baseline["measurable"]:
+        clean = baseline[frame.metric]
+        low, high = ("..." if end is None else f"{end:.1%}" for end in (clean["low"], clean["high"]))
+        return (
+            f"The clean {frame.metric} is {clean['value']:.1%} [{low}, {high}] (n = {clean['n']}), which does not stand "
+            f"clear of chance ({frame.chance:.1%}), so no loss can be measured: raise --samples, or give data on which "
+            "the model answers rightly (--data)."
+        )
     if found and found[0].severity in ("CRITICAL", "HIGH"):
         return f"Validate {found[0].component} on the target hardware first; the recommendations say what to look at."
-    return "Nothing stands out at this noise scale. `smallest_detectable` says what this run could have seen."
+    rows = [row for row in (sections.get("operator_analysis") or {}).values() if row["evidence"] != "absent"]
+    rows += (sections.get("layer_analysis") or {}).get("windows", [])
+    if rows and all(row["evidence"] == "failed" for row in rows):
+        return f"Every trial failed; the first says: {rows[0]['error']}"
+    if not any(row["evidence"] == "injected" for row in rows):
+        return "No noise was injected into operators or layers: choose --level and --operators that the model has."
+    smallest = smallest_seen(sections)
+    if smallest is None or smallest > LEAST_POWER:
+        return "Nothing is sure with so few samples: raise --samples."
+    return f"Nothing stands out at this noise scale; a loss of {smallest:.1%} in one operator would have been seen."
 
 
 def could_not_see(frame: Frame, sections: dict[str, Any], notes: list[str]) -> list[str]:
@@ -209,14 +275,12 @@ def could_not_see(frame: Frame, sections: dict[str, Any], notes: list[str]) -> l
     absent = [name for name, row in (sections.get("operator_analysis") or {}).items() if row["evidence"] == "absent"]
     if absent:
         limits.append(f"the model computes no {', '.join(absent)}")
-    smallest = [
-        row["smallest_detectable"]
-        for row in (sections.get("operator_analysis") or {}).values()
-        if row.get("smallest_detectable") is not None
-    ]
-    if smallest:
+    smallest = smallest_seen(sections)
+    if smallest is None and sections.get("operator_analysis") and frame.settings.effort != "screen":
+        limits.append("too few samples: in some operator no loss of accuracy at all could have been found")
+    elif smallest is not None:
         limits.append(
-            f"a loss of accuracy below {max(smallest):.1%} in one operator could have been missed (80 % power, "
+            f"a loss of accuracy below {smallest:.1%} in one operator could have been missed (80 % power, "
             "corrected for all looks); more samples see less"
         )
     if frame.settings.effort != "full" and sections.get("layer_analysis"):

@@ -31,6 +31,7 @@ class Bisection:
     low: float
     high: float | None  # None: not reached at the highest scale
     wanted: float | None  # None: done, or a trial failed
+    error: str = ""
 
 
 def bisect(frame: Frame, results: Results, **aim: Any) -> Bisection:
@@ -44,8 +45,9 @@ def bisect(frame: Frame, results: Results, **aim: Any) -> Bisection:
     while high - low > min(TOLERANCE, highest / 100):
         answer = frame.answer(results, frame.injection(scale=scale, **aim))
         if answer is None or answer.error:
-            return Bisection(tuple(tried), low, high if tried else None, scale if answer is None else None)
-        accuracy = answer.mean(frame.metric)
+            failed = "" if answer is None else answer.error
+            return Bisection(tuple(tried), low, high if tried else None, scale if answer is None else None, failed)
+        accuracy = np.nan_to_num(answer.values(frame.metric), nan=0.0, posinf=0.0, neginf=0.0).mean(0)
         tried.append((scale, accuracy))
         lost = 1 - float(np.nanmean(accuracy)) / float(np.nanmean(clean))
         if lost >= frame.settings.target_degradation:
@@ -68,8 +70,11 @@ def conclude(frame: Frame, results: Results, **aim: Any) -> Row:
     """The threshold with its interval; "> 0.20" where it was not reached, "not measurable" at chance."""
     known = bisect(frame, results, **aim)
     clean = _accuracy(frame, results, None)
-    if clean is None or not known.tried:
+    if clean is None or (not known.tried and not known.error):
         return {"value": None, "label": NOT_MEASURABLE, "band": NOT_MEASURABLE, "n": 0}
+    if known.error:
+        between = f"between {known.low:g} and {known.high:g}" if known.high is not None else "unknown"
+        return {"value": None, "label": f"{between}: a trial failed ({known.error})", "band": NOT_MEASURABLE, "n": 0}
     highest = frame.settings.highest_scale
     low, high = _interval(frame, clean, known.tried)
     return {

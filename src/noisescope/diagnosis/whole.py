@@ -49,6 +49,8 @@ def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[
     limits = could_not_see(frame, sections, list(notes))
     if screened is not None and screened.error:
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
+    if screened is not None and screened.lost:
+        limits.append(f"{len(screened.lost)} sites changed in place have no prediction, such as {screened.lost[0]}")
     return {
         "schema_version": SCHEMA_VERSION,
         "executive_summary": executive_summary(frame, sections, found),

@@ -31,7 +31,7 @@ class Window:
 class AvalanchePoint:
     """The worst window of a hot region.
 
-    `neighbours` are the degradations it was compared with (none in a model too shallow for a window beside it),
+    `neighbours` are the degradations it was compared with,
     `common` the first and last layer that all hits of the region share: with windows of 3, one hot layer lifts three.
     """
 
@@ -50,9 +50,10 @@ def avalanche_points(windows: Iterable[Window], *, threshold: float | None = Non
     """Windows that lose more than 15 % and more than 1.5 times what the nearest windows on both sides lose.
 
     A neighbour shares no layer with the window: one hot layer lifts all overlapping windows alike, so against those
-    nothing would ever stand out. At an edge there is one neighbour. Windows without a measured degradation are passed
-    over. Overlapping hits are one region, named by its largest window (the first among equals). A hot region wider than
-    a window raises the neighbours too and is no point; its windows still have their bands.
+    nothing would ever stand out. At an edge there is one neighbour; without any nothing can stand out. Windows without
+    a measured degradation are passed over. Overlapping hits are one region, named by its largest window (the first
+    among equals). A hot region wider than a window raises the neighbours too and is no point; its windows still have
+    their bands.
     """
     limit = LIMITS["avalanche_degradation"] if threshold is None else threshold
     measured = [w for w in windows if w.degradation is not None and not math.isnan(w.degradation)]
@@ -89,7 +90,7 @@ def _neighbours(window: Window, others: list[Window]) -> list[Window]:
 
 def _stands_out(window: Window, neighbours: list[Window]) -> bool:
     factor = LIMITS["avalanche_neighbour_factor"]
-    return all(_loss(window) > factor * _loss(neighbour) for neighbour in neighbours)
+    return bool(neighbours) and all(_loss(window) > factor * _loss(neighbour) for neighbour in neighbours)
 
 
 def _common_layers(worst: Window, region: list[Window]) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.anatomy import Anatomy, Unit
+from noisescope.anatomy import EXPERTS, Anatomy, Unit
 from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.probe.aims import Context, Watcher
@@ -41,7 +41,7 @@ class SiteSums:
     """Sums at noise of scale 1 over everything seen at a site so far, and over all label draws."""
 
     samples: dict[int, float] = field(default_factory=dict)  # sample -> sum over its elements of w^2 g^2
-    channels: Tensor | None = None  # the same per channel, over all samples, [C] float64
+    channels: Tensor | None = None  # the same per channel and token, summed over samples, [C] float64
     _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (samples [B], sums [B]) still on the device
 
     def add(self, owners: Tensor, per_sample: Tensor, per_channel: Tensor) -> None:
@@ -73,6 +73,8 @@ class Screen(Door):
         self.where = where
         self.sums: dict[Site, SiteSums] = {}
         self.samples: Tensor | None = None  # ids [B] of the batch that runs now
+        self.tokens: Tensor | None = None  # scored tokens [B] of each
+        self.lost: set[Site] = set()  # sites whose value was changed in place before its gradient came
         self.starts: list[Tensor] = []  # where gradients begin: the embeddings
         self._frozen: list[nn.Parameter] = []
 
@@ -157,9 +159,10 @@ class Tap(Watcher):
         value, version = y.detach(), y._version
 
         def listen(gradient: Tensor) -> None:
-            if value._version != version:
-                raise UnsupportedModel(f"{site} was changed in place after it was computed: the screen can't follow it")
-            self._add(site, value, gradient)
+            if value._version != version:  # its square would be that of another number
+                self.screen.lost.add(site)
+            else:
+                self._add(site, value, gradient)
 
         y.register_hook(listen)
         return y
@@ -170,14 +173,17 @@ class Tap(Watcher):
         samples = self.screen.samples
         assert samples is not None
         batch = samples.numel()
-        if squares.shape[0] % batch == 0:  # [B, T, C], [B, H, T, S], or [B * T, C]
-            per_sample = squares.sum(tuple(range(1, squares.dim()))).view(batch, -1).sum(1)
-        else:  # rows that a MoE layer sorted by expert: whose they are is not known
-            per_sample = squares.sum().expand(batch) / batch
-        if self.heads and squares.dim() == 4:
-            per_channel = squares.sum((0, 2, 3))  # a channel inside attention is a head
-        else:
-            per_channel = squares.sum(tuple(range(squares.dim() - 1)))
+        tokens = torch.ones(batch) if self.screen.tokens is None else self.screen.tokens
+        tokens = tokens.to(squares.device, squares.dtype).clamp_min(1)
+        if self.unit.kind == EXPERTS or squares.shape[0] % batch:  # rows sorted by expert: whose they are is not known
+            whole = squares.sum(tuple(range(squares.dim() - 1)))
+            per_sample, per_channel = whole.sum() * tokens / tokens.sum(), whole * batch / tokens.sum()
+        else:  # [B, T, C], [B * T, C], [B, H, T, S] or [B * H, T, S]; inside attention a channel is a head
+            if self.heads:
+                mine = squares.view(batch, -1, *squares.shape[-2:]).sum((2, 3))  # [B, H]
+            else:
+                mine = squares.reshape(batch, -1, squares.shape[-1]).sum(1)  # [B, C]
+            per_sample, per_channel = mine.sum(1), (mine / tokens[:, None]).sum(0)
         self.screen.sums.setdefault(site, SiteSums()).add(samples, per_sample, per_channel)
 
     def _squares(self, site: Site, y: Tensor, g: Tensor) -> Tensor:

@@ -91,9 +91,12 @@ def _layers(report: Row) -> list[str]:
     lines = [f"## Layers (noise on {', '.join(section['operators'])})", ""]
     head = ["window", "accuracy lost", "band", "interaction index", "KL injected", "KL predicted", "evidence"]
     lines += [*table(head, windows), ""]
-    points = section["avalanche_points"]
-    lines += ["Avalanche points: " + (", ".join(p["layer_range"] for p in points) if points else "none") + ".  "]
-    lines += ["Errors compound in: " + (", ".join(section["compounding"]) or "no window") + ".", ""]
+    if any(row["evidence"] == "injected" for row in section["windows"]):
+        points = [p["layer_range"] + ("" if p["sure"] else " (not sure)") for p in section["avalanche_points"]]
+        lines += ["Avalanche points: " + (", ".join(points) or "none") + ".  "]
+        lines += ["Errors surely compound in: " + (", ".join(section["compounding"]) or "no window") + ".", ""]
+    else:
+        lines += ["Avalanche points and compounding were not looked at: nothing was injected.", ""]
     rows = [[f"layer {row['layer']}", *_loss_cells(row), *_kl_cells(row)] for row in section["layers"]]
     rows += [[str(place), *_loss_cells(row), *_kl_cells(row)] for place, row in section["places"].items()]
     head = ["place", "accuracy lost", "band", "KL injected", "KL predicted", "evidence"]
@@ -168,14 +171,25 @@ def _metrics(report: Row) -> list[str]:
         ["noise tolerance index", _interval(primary["noise_tolerance_index"]), primary["noise_tolerance_band"]],
         ["critical threshold", _threshold(threshold), "" if not threshold else threshold["band"]],
         ["SNR of the logits (dB)", _interval(secondary["snr_db"]), secondary["snr_band"]],
-        ["gradient ratio", _number(ratio and ratio["value"]), "" if not ratio else ratio["band"]],
+        ["gradient ratio", f"{ratio['value']:.3g} (n = {ratio['n']})" if ratio else "", ratio["band"] if ratio else ""],
         ["activation sparsity", _number(sparsity and sparsity["relative"]), "" if not sparsity else sparsity["band"]],
     ]
     lines = ["## Metrics", "", *table(["metric", "value", "band"], body), ""]
     if metrics["baseline"]:
         known = [[name, _interval(row)] for name, row in metrics["baseline"].items() if isinstance(row, Mapping)]
         lines += ["Clean model:", "", *table(["metric", "mean"], known), ""]
-    return lines
+    return lines + _curvature(metrics)
+
+
+def _curvature(metrics: Row) -> list[str]:
+    traces = metrics["hessian_trace"]
+    if not traces or "error" in traces:
+        return []
+    body = [
+        [layer, _interval({**row, "value": row["trace"]}), _number(row["per_parameter"])]
+        for layer, row in traces.items()
+    ]
+    return ["### Hessian trace of each layer", "", *table(["layer", "trace", "per parameter"], body), ""]
 
 
 def _correlations(report: Row) -> list[str]:
@@ -224,7 +238,7 @@ def _method(report: Row) -> list[str]:
         "",
         "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window; p values "
         "of rows looked at together are corrected (Holm). KL is of the noisy output from the clean one, per token, in "
-        "nats.",
+        f"nats; below {run.get('kl_floor', 0):.0e} it can't be told from 0.",
         "",
         f"{cost['trials']} trials; now {cost['forwards']:.1f} forwards of the test data, {cost['seconds']:.0f} s; "
         f"{run['device']}, {run['conditions']['dtype']}. {versions}. {run['finished']}.",

@@ -26,6 +26,10 @@ class Report(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.data)
 
+    def __repr__(self) -> str:
+        summary = self.data.get("executive_summary") or {}
+        return f"<Report: {summary.get('overall_risk_level', ', '.join(self.data))}>"
+
     def to_json(self) -> str:
         return json.dumps(self.data, indent=1, allow_nan=False) + "\n"
 

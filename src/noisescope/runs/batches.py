@@ -50,6 +50,7 @@ class Piece:
     owners: Tensor  # [N] position of the sample in its slice
     final: Tensor  # [N] whether the token decides accuracy
     sequences: Tensor  # [N] row of the batch
+    choices: Tensor  # [N] which choice of its sample
     keys: Tensor  # [N] names of scored positions, for drawn labels
 
 
@@ -92,7 +93,7 @@ def lay_out(
 
 
 def _piece(rows: list[tuple[int, Sequence]], begin: int, end: int, device: torch.device | str) -> Piece:
-    scored, targets, owners, final, sequences, keys = ([] for _ in range(6))
+    scored, targets, owners, final, sequences, choices, keys = ([] for _ in range(7))
     for row, (owner, s) in enumerate(rows):
         for t in range(max(s.start, begin + 1), min(len(s.ids), end + 1)):
             scored.append(row * (end - begin) + t - 1 - begin)
@@ -100,6 +101,7 @@ def _piece(rows: list[tuple[int, Sequence]], begin: int, end: int, device: torch
             owners.append(owner)
             final.append(t >= s.final)
             sequences.append(row)
+            choices.append(s.choice)
             keys.append(((s.sample + s.choice * 1_000_003) << 20) + t)
 
     def there(values: Iterable[int]) -> Tensor:
@@ -112,5 +114,6 @@ def _piece(rows: list[tuple[int, Sequence]], begin: int, end: int, device: torch
         owners=there(owners),
         final=there(final).bool(),
         sequences=there(sequences),
+        choices=there(choices),
         keys=there(keys),
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisescope.errors import NoisescopeError
+from noisescope.errors import UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.model import Subject
 from noisescope.probe.draws import ENGINE_VERSION
@@ -102,13 +102,11 @@ class Bench:
         while True:
             try:
                 found = MEASURES[trial.measure](self, trial)
-            except RuntimeError as error:  # includes torch.OutOfMemoryError
+            except Exception as error:  # the model's code and the user's metric may raise anything; the run goes on
                 if not _out_of_memory(error):
                     return _finished(_failure(error))
                 if not self._shrink(trial.slice):
                     return _finished(Result(error="out of memory with one sample at a time and no prefix kept"))
-            except NoisescopeError as error:
-                return _finished(_failure(error))
             else:
                 return _finished(found) if isinstance(found, Result) else functools.partial(_finish, found)
 
@@ -191,6 +189,22 @@ class Bench:
             self._clean = made
         return self._clean
 
+    @torch.no_grad()
+    def check_causal(self, part: Slice) -> None:
+        """Raise where a later token changes an earlier prediction: batches here have no mask and rely on causality."""
+        ids = torch.tensor([self.materials[part.data].encoded.sequences[part.start][0].ids], device=self.device)
+        if ids.shape[1] < 3:
+            return
+        changed = ids.clone()
+        changed[0, -1] = ids[0, 0] if int(ids[0, 0]) != int(ids[0, -1]) else ids[0, 1]
+        first, second = (self.model(input_ids=x, use_cache=False).logits[0].float() for x in (ids, changed))
+        moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change
+        if float(moved[:-1].max()) > 1e-3 * float(moved[-1]):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} looks at later tokens, and scoring here is for causal language models: "
+                "use inject() and your own evaluation"
+            )
+
     def forget_slice(self) -> None:
         """Let go of the slice at hand."""
         self._clean = None
@@ -203,17 +217,18 @@ class Bench:
         batch = lay_out(
             groups, 0, self.device, positions=(len(groups[0][0].ids) + 1) // 2 if self._keeps_logits else None
         )
-        half = len(self.anatomy.blocks) // 2
+        last = len(self.anatomy.blocks) - 1
         try:
             with self.prefix.recording("trial"):
                 clean = [self.forward(batch, piece) for piece in batch.pieces[:1]]
-            holds = half > 0 and self.prefix.usable("trial")
+            holds = last > 0 and self.prefix.usable("trial")
             if holds:
                 clean += [self.forward(batch, piece) for piece in batch.pieces[1:]]
-                again = [logits for _, logits in self._pieces(batch, half, "trial")]
-                holds = all(torch.equal(a, b) for a, b in zip(again, clean, strict=True))
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
-            if isinstance(error, RuntimeError) and _out_of_memory(error):
+            for start in {(last + 1) // 2, last} if holds else ():  # late blocks may need more than hidden states
+                again = [logits for _, logits in self._pieces(batch, start, "trial")]
+                holds = holds and all(torch.equal(a, b) for a, b in zip(again, clean, strict=True))
+        except Exception as error:  # whatever a model does when blocks are passed by, it can't be done with this one
+            if _out_of_memory(error):
                 raise
             holds = False
         self.prefix.forget()
@@ -242,7 +257,7 @@ def _finish(finish: Finish) -> Result:
     """The end of a trial, where a device tells of what went wrong in it."""
     try:
         return finish()
-    except (NoisescopeError, RuntimeError) as error:
+    except Exception as error:
         return _failure(error)
 
 
@@ -280,5 +295,7 @@ def conditions(subject: Subject) -> Conditions:
     )
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+    )

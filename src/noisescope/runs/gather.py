@@ -44,9 +44,10 @@ class Gathered:
         for piece, scores in self.parts:
             table = torch.stack([scores[name].double() for name in names]).cpu().numpy()
             owners, final = piece.owners.cpu().numpy(), piece.final.cpu().numpy()
-            np.add.at(tokens, owners, 1.0)
+            counted = self._counted(piece, owners)
+            np.add.at(tokens, owners[counted], 1.0)
             for name, row in zip(names, table, strict=True):
-                np.add.at(sums[name], owners, row)
+                np.add.at(sums[name], owners[counted], row[counted])
             np.minimum.at(right, owners[final], table[names.index("correct")][final])
             if self.kind == "choice":
                 nll = table[names.index("nll")].tolist()
@@ -61,6 +62,13 @@ class Gathered:
             columns["accuracy"] = self._choices(likelihoods) if self.kind == "choice" else right
         samples = tuple(group[0].sample for group in self.groups)
         return samples, {name: tuple(map(_finite, column)) for name, column in columns.items()}
+
+    def _counted(self, piece: Piece, owners: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tokens that averages are taken over: of several choices, those of the right one."""
+        if self.kind != "choice":
+            return np.ones(len(owners), dtype=bool)
+        right: NDArray[np.bool_] = piece.choices.cpu().numpy() == np.array(self.labels)[owners]
+        return right
 
     def _choices(self, likelihoods: dict[tuple[int, int], float]) -> Array:
         """1 where the right choice has the highest log-likelihood; a tie goes to the earlier one."""

@@ -37,10 +37,9 @@ def score(bench: Bench, trial: Trial) -> Finish:
             for piece, logits in zip(batch.pieces, pieces, strict=True):
                 gathered.add(piece, tokens_compared(piece, logits, None))
         return lambda: Result(*gathered.settle())
-    counted = seen = 0
+    counted = 0  # in one forward: how many forwards a slice takes is a matter of memory
     for compared in bench.noisy(part, trial.injection):
-        seen, before = compared.probe.tally.forward, seen
-        counted += seen - before if compared.first else 0
+        counted = counted or compared.probe.tally.forward
         gathered.add(compared.piece, tokens_compared(compared.piece, compared.clean, compared.noisy))
         probe = compared.probe
 
@@ -118,6 +117,7 @@ def screen(bench: Bench, trial: Trial) -> Result:
     with scope, torch.enable_grad():
         for batch in bench.batches(part, size=max(1, (part.stop - part.start) // SCREEN_PARTS), whole=True):
             scope.samples = batch.rows
+            scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
             logits = bench.forward(batch)
             scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
             scope.score(logits, scored, keys, draws=draws, seed=seed)
@@ -143,6 +143,7 @@ def _screen_result(scope: Screen, material: Material, part: Slice, tokens: dict[
         channels.append((sums.channels / draws).float().cpu().numpy())
     counted = np.array([tokens[i] for i in range(len(samples))], dtype=np.float64)
     facts = {"sites": [_site_facts(site, len(c)) for site, c in zip(sites, channels, strict=True)], "draws": draws}
+    facts["lost"] = sorted(str(site) for site in scope.lost)
     arrays = {"sums": table, "tokens": counted, "channels": np.concatenate(channels)}
     return Result(samples, {}, facts, arrays)
 
@@ -219,6 +220,13 @@ def loss_of(bench: Bench, batch: Batch) -> Tensor:
     return torch.nn.functional.cross_entropy(picked.float(), piece.targets.to(picked.device))
 
 
+def _only(batches: list[Batch]) -> Batch:
+    """A second derivative is of all samples at once: a part of them would be another number."""
+    if len(batches) != 1:
+        raise InvalidInput("out of memory: gradients and curvature need their few samples in one batch")
+    return batches[0]
+
+
 def block_parameters(bench: Bench) -> dict[str, list[torch.nn.Parameter]]:
     """Weights of each block by its index as text."""
     modules = dict(bench.model.named_modules())
@@ -232,7 +240,7 @@ def curvature(bench: Bench, trial: Trial) -> Result:
     """Hessian trace of the loss with respect to each block's weights, with an interval."""
     from noisescope.metrics.curvature import hessian_traces
 
-    batch = bench.batches(trial.slice, whole=True)[0]
+    batch = _only(bench.batches(trial.slice, whole=True))
     traces = hessian_traces(
         bench.model,
         lambda model: loss_of(bench, batch),
@@ -252,7 +260,7 @@ def gradients(bench: Bench, trial: Trial) -> Result:
     """Norm of the loss gradient in each block's weights, clean or under the trial's noise (both phases)."""
     from noisescope.metrics.curvature import gradient_norms
 
-    batch = bench.batches(trial.slice, whole=True)[0]
+    batch = _only(bench.batches(trial.slice, whole=True))
     groups = block_parameters(bench)
     if trial.injection is None:
         norms = gradient_norms(bench.model, lambda model: loss_of(bench, batch), groups)

@@ -56,13 +56,36 @@ class Store(Mapping[str, Result]):
                 raise InvalidInput(
                     f"can't write into {folder}: {error.strerror or error}. Choose another with -o"
                 ) from error
-        self._db = self._connect()
+        self._lock = self._hold() if create and self.path is not None else None
+        try:
+            self._db = self._connect()
+        except InvalidInput:
+            if self._lock is not None:
+                self._lock.close()
+            raise
         self._results: dict[str, Result] = {}
         self.seconds: dict[str, float] = {}
         kept = self._db.execute("SELECT id, result, arrays, error, seconds FROM trials")
         for identity, result, arrays, failure, seconds in kept:
             self._results[identity] = _decode(result, arrays, failure)
             self.seconds[identity] = seconds
+
+    def _hold(self) -> Any:
+        """One writer a folder: two would measure everything twice. The lock goes with the process, however it ends."""
+        assert self.path is not None
+        try:
+            import fcntl
+        except ImportError:  # not on this system: two writers are the user's care
+            return None
+        lock = self.path.with_suffix(".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise InvalidInput(
+                f"another process is writing into {self.path.parent}: wait for it, or use another folder (-o)"
+            ) from None
+        return lock
 
     def _connect(self) -> sqlite3.Connection:
         name = ":memory:" if self.path is None else str(self.path)
@@ -133,6 +156,8 @@ class Store(Mapping[str, Result]):
 
     def close(self) -> None:
         self._db.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Store:
         return self
@@ -146,7 +171,7 @@ class Store(Mapping[str, Result]):
 def _encode(result: Result) -> tuple[str, bytes | None]:
     values = {name: [_number(v) for v in column] for name, column in result.values.items()}
     text = json.dumps(
-        {"samples": list(result.samples), "values": values, "facts": dict(result.facts)},
+        {"samples": list(result.samples), "values": values, "facts": _finite(dict(result.facts))},
         allow_nan=False,
         sort_keys=True,
     )
@@ -156,6 +181,15 @@ def _encode(result: Result) -> tuple[str, bytes | None]:
     plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
     np.savez_compressed(buffer, **plain)
     return text, buffer.getvalue()
+
+
+def _finite(value: Any) -> Any:
+    """Facts with None where a number is not finite: JSON has no NaN."""
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, dict):
+        return {name: _finite(member) for name, member in value.items()}
+    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
 
 
 def _number(value: float | None) -> float | None:

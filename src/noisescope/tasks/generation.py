@@ -37,7 +37,7 @@ def generate(
     """Greedy answers. `on_batch(sample numbers, padded length)` is called before each batch, to name its rows.
 
     Batches are padded on the left. Neither the tokenizer nor the model's generation_config is changed, and sampling
-    settings in the latter have no effect.
+    settings in the latter have no effect. An answer ends where the model has no position left.
     """
     if tokenizer is None or not hasattr(model, "generate"):
         what = "a tokenizer" if tokenizer is None else f"a model with generate(), and {type(model).__name__} has none"
@@ -49,7 +49,8 @@ def generate(
         )
     from transformers import GenerationConfig
 
-    rows = _rows(model, tokenizer, prompts, max_new_tokens)
+    rows, room = _rows(model, tokenizer, prompts)
+    max_new_tokens = min(max_new_tokens, room)
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
@@ -76,20 +77,23 @@ def generate(
     return answers
 
 
-def _rows(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
-    """Tokens of the prompts, behind the tokenizer's beginning, which a chat template may have written already."""
+def _rows(model: Any, tokenizer: Any, prompts: list[str]) -> tuple[list[list[int]], int]:
+    """Tokens of the prompts, behind the tokenizer's beginning, which a chat template may have written already, and how
+    many positions the model has left for answers."""
     first = beginning(tokenizer)
     rows = [first + without(first, (tokens(tokenizer, prompt)[0], 0, 0))[0] for prompt in prompts]
     if not all(rows):
         raise InvalidInput(f"prompt {rows.index([]) + 1} has no tokens")
     most = getattr(model.config, "max_position_embeddings", None)
     longest = max(map(len, rows), default=0)
-    if isinstance(most, int) and longest + max_new_tokens > most:
+    if not isinstance(most, int):
+        return rows, 1 << 30
+    if longest >= most:
         raise InvalidInput(
-            f"the longest prompt has {longest} tokens and {max_new_tokens} are to be generated, but the model has "
-            f"{most} positions: lower max_new_tokens or leave the longest prompts out"
+            f"the longest prompt has {longest} tokens, and the model has {most} positions, so nothing can follow it: "
+            "leave the longest prompts out"
         )
-    return rows
+    return rows, most - longest
 
 
 @contextlib.contextmanager
