@@ -251,7 +251,7 @@ def next_step(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> s
         clean = baseline[frame.metric]
         low, high = ("..." if end is None else f"{end:.1%}" for end in (clean["low"], clean["high"]))
         return (
-            f"The clean {frame.metric} is {clean['value']:.1%} [{low}, {high}] (n = {clean['n']}), which does not stand "
+            f"The clean {frame.metric} is {clean['value']:.1%} [{low}, {high}] (n = {clean['n']}) and does not stand "
             f"clear of chance ({frame.chance:.1%}), so no loss can be measured: raise --samples, or give data on which "
             "the model answers rightly (--data)."
         )
@@ -277,7 +277,7 @@ def could_not_see(frame: Frame, sections: dict[str, Any], notes: list[str]) -> l
         limits.append(f"the model computes no {', '.join(absent)}")
     smallest = smallest_seen(sections)
     if smallest is None and sections.get("operator_analysis") and frame.settings.effort != "screen":
-        limits.append("too few samples: in some operator no loss of accuracy at all could have been found")
+        limits.append("too few samples: in some operator no loss of accuracy could have been found")
     elif smallest is not None:
         limits.append(
             f"a loss of accuracy below {smallest:.1%} in one operator could have been missed (80 % power, "
