@@ -1,6 +1,7 @@
 """What a whole diagnosis costs: seconds, forwards, memory; and against the plain loop of the original method notes.
 
     python benchmarks/diagnosis.py                     # CPU: the demo model against the plain loop
+    python benchmarks/diagnosis.py --capture           # CPU: peak memory of channel capture, 100 and 10,000 samples
     python benchmarks/diagnosis.py --device cuda       # Qwen2.5-1.5B's shape, bfloat16: time and memory
 
 On the GPU weights are random and the metric is agreement with the clean model, which is measurable for any weights, so
@@ -13,6 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -160,6 +164,33 @@ def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def captured(samples: int) -> float:
+    """Peak resident memory in MiB of a process that captures channels of the demo model on so many samples."""
+    from noisescope import demo
+    from noisescope.data import gather, read_data
+    from noisescope.diagnosis.channels import capture_trial
+
+    items = read_data(demo.test_file()).items
+    data = gather((items[i % len(items)] for i in range(samples)), "demo, repeated")
+    prepared = api.prepare_diagnosis(ns.load("demo"), data, samples=8, calibration=data, calibration_samples=samples)
+    trial = capture_trial(prepared.frame)
+    assert trial is not None
+    with Bench(prepared.subject, prepared.materials) as bench:
+        assert not bench.run(trial).error
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def capture_memory() -> dict[str, Any]:
+    """Each in a process of its own; what the tokens themselves take is in it."""
+    found = {}
+    for samples in (100, 1_000, 10_000):
+        here = str(Path(__file__).parent)
+        code = f"import sys; sys.path.insert(0, {here!r}); import diagnosis; print(diagnosis.captured({samples}))"
+        out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+        found[f"{samples} samples, MiB"] = float(out.stdout.split()[-1])
+    return {"capture": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -168,9 +199,10 @@ def main() -> None:
     parser.add_argument("--slice", type=int, default=20)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--efforts", nargs="*", default=["standard", "full"])
+    parser.add_argument("--capture", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = on_gpu(options) if options.device == "cuda" else on_cpu(options)
+    found = capture_memory() if options.capture else on_gpu(options) if options.device == "cuda" else on_cpu(options)
     machine = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     facts = {"machine": machine, "torch": torch.__version__, "transformers": transformers.__version__}
     result = {"workload": {k: v for k, v in vars(options).items() if k != "json"}, **facts, **found}
