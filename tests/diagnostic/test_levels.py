@@ -98,7 +98,9 @@ def test_avalanche_points_of_a_plain_map():
     (point,) = identify_avalanche_points(hot)
     assert (point["layer_range"], point["severity"], point["common"]) == ("L2-4", "HIGH", [4, 4])
     assert identify_avalanche_points(hot, threshold=0.2) == []
-    assert identify_avalanche_points(windows([0.01, None, 0.25, None, 0.01]))[0]["severity"] == "CRITICAL"
+    assert (
+        identify_avalanche_points(windows([0.01, 0.0, 0.0, None, 0.25, None, 0.01, 0.0]))[0]["severity"] == "CRITICAL"
+    )
     assert identify_avalanche_points(windows([0.3] * 8)) == []  # all alike: no point
 
 

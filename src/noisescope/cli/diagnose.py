@@ -129,4 +129,5 @@ def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
 
 
 def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    """Absolute, so that `runs resume` works from another folder."""
+    return None if path is None else str(path.absolute())

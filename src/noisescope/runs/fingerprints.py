@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput
 
 _BLOCK = 1 << 22
-_ABOUT_FILES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
+_ABOUT_FILES = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "_attn_implementation",
+)
 
 
 def model_fingerprint(model: nn.Module) -> str:
