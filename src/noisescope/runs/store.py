@@ -156,7 +156,8 @@ class Store(Mapping[str, Result]):
 
     def close(self) -> None:
         self._db.close()
-        if self._lock is not None:
+        if self._lock is not None and self.path is not None:
+            self.path.with_suffix(".lock").unlink(missing_ok=True)
             self._lock.close()
 
     def __enter__(self) -> Store:
