@@ -38,7 +38,7 @@ _BLOCK = 256  # rows of logits in float32 at once
 
 @dataclass
 class SiteSums:
-    """Sums at noise of scale 1 over everything seen at a site so far, and over all label draws."""
+    """Sums at noise of scale 1 over everything seen at a site so far, and over all draws."""
 
     samples: dict[int, float] = field(default_factory=dict)  # sample -> sum over its elements of w^2 g^2
     channels: Tensor | None = None  # the same per channel and token, summed over samples, [C] float64

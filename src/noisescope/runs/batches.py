@@ -51,7 +51,7 @@ class Piece:
     final: Tensor  # [N] whether the token decides accuracy
     sequences: Tensor  # [N] row of the batch
     choices: Tensor  # [N] which choice of its sample
-    keys: Tensor  # [N] names of scored positions, for drawn labels
+    keys: Tensor  # [N] names of scored positions, for the screen's draws
 
 
 @dataclass(frozen=True)
