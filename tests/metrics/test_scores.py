@@ -1,4 +1,4 @@
-"""Scores per token against plain loops; broken rows; from tokens to samples; nothing that waits for a device."""
+"""Scores per token against plain loops; broken rows; signal and error; nothing that waits for a device."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from noisescope.errors import InvalidInput
 from noisescope.metrics.divergence import kl_divergence
-from noisescope.metrics.scores import (
-    all_per_sample,
-    clean_scores,
-    count_per_sample,
-    per_sample,
-    sum_per_sample,
-    token_scores,
-)
+from noisescope.metrics.scores import clean_scores, compare, powers, token_scores
 
 NAN = math.nan
 
@@ -141,61 +132,37 @@ def test_inputs_are_only_read() -> None:
     assert torch.equal(clean, before[0]) and torch.equal(noisy, before[1])
 
 
-def test_tokens_to_samples() -> None:
-    """Mean, sum, count and all by owner in any order; NaN left out; a sample without values has none."""
-    values = torch.tensor([1.0, NAN, 1.0, 0.0, 1.0, NAN])
-    owner = torch.tensor([2, 2, 0, 2, 0, 3])
-    assert torch.equal(sum_per_sample(values, owner, 4), torch.tensor([2.0, 0, 1, 0]))
-    assert torch.equal(count_per_sample(values, owner, 4), torch.tensor([2.0, 0, 2, 0]))
-    assert torch.allclose(per_sample(values, owner, 4), torch.tensor([1.0, NAN, 0.5, NAN]), equal_nan=True)
-    assert torch.allclose(all_per_sample(values, owner, 4), torch.tensor([1.0, NAN, 0, NAN]), equal_nan=True)
-    assert {f(values, owner, 4).dtype for f in (per_sample, sum_per_sample, count_per_sample, all_per_sample)} == {
-        torch.float32
-    }
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 4), st.one_of(st.just(NAN), st.just(1.0), st.floats(-1e6, 1e6, width=32))), max_size=30
-    )
-)
-def test_any_tokens_to_samples(tokens: list[tuple[int, float]]) -> None:
-    """The same as grouping by hand."""
-    owner, values = torch.tensor([o for o, _ in tokens], dtype=torch.int64), torch.tensor([v for _, v in tokens])
-    mean, every = per_sample(values, owner, 5), all_per_sample(values, owner, 5)
-    for sample in range(5):
-        mine = [v for o, v in tokens if o == sample and not math.isnan(v)]
-        if mine:
-            assert float(mean[sample]) == pytest.approx(math.fsum(mine) / len(mine), rel=1e-6, abs=1e-6)
-            assert float(every[sample]) == all(v == 1 for v in mine)
-        else:
-            assert mean[sample].isnan() and every[sample].isnan()
-
-
-def test_long_sums_keep_their_digits() -> None:
-    """A million small values are added in float64."""
-    values = torch.full((1_000_000,), 0.1)
-    total = sum_per_sample(values, torch.zeros(1_000_000, dtype=torch.int64), 1)
-    assert float(total) == pytest.approx(1e6 * float(values[0]), rel=1e-7)
-
-
 def test_no_host_synchronisation() -> None:
     """On tensors without data, anything that looks at a value (item, a boolean index, an if) would fail."""
     with FakeTensorMode():
         z, targets = torch.empty(40, 300, dtype=torch.bfloat16), torch.empty(40, dtype=torch.int64)
         for values in [*token_scores(z, z, targets, block_rows=16).values(), *clean_scores(z, targets).values()]:
             assert values.shape == (40,)
-            for reduce in (per_sample, sum_per_sample, count_per_sample, all_per_sample):
-                assert reduce(values, targets, 7).shape == (7,)
+
+
+def test_signal_and_error_leave_a_common_shift_out() -> None:
+    """Variances over the vocabulary: a constant added to all logits of a row changes neither."""
+    clean = logits(6)
+    noise = logits(6, seed=1, spread=0.1)
+    found = powers(clean + 3.0, clean + noise - 5.0)
+    assert torch.allclose(found["signal"], clean.double().var(-1, correction=0).float(), rtol=1e-4)
+    assert torch.allclose(found["error"], noise.double().var(-1, correction=0).float(), rtol=1e-3)
+
+
+def test_compare_picks_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen rows of the noisy logits against the clean ones, in blocks, as token_scores and powers of the same."""
+    monkeypatch.setattr("noisescope.metrics.scores._ROWS", 2)
+    noisy, rows, targets = logits(9, seed=2), torch.tensor([8, 0, 5, 2, 3]), torch.arange(5)
+    clean = noisy[rows] + logits(5, seed=3, spread=0.1)
+    expected = {**token_scores(clean, noisy[rows], targets), **powers(clean, noisy[rows])}
+    found = compare(clean, noisy, rows, targets)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_refusals() -> None:
-    """Targets and owners of the wrong form are named."""
+    """Targets of the wrong form are named."""
     z = logits(4)
     with pytest.raises(InvalidInput, match=r"one for each of the 4 rows, got torch.int64 \(3,\)"):
         token_scores(z, z, torch.arange(3))
     with pytest.raises(InvalidInput, match=r"int64 token ids.*torch.float32"):
         clean_scores(z, torch.zeros(4))
-    with pytest.raises(InvalidInput, match="need an owner each"):
-        per_sample(torch.zeros(4), torch.arange(3), 4)

@@ -1,4 +1,4 @@
-"""Scores of logits per token, and the way from tokens to samples. Nothing here makes the host wait for an accelerator.
+"""Scores of logits per token. Nothing here makes the host wait for an accelerator.
 
 Rows are tokens, [N, V]. A broken row (NaN, +inf, nothing but -inf, or -inf where the clean logits have none) is a wrong
 answer: agreement 0, correct 0; what can't be said of it is NaN, and `nonfinite` is 1 so that callers can count it.
@@ -117,44 +117,3 @@ def _check_targets(logits: Tensor, targets: Tensor) -> None:
             f"targets must be int64 token ids, one for each of the {logits.shape[0]} rows, got "
             f"{targets.dtype} {tuple(targets.shape)}"
         )
-
-
-def per_sample(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The mean [count] of each sample's values, NaN left out; NaN for a sample without any.
-
-    values [N] belong to the samples owner [N] (0 to count - 1, in any order).
-    """
-    return (_sum(values, owner, count) / _count(values, owner, count)).float()
-
-
-def sum_per_sample(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The sum [count] of each sample's values, NaN left out; 0 for a sample without any."""
-    return _sum(values, owner, count).float()
-
-
-def count_per_sample(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """How many values [count] of each sample are not NaN."""
-    return _count(values, owner, count).float()
-
-
-def all_per_sample(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """1 where every value of a sample is 1 (all its tokens correct), else 0; NaN left out, NaN without any."""
-    missed = _sum((values != 1).float().masked_fill(values.isnan(), torch.nan), owner, count)
-    answer = (missed == 0).float()
-    return answer.masked_fill(_count(values, owner, count) == 0, torch.nan)
-
-
-def _count(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    return _sum((~values.isnan()).float(), owner, count)
-
-
-def _sum(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """Sums by owner, NaN as 0. `index_put_` sorts by owner, so an accelerator adds in the same order every time."""
-    if values.dim() != 1 or owner.shape != values.shape or owner.dtype != torch.int64:
-        raise InvalidInput(
-            f"values [N] need an owner each, int64 [N]; got {tuple(values.shape)} and {owner.dtype} "
-            f"{tuple(owner.shape)}"
-        )
-    wide = torch.float32 if values.device.type == "mps" else torch.float64
-    known = values.to(wide).masked_fill(values.isnan(), 0.0)
-    return known.new_zeros(count).index_put_((owner,), known, accumulate=True)
