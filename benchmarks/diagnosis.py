@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--slice", type=int, default=20)
+    parser.add_argument("--slice", type=int, default=50)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--efforts", nargs="*", default=["standard", "full"])
     parser.add_argument("--capture", action="store_true")

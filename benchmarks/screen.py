@@ -1,4 +1,4 @@
-"""The Fisher screen against a brute-force sweep: does one forward with two label draws rank what injection measures?
+"""The Fisher screen against a brute-force sweep: does one forward with two draws rank what injection measures?
 
     python benchmarks/screen.py --model SMOLLM2_FOLDER --data GSM8K.jsonl --device cuda --json results/screen_h200.json
     python benchmarks/screen.py --model SMOLLM2_FOLDER --data GSM8K.jsonl --items 4 --seeds 0    # its cost alone
@@ -48,7 +48,7 @@ from noisescope.diagnosis.screen import Screened
 from noisescope.runs.bench import Bench
 from noisescope.trials import Result
 
-LABEL_SEEDS = 4  # screens with other drawn labels, to show how much depends on the draw
+SCREEN_SEEDS = 4  # screens with other draws, to show how much depends on the draw
 CHOOSING_SEED = 1000  # channels are chosen by a screen of its own, or the best would be those it overrates
 _OPEN: list[tuple[Bench, Frame]] = []  # of this process: workers load the model once
 TARGETS = {"layer: linear": 0.98, "layer: gemm": 0.98, "layer x operator": 0.98, "channel": 0.95}
@@ -64,9 +64,9 @@ def report(cells: list[Cell], screens: dict[tuple[int, int], Screened], measured
     for level, chosen in parts.items():
         rows = np.flatnonzero(chosen)
         row = {"level": level, **agreement(predicted[2, 0][rows], measured[:, rows])}
-        row["label_draws"] = {draws: [] for draws, _ in predicted}
+        row["draws"] = {draws: [] for draws, _ in predicted}
         for (draws, _), values in predicted.items():
-            row["label_draws"][draws].append(_short(agreement(values[rows], measured[:, rows])))
+            row["draws"][draws].append(_short(agreement(values[rows], measured[:, rows])))
         target = TARGETS.get(level)
         if target is not None:
             row["target"] = min(target, row["split_half"]) if row["split_half"] is not None else target
@@ -102,10 +102,10 @@ def print_levels(levels: list[dict[str, Any]]) -> None:
             f"{row['level']:<20}{row['n']:>4} {row['spearman']:>9.4f} {half:>10} {row['pearson_of_logs']:>7.4f} "
             f"{row['within_25_percent']:>8.2f} {row['median_ratio']:>6.3f}{verdict}"
         )
-        for draws, several in row["label_draws"].items():
+        for draws, several in row["draws"].items():
             ranks = [one["spearman"] for one in several]
             share = statistics.median(one["within_25_percent"] for one in several)
-            print(f"    {draws} label draws: Spearman {min(ranks):.4f} to {max(ranks):.4f}, <= 25 %: {share:.2f}")
+            print(f"    {draws} draws: Spearman {min(ranks):.4f} to {max(ranks):.4f}, <= 25 %: {share:.2f}")
 
 
 def cost(bench: Bench, frame: Frame, pairs: int) -> list[dict[str, Any]]:
@@ -120,16 +120,16 @@ def cost(bench: Bench, frame: Frame, pairs: int) -> list[dict[str, Any]]:
         _wait(bench)
 
     def screening() -> None:
-        run_screen(bench, frame, draws=2, label_seed=0)
+        run_screen(bench, frame, draws=2, seed=0)
         _wait(bench)
 
     arms = {
         "clean forward, in four batches": lambda: clean(-(-len(tokens) // 4)),
-        "screen, 2 label draws": screening,
+        "screen, 2 draws": screening,
     }
     alone = bench.device.type == "cpu" and torch.get_num_threads() == 1
     rows = compare(arms, clean, pairs, processor_seconds if alone else host_seconds)
-    show(f"{'processor' if alone else 'wall'} time over that of a clean forward", rows, {"screen, 2 label draws": 5.0})
+    show(f"{'processor' if alone else 'wall'} time over that of a clean forward", rows, {"screen, 2 draws": 5.0})
     return rows
 
 
@@ -173,12 +173,12 @@ def swept_before(result: dict[str, Any], cells: list[Cell]) -> list[Array]:
 
 
 def chosen_channels(bench: Bench, frame: Frame, options: argparse.Namespace, result: dict[str, Any]) -> list[Cell]:
-    """The channels of an earlier run, if any: rounding may change a drawn label, and with it the choice."""
+    """The channels of an earlier run, if any: rounding changes a prediction, and with it the choice."""
     rows = [row for row in result.get("cells", []) if row["level"] == "channel"]
     if rows:
         named = [(*row["cell"].rsplit(" ", 1), row["part"]) for row in rows]
         return [channel_cell(frame, module, int(channel), part) for module, channel, part in named]
-    chooser = run_screen(bench, frame, draws=2, label_seed=CHOOSING_SEED)
+    chooser = run_screen(bench, frame, draws=2, seed=CHOOSING_SEED)
     return channel_cells(frame, chooser, options.layers, options.channels)
 
 
@@ -249,10 +249,10 @@ def main() -> None:
 
 def against_sweep(bench: Bench, frame: Frame, options: argparse.Namespace, result: dict[str, Any]) -> None:
     started = time.perf_counter()
-    screens = {(2, 0): run_screen(bench, frame, draws=2, label_seed=0)}
+    screens = {(2, 0): run_screen(bench, frame, draws=2, seed=0)}
     result["screen"] = {"seconds": time.perf_counter() - started, "forwards": 1, "backwards": 2}
-    for draws, seed in itertools.product((1, 2, 4), range(LABEL_SEEDS)):
-        screens[draws, seed] = run_screen(bench, frame, draws=draws, label_seed=seed)
+    for draws, seed in itertools.product((1, 2, 4), range(SCREEN_SEEDS)):
+        screens[draws, seed] = run_screen(bench, frame, draws=draws, seed=seed)
     cells = cells_of(frame, options.layers) + chosen_channels(bench, frame, options, result)
     swept = swept_before(result, cells)
     forwards, before = (result["sweep"][name] for name in ("forwards", "seconds")) if swept else (0.0, 0.0)

@@ -73,12 +73,12 @@ def frame_of(subject: Subject, material: Material, seeds: int, perturbation: Any
     )
 
 
-def run_screen(bench: Bench, frame: Frame, *, draws: int, label_seed: int) -> Screened:
-    """A screen trial as a diagnosis runs it, with labels of another seed if wanted."""
+def run_screen(bench: Bench, frame: Frame, *, draws: int, seed: int) -> Screened:
+    """A screen trial as a diagnosis runs it, with draws of another seed if wanted."""
     asked = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, draws=draws))
     results: dict[str, Result] = {}
     for trial in screen.propose(asked, {}):
-        results[trial.id] = bench.run(dataclasses.replace(trial, settings={"draws": draws, "seed": label_seed}))
+        results[trial.id] = bench.run(dataclasses.replace(trial, settings={"draws": draws, "seed": seed}))
     screened = screen.conclude(asked, results)
     assert screened is not None
     if screened.error:

@@ -37,7 +37,7 @@ def diagnose(
     generate: bool = False,
     max_tokens: int = 256,
     max_new_tokens: int = 256,
-    slice_samples: int = 20,
+    slice_samples: int = 50,
     options: Options | None = None,
 ) -> Report:
     """Which operators, layers and channels can't stand numerical error.
@@ -85,7 +85,7 @@ def robustness(
     generate: bool | None = None,
     max_tokens: int = 256,
     max_new_tokens: int = 256,
-    slice_samples: int = 20,
+    slice_samples: int = 50,
     options: Options | None = None,
 ) -> Report:
     """Accuracy and retention at several noise levels, with intervals."""

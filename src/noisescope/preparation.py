@@ -163,7 +163,7 @@ def prepare(
     generate: bool | None = False,
     max_tokens: int = 256,
     max_new_tokens: int = 256,
-    slice_samples: int = 20,
+    slice_samples: int = 50,
 ) -> Prepared:
     """Read the data, encode it, cut it into slices, and say what was chosen."""
     for name, value in (("samples", samples), ("slice_samples", slice_samples), ("max_tokens", max_tokens)):

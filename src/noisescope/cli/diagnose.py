@@ -35,7 +35,7 @@ def diagnose_model(
     generate: Annotated[bool, typer.Option("--generate", help="Score answers by generation (slow).")] = False,
     max_tokens: common.MaxTokens = 256,
     max_new_tokens: common.MaxNewTokens = 256,
-    slice_samples: common.SliceSamples = 20,
+    slice_samples: common.SliceSamples = 50,
     executor: common.Executor = "local",
     workers: common.Workers = 2,
     address: common.Address = None,

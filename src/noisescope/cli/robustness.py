@@ -23,7 +23,7 @@ def robustness_of_model(
     ] = None,
     max_tokens: common.MaxTokens = 256,
     max_new_tokens: common.MaxNewTokens = 256,
-    slice_samples: common.SliceSamples = 20,
+    slice_samples: common.SliceSamples = 50,
     executor: common.Executor = "local",
     workers: common.Workers = 2,
     address: common.Address = None,

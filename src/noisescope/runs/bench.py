@@ -29,6 +29,7 @@ from noisescope.runs.fingerprints import model_fingerprint
 from noisescope.trials import Conditions, Result, Slice, Trial
 
 Finish = Callable[[], Result]
+NO_MEMORY = "out of memory with one sample at a time and no prefix kept: give a smaller --slice"
 LOGITS = 1 << 28  # logits computed at once in scoring: more are done in pieces, or they would rule the memory
 
 
@@ -106,7 +107,7 @@ class Bench:
                 if not _out_of_memory(error):
                     return _finished(_failure(error))
                 if not self._shrink(trial.slice):
-                    return _finished(Result(error="out of memory with one sample at a time and no prefix kept"))
+                    return _finished(Result(error=NO_MEMORY))
             else:
                 return _finished(found) if isinstance(found, Result) else functools.partial(_finish, found)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from noisescope.runs.bench import Bench, Finish
 
 
-SCREEN_PARTS = 5  # a slice is screened in so many batches: gradients need every activation at once
+SCREEN_PARTS = 7  # a slice is screened in so many batches: gradients need every activation at once
 
 
 def score(bench: Bench, trial: Trial) -> Finish:

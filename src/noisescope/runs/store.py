@@ -180,7 +180,7 @@ def _encode(result: Result) -> tuple[str, bytes | None]:
         return text, None
     buffer = io.BytesIO()
     plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
-    np.savez_compressed(buffer, **plain)
+    np.savez(buffer, **plain)
     return text, buffer.getvalue()
 
 
