@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from noisescope.diagnosis import check, whole
 from noisescope.diagnosis import robustness as curve
-from noisescope.diagnosis import whole
 from noisescope.diagnosis.frame import LEVELS, Settings
 from noisescope.model import Subject
 from noisescope.preparation import Options as Options
@@ -15,6 +16,7 @@ from noisescope.preparation import prepare_diagnosis as prepare_diagnosis
 from noisescope.preparation import seeds_of
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
+from noisescope.runs.store import Store
 
 
 def diagnose(
@@ -106,3 +108,21 @@ def robustness(
         slice_samples=slice_samples,
     )
     return prepared.run(curve.Robustness(levels), options or Options())
+
+
+def put_to_the_test(
+    subject: Subject, report: Report, data: Any, fault: Any, *, samples: int = 100, output: str | Path | None = None
+) -> Report:
+    """The report, and whether it was right: one fault in the layers it warns of and in those it calls robust.
+
+    `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
+    """
+    asked = check.Check(fault, check.chosen_windows(report))
+    settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
+    prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice_samples=samples)
+    checked = prepared.run(asked, Options())
+    whole_report = Report({**report, "check": {**checked["check"], "samples": checked["run"]["data"]["samples"]}})
+    if output is not None:
+        with Store(output) as store:
+            store.note(report=whole_report.data)
+    return whole_report

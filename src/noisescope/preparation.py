@@ -120,7 +120,9 @@ class Prepared:
                 "host": platform.node(),
                 "store": None if options.output is None else str(options.output),
             }
-        return Report({"schema_version": sections.pop("schema_version"), "run": run, **sections})
+            report = Report({"schema_version": sections.pop("schema_version"), "run": run, **sections})
+            store.note(report=report.data)  # `noisescope report` draws it again, without torch
+        return report
 
     def _executor(self, options: Options) -> Any:
         if options.executor == "local":

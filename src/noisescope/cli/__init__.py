@@ -11,8 +11,10 @@ import typer
 import typer.core
 
 from noisescope import __version__
+from noisescope.cli.demo import run_demo
 from noisescope.cli.diagnose import diagnose_model
 from noisescope.cli.inspect import inspect_model
+from noisescope.cli.report import draw_report
 from noisescope.cli.robustness import robustness_of_model
 from noisescope.cli.runs import runs
 from noisescope.errors import NoisescopeError
@@ -61,9 +63,11 @@ def noisescope(
     """Controlled noise as an oscilloscope for large language models."""
 
 
+app.command("demo")(run_demo)
 app.command("diagnose")(diagnose_model)
 app.command("robustness")(robustness_of_model)
 app.command("inspect")(inspect_model)
+app.command("report")(draw_report)
 app.add_typer(runs, name="runs")
 
 

@@ -9,6 +9,11 @@ import typer
 
 from noisescope.cli import common
 from noisescope.cli.common import names
+from noisescope.cli.config import use_config
+
+
+def _config(ctx: typer.Context, path: Path | None) -> Path | None:
+    return use_config(ctx, path, diagnose_model)
 
 
 def diagnose_model(
@@ -49,6 +54,16 @@ def diagnose_model(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the store and the reports.")] = Path(
         "noisescope-run"
     ),
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            is_eager=True,
+            callback=_config,
+            help="YAML with any of these options (and model); the command line wins. Paths in it are relative to the "
+            "current folder, as here.",
+        ),
+    ] = None,
     as_json: common.Json = False,
 ) -> None:
     """Find which operators, layers and channels can't stand numerical error.
@@ -59,11 +74,12 @@ def diagnose_model(
     noisescope diagnose path/to/model --effort screen          one backward pass, seconds
     noisescope diagnose path/to/model --level operator --operators softmax,norm
     noisescope diagnose path/to/model --dry-run                what it would cost
+    noisescope diagnose --config run.yaml --seeds 5            the file's options, and another number of seeds
 
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
-    asked = {name: value for name, value in locals().items() if name != "as_json"}
+    asked = {name: value for name, value in locals().items() if name not in ("as_json", "config")}
     run_diagnosis(
         {**asked, "data": _text(data), "calibration": _text(calibration), "output": str(output)}, as_json=as_json
     )

@@ -1,24 +1,29 @@
-"""`noisescope runs list|show|resume`: what lies in a store."""
+"""`noisescope runs list|show|resume|compare`: what lies in a store, and what two stores say together."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from noisescope.cli.common import names
 from noisescope.errors import InvalidInput
 
-runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and resume runs.")
+if TYPE_CHECKING:
+    from noisescope.diagnosis.changes import Run
+
+runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
 Folder = Annotated[Path, typer.Argument(help="A run's folder (the -o of its command).")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 @runs.command("list")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look, two folders deep.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Where to look, two folders deep.")] = Path(), as_json: Json = False
 ) -> None:
     """Runs in a folder."""
     from noisescope.runs.store import FILE
@@ -32,22 +37,28 @@ def list_runs(
         typer.echo(f"no runs in {folder.resolve()}")
     for row in rows:
         failed = f", {row['failed']} failed" if row["failed"] else ""
-        typer.echo(f"{row['folder']}: {row['command']} of {row['model']}, {row['trials']} trials{failed}")
+        typer.echo(
+            f"{row['folder']}: {row['command']} of {row['model']}, {row['trials']} trials{failed}; {row['state']}"
+        )
 
 
 @runs.command("show")
-def show_run(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def show_run(folder: Folder, as_json: Json = False) -> None:
     """What a run asked, what it has, what failed."""
-    row = facts(folder, errors=True)
+    row = facts(folder, whole=True)
     if as_json:
         typer.echo(json.dumps(row, indent=1))
         return
     typer.echo(f"{row['command']} of {row['model']}, data: {row['data']}")
+    typer.echo(row["state"])
     for measure, count in row["measures"].items():
         typer.echo(f"  {measure}: {count} trials")
     typer.echo(f"  {row['seconds']:.1f} s measured")
     for error, count in row["errors"].items():
         typer.echo(f"  failed {count} x: {error}")
+    typer.echo("settings")
+    for name, value in row["settings"].items():
+        typer.echo(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
 
 
 @runs.command("resume")
@@ -65,8 +76,62 @@ def resume_run(folder: Folder) -> None:
     commands[command["name"]]({**command["options"], "output": str(folder)})
 
 
-def facts(folder: Path, *, errors: bool = False) -> dict[str, Any]:
-    """A store in numbers."""
+@runs.command("compare")
+def compare_two_runs(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The folder of another: differences are B less A.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for comparison.json, .md, .html and .pdf.")
+    ] = None,
+    formats: Annotated[str, typer.Option("--format", help="With -o: any of json,md,html,pdf.")] = "json,md,html,pdf",
+    as_json: Json = False,
+) -> None:
+    """What changed from one run to another: a new checkpoint, another dtype, another device.
+
+    \b
+    noisescope runs compare out/monday out/friday
+    noisescope runs compare out/float32 out/bfloat16 -o compared --format md,html
+
+    Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
+    common: --noise-scale, --operators, --window; and --data, --samples for pairs.
+    """
+    from noisescope.diagnosis.changes import compare_runs
+    from noisescope.reports.changes import Comparison, change_line, largest, run_line, verdict_line
+
+    comparison = Comparison(compare_runs(read_run(a), read_run(b)))
+    paths = [] if output is None else comparison.save(output, name="comparison", formats=names(formats) or ())
+    if as_json:
+        typer.echo(comparison.to_json(), nl=False)
+        return
+    found = comparison["comparison"]
+    typer.echo(f"A  {run_line(found['a'])}\nB  {run_line(found['b'])}")
+    typer.echo(f"asked differently: {', '.join(row['what'] for row in found['differs']) or 'nothing'}")
+    typer.echo(f"\nverdict: {verdict_line(found)}")
+    for row in largest(found):
+        typer.echo(f"  {change_line(row)}")
+    for note in found["notes"]:
+        typer.echo(f"note: {note}")
+    for path in paths:
+        typer.echo(f"  {path}")
+
+
+def read_run(folder: Path) -> Run:
+    """A store as the comparison needs it."""
+    from noisescope.diagnosis.changes import Run
+    from noisescope.runs.store import FILE, Store
+
+    with Store(folder, create=False) as store:
+        asked, results = store.about().get("asked"), dict(store)
+    if not asked:
+        raise InvalidInput(f"{folder} does not say what was asked, so it can't be compared: run it again")
+    with sqlite3.connect(f"{(folder / FILE).absolute().as_uri()}?mode=ro", uri=True) as db:
+        contents = db.execute("SELECT id, content FROM trials").fetchall()
+    db.close()  # `with` only ends the transaction
+    return Run(str(folder), asked, [(json.loads(content), results[identity]) for identity, content in contents])
+
+
+def facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
+    """A store in numbers; the whole of it with its errors and settings."""
     from noisescope.runs.store import Store
 
     with Store(folder, create=False) as store:
@@ -77,14 +142,33 @@ def facts(folder: Path, *, errors: bool = False) -> dict[str, Any]:
             "command": (about.get("command") or {}).get("name", "a call from Python"),
             "model": asked.get("model", {}).get("source", "?"),
             "data": asked.get("data", {}).get("source", "?"),
+            "state": state(folder, about),
             "trials": len(store),
             "failed": sum(failures.values()),
             "seconds": sum(store.seconds.values()),
             "measures": store.measures(),
         }
-        if errors:
-            row["errors"] = dict(failures)
+        if whole:
+            row |= {"errors": dict(failures), "settings": {**asked.get("settings", {}), **_elsewhere(asked)}}
         return row
+
+
+def state(folder: Path, about: dict[str, Any]) -> str:
+    """ "complete", or how to go on. A report of an earlier question in the same folder does not count."""
+    asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
+    if run and all(run.get(name) == value for name, value in asked.items()):
+        return "complete"
+    if about.get("command"):
+        return f"not finished: noisescope runs resume {folder}"
+    return f"not finished: call the same function again with output={str(folder)!r}"
+
+
+def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was asked besides the settings of the diagnosis."""
+    data, conditions = asked.get("data", {}), asked.get("conditions", {})
+    rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
+            "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
+    return {name: value for name, value in rows.items() if value is not None}
 
 
 def _about(folder: Path) -> dict[str, Any]:

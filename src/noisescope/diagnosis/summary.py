@@ -6,6 +6,7 @@ from typing import Any
 
 from noisescope.diagnosis.effects import SURE, Row
 from noisescope.diagnosis.frame import Frame
+from noisescope.diagnosis.plain_words import plain_words
 from noisescope.findings import (
     ADVICE,
     LIMITS,
@@ -189,7 +190,9 @@ def recommendations(frame: Frame, sections: dict[str, Any]) -> list[Recommendati
     return by_priority(wanted)
 
 
-def executive_summary(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> Row:
+def executive_summary(
+    frame: Frame, sections: dict[str, Any], found: list[Finding], wanted: list[Recommendation]
+) -> Row:
     operators = sections.get("operator_analysis")
     layers = sections.get("layer_analysis")
     channels = sections.get("channel_analysis") or {}
@@ -208,17 +211,20 @@ def executive_summary(frame: Frame, sections: dict[str, Any], found: list[Findin
         None if summary is None else summary["total_channels"],
     )
     critical = [name for name in scores if _critical((operators or {})[name])]
+    words = _risk_words(risk, smallest_seen(sections))
+    level = words.split(" - ")[0]
     return {
         "critical_operators": critical,
         "num_critical_operators": len(critical),
         "avalanche_points": points or [],
         "num_avalanche_points": len(points or []),
         "total_outlier_channels": None if summary is None else summary["total_outlier_channels"],
-        "overall_risk_level": _risk_words(risk, smallest_seen(sections)),
+        "overall_risk_level": words,
         "report_risk": risk.to_dict(),
         "dashboard_risk": sections["metrics"]["risk"],
         "top_findings": [finding.to_dict() for finding in found[:3]],
         "next_step": next_step(frame, sections, found),
+        "in_plain_words": plain_words(level, wanted, sections, frame.settings.scale),
     }
 
 

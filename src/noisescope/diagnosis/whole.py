@@ -46,6 +46,7 @@ def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[
         frame, sections["layer_analysis"], sections["metrics"], sections["channel_analysis"]
     )
     found = findings(frame, sections)
+    wanted = recommendations(frame, sections)
     limits = could_not_see(frame, sections, list(notes))
     if screened is not None and screened.error:
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
@@ -53,9 +54,9 @@ def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[
         limits.append(f"{len(screened.lost)} sites changed in place have no prediction, such as {screened.lost[0]}")
     return {
         "schema_version": SCHEMA_VERSION,
-        "executive_summary": executive_summary(frame, sections, found),
+        "executive_summary": executive_summary(frame, sections, found, wanted),
         **sections,
         "findings": [finding.to_dict() for finding in found],
-        "recommendations": [wanted.to_dict() for wanted in recommendations(frame, sections)],
+        "recommendations": [recommendation.to_dict() for recommendation in wanted],
         "could_not_see": limits,
     }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, unknown
+from noisescope.reports.document import Document
 from noisescope.reports.markdown import to_markdown
+from noisescope.reports.sections import document_of
+
+FORMATS = ("json", "md", "html", "pdf")
 
 
 class Report(Mapping[str, Any]):
@@ -33,21 +37,39 @@ class Report(Mapping[str, Any]):
     def to_json(self) -> str:
         return json.dumps(self.data, indent=1, allow_nan=False) + "\n"
 
+    def document(self) -> Document:
+        """Laid out for reading; the three readable forms draw this."""
+        return document_of(self.data)
+
     def to_markdown(self) -> str:
-        return to_markdown(self.data)
+        return to_markdown(self.document())
+
+    def to_html(self) -> str:
+        """One file that needs nothing else."""
+        from noisescope.reports.html import to_html
+
+        return to_html(self.document())
+
+    def to_pdf(self) -> bytes:
+        from noisescope.reports.pdf import to_pdf
+
+        return to_pdf(self.document())
 
     def same_as(self, other: Mapping[str, Any]) -> bool:
         """Whether two reports say the same, whenever and wherever they were made."""
         return {k: v for k, v in self.items() if k != "run"} == {k: v for k, v in other.items() if k != "run"}
 
-    def save(self, folder: str | Path, *, name: str = "report") -> list[Path]:
-        """Write report.json and report.md into a folder; the paths."""
+    def save(self, folder: str | Path, *, name: str = "report", formats: Iterable[str] = FORMATS) -> list[Path]:
+        """Write report.json, .md, .html and .pdf (or those of `formats`) into a folder; the paths."""
+        wanted = tuple(formats)
+        for form in wanted:
+            if form not in FORMATS:
+                raise unknown("report format", form, FORMATS)
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        return [
-            _write(target / f"{name}.json", self.to_json()),
-            _write(target / f"{name}.md", self.to_markdown()),
-        ]
+        draw: dict[str, Callable[[], str | bytes]]
+        draw = {"json": self.to_json, "md": self.to_markdown, "html": self.to_html, "pdf": self.to_pdf}
+        return [_write(target / f"{name}.{form}", draw[form]()) for form in wanted]
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -66,6 +88,8 @@ class Report(Mapping[str, Any]):
         return cls(data)
 
 
-def _write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
+def _write(path: Path, content: str | bytes) -> Path:
+    """Whole or not at all: a reader never meets half a file."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    return part.replace(path)

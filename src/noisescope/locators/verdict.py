@@ -1,0 +1,100 @@
+"""What a locator says: healthy, faulty or undecided; where; what kind of fault; how sure; what it could have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from noisescope.errors import unknown
+from noisescope.sites import Site
+
+VERDICTS = ("healthy", "faulty", "undecided")
+
+# What a fault does to the numbers, as far as a locator can tell one from another.
+CLASSES = (
+    "noise",  # differs from run to run
+    "spike",  # a few elements are far off
+    "dead zone",  # small values become 0
+    "flush to zero",  # subnormals become 0
+    "saturation",  # large values are cut
+    "bias",  # a constant is added
+    "gain",  # multiplied by a constant
+    "stuck bit",
+    "dead lane",  # output channels that are 0 or constant
+    "dead input lane",  # a part of the inner dimension is not summed
+    "swapped channels",
+    "truncation",  # output mantissa cut short
+    "rounding mode",
+    "accumulation",  # sums kept in too few bits
+    "function table",  # exp, rsqrt, sigmoid approximated badly
+    "stale data",  # values of an earlier call
+    "nan to zero",
+    "block scale",  # a shared exponent or block scale is wrong
+    "unknown",
+)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One place under suspicion. `channels` are indices of the last dimension, () for all; `period` a lane stride."""
+
+    site: Site
+    fault_class: str
+    confidence: float  # 0 to 1
+    evidence: str  # one sentence with its numbers
+    score: float  # what suspects are ranked by within one locator
+    channels: tuple[int, ...] = ()
+    period: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.fault_class not in CLASSES:
+            raise unknown("fault class", self.fault_class, CLASSES)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "place": self.site.place,
+            "operator": self.site.operator,
+            "module": self.site.module,
+            "channels": list(self.channels),
+            "period": self.period,
+            "fault_class": self.fault_class,
+            "confidence": self.confidence,
+            "evidence": self.evidence,
+            "score": self.score,
+            "details": dict(self.details),
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A locator's whole answer; suspects are ranked, the likeliest first."""
+
+    verdict: str
+    method: str
+    suspects: tuple[Suspect, ...] = ()
+    smallest_visible: Mapping[str, Any] = field(default_factory=dict)  # what this run could have seen, by kind
+    forwards: float = 0.0  # forward-equivalents on the device
+    checked: int = 0  # sites or relations looked at: the multiplicity behind the threshold
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise unknown("verdict", self.verdict, VERDICTS)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "method": self.method,
+            "suspects": [suspect.to_dict() for suspect in self.suspects],
+            "smallest_visible": dict(self.smallest_visible),
+            "forwards": self.forwards,
+            "checked": self.checked,
+            "notes": list(self.notes),
+        }
+
+
+def ranked(suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
+    """The highest score first; alike ones in the order of the model."""
+    return tuple(sorted(suspects, key=lambda suspect: -suspect.score))

@@ -1,0 +1,279 @@
+"""The JSON Schema of a report (draft 2020-12), built here so that its parts are named once. Published in docs/.
+
+Strict where readers rely on it (names, types, an n and an interval with every estimate), open where later parts add
+sections of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+NUMBER: Schema = {"type": "number"}
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+EVIDENCE: Schema = {"enum": ["injected", "predicted", "captured", "failed", "absent", "none"]}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def maybe(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def listed(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def named(schema: Schema) -> Schema:
+    """An object whose keys are names of things."""
+    return {"type": "object", "additionalProperties": schema}
+
+
+def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None, *, closed: bool = True) -> Schema:
+    return {
+        "type": "object",
+        "properties": {**required, **(optional or {})},
+        "required": list(required),
+        "additionalProperties": not closed,
+    }
+
+
+ESTIMATE = record(
+    {"value": maybe(NUMBER), "low": maybe(NUMBER), "high": maybe(NUMBER), "n": COUNT},
+    {"level": NUMBER, "note": TEXT, "of": TEXT},
+)
+
+EFFECT = {  # what noise in one place did: see docs/numbers.md
+    "predicted_kl": ref("estimate"),
+    "kl": ref("estimate"),
+    "baseline_acc": maybe(NUMBER),
+    "noisy_acc": maybe(NUMBER),
+    "noisy_acc_interval": ref("estimate"),
+    "degradation": ref("estimate"),
+    "band": TEXT,
+    "sensitivity_score": maybe(NUMBER),
+    "sensitivity_band": TEXT,
+    "noise_tolerance_index": ref("estimate"),
+    "agreement": ref("estimate"),
+    "nll": ref("estimate"),
+    "snr_db": ref("estimate"),
+    "injected_over_predicted": maybe(ref("estimate")),
+    "parted": {"type": "boolean"},
+    "p": maybe(NUMBER),
+    "p_corrected": maybe(NUMBER),
+    "smallest_detectable": maybe(NUMBER),
+    "total_injections": COUNT,
+    "seeds": COUNT,
+    "nonfinite": COUNT,
+    "failed_samples": COUNT,
+    "error": TEXT,
+}
+
+FINDING = record(
+    {
+        "severity": TEXT,
+        "component": TEXT,
+        "statement": TEXT,
+        "value": maybe(NUMBER),
+        "interval": maybe({"type": "array", "prefixItems": [maybe(NUMBER), maybe(NUMBER)], "minItems": 2}),
+        "n": COUNT,
+        "evidence": EVIDENCE,
+    }
+)
+
+RISK = record(
+    {
+        "name": TEXT,
+        "score": NUMBER,
+        "level": TEXT,
+        "meaning": TEXT,
+        "terms": listed(record({"reason": TEXT, "points": maybe(NUMBER)})),
+    }
+)
+
+POINT = record(
+    {
+        "start": COUNT,
+        "end": COUNT,
+        "layer_range": TEXT,
+        "degradation": NUMBER,
+        "severity": TEXT,
+        "sure": {"type": "boolean"},
+        "interval": ref("estimate"),
+    },
+    {
+        "neighbours": listed(NUMBER),
+        "common": maybe(listed(COUNT)),
+        "interaction_index": maybe(ref("estimate")),
+    },
+)
+
+THRESHOLD = record(
+    {"value": maybe(NUMBER), "label": TEXT, "band": TEXT, "n": COUNT, "target_degradation": NUMBER},
+    {
+        "low": maybe(NUMBER),
+        "high": maybe(NUMBER),
+        "note": TEXT,
+        "tried": listed(record({"scale": NUMBER, "accuracy": maybe(NUMBER)}, closed=False)),
+    },
+    closed=False,
+)
+
+MODULE = record(
+    {
+        "layer": {},
+        "operator": TEXT,
+        "outlier_indices": listed(COUNT),
+        "outlier_ratios": listed(NUMBER),
+        "num_outliers": COUNT,
+        "total_channels": COUNT,
+        "outlier_percentage": NUMBER,
+        "nonfinite_channels": COUNT,
+        "max_ratio": NUMBER,
+        "band": TEXT,
+        "rules": named(COUNT),
+    },
+    closed=False,
+)
+
+CORRELATION = record(
+    {"method": TEXT, "value": maybe(NUMBER), "low": maybe(NUMBER), "high": maybe(NUMBER), "n": COUNT},
+    {"p": maybe(NUMBER), "held": maybe({"type": "boolean"}), "expected": TEXT},
+    closed=False,
+)
+
+SUMMARY = record(
+    {
+        "critical_operators": listed(TEXT),
+        "num_critical_operators": COUNT,
+        "avalanche_points": listed(ref("point")),
+        "num_avalanche_points": COUNT,
+        "total_outlier_channels": maybe(COUNT),
+        "overall_risk_level": TEXT,
+        "report_risk": ref("risk"),
+        "dashboard_risk": ref("risk"),
+        "top_findings": {"type": "array", "items": ref("finding"), "maxItems": 3},
+        "next_step": TEXT,
+        "in_plain_words": record({"risk": TEXT, "work": TEXT, "success": TEXT}),
+    }
+)
+
+LAYERS = record(
+    {
+        "operators": listed(TEXT),
+        "window": COUNT,
+        "step": COUNT,
+        "windows": listed(
+            record(
+                {"layer_range": TEXT, "start_layer": COUNT, "end_layer": COUNT, "evidence": EVIDENCE},
+                {**EFFECT, "interaction_index": maybe(ref("estimate"))},
+            )
+        ),
+        "layers": listed(record({"layer": COUNT, "evidence": EVIDENCE}, EFFECT)),
+        "places": named(record({"evidence": EVIDENCE}, EFFECT)),
+        "map": listed(record({"layer": COUNT, "operator": TEXT, "evidence": EVIDENCE}, EFFECT)),
+        "avalanche_points": listed(ref("point")),
+        "compounding": listed(TEXT),
+    }
+)
+
+CHANNELS = record(
+    {"costliest": listed(record({"module": TEXT, "channel": COUNT, "predicted_nats": NUMBER}, closed=False))},
+    {"evidence": EVIDENCE, "error": TEXT, "n": COUNT, "threshold": NUMBER, "summary": {"type": "object"},
+     "per_layer": named(ref("module"))},
+)  # fmt: skip
+
+METRICS = record(
+    {
+        "primary": record(
+            {
+                "relative_degradation": maybe(ref("estimate")),
+                "degradation_band": TEXT,
+                "noise_tolerance_index": maybe(ref("estimate")),
+                "noise_tolerance_band": TEXT,
+                "critical_threshold": maybe(ref("threshold")),
+            }
+        ),
+        "secondary": record(
+            {"snr_db": maybe(ref("estimate")), "snr_band": TEXT, "gradient_ratio": {}, "activation_sparsity": {}},
+            {"nominal_snr_db": maybe(NUMBER)},
+        ),
+        "critical_thresholds": named(maybe(ref("threshold"))),
+        "hessian_trace": {"type": ["object", "null"]},
+        "fisher": {"type": ["object", "null"]},
+        "baseline": {"type": ["object", "null"]},
+        "risk": ref("risk"),
+    }
+)
+
+RUN = record(
+    {
+        "model": record({"source": TEXT, "architecture": TEXT, "fingerprint": TEXT, "blocks": COUNT}, closed=False),
+        "data": record({"source": TEXT, "samples": COUNT, "fingerprint": TEXT}, closed=False),
+        "settings": {"type": "object"},
+        "metric": TEXT,
+        "conditions": {"type": "object"},
+        "device": TEXT,
+        "cost": record({"seconds": NUMBER, "trials": COUNT, "trials_run_now": COUNT, "forwards": NUMBER}),
+        "finished": TEXT,
+        "versions": named(TEXT),
+    },
+    closed=False,
+)
+
+LEVEL = record(
+    {"noise_level": NUMBER, "accuracy": maybe(ref("estimate"))},
+    {**EFFECT, "evidence": EVIDENCE, "retention": maybe(ref("estimate"))},
+)
+
+
+CHECK = record(
+    {
+        "fault": TEXT,
+        "operators": listed(TEXT),
+        "samples": COUNT,
+        "windows": listed(
+            record({"role": {"enum": ["warned", "robust"]}, "start_layer": COUNT, "end_layer": COUNT}, EFFECT)
+        ),
+    }
+)
+
+
+def schema() -> Schema:
+    """The schema of report.json, version 1: a diagnosis, or accuracy at noise levels."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "noisescope report",
+        "type": "object",
+        "properties": {
+            "schema_version": {"const": 1},
+            "run": RUN,
+            "executive_summary": SUMMARY,
+            "operator_analysis": maybe(named(record({"evidence": EVIDENCE}, EFFECT))),
+            "layer_analysis": maybe(LAYERS),
+            "channel_analysis": maybe(CHANNELS),
+            "metrics": METRICS,
+            "correlations": named(ref("correlation")),
+            "findings": listed(ref("finding")),
+            "recommendations": listed(
+                record({"priority": TEXT, "component": TEXT, "issue": TEXT, "action": TEXT})
+            ),
+            "check": CHECK,
+            "robustness": record({"operators": listed(TEXT), "levels": listed(LEVEL)}),
+            "could_not_see": listed(TEXT),
+        },
+        "required": ["schema_version", "run", "could_not_see"],
+        "$defs": {
+            "estimate": ESTIMATE,
+            "finding": FINDING,
+            "risk": RISK,
+            "point": POINT,
+            "threshold": THRESHOLD,
+            "module": MODULE,
+            "correlation": CORRELATION,
+        },
+    }  # fmt: skip

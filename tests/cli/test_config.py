@@ -1,0 +1,220 @@
+"""Options of `noisescope diagnose` from a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from noisescope.cli import app
+from noisescope.cli import diagnose as command
+from noisescope.cli.config import ALIASES, Key, keys_of, read_config
+from noisescope.errors import InvalidInput
+from noisescope.runs.store import Store
+
+KEYS = keys_of(command.diagnose_model)
+Asked = dict[str, Any]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Asked]]:
+    """Calls the command without running it: what it would have asked."""
+    caught: list[Asked] = []
+    monkeypatch.setattr(
+        command, "run_diagnosis", lambda options, as_json=False: caught.append({**options, "j": as_json})
+    )
+
+    def call(*arguments: str, of: str = "diagnose") -> Asked:
+        result = CliRunner().invoke(app, [of, *arguments])
+        assert result.exit_code == 0, result.output
+        return caught.pop()
+
+    yield call
+    assert not caught
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+WORDS = st.text("abcdefghijklmnopqrstuvwxyz_/.0123456789 ", min_size=1).filter(lambda t: t.strip())
+VALUES: dict[type, st.SearchStrategy[Any]] = {
+    int: st.integers(0, 10**9),
+    float: st.floats(0, 1e6),
+    bool: st.booleans(),
+    str: WORDS,
+    Path: WORDS,
+}
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    """Any subset of the options with values of their types."""
+    chosen = draw(st.sets(st.sampled_from(sorted(set(KEYS) - {"model"}))))
+    return {"model": draw(WORDS)} | {name: draw(VALUES[KEYS[name].kind]) for name in chosen}
+
+
+def as_arguments(values: dict[str, Any]) -> list[str]:
+    flags = [name for name, value in values.items() if value is True]
+    pairs = [f"--{name.replace('_', '-')}={v}" for name, v in values.items() if not isinstance(v, bool)]
+    return [*(f"--{name.replace('_', '-')}" for name in flags), *pairs]
+
+
+@given(values=options(), below=st.booleans(), some=st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture keeps nothing
+def test_a_file_asks_what_the_command_line_asks(
+    asked: Callable[..., Asked],
+    tmp_path_factory: pytest.TempPathFactory,
+    values: Asked,
+    below: bool,
+    some: st.DataObject,
+) -> None:
+    """Whatever subset of options is in the file, and whatever part of it on the command line, the question is one."""
+    model = values.pop("model")
+    on_the_line = asked(*as_arguments(values), "--", model)
+    here = some.draw(st.sets(st.sampled_from(sorted(values)))) if values else set()
+    flags = {name for name in here if isinstance(values[name], bool)}  # a flag that is off can't be said on the line
+    inside = {"model": model} | {name: v for name, v in values.items() if name not in here or name in flags}
+    text = yaml.safe_dump({"diagnostic": inside} if below else inside)
+    file = written(tmp_path_factory.mktemp("config"), text)
+    assert asked("--config", str(file), *as_arguments({n: values[n] for n in here})) == on_the_line
+
+
+def test_the_command_line_wins_over_the_file_over_the_default(asked: Callable[..., Asked], tmp_path: Path) -> None:
+    """Also where the line repeats the default, and where --config comes last; the file itself is not asked for."""
+    file = written(tmp_path, "model: here\nseeds: 7\nwindow: 5\nretry-failed: true\n")
+    found = asked("--seeds", "3", "there", "--config", str(file))
+    assert (found["model"], found["seeds"], found["window"], found["step"]) == ("there", 3, 5, 1)
+    assert found["retry_failed"] is True and "config" not in found
+    assert set(found) == set(asked("demo"))
+
+
+def test_relative_paths_are_relative_to_the_current_folder(
+    asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the command line: the folder of the file plays no part."""
+    (tmp_path / "configs").mkdir()
+    file = written(tmp_path / "configs", "model: demo\ndata: x.jsonl\noutput: out\n")
+    monkeypatch.chdir(tmp_path)
+    assert asked("--config", str(file)) == asked("demo", "--data", "x.jsonl", "-o", "out")
+    assert asked("--config", str(file))["data"] == str(tmp_path / "x.jsonl")
+
+
+def test_the_layout_of_the_original_method_notes(asked: Callable[..., Asked], tmp_path: Path) -> None:
+    """Sections by level, their names, their "matmul" (every product), and keys that leave no choice."""
+    text = """
+    trainer: {seed: 3}
+    model: {path: for another tool}
+    diagnostic:
+      enabled: true
+      mode: full
+      model: demo
+      test_data: t.jsonl
+      calibration_data: c.jsonl
+      operator: {noise_scale: 5e-2, operators: [matmul, softmax, layernorm]}
+      layer: {window_size: 4, step_size: 2, noise_scale: 0.05}
+      channel: {calibration_samples: 50, outlier_threshold: 20, save_activations: false}
+    """
+    line = "--level operator,layer,channel --data t.jsonl --calibration c.jsonl --noise-scale 0.05 --window 4 --step 2"
+    line += " --operators gemm,softmax,layernorm --calibration-samples 50 --outlier-threshold 20"
+    assert asked("--config", str(written(tmp_path, text))) == asked("demo", *line.split())
+
+
+def test_every_alias_is_an_option() -> None:
+    """No alias leads nowhere or hides an option, and a key is the option's own long name."""
+    assert set(ALIASES.values()) <= set(KEYS) and not set(ALIASES) & set(KEYS)
+    assert {"slice", "json", "output", "trust_remote_code"} <= set(KEYS) and "config" not in KEYS
+    assert KEYS["dtype"] == Key("dtype", str, True) and KEYS["slice"] == Key("slice_samples", int, False)
+
+
+def test_lists_and_empty_values(tmp_path: Path) -> None:
+    """Lists where the line has commas; an optional value may be left empty; an empty file asks for nothing."""
+    text = "level: [operator, layer]\noperators: softmax, norm\ndata:\n"
+    assert read_config(written(tmp_path, text), KEYS) == {
+        "level": "operator,layer",
+        "operators": "softmax, norm",
+        "data": None,
+    }
+    for empty in ("", "{}", "diagnostic:", "# nothing"):
+        assert read_config(written(tmp_path, empty), KEYS) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("windw: 3", "run.yaml: unknown option 'windw'.*Did you mean 'window'"),
+        ("diagnostic: {windowsize: 3}", "Did you mean 'window_size'"),
+        ("operator: softmax", "Did you mean 'operators'"),
+        ("layer: {operators: [softmax]}", "unknown option 'operators'. Allowed: noise_scale, window, step"),
+        ("config: other.yaml", "unknown option 'config'"),
+        ("3: 4", "unknown option '3'"),
+        ("window: three", "run.yaml: window must be a whole number, got the text 'three'"),
+        ("diagnostic: {window_size: 2.5}", "diagnostic.window_size must be a whole number, got the number 2.5"),
+        ("seeds: true", "seeds must be a whole number, got True"),
+        ("seeds: [0, 1]", "seeds must be a whole number, got a list"),
+        ("noise_scale: much", "noise_scale must be a number, got the text 'much'"),
+        ("noise_scale: false", "noise_scale must be a number, got False"),
+        ("noise_scale:", "noise_scale must be a number, got nothing"),
+        ("generate: 1", "generate must be true or false, got the number 1"),
+        ("generate: 'yes'", "generate must be true or false, got the text 'yes'"),
+        ("revision: 12", "revision must be text, got the number 12 .put it into quotes"),
+        ("data: [a, b]", "data must be a path as text, got a list"),
+        ("data: 2025-01-01", "data must be a path as text, got a date"),
+        ("operators: {softmax: 1}", "operators must be text or a list of names, got a mapping"),
+        ("operators: []", "list of names such as"),
+        ("level: [1]", "list of names such as"),
+        ("window: 3\nwindow_size: 4", "window and window_size both set 'window', to 3 and 4"),
+        ("operator: {noise_scale: 0.1}\nlayer: {noise_scale: 0.2}", "operator.noise_scale and layer.noise_scale both"),
+        ("window: 3\n\nstep: 1\nwindow: 3", "run.yaml, line 4: window is there twice .first in line 1"),
+        ("channel:\n  save_activations: true", "channel.save_activations is True; activations are never kept"),
+        ("diagnostic: {enabled: false}", "diagnostic.enabled is False"),
+        ("noise_scale: 0.1\ndiagnostic: {window: 3}", "noise_scale stands beside `diagnostic:`"),
+        ("- window", "must hold `option: value` lines, got a list"),
+        ("diagnostic: 3", "diagnostic must hold `option: value` lines, got the number 3"),
+        ("window: 3\nstep: [1", "run.yaml, line 2: no valid YAML"),
+        ("window: 3\n\tstep: 1", "run.yaml, line 2: no valid YAML"),
+        ("a: 1\n---\nb: 2", "run.yaml, line 2: no valid YAML"),
+        ("window: !!python/object/apply:os.system ['true']", "run.yaml, line 1: no valid YAML"),
+        ("data: 2025-13-01", "no valid YAML: month must be in"),
+        ("a: &a [*a]", "unknown option 'a'"),
+    ],
+)
+def test_mistakes_say_file_key_and_what_is_allowed(text: str, words: str, tmp_path: Path) -> None:
+    """What came, what is allowed, what to do."""
+    with pytest.raises(InvalidInput, match=words):
+        read_config(written(tmp_path, text), KEYS)
+
+
+def test_mistakes_are_one_line_for_a_user(tmp_path: Path) -> None:
+    """Exit code 2, no traceback: a wrong key, no file, a file that is no text, and no model anywhere."""
+    file = written(tmp_path, "windw: 3")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for arguments, words in (
+        (["--config", str(file)], "Did you mean 'window'"),
+        (["demo", "--config", str(tmp_path / "none.yaml")], "there is no config file"),
+        (["demo", "--config", str(tmp_path)], "can't be read"),
+        (["demo", "--config", str(tmp_path / "binary.yaml")], "can't be read"),
+        (["--config", str(written(tmp_path, "window: 3"))], "MODEL"),
+    ):
+        file.write_text("windw: 3" if "Did" in words else "window: 3")
+        result = CliRunner().invoke(app, ["diagnose", *arguments])
+        assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
+
+
+def test_a_run_from_a_file_is_resumed_without_it(asked: Callable[..., Asked], tmp_path: Path) -> None:
+    """The store keeps plain options, all that the command needs: the file may be gone."""
+    file = written(tmp_path, f"model: demo\ndata: x.jsonl\noperators: [softmax, norm]\noutput: {tmp_path}\n")
+    found = asked("--config", str(file))
+    assert found.pop("j") is False
+    with Store(tmp_path) as store:
+        store.note(command={"name": "diagnose", "options": found})
+    file.unlink()
+    assert asked("resume", str(tmp_path), of="runs") == {**found, "j": False}
