@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.effects import SURE, Row
+from noisescope.diagnosis.effects import SURE, Row, estimate
 from noisescope.diagnosis.frame import Array
 from noisescope.diagnosis.naming import aim_of, noise_of, order_of, places_of, plain
 from noisescope.diagnosis.unpaired import smallest_unpaired, unpaired, unpaired_p
@@ -180,7 +180,9 @@ def _difference(first: Measured, second: Measured, metric: str, *, custom: bool)
     if not len(x) or not len(y):
         nothing = stats.Estimate(None, None, None, 0, note=stats.NOT_MEASURABLE).to_dict()
         return {**row, "a": nothing, "b": nothing, "difference": nothing}
-    row |= {"a": stats.mean(x).to_dict(), "b": stats.mean(y).to_dict(), "_values": (x, y)}
+    nats = metric in LOWER_IS_BETTER  # no interval of theirs goes below 0
+    a, b = (estimate(values.mean(axis=1)) if nats else stats.mean(values).to_dict() for values in (x, y))
+    row |= {"a": a, "b": b, "_values": (x, y)}
     row["identical"] = bool(shared) and np.array_equal(x, y)
     if shared:
         return {**row, "difference": stats.difference(y, x).to_dict(), "p": stats.p_no_difference(x, y)}

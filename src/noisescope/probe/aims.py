@@ -48,6 +48,8 @@ class Context:
 class Aim:
     """Applies an injection to one operator of one unit."""
 
+    wants_call = False
+
     def __init__(self, unit: Unit, operator: str, injection: Injection, count: SiteCount) -> None:
         self.unit = unit
         self.operator = operator
@@ -215,6 +217,7 @@ class Watcher:
     """Has the face of an Aim, and changes nothing: subclasses look at outputs."""
 
     backward = None
+    wants_call = False
     wants_input = False
     wants_weight = False
 
@@ -236,6 +239,22 @@ class Watcher:
         self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
     ) -> Any:
         raise NotImplementedError
+
+
+class CallWatcher(Watcher):
+    """Sees whole calls: the module or function, what it was given, what it gave."""
+
+    wants_call = True
+
+    def on_call(
+        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    ) -> None:
+        raise NotImplementedError
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        return y
 
 
 class Once:

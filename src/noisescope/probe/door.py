@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.anatomy import CALLS, MODULE, Anatomy, Unit, dissect
+from noisescope.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit, dissect
 from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.probe.aims import Aim, Context
 from noisescope.probe.draws import Rows
-from noisescope.probe.functions import OperatorCalls
+from noisescope.probe.functions import FUSED, EarlyCalls, OperatorCalls
 from noisescope.probe.stand_in import RUN, StandIn, in_backward
 from noisescope.sites import Place
 
@@ -34,8 +34,11 @@ def unwrap(model: Any) -> nn.Module:
 class Door:
     """Opens a model on `with`, closes it without a trace. Subclasses say what happens at each operator."""
 
+    early = False  # whether scopes opened later see what this one does to functions: see EarlyCalls
+
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         self.model = unwrap(model)
+        self.mode: EarlyCalls | None = None
         self.anatomy = anatomy or dissect(self.model)
         self.context: Context | None = None  # the forward that runs now
         self.owner: OperatorCalls | None = None  # the function mode in charge now
@@ -52,6 +55,10 @@ class Door:
     def aim_at(self, unit: Unit, operator: str) -> Aim | None:
         """What to do at an operator of a unit; None leaves it alone."""
         raise NotImplementedError
+
+    def aim_at_fused(self, unit: Unit) -> Any:
+        """What to do at a fused attention call as a whole; None leaves it to the operators in it."""
+        return None
 
     def shortcut(self, block: int, x: Any) -> Any:
         """What a block is to give without being run; RUN runs it."""
@@ -74,6 +81,9 @@ class Door:
             self.thread = threading.get_ident()
             try:
                 self._install(modules)
+                if self.early:
+                    self.mode = EarlyCalls(self)
+                    self.mode.__enter__()  # type: ignore[no-untyped-call]
             except BaseException:
                 self._close()
                 raise
@@ -81,6 +91,7 @@ class Door:
     def _install(self, modules: dict[str, nn.Module]) -> None:
         """Aim at every selected operator; modules that have a stand-in already keep it and get new aims."""
         aims = [(unit, op, self.aim_at(unit, op)) for unit in self.anatomy.units for op in unit.operators]
+        aims += [(unit, FUSED, self.aim_at_fused(unit)) for unit in self.anatomy.units if unit.kind == ATTENTION]
         for stand_in in self._stand_ins.values():  # from here on nothing can be refused any more
             stand_in.aims, stand_in.calls = {}, 0
         aimed: set[Place] = set()
@@ -133,6 +144,9 @@ class Door:
     def _close(self) -> None:
         """Put back what stood there. Never raises before every module is restored."""
         strangers = []
+        if self.mode is not None:
+            mode, self.mode = self.mode, None
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for module, stand_in in reversed(list(self._stand_ins.items())):
             if module.__dict__.get("forward") is not stand_in:
                 strangers.append(stand_in)

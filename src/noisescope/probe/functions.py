@@ -23,6 +23,7 @@ _BMM = (torch.bmm, torch.baddbmm, _T.bmm, _T.baddbmm)
 _LINEAR = (F.linear, torch.addmm, _T.addmm)
 _GROUPED = tuple(f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None)
 _FUSED = F.scaled_dot_product_attention
+FUSED = "attention"  # the key of an aim at a fused call as a whole
 _SOFTMAX = (torch.softmax, F.softmax, _T.softmax, torch.special.softmax)
 
 Function = Callable[..., Any]
@@ -87,8 +88,10 @@ class OperatorCalls(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._door.owner is self:
+            if func is _FUSED and FUSED in self._aims:
+                return self._perform(self._aims[FUSED], func, list(args), kwargs)
             if func is _FUSED and self._opens_attention:
-                with self:
+                with self._door.mode or self:
                     return scaled_dot_product(*args, **kwargs)
             aim = self._aims.get(self._operator(func, args))
             if aim is not None:
@@ -110,6 +113,10 @@ class OperatorCalls(TorchFunctionMode):
         """Run one operator with the aim's perturbation on its inputs, weight, output and gradients."""
         context = self._context
         occurrence = context.occurrence(aim)
+        if aim.wants_call:
+            y = func(*args, **kwargs)
+            aim.on_call(func, tuple(args), kwargs, y, context, occurrence)  # type: ignore[attr-defined]
+            return y
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)
         weight: int | str | None = None
@@ -136,6 +143,24 @@ class OperatorCalls(TorchFunctionMode):
                 kwargs = {**kwargs, at: tensor}
         y = func(*args, **kwargs)
         return aim.on_output(y, context, occurrence, fresh=not torch.is_grad_enabled(), storage=self._storage)
+
+
+class EarlyCalls(TorchFunctionMode):
+    """All function calls while a door is open, handed to the module that makes them.
+
+    The mode entered last is asked first. A door whose mode is entered with its scope, and not inside each module, thus
+    acts before every scope opened later: they see what it did, as they would see what a broken device did.
+    """
+
+    def __init__(self, door: Door) -> None:
+        super().__init__()
+        self._door = door
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        owner = self._door.owner
+        if owner is None:
+            return func(*args, **(kwargs or {}))
+        return owner.__torch_function__(func, types, args, kwargs)
 
 
 class WeightUse(TorchFunctionMode):

@@ -57,9 +57,8 @@ _FOREIGN: dict[Any, Any] = {"font.family": ["DejaVu Sans", "Last Resort High-Eff
 def figure_of(block: Drawable, *, title: bool = True) -> Figure:
     """One block drawn; without its title where the page around it has one."""
     spelled = json.dumps(dataclasses.asdict(block), ensure_ascii=False)
-    height = 0.95 + 0.22 * len(block.columns) if isinstance(block, HeatMap) else 2.6
     with _settings(_FOREIGN if foreign(spelled) else {}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, height_of(block)), layout="constrained")
         axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
@@ -72,6 +71,11 @@ def figure_of(block: Drawable, *, title: bool = True) -> Figure:
         if title:
             axes.set_title(printable(block.title), loc="left", pad=6 if axes.get_legend() is None else 19)
     return figure
+
+
+def height_of(block: Drawable) -> float:
+    """The height of a block's figure in inches."""
+    return 0.95 + 0.22 * len(block.columns) if isinstance(block, HeatMap) else 2.5
 
 
 def save_figures(document: Document, folder: Path) -> list[Path]:

@@ -85,7 +85,9 @@ def numeric_columns(table: Table) -> list[bool]:
 
 def is_wordy(table: Table) -> bool:
     """Whether its cells are sentences, which a phone shows one below the other."""
-    return sum(len(cell.text) > LONG_TEXT and cell.value is None for row in table.rows for cell in row) > len(table.rows)
+    return sum(len(cell.text) > LONG_TEXT and cell.value is None for row in table.rows for cell in row) > len(
+        table.rows
+    )
 
 
 # -- charts: pixels, y downwards
@@ -239,7 +241,7 @@ Colour = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Shades:
-    """Colours of a heat map: (background, ink) of each cell that has a number, and the ends and decades of its legend."""
+    """Colours of a heat map: (background, ink) of each cell that has a number; ends and decades of its legend."""
 
     cells: tuple[tuple[tuple[str, str] | None, ...], ...]
     least: str

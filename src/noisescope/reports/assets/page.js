@@ -3,6 +3,7 @@
 // Texts go through textContent only: nothing from the report ever becomes markup.
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+  const onEdit = (field, apply) => { for (const event of ["input", "change"]) field.addEventListener(event, apply); };
   const valueOf = (cell) => (cell.dataset.value === undefined ? null : Number(cell.dataset.value));
 
   for (const element of all(".controls, .theme")) element.hidden = false;
@@ -72,7 +73,7 @@
       }
       box.querySelector("output").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
     };
-    filter.addEventListener("input", apply);
+    onEdit(filter, apply);
     apply();
   }
   // A box that does not scroll needs no stop of the tab key.
@@ -204,7 +205,7 @@
       const first = visible()[0]?.[0];
       if (first) enter(first);
     };
-    form.addEventListener("input", apply);
+    onEdit(form, apply);
     form.addEventListener("reset", () => setTimeout(apply)); // the fields change after this event
     form.addEventListener("submit", (event) => event.preventDefault());
     apply();
