@@ -53,7 +53,8 @@ def layer_analysis() -> dict[str, Any]:
         band = "CRITICAL" if loss > 0.2 else "ROBUST"
         windows.append(
             {"layer_range": f"L{first}-{first + 2}", "evidence": "injected", "band": band,
-             "degradation": estimate(loss), "kl": estimate(loss), "predicted_kl": estimate(loss / 2), "interaction_index": estimate(draw.random())}
+             "degradation": estimate(loss), "kl": estimate(loss), "predicted_kl": estimate(loss / 2),
+             "interaction_index": estimate(draw.random())}
         )  # fmt: skip
     for layer in range(28):
         for operator in OPERATORS:
@@ -76,19 +77,22 @@ KNOWN = {(f"layer {c['layer']}", c["operator"]): (c["kl"] or c["predicted_kl"])[
 
 def large() -> d.Document:
     verdict = d.Verdict(d.Cell("HIGH", tone="high"), "some parts break", ("report score: 85", "dashboard score: 60"))
-    findings = d.Bullets(
-        tuple(d.Paragraph("costs 25.1 % [19.0 %, 31.2 %], n = 200", f"[HIGH] part {i}:") for i in range(3)), True
-    )
+    finding = d.Paragraph("costs 25.1 % of the accuracy [19.0 %, 31.2 %], n = 200", "[HIGH] operator softmax:")
     next_step = d.Paragraph("keep layers 8 to 10 in BF16 and look at softmax first", "Next step:")
-    advice = tuple(
-        (d.Cell(tone.upper(), tone=tone), d.Cell("softmax"), d.Cell("much " * 12), d.Cell("do " * 20)) for tone in TONES
+    cells = (d.Cell("softmax"), d.Cell("much " * 12), d.Cell("do " * 20))
+    advice = tuple((d.Cell(f"{tone} word", tone=tone), *cells) for tone in d.TONES)
+    table = d.Table("advice", ("priority", "part", "issue", "action"), advice)
+    tones = tuple(d.Verdict(d.Cell(f"{tone} word", tone=tone), "so", ("why",)) for tone in d.TONES)
+    return d.Document(
+        "noisescope report",
+        (("Model", "some/model-of-a-long-name (SomeForCausalLM, 28 blocks)"), ("Data", "x.jsonl, 200 samples")),
+        (
+            d.Section("summary", "Summary", (verdict, d.Bullets((finding,) * 3, numbered=True), next_step)),
+            d.Section("advice", "Recommendations", (table,)),
+            *levels.layers({"layer_analysis": ANALYSIS}),
+            d.Section("tones", "Every tone", tones),
+        ),
     )
-    first = d.Section("summary", "Summary", (verdict, findings, next_step))
-    second = d.Section(
-        "advice", "Recommendations", (d.Table("advice", ("priority", "part", "issue", "action"), advice),)
-    )
-    facts = (("Model", "some/model-of-a-long-name (SomeForCausalLM, 28 blocks)"), ("Data", "x.jsonl, 200 samples"))
-    return d.Document("noisescope report", facts, (first, second, *levels.layers({"layer_analysis": ANALYSIS})))
 
 
 def robustness() -> d.Document:

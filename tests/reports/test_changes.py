@@ -16,7 +16,7 @@ from noisescope.reports.markdown import to_markdown
 def side(name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "model": {"source": f"models/{name}", "architecture": "Llama", "blocks": 4, "fingerprint": name * 64},
+        "model": {"source": f"models/{name}", "architecture": "Llama", "blocks": 4, "fingerprint": f"{name}123" * 16},
         "data": {"source": "x.jsonl", "samples": 50, "fingerprint": "d" * 64},
         "settings": {"perturbation": "Gaussian(0.05)", "seeds": [0, 1]},
         "conditions": {"dtype": "float32"},
@@ -33,12 +33,12 @@ def number(value: float | None, spread: float = 0.1) -> dict[str, Any]:
 
 
 def row(aim: str, change: float | None, verdict: str, *, metric: str = "accuracy", order: int = 0) -> dict[str, Any]:
-    noise = "" if aim == "no noise" else "at 0.05"
+    noise, p = "" if aim == "no noise" else "at 0.05", 0.01 if verdict in ("worse", "better") else 0.2
     return {
         "label": f"{aim} {noise}".strip(), "aim": aim, "noise": noise, "order": order, "metric": metric, "paired": True,
         "seeds": {"a": 2, "b": 2, "common": 2} if noise else None, "left_out": 0, "a": number(0.8),
         "b": number(None if change is None else 0.8 + change), "difference": number(change), "verdict": verdict,
-        **({} if change is None else {"p": 0.01, "p_corrected": 0.04, "smallest_detectable": 0.123}),
+        **({} if change is None else {"p": p, "p_corrected": 4 * p, "smallest_detectable": 0.123}),
     }  # fmt: skip
 
 
@@ -85,9 +85,10 @@ def test_the_page_in_words() -> None:
         "## Changes: divergence from the clean model (KL, nats a token)", "## Method",
     ]  # fmt: skip
     assert "**Verdict:** B is worse than A. accuracy: 1 worse, none better of 4;" in text
+    assert "| weights (fingerprint) | a123a123a123 | b123b123b123 |" in text
     assert "models/a" in text and "models/b" in text and "| settings.operators | gemm, softmax | gemm\\|x |" in text
-    line = "| gemm, layer 1 at 0.05 | 80.0 % [70.0 %, 90.0 %] | 55.0 % [45.0 %, 65.0 %] | -25 points [-35, -15] | 50 |"
-    assert f"{line} 2 | yes | 0.04 | worse |" in text
+    line = "| gemm, layer 1 at 0.05 | 80.0 % [70.0 %, 90.0 %] | 55.0 % [45.0 %, 65.0 %] | -25 points [-35, -15] |"
+    assert f"{line} worse | 50 | 2 | yes | 0.04 |" in text
     assert (
         "| no noise | 80.0 % [70.0 %, 90.0 %] |" in text
         and "no difference seen (smallest detectable 12.3 points)" in text
@@ -107,14 +108,17 @@ def test_shares_differ_by_points_and_other_numbers_do_not() -> None:
     assert lost.endswith("-> not measurable, not measurable, n = 0, paired; not measurable")
     blind = change_line({**ROWS[1], "smallest_detectable": None})
     assert blind.endswith("no difference seen (nor could one have been)")
+    unsure = change_line({**ROWS[2], "p": 0.02, "p_corrected": 0.08})  # its own interval leaves 0 out
+    assert unsure.endswith("not sure among so many (p = 0.02 alone; smallest detectable 12.3 points)")
     single = change_line({**ROWS[0], "difference": {**number(-0.25), "low": None, "high": None}})
     assert "-25 points, n" in single
 
 
 def test_the_first_lines_name_sure_changes_of_every_metric() -> None:
-    """Sure ones alone where there are any, not all of one metric; else what was looked at."""
+    """The clean model first, then sure changes, not all of one metric; without any, what was looked at."""
     many = [row(f"gemm, layer {i}", -0.5, "worse", order=i) for i in range(9)]
-    assert [r["metric"] for r in largest({"rows": [*many, ROWS[4], *ROWS[1:4]]})] == ["accuracy"] * 3 + ["kl"]
+    named = largest({"rows": [*many, ROWS[4], *ROWS[1:4]]})
+    assert named[0]["label"] == "no noise" and [r["metric"] for r in named[1:]] == ["accuracy"] * 3 + ["kl"]
     assert [r["label"] for r in largest({"rows": ROWS[1:3]})] == ["no noise", "gemm, layer 0 at 0.05"]
     assert largest({"rows": [row("gemm", None, "not measurable")]}) == []
     unseen = comparison(
@@ -124,7 +128,7 @@ def test_the_first_lines_name_sure_changes_of_every_metric() -> None:
 
 
 def test_charts_run_along_the_model() -> None:
-    """Bars in the model's order with their intervals; the clean model and other scales are no bars; three are needed."""
+    """Bars in the model's order with their intervals; clean and other scales are none; three are needed."""
     other = {**row("gemm", -0.1, "worse"), "noise": "at 0.2"}
     sections = {s.key: s for s in changes_document(comparison([*ROWS, other]).data).sections}
     chart, table = sections["changes-accuracy"].blocks

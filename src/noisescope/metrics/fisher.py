@@ -36,25 +36,35 @@ from noisescope.sites import Site
 _BLOCK = 256  # rows of logits in float32 at once
 
 
-@dataclass
+@dataclass(frozen=True)
 class SiteSums:
-    """Sums at noise of scale 1 over everything seen at a site so far, and over all draws."""
+    """Sums at noise of scale 1 over everything seen at a site, and over all draws."""
 
-    samples: dict[int, float] = field(default_factory=dict)  # sample -> sum over its elements of w^2 g^2
-    channels: Tensor | None = None  # the same per channel and token, summed over samples, [C] float64
-    _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (samples [B], sums [B]) still on the device
+    samples: dict[int, float]  # sample -> sum over its elements of w^2 g^2
+    channels: Tensor  # the same per channel and token, summed over samples, [C] float64
 
-    def add(self, owners: Tensor, per_sample: Tensor, per_channel: Tensor) -> None:
-        self._parts.append((owners, per_sample))
-        total = per_channel.double()
-        self.channels = total if self.channels is None else self.channels + total
 
-    def settle(self) -> None:
-        """Fetch what is still on the device."""
-        for owners, sums in self._parts:
-            for owner, value in zip(owners.tolist(), sums.double().tolist(), strict=True):
-                self.samples[owner] = self.samples.get(owner, 0.0) + value
-        self._parts.clear()
+@dataclass
+class _Heard:
+    """Sums of all sites of one device, side by side: an accelerator is slower at starting kernels than at running them.
+
+    widths are the channels of each site; channels [sum of widths] float64.
+    """
+
+    sites: tuple[Site, ...]
+    widths: list[int]
+    channels: Tensor
+    samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (sample ids [B], sums [sites, B])
+
+    def sums(self) -> dict[Site, SiteSums]:
+        """By site; this waits for the device."""
+        totals: list[dict[int, float]] = [{} for _ in self.sites]
+        for owners, table in self.samples:
+            for total, row in zip(totals, table.double().tolist(), strict=True):
+                for owner, value in zip(owners.tolist(), row, strict=True):
+                    total[owner] = total.get(owner, 0.0) + value
+        parts = torch.split(self.channels, self.widths)
+        return {s: SiteSums(total, part) for s, total, part in zip(self.sites, totals, parts, strict=True)}
 
 
 class Screen(Door):
@@ -71,7 +81,9 @@ class Screen(Door):
         if where.tensor != "output":
             raise InvalidInput(f"the screen predicts noise on outputs, not on {where.tensor!r}")
         self.where = where
-        self.sums: dict[Site, SiteSums] = {}
+        self.sums: dict[Site, SiteSums] = {}  # after the scope
+        self.heard: list[tuple[Site, Tensor]] = []  # squares [B, C] of each site in the backward that runs now
+        self._sums: dict[tuple[torch.device, tuple[Site, ...]], _Heard] = {}
         self.samples: Tensor | None = None  # ids [B] of the batch that runs now
         self.tokens: Tensor | None = None  # scored tokens [B] of each
         self.lost: set[Site] = set()  # sites whose value was changed in place before its gradient came
@@ -92,8 +104,9 @@ class Screen(Door):
             parameter.requires_grad_(True)
         self.starts = []
         self._close()
-        for sums in self.sums.values():
-            sums.settle()
+        for heard in self._sums.values():
+            for site, found in heard.sums().items():
+                self.sums[site] = found if site not in self.sums else _added(self.sums[site], found)
         if kind is None and not self.sums:
             raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
 
@@ -113,7 +126,33 @@ class Screen(Door):
             gradient = fisher_factor(logits.detach(), scored, keys, seed * 1_000_003 + draw)
             torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
             del gradient
+            self._take_in()
         self.starts = []
+
+    def _take_in(self) -> None:
+        """Add what one backward told, all sites of a device at once."""
+        assert self.samples is not None
+        heard, self.heard = self.heard, []
+        for device in dict.fromkeys(squares.device for _, squares in heard):
+            mine = [(site, squares) for site, squares in heard if squares.device == device]
+            sites, widths = tuple(site for site, _ in mine), [squares.shape[1] for _, squares in mine]
+            squares = torch.cat([part for _, part in mine], 1)  # [B, sum of widths]
+            tokens = self.tokens_of(squares)
+            channels = (squares / tokens[:, None]).sum(0).double()
+            lengths = torch.tensor(widths, device=device)
+            table = torch.segment_reduce(squares.T.contiguous(), "sum", lengths=lengths, unsafe=True)  # [sites, B]
+            known = self._sums.get((device, sites))
+            if known is None:
+                known = self._sums[device, sites] = _Heard(sites, widths, channels)
+            else:
+                known.channels += channels
+            known.samples.append((self.samples, table))
+
+    def tokens_of(self, like: Tensor) -> Tensor:
+        """Scored tokens [B] of each sample, at least 1, as numbers of the same kind as `like`."""
+        assert self.samples is not None
+        tokens = torch.ones(self.samples.numel()) if self.tokens is None else self.tokens
+        return tokens.to(like.device, like.dtype).clamp_min(1)
 
 
 def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Tensor:
@@ -168,23 +207,18 @@ class Tap(Watcher):
         return y
 
     def _add(self, site: Site, y: Tensor, g: Tensor) -> None:
-        """Square the product of noise size and gradient, and sum it over each sample and each channel."""
+        """Square the product of noise size and gradient, and sum it over the tokens of each sample."""
         squares = self._squares(site, y, g)
-        samples = self.screen.samples
-        assert samples is not None
-        batch = samples.numel()
-        tokens = torch.ones(batch) if self.screen.tokens is None else self.screen.tokens
-        tokens = tokens.to(squares.device, squares.dtype).clamp_min(1)
+        assert self.screen.samples is not None
+        batch = self.screen.samples.numel()
         if self.unit.kind == EXPERTS or squares.shape[0] % batch:  # rows sorted by expert: whose they are is not known
-            whole = squares.sum(tuple(range(squares.dim() - 1)))
-            per_sample, per_channel = whole.sum() * tokens / tokens.sum(), whole * batch / tokens.sum()
-        else:  # [B, T, C], [B * T, C], [B, H, T, S] or [B * H, T, S]; inside attention a channel is a head
-            if self.heads:
-                mine = squares.view(batch, -1, *squares.shape[-2:]).sum((2, 3))  # [B, H]
-            else:
-                mine = squares.reshape(batch, -1, squares.shape[-1]).sum(1)  # [B, C]
-            per_sample, per_channel = mine.sum(1), (mine / tokens[:, None]).sum(0)
-        self.screen.sums.setdefault(site, SiteSums()).add(samples, per_sample, per_channel)
+            tokens = self.screen.tokens_of(squares)
+            mine = squares.sum(tuple(range(squares.dim() - 1))) * (tokens / tokens.sum())[:, None]
+        elif self.heads:  # [B, H, T, S] or [B * H, T, S]; inside attention a channel is a head
+            mine = squares.view(batch, -1, *squares.shape[-2:]).sum((2, 3))
+        else:  # [B, T, C] or [B * T, C]
+            mine = squares.reshape(batch, -1, squares.shape[-1]).sum(1)
+        self.screen.heard.append((site, mine))
 
     def _squares(self, site: Site, y: Tensor, g: Tensor) -> Tensor:
         perturbation = self.screen.where.perturbation_at(site)
@@ -209,3 +243,11 @@ def scale_of(injection: Injection, site: Site) -> float:
     if isinstance(perturbation, (Gaussian, Uniform)):
         return perturbation.scale**2 / 2
     return math.ldexp(1.0, -1)
+
+
+def _added(a: SiteSums, b: SiteSums) -> SiteSums:
+    """A site heard in backwards that differ in which sites they reach."""
+    samples = {
+        name: a.samples.get(name, 0.0) + b.samples.get(name, 0.0) for name in a.samples.keys() | b.samples.keys()
+    }
+    return SiteSums(samples, a.channels + b.channels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from noisescope.reports.report import Report
 from noisescope.reports.words import Row, estimate, number, text
 
 LARGEST = 5  # changes named on the first screen
+SURE = 0.05  # the p below which a row by itself would be a change
 FEW = 3  # bars; fewer are read off the table
 SHARES = ("accuracy", "next_token_accuracy", "agreement")
 NAMES = {
@@ -79,12 +81,13 @@ def change_line(row: Row) -> str:
 
 
 def largest(found: Row) -> list[Row]:
-    """The changes to name first: of every metric the surest kind, by size."""
-    sure = [row for row in found["rows"] if row["verdict"] in ("worse", "better")]
-    rows = sure or [row for row in found["rows"] if row["verdict"] not in _TONES]
-    shares = Counter(row["metric"] for row in rows)
-    room = max(1, math.ceil(LARGEST / max(len(shares), 1)))
-    return [row for metric in shares for row in [r for r in rows if r["metric"] == metric][:room]]
+    """The rows to name first: the clean model's, then of every metric the largest sure changes."""
+    clean = [row for row in found["rows"] if not row["noise"]]
+    noisy = [row for row in found["rows"] if row["noise"] and row["verdict"] != "not measurable"]
+    rows = [row for row in noisy if row["verdict"] in ("worse", "better")] or noisy
+    metrics = dict.fromkeys(row["metric"] for row in rows)
+    room = math.ceil(LARGEST / max(len(metrics), 1))
+    return clean + [row for metric in metrics for row in [r for r in rows if r["metric"] == metric][:room]]
 
 
 def name_of(metric: str) -> str:
@@ -116,6 +119,8 @@ def judgement(row: Row) -> Cell:
     if smallest is None:
         return Cell("no difference seen (nor could one have been)")
     shown = f"{100 * smallest:.3g} points" if row["metric"] in SHARES else number(smallest)
+    if row["p"] < SURE:  # its own interval leaves 0 out, and a reader sees that
+        return Cell(f"not sure among so many (p = {row['p']:.2g} alone; smallest detectable {shown})", tone="unsure")
     return Cell(f"no difference seen (smallest detectable {shown})")
 
 
@@ -144,9 +149,9 @@ def _runs(found: Row) -> Section:
     facts = {
         "folder": [run["name"] for run in both],
         "model": [run["model"]["source"] for run in both],
-        "weights (fingerprint)": [run["model"]["fingerprint"][:12] for run in both],
+        "weights (fingerprint)": [_listed(run["model"]["fingerprint"]) for run in both],
         "data": [f"{run['data']['source']} ({run['data']['samples']} samples)" for run in both],
-        "data (fingerprint)": [run["data"]["fingerprint"][:12] for run in both],
+        "data (fingerprint)": [_listed(run["data"]["fingerprint"]) for run in both],
         "noise": [f"{run['settings']['perturbation']}, seeds {_listed(run['settings']['seeds'])}" for run in both],
         "device": [f"{run['device']}, {run['conditions']['dtype']}" for run in both],
         "trials": [f"{run['trials']} ({run['failed']} failed)" for run in both],
@@ -163,7 +168,7 @@ def _runs(found: Row) -> Section:
 
 def _changes(found: Row) -> Iterable[Section]:
     """A table for each metric: sure changes first, each part by size."""
-    head = ("noise on", "A", "B", "B less A", "n", "seeds in common", "paired", "p (corrected)", "verdict")
+    head = ("noise on", "A", "B", "B less A", "verdict", "n", "seeds in common", "paired", "p (corrected)")
     for metric in dict.fromkeys(row["metric"] for row in sorted(found["rows"], key=_metric_order)):
         rows = [row for row in found["rows"] if row["metric"] == metric]
         name = NAMES.get(metric, metric)
@@ -175,8 +180,8 @@ def _cells(row: Row) -> tuple[Cell, ...]:
     n, seeds, p = row["difference"]["n"], row.get("seeds"), row.get("p_corrected")
     common = Cell("") if seeds is None else Cell(str(seeds["common"]), float(seeds["common"]))
     return (
-        text(row["label"]), _side(row, "a"), _side(row, "b"), change(row), Cell(str(n), float(n)), common,
-        text("yes" if row["paired"] else "no"), Cell("" if p is None else f"{p:.2g}", p), judgement(row),
+        text(row["label"]), _side(row, "a"), _side(row, "b"), change(row), judgement(row), Cell(str(n), float(n)),
+        common, text("yes" if row["paired"] else "no"), Cell("" if p is None else f"{p:.2g}", p),
     )  # fmt: skip
 
 
@@ -227,7 +232,10 @@ def _method(found: Row) -> Section:
 
 
 def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    """A setting in a line; of a fingerprint the first letters."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return value[:12] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
 
 
 def _metric_order(row: Row) -> bool:

@@ -7,10 +7,8 @@ that draws its own figures is not disturbed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,25 +18,24 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ft2font import FT2Font
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from noisescope.reports.document import TONES, Bar, Chart, Curve, Document, HeatMap
+from noisescope.reports.typesetting import INK, QUIET, foreign, printable
 
 Drawable: TypeAlias = Chart | Curve | HeatMap
 
 WIDTH = 7.0  # inches: the 178 mm between the margins of an A4 page
 DPI = 200
-FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 # Okabe and Ito's colours, which people with any form of colour blindness can tell apart; no tone is blue.
 COLOURS = {
     "critical": "#D55E00", "high": "#E69F00", "moderate": "#F0E442", "low": "#009E73", "unsure": "#999999",
     "": "#0072B2",
 }  # fmt: skip
-INK, QUIET, PALE = "#222222", "#666666", "#E3E3E3"
+PALE = "#E3E3E3"
 _HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#BBBBBB", "hatch": "//////", "linewidth": 0}
 _SETTINGS: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"],  # comes with matplotlib
@@ -95,22 +92,6 @@ def save(figure: Figure, target: Any, form: str) -> None:
     metadata = {"svg": {"Date": None}, "png": {"Software": None}}[form]
     with _settings({}):
         figure.savefig(target, format=form, dpi=DPI, metadata=metadata)
-
-
-def printable(text: str) -> str:
-    """One line of characters that XML and PDF can hold; what they can't becomes a visible replacement sign."""
-    line = " ".join(text.split())
-    return "".join("\ufffd" if unicodedata.category(char) in ("Cc", "Cs", "Cn") else char for char in line)
-
-
-def foreign(text: str) -> set[str]:
-    """The characters that DejaVu Sans has no sign for: Chinese, most emoji."""
-    return {char for char in text if ord(char) not in _known_characters()}
-
-
-@functools.cache
-def _known_characters() -> frozenset[int]:
-    return frozenset(FT2Font(str(FONTS / "DejaVuSans.ttf")).get_charmap())
 
 
 def _settings(more: dict[Any, Any]) -> Any:

@@ -1,7 +1,7 @@
 """A document as PDF: A4 portrait, searchable text, an outline, tables whose rows stay whole and are never clipped.
 
-fpdf2 writes the file; where lines and pages break is decided here, so that an interval such as [0.1, 0.2] stays on one
-line and a module's name breaks at its dots. The same document gives the same bytes.
+fpdf2 writes the file; typesetting.py decides where lines break, this file where pages do. The same document gives the
+same bytes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import io
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from noisescope.errors import MissingExtra
 from noisescope.reports import figures
 from noisescope.reports.document import Block, Bullets, Cell, Chart, Document, HeatMap, Paragraph, Table, Verdict
-from noisescope.reports.figures import COLOURS, FONTS, INK, QUIET, Drawable, printable
+from noisescope.reports.figures import COLOURS, Drawable
+from noisescope.reports.typesetting import FONTS, QUIET, Line, Ruler, Run, foreign, printable
 
 try:
     from fpdf import FPDF
@@ -28,30 +28,14 @@ LEFT, TOP, BOTTOM, WIDTH = 16.0, 19.0, 280.0, 178.0  # mm: where text may stand 
 TITLE, HEADING, BODY, SMALL = 19.0, 13.0, 9.0, 8.0  # points
 SIZES = (8.0, 7.5, 7.0, 6.5, 6.0)  # points: of a table's text
 PAD, RISE = 1.5, 0.8  # mm beside and above the text of a table's cell
-LONG = 32  # characters: a longer word may be broken in a table before its text shrinks
-ACCENT, STRIPE, HEAD, RULE = "#0B4A75", "#F5F7F9", "#E4ECF2", "#B8C4CE"
+ACCENT, PAPER, STRIPE, HEAD, RULE = "#0B4A75", "#FFFFFF", "#F5F7F9", "#E4ECF2", "#B8C4CE"
 # tone: the light ground and the dark ink of a band
 TINTS = {
     "critical": ("#FBDDCB", "#7A2E00"), "high": ("#FDE8BF", "#664400"), "moderate": ("#FAF5B7", "#524D00"),
     "low": ("#D3EFE5", "#00462F"), "unsure": ("#E6E6E6", "#3D3D3D"), "": ("#DCEBF5", "#0B3A5C"),
 }  # fmt: skip
-# What stays on one line if it can: an interval in brackets, a number with its %, a count.
-_ATOM = re.compile(r"[^\s\[]*\[[^\[\]]{0,40}\]\S*|[-+.\de]+ %\S*|\(n = \d+\)\S*|\S+")
 _STAMP = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d")
 _TOTAL = "\0"  # stands for the number of pages; `printable` keeps it out of every other text
-
-
-@dataclass(frozen=True)
-class Run:
-    """Text in one style; a line is a few of them. `ground` is the colour behind it."""
-
-    text: str
-    bold: bool = False
-    colour: str = INK
-    ground: str = ""
-
-
-Line = list[Run]
 
 
 def to_pdf(document: Document) -> bytes:
@@ -80,57 +64,23 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.running = [document.title, *(text for _, text in document.facts[:1])]
         self.add_font("sans", "", FONTS / "DejaVuSans.ttf")
         self.add_font("sans", "B", FONTS / "DejaVuSans-Bold.ttf")
-        strange = sorted(map(ord, figures.foreign(spelled)))
+        strange = sorted(map(ord, foreign(spelled)))
         last_resort = FONTS / "LastResortHE-Regular.ttf"  # a sign for every character; newer matplotlibs bring it
-        self.lost = {} if last_resort.exists() else dict.fromkeys(strange, "\ufffd")
-        if strange and not self.lost:
+        if strange and last_resort.exists():
             self.add_font("last", "", last_resort, unicode_range=strange)
             self.set_fallback_fonts(["last"], exact_match=False)
-        self.advances: dict[tuple[str, bool], float] = {}  # mm at 1 point; measured before there is a page to write on
-        for bold in (False, True):
+        advances: dict[tuple[str, bool], float] = {}
+        for bold in (False, True):  # before there is a page, for set_font writes on it
             self.set_font("sans", "B" if bold else "", 100)
-            self.advances |= {(char, bold): self.get_string_width(char) / 100 for char in sorted(set(spelled))}
+            advances |= {(char, bold): self.get_string_width(char) / 100 for char in sorted(set(spelled))}
+        self.ruler = Ruler(advances, {} if last_resort.exists() else dict.fromkeys(strange, "\ufffd"))
 
-    # -- lines
-
-    def measure(self, line: Iterable[Run], size: float = 1.0) -> float:
-        return size * sum(self.advances[char, run.bold] for run in line for char in run.text)
-
-    def clean(self, text: str) -> str:
-        return printable(text).translate(self.lost)
-
-    def wrap(self, runs: Iterable[Run], width: float, size: float) -> list[Line]:
-        """Lines no wider than `width`. A word that is too wide breaks after a dot or the like, at worst anywhere."""
-        lines: list[Line] = [[]]
-        for run in runs:
-            for piece in self._pieces(replace(run, text=self.clean(run.text)), width, size):
-                if lines[-1] and self.measure([*lines[-1], piece], size) > width + 1e-6:
-                    lines.append([])
-                line = lines[-1]
-                if not line:
-                    piece = replace(piece, text=piece.text.lstrip())
-                if line and replace(line[-1], text=piece.text) == piece:
-                    line[-1] = replace(piece, text=line[-1].text + piece.text)
-                else:
-                    line.append(piece)
-        return lines
-
-    def _pieces(self, run: Run, width: float, size: float) -> Iterable[Run]:
-        """What may stand alone on a line; a space before it falls away there."""
-        for atom in _ATOM.findall(run.text):
-            fits = self.measure([replace(run, text=atom)], size) <= width
-            for word in [atom] if fits else atom.split(" "):
-                space = " "
-                for part in [word] if fits else re.split(r"(?<=[._/\\:,=-])", word):
-                    whole = self.measure([replace(run, text=part)], size) <= width
-                    for text in [part] if whole else part:
-                        yield replace(run, text=space + text)
-                        space = ""
+    # -- text on the page
 
     def draw(self, line: Line, x: float, y: float, size: float) -> None:
         height = _leading(size)
         for run in line:
-            width = self.measure([run], size)
+            width = self.ruler.measure([run], size)
             if run.ground:
                 self.set_fill_color(run.ground)
                 self.rect(x - 0.9, y + 0.15, width + 1.8, height - 0.3, "F", round_corners=True, corner_radius=0.8)
@@ -142,7 +92,7 @@ class _Paper(FPDF):  # type: ignore[misc]
 
     def flow(self, runs: Iterable[Run], size: float = BODY, *, indent: float = 0.0, mark: str = "") -> None:
         """Text that goes on over pages, with a mark before its first line."""
-        for number, line in enumerate(self.wrap(runs, WIDTH - indent, size)):
+        for number, line in enumerate(self.ruler.wrap(runs, WIDTH - indent, size)):
             self.room(_leading(size))
             y = self.y
             if number == 0:
@@ -167,15 +117,15 @@ class _Paper(FPDF):  # type: ignore[misc]
     def header(self) -> None:
         if self.page_no() > 1:
             for number, text in enumerate(self.running):
-                line = self.wrap([Run(text, colour=QUIET)], WIDTH / 2, 7)[0]
-                self.draw(line, LEFT + number * (WIDTH - self.measure(line, 7)), 10, 7)
+                line = self.ruler.wrap([Run(text, colour=QUIET)], WIDTH / 2, 7)[0]
+                self.draw(line, LEFT + number * (WIDTH - self.ruler.measure(line, 7)), 10, 7)
             self.fill(14.4, 0.2, RULE)
         self.set_y(TOP)
 
     def footer(self) -> None:
         self.set_font("sans", "", 7)
         self.set_text_color(QUIET)
-        self.set_xy(LEFT + WIDTH - self.measure([Run("Page 88 of 88")], 7), 285)
+        self.set_xy(LEFT, 285)
         self.cell(20, 4, f"Page {self.page_no()} of {_TOTAL}")
 
     def front(self, document: Document) -> None:
@@ -183,21 +133,21 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.flow([Run(document.title, True, ACCENT)], TITLE)
         self.down(2)
         for name, text in document.facts:
-            self.flow([Run(text)], SMALL, indent=18, mark=self.clean(name))
+            self.flow([Run(text)], SMALL, indent=18, mark=self.ruler.clean(name))
         self.fill(self.y + 2, 0.6, ACCENT)
         self.down(2)
 
     def heading(self, title: str, following: Block | None) -> None:
         self.down(4)
         self.room(_leading(HEADING) + (8 + _height(following) if isinstance(following, Drawable) else 28))
-        self.start_section(self.clean(title), 0)
+        self.start_section(self.ruler.clean(title), 0)
         self.flow([Run(title, True, ACCENT)], HEADING)
         self.down(1.5)
 
     def caption(self, text: str, following: float) -> None:
         """A small heading that stays with what follows, and an entry in the outline."""
         self.room(_leading(BODY) + 1 + following)
-        self.start_section(self.clean(text), 1)
+        self.start_section(self.ruler.clean(text), 1)
         self.flow([Run(text, True)])
         self.down(1)
 
@@ -222,7 +172,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         ground, ink = TINTS[tone]
         parts = [(15.0, [Run("Risk:", colour=ink), Run(verdict.level.text, True, ink)]), (BODY, [Run(verdict.meaning)])]
         parts += [(SMALL, [Run(f"• {reason}")]) for reason in verdict.reasons]
-        lines = [(size, line) for size, runs in parts for line in self.wrap(runs, WIDTH - 12, size)]
+        lines = [(size, line) for size, runs in parts for line in self.ruler.wrap(runs, WIDTH - 12, size)]
         lines = [(6.0, []), *lines, (6.0, [])]
         self.room(sum(_leading(size) for size, _ in lines))
         for size, line in lines:
@@ -239,7 +189,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         y = self.y
         with io.BytesIO() as stream:
             figures.save(figures.figure_of(block, title=False), stream, "png")
-            self.image(stream, LEFT, y, h=height, alt_text=self.clean(_spoken(block)))
+            self.image(stream, LEFT, y, h=height, alt_text=self.ruler.clean(_spoken(block)))
         self.set_y(y + height + 1)
         if isinstance(block, HeatMap):
             rows = zip(block.rows, block.cells, strict=True)
@@ -251,69 +201,60 @@ class _Paper(FPDF):  # type: ignore[misc]
 
     def table(self, table: Table) -> None:
         """Columns as wide as their content asks; the head again on every page; no row cut by the end of a page."""
+        if not table.head:
+            return
         rows = [[[Run(name, True)] for name in table.head], *([_styled(cell) for cell in row] for row in table.rows)]
-        size, widths = self.fit(rows)
-        columns = [
-            self.column(column, width - 2 * PAD, size) for column, width in zip(_turned(rows), widths, strict=True)
+        size, widths = self.ruler.fit(rows, WIDTH - 2 * PAD * len(table.head), SIZES)
+        columns = [self.ruler.column([row[at] for row in rows], width, size) for at, width in enumerate(widths)]
+        flush = [_whole([row[at].text for row in table.rows]) for at in range(len(widths))]
+        edges = [
+            max(self.ruler.measure(line, size) for lines in column for line in lines) if right else None
+            for column, right in zip(columns, flush, strict=True)
         ]
-        flush = [_whole([row[number].text for row in table.rows]) for number in range(len(widths))]
-        head, *body = _turned(columns)
-        heights = [_row_height(row, size) for row in (head, *body)]
-        start = sum(heights if sum(heights) < 70 else heights[:4])
+        grid = _Grid(size, widths, edges)
+        head, *body = zip(*columns, strict=True)
+        heights = [grid.height(row) for row in (head, *body)]
+        start = sum(heights if sum(heights) < 88 else heights[:4])  # a short table stays whole
         if table.caption:
             self.caption(table.caption, start)
         self.room(start)
-        self.row(head, widths, flush, size, HEAD)
+        self.row(head, grid, HEAD)
         most = int((BOTTOM - TOP - heights[0] - 2 * RISE) / _leading(size))  # lines of one row that a page can hold
         for number, row in enumerate(body):
             for first in range(0, max(map(len, row)), most):
                 part = [lines[first : first + most] for lines in row]
-                if self.y + _row_height(part, size) > BOTTOM:
+                if self.y + grid.height(part) > BOTTOM:
                     self.add_page()
-                    self.row(head, widths, flush, size, HEAD)
-                self.row(part, widths, flush, size, STRIPE if number % 2 else "#FFFFFF")
-        self.fill(self.y, 0.2, RULE, sum(widths))
+                    self.row(head, grid, HEAD)
+                self.row(part, grid, STRIPE if number % 2 else PAPER)
+        self.fill(self.y, 0.2, RULE, grid.width)
         self.down(1)
 
-    def fit(self, rows: Sequence[Sequence[Sequence[Run]]]) -> tuple[float, list[float]]:
-        """The size of the text and the widths of the columns: on one line if 7 points allow it, else wrapped."""
-        cleaned = [[[replace(run, text=" " + self.clean(run.text)) for run in cell] for cell in row] for row in rows]
-        wants = [max(self.measure(cell) for cell in column) for column in _turned(cleaned)]
-        needs = [max(self.need(run) for cell in column for run in cell) for column in _turned(cleaned)]
-        room = WIDTH - 2 * PAD * len(wants)
-        single = (size for size in SIZES if size >= 7 and size * sum(wants) <= room)
-        size = next(single, None) or next((size for size in SIZES if size * sum(needs) <= room), SIZES[-1])
-        spare, short = room - size * sum(needs), size * (sum(wants) - sum(needs))
-        if spare < 0:
-            widths = [need * room / sum(needs) for need in needs]
-        elif spare < short:  # what is left goes to those that want more
-            widths = [size * (need + (want - need) * spare / short) for need, want in zip(needs, wants, strict=True)]
-        else:
-            widths = [size * want + min((spare - short) / len(wants), 5) for want in wants]
-        return size, [width + 2 * PAD for width in widths]
-
-    def need(self, run: Run) -> float:
-        """The width, at 1 point, of the widest thing that should not be broken."""
-        atoms = _ATOM.findall(run.text)
-        return max((self.measure([replace(run, text=atom)]) * min(1, LONG / len(atom)) for atom in atoms), default=0.0)
-
-    def column(self, cells: Sequence[Sequence[Run]], width: float, size: float) -> list[list[Line]]:
-        """The lines of each cell. If one interval must stand under its value, all of them do."""
-        whole = [self.wrap(cell, width, size) for cell in cells]
-        if all(len(lines) == 1 for lines, cell in zip(whole, cells, strict=True) if len(cell) > 1):
-            return whole
-        return [[line for run in cell for line in self.wrap([run], width, size)] for cell in cells]
-
-    def row(self, cells: Sequence[list[Line]], widths: Sequence[float], flush: Sequence[bool], size: float,
-            ground: str) -> None:  # fmt: skip
-        x, y = LEFT, self.y
-        self.fill(y, _row_height(cells, size), ground, sum(widths))
-        for lines, width, right in zip(cells, widths, flush, strict=True):
+    def row(self, cells: Sequence[list[Line]], grid: _Grid, ground: str) -> None:
+        x, y = LEFT + PAD, self.y
+        self.fill(y, grid.height(cells), ground, grid.width)
+        for lines, width, edge in zip(cells, grid.widths, grid.edges, strict=True):
             for number, line in enumerate(lines):
-                shift = width - 2 * PAD - self.measure(line, size) if right else 0.0
-                self.draw(line, x + PAD + shift, y + RISE + number * _leading(size), size)
-            x += width
-        self.set_y(y + _row_height(cells, size))
+                shift = 0.0 if edge is None else edge - self.ruler.measure(line, grid.size)
+                self.draw(line, x + shift, y + RISE + number * _leading(grid.size), grid.size)
+            x += width + 2 * PAD
+        self.set_y(y + grid.height(cells))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Of a table: the size of its text, the widths of its columns without padding, where whole numbers end."""
+
+    size: float
+    widths: Sequence[float]
+    edges: Sequence[float | None]
+
+    @property
+    def width(self) -> float:
+        return sum(self.widths) + 2 * PAD * len(self.widths)
+
+    def height(self, cells: Sequence[Sequence[Line]]) -> float:
+        return max(map(len, cells)) * _leading(self.size) + 2 * RISE
 
 
 def _leading(size: float) -> float:
@@ -321,16 +262,8 @@ def _leading(size: float) -> float:
     return size * 25.4 / 72 * 1.32
 
 
-def _row_height(cells: Sequence[Sequence[Line]], size: float) -> float:
-    return max(map(len, cells)) * _leading(size) + 2 * RISE
-
-
 def _height(block: Drawable) -> float:
     return min(figures.height_of(block) / figures.WIDTH * WIDTH, BOTTOM - TOP - 20)
-
-
-def _turned(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    return list(zip(*rows, strict=True))
 
 
 def _whole(texts: Sequence[str]) -> bool:

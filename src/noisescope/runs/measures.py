@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from noisescope.runs.bench import Bench, Finish
 
 
-SCREEN_PARTS = 7  # a slice is screened in so many batches: gradients need every activation at once
+SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
 
 
 def score(bench: Bench, trial: Trial) -> Finish:
@@ -139,7 +139,6 @@ def _screen_result(scope: Screen, material: Material, part: Slice, tokens: dict[
         sums = scope.sums[site]
         for name, value in sums.samples.items():
             table[row, position[name % (1 << 40)]] += value / draws
-        assert sums.channels is not None
         channels.append((sums.channels / draws).float().cpu().numpy())
     counted = np.array([tokens[i] for i in range(len(samples))], dtype=np.float64)
     facts = {"sites": [_site_facts(site, len(c)) for site, c in zip(sites, channels, strict=True)], "draws": draws}
