@@ -67,7 +67,7 @@ def test_the_verdict_and_the_largest_changes(tmp_path: Path) -> None:
         "verdict: B is worse than A. accuracy: 2 worse, none better of 2; loss of the clean model:"
     )
     assert lines[5].startswith("  accuracy, no noise: 100.0 % -> 70.0 %, -30 points [-4")
-    assert lines[5].endswith("n = 40, paired; worse") and lines[6].startswith("  accuracy, gemm at 0.05: 77.5 %")
+    assert lines[5].endswith("n = 40, paired; worse") and lines[7].startswith("  accuracy, gemm at 0.05: 77.5 %")
     same = call("runs", "compare", a, a)
     assert "verdict: no difference seen." in same and "asked differently: nothing" in same and "last bit" in same
     assert not (tmp_path / "a" / "run.lock").exists()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from noisescope.cli.common import names
 from noisescope.errors import InvalidInput
-from noisescope.reports.report import Report
+
+if TYPE_CHECKING:
+    from noisescope.reports.report import Report
 
 
 def draw_report(
@@ -30,6 +32,7 @@ def draw_report(
     noisescope report out/report.json --figures
     noisescope report --schema
     """
+    from noisescope.reports.report import Report
     from noisescope.reports.schema import schema as schema_of_reports
 
     if schema:
@@ -50,6 +53,7 @@ def draw_report(
 
 def stored_report(run: Path) -> Report | None:
     """The report that a finished run keeps in its store, if there is one."""
+    from noisescope.reports.report import Report
     from noisescope.runs.store import FILE, Store
 
     if not (run / FILE).exists():

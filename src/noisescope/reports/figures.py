@@ -53,7 +53,7 @@ _FOREIGN: dict[Any, Any] = {"font.family": ["DejaVu Sans", "Last Resort High-Eff
 
 def figure_of(block: Drawable, *, title: bool = True) -> Figure:
     """One block drawn; without its title where the page around it has one."""
-    spelled = json.dumps(dataclasses.asdict(block), ensure_ascii=False)
+    spelled = printable(json.dumps(dataclasses.asdict(block), ensure_ascii=False))
     with _settings(_FOREIGN if foreign(spelled) else {}):
         figure = Figure(figsize=(WIDTH, height_of(block)), layout="constrained")
         axes = figure.subplots()

@@ -70,10 +70,11 @@ def exact(value: float | None) -> str:
     return "" if value is None else repr(float(value))
 
 
-def split(cell: Cell) -> tuple[str, str]:
-    """An estimate and its interval, which is drawn lighter; with a space between them they are the cell's text."""
-    value, space, interval = cell.text.partition(" [") if cell.value is not None else (cell.text, "", "")
-    return value, f"[{interval}" if space else ""
+def split(cell: Cell) -> tuple[str, str, str]:
+    """An estimate, its interval and what follows, which are drawn lighter: "1.2 %", "[0.1 %, 3 %]", " (n = 4)"."""
+    value, bracket, tail = cell.text.partition(" [") if cell.value is not None else (cell.text, "", "")
+    interval, end, rest = tail.partition("]")
+    return value, f"{bracket.strip()}{interval}{end}", rest
 
 
 def numeric_columns(table: Table) -> list[bool]:
@@ -140,7 +141,7 @@ class Plot:
 
 def plot_bars(chart: Chart) -> Plot:
     """Bars side by side, never closer than their turned labels stand clear; a wide chart scrolls in its box."""
-    pitch = max(15.0, min(64.0, 900 / max(1, len(chart.bars))))
+    pitch = max(15.0, min(48.0, 900 / max(1, len(chart.bars))))
     centres = [LEFT + pitch * (i + 0.5) for i in range(len(chart.bars))]
     flags = {i: centres[i] + 8 + LETTER * len(bar.mark) for i, bar in enumerate(chart.bars) if bar.mark}  # right ends
     lanes = _lanes([(centres[i], end) for i, end in flags.items()])

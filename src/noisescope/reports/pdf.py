@@ -6,35 +6,48 @@ same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from noisescope.errors import MissingExtra
 from noisescope.reports import figures
 from noisescope.reports.document import Block, Bullets, Cell, Chart, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.figures import COLOURS, Drawable
-from noisescope.reports.typesetting import FONTS, QUIET, Line, Ruler, Run, foreign, printable
+from noisescope.reports.typesetting import (
+    FONTS,
+    LAST_RESORT,
+    PAD,
+    QUIET,
+    RISE,
+    Grid,
+    Line,
+    Ruler,
+    Run,
+    foreign,
+    leading,
+    printable,
+)
 
 try:
     from fpdf import FPDF
 except ImportError:
-    raise MissingExtra("a report as PDF needs the package fpdf2: pip install 'fpdf2>=2.8'") from None
+    raise MissingExtra("a report as PDF needs the package fpdf2: pip install 'fpdf2>=2.8.5'") from None
 
 LEFT, TOP, BOTTOM, WIDTH = 16.0, 19.0, 280.0, 178.0  # mm: where text may stand on a page of 210 x 297
 TITLE, HEADING, BODY, SMALL = 19.0, 13.0, 9.0, 8.0  # points
 SIZES = (8.0, 7.5, 7.0, 6.5, 6.0)  # points: of a table's text
-PAD, RISE = 1.5, 0.8  # mm beside and above the text of a table's cell
 ACCENT, PAPER, STRIPE, HEAD, RULE = "#0B4A75", "#FFFFFF", "#F5F7F9", "#E4ECF2", "#B8C4CE"
 # tone: the light ground and the dark ink of a band
 TINTS = {
     "critical": ("#FBDDCB", "#7A2E00"), "high": ("#FDE8BF", "#664400"), "moderate": ("#FAF5B7", "#524D00"),
     "low": ("#D3EFE5", "#00462F"), "unsure": ("#E6E6E6", "#3D3D3D"), "": ("#DCEBF5", "#0B3A5C"),
 }  # fmt: skip
-_STAMP = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d")
 _TOTAL = "\0"  # stands for the number of pages; `printable` keeps it out of every other text
 
 
@@ -59,54 +72,59 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.set_creator("noisescope")
         self.set_lang("en-GB")
         spelled = printable(json.dumps(asdict(document), ensure_ascii=False) + " •\ufffdPage of 0123456789Risk:")
-        stamps = _STAMP.findall(spelled)  # the method says when the run ended
-        self.set_creation_date(datetime.fromisoformat(stamps[-1]) if stamps else datetime(2000, 1, 1, tzinfo=UTC))
+        self.set_creation_date(_finished(spelled))
         self.running = [document.title, *(text for _, text in document.facts[:1])]
         self.add_font("sans", "", FONTS / "DejaVuSans.ttf")
         self.add_font("sans", "B", FONTS / "DejaVuSans-Bold.ttf")
-        strange = sorted(map(ord, foreign(spelled)))
-        last_resort = FONTS / "LastResortHE-Regular.ttf"  # a sign for every character; newer matplotlibs bring it
-        if strange and last_resort.exists():
-            self.add_font("last", "", last_resort, unicode_range=strange)
-            self.set_fallback_fonts(["last"], exact_match=False)
+        self.strange = foreign(spelled)
+        if self.strange:
+            self.add_font("last", "", LAST_RESORT, unicode_range=sorted(map(ord, self.strange)))
         advances: dict[tuple[str, bool], float] = {}
-        for bold in (False, True):  # before there is a page, for set_font writes on it
-            self.set_font("sans", "B" if bold else "", 100)
-            advances |= {(char, bold): self.get_string_width(char) / 100 for char in sorted(set(spelled))}
-        self.ruler = Ruler(advances, {} if last_resort.exists() else dict.fromkeys(strange, "\ufffd"))
+        for char in sorted(set(spelled)):  # before there is a page, for a change of font is written on it
+            for bold in (False, True):
+                self.choose_font(char, bold, 100)
+                advances[char, bold] = self.get_string_width(char) / 100
+        self.ruler = Ruler(advances)
 
     # -- text on the page
 
     def draw(self, line: Line, x: float, y: float, size: float) -> None:
-        height = _leading(size)
+        height = leading(size)
         for run in line:
             width = self.ruler.measure([run], size)
             if run.ground:
                 self.set_fill_color(run.ground)
                 self.rect(x - 0.9, y + 0.15, width + 1.8, height - 0.3, "F", round_corners=True, corner_radius=0.8)
-            self.set_font("sans", "B" if run.bold else "", size)
             self.set_text_color(run.colour)
-            self.set_xy(x, y)
-            self.cell(width, height, run.text)
-            x += width
+            for _, chars in itertools.groupby(run.text, key=self.strange.__contains__):
+                text = "".join(chars)
+                self.choose_font(text, run.bold, size)
+                self.set_xy(x, y)
+                width = self.ruler.measure([replace(run, text=text)], size)
+                self.cell(width, height, text)
+                x += width
+
+    def choose_font(self, text: str, bold: bool, size: float) -> None:
+        """By hand: fpdf2's own fallback forgets the font of the next line (seen in 2.8.9)."""
+        self.set_font(*(("last", "") if text[0] in self.strange else ("sans", "B" if bold else "")), size)
 
     def flow(self, runs: Iterable[Run], size: float = BODY, *, indent: float = 0.0, mark: str = "") -> None:
         """Text that goes on over pages, with a mark before its first line."""
         for number, line in enumerate(self.ruler.wrap(runs, WIDTH - indent, size)):
-            self.room(_leading(size))
+            self.room(leading(size))
             y = self.y
             if number == 0:
                 self.draw([Run(mark, colour=QUIET)], LEFT, y, size)
             self.draw(line, LEFT + indent, y, size)
-            self.set_y(y + _leading(size))
+            self.set_y(y + leading(size))
 
     def fill(self, y: float, height: float, colour: str, width: float = WIDTH) -> None:
         self.set_fill_color(colour)
         self.rect(LEFT, y, width, height, "F")
 
     def room(self, height: float) -> None:
-        """Go on to the next page if less than this is left here."""
-        if self.y > TOP and self.y + height > BOTTOM:
+        """Go on to the next page if less than this is left here; what is longer than a page begins anywhere."""
+        if self.y > TOP and self.y + (height if height < BOTTOM - TOP else 30) > BOTTOM + 1e-6:
             self.add_page()
 
     def down(self, distance: float) -> None:
@@ -133,21 +151,21 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.flow([Run(document.title, True, ACCENT)], TITLE)
         self.down(2)
         for name, text in document.facts:
-            self.flow([Run(text)], SMALL, indent=18, mark=self.ruler.clean(name))
+            self.flow([Run(text)], SMALL, indent=18, mark=printable(name))
         self.fill(self.y + 2, 0.6, ACCENT)
         self.down(2)
 
     def heading(self, title: str, following: Block | None) -> None:
         self.down(4)
-        self.room(_leading(HEADING) + (8 + _height(following) if isinstance(following, Drawable) else 28))
-        self.start_section(self.ruler.clean(title), 0)
+        self.room(leading(HEADING) + (8 + _height(following) if isinstance(following, Drawable) else 28))
+        self.start_section(printable(title), 0)
         self.flow([Run(title, True, ACCENT)], HEADING)
         self.down(1.5)
 
     def caption(self, text: str, following: float) -> None:
         """A small heading that stays with what follows, and an entry in the outline."""
-        self.room(_leading(BODY) + 1 + following)
-        self.start_section(self.ruler.clean(text), 1)
+        self.room(leading(BODY) + 1 + following)
+        self.start_section(printable(text), 1)
         self.flow([Run(text, True)])
         self.down(1)
 
@@ -172,16 +190,16 @@ class _Paper(FPDF):  # type: ignore[misc]
         ground, ink = TINTS[tone]
         parts = [(15.0, [Run("Risk:", colour=ink), Run(verdict.level.text, True, ink)]), (BODY, [Run(verdict.meaning)])]
         parts += [(SMALL, [Run(f"• {reason}")]) for reason in verdict.reasons]
-        lines = [(size, line) for size, runs in parts for line in self.ruler.wrap(runs, WIDTH - 12, size)]
-        lines = [(6.0, []), *lines, (6.0, [])]
-        self.room(sum(_leading(size) for size, _ in lines))
+        text = [(size, line) for size, runs in parts for line in self.ruler.wrap(runs, WIDTH - 12, size)]
+        lines = [(6.0, Line()), *text, (6.0, Line())]
+        self.room(sum(leading(size) for size, _ in lines))
         for size, line in lines:
-            self.room(_leading(size))
+            self.room(leading(size))
             y = self.y
             for colour, width in ((ground, WIDTH), (COLOURS[tone], 2)):
-                self.fill(y, _leading(size) + 0.1, colour, width)  # a hair higher, so that no seam shows
+                self.fill(y, leading(size) + 0.1, colour, width)  # a hair higher, so that no seam shows
             self.draw(line, LEFT + 7, y, size)
-            self.set_y(y + _leading(size))
+            self.set_y(y + leading(size))
 
     def picture(self, block: Drawable) -> None:
         height = _height(block)
@@ -189,7 +207,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         y = self.y
         with io.BytesIO() as stream:
             figures.save(figures.figure_of(block, title=False), stream, "png")
-            self.image(stream, LEFT, y, h=height, alt_text=self.ruler.clean(_spoken(block)))
+            self.image(stream, LEFT, y, h=height, alt_text=printable(_spoken(block)))
         self.set_y(y + height + 1)
         if isinstance(block, HeatMap):
             rows = zip(block.rows, block.cells, strict=True)
@@ -201,65 +219,41 @@ class _Paper(FPDF):  # type: ignore[misc]
 
     def table(self, table: Table) -> None:
         """Columns as wide as their content asks; the head again on every page; no row cut by the end of a page."""
-        if not table.head:
-            return
         rows = [[[Run(name, True)] for name in table.head], *([_styled(cell) for cell in row] for row in table.rows)]
         size, widths = self.ruler.fit(rows, WIDTH - 2 * PAD * len(table.head), SIZES)
         columns = [self.ruler.column([row[at] for row in rows], width, size) for at, width in enumerate(widths)]
-        flush = [_whole([row[at].text for row in table.rows]) for at in range(len(widths))]
-        edges = [
-            max(self.ruler.measure(line, size) for lines in column for line in lines) if right else None
-            for column, right in zip(columns, flush, strict=True)
-        ]
-        grid = _Grid(size, widths, edges)
+        reach = [max(self.ruler.measure(line, size) for lines in column for line in lines) for column in columns]
+        whole = [_whole([row[at].text for row in table.rows]) for at in range(len(widths))]
+        grid = Grid(size, widths, [end if flush else None for end, flush in zip(reach, whole, strict=True)])
         head, *body = zip(*columns, strict=True)
         heights = [grid.height(row) for row in (head, *body)]
-        start = sum(heights if sum(heights) < 88 else heights[:4])  # a short table stays whole
+        start = min(sum(heights), max(45, sum(heights[:4])))  # no few rows alone at the foot of a page
         if table.caption:
             self.caption(table.caption, start)
         self.room(start)
         self.row(head, grid, HEAD)
-        most = int((BOTTOM - TOP - heights[0] - 2 * RISE) / _leading(size))  # lines of one row that a page can hold
+        page = BOTTOM - TOP - heights[0]
+        most = int((page - 2 * RISE) / leading(size))  # lines of one row that a page can hold
         for number, row in enumerate(body):
             for first in range(0, max(map(len, row)), most):
                 part = [lines[first : first + most] for lines in row]
-                if self.y + grid.height(part) > BOTTOM:
+                together = sum(heights[-3:]) if number == len(body) - 3 else grid.height(part)  # the last three rows
+                if self.y + min(together, page) > BOTTOM + 1e-6:
                     self.add_page()
                     self.row(head, grid, HEAD)
                 self.row(part, grid, STRIPE if number % 2 else PAPER)
         self.fill(self.y, 0.2, RULE, grid.width)
         self.down(1)
 
-    def row(self, cells: Sequence[list[Line]], grid: _Grid, ground: str) -> None:
+    def row(self, cells: Sequence[list[Line]], grid: Grid, ground: str) -> None:
         x, y = LEFT + PAD, self.y
         self.fill(y, grid.height(cells), ground, grid.width)
         for lines, width, edge in zip(cells, grid.widths, grid.edges, strict=True):
             for number, line in enumerate(lines):
                 shift = 0.0 if edge is None else edge - self.ruler.measure(line, grid.size)
-                self.draw(line, x + shift, y + RISE + number * _leading(grid.size), grid.size)
+                self.draw(line, x + shift, y + RISE + number * leading(grid.size), grid.size)
             x += width + 2 * PAD
         self.set_y(y + grid.height(cells))
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """Of a table: the size of its text, the widths of its columns without padding, where whole numbers end."""
-
-    size: float
-    widths: Sequence[float]
-    edges: Sequence[float | None]
-
-    @property
-    def width(self) -> float:
-        return sum(self.widths) + 2 * PAD * len(self.widths)
-
-    def height(self, cells: Sequence[Sequence[Line]]) -> float:
-        return max(map(len, cells)) * _leading(self.size) + 2 * RISE
-
-
-def _leading(size: float) -> float:
-    """The height of a line in mm."""
-    return size * 25.4 / 72 * 1.32
 
 
 def _height(block: Drawable) -> float:
@@ -292,3 +286,11 @@ def _spoken(block: Drawable) -> str:
     bars = block.bars if isinstance(block, Chart) else [bar for _, bar in block.points]
     said = (f"{bar.label} {bar.cell.text} {bar.mark}".strip() for bar in bars)
     return f"{block.title} ({block.unit}): {'; '.join(said)}"
+
+
+def _finished(text: str) -> datetime:
+    """When the run ended: the last time of day in the text, which the method gives."""
+    for stamp in reversed(re.findall(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", text)):
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(stamp)
+    return datetime(2000, 1, 1, tzinfo=UTC)

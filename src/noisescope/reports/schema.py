@@ -141,9 +141,18 @@ MODULE = record(
 )
 
 CORRELATION = record(
-    {"method": TEXT, "value": maybe(NUMBER), "low": maybe(NUMBER), "high": maybe(NUMBER), "n": COUNT},
-    {"p": maybe(NUMBER), "held": maybe({"type": "boolean"}), "expected": TEXT},
-    closed=False,
+    {"value": maybe(NUMBER), "n": COUNT},
+    {
+        "method": TEXT,
+        "low": maybe(NUMBER),
+        "high": maybe(NUMBER),
+        "level": NUMBER,
+        "p": maybe(NUMBER),
+        "note": TEXT,
+        "against": TEXT,
+        "expected": TEXT,
+        "held": maybe({"type": "boolean"}),
+    },
 )
 
 SUMMARY = record(

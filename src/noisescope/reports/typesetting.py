@@ -7,7 +7,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,16 +15,21 @@ import matplotlib
 from matplotlib.ft2font import FT2Font
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+LAST_RESORT = FONTS / "LastResortHE-Regular.ttf"  # a sign for every character; matplotlib brings it since 3.11
 INK, QUIET = "#222222", "#666666"
+PAD, RISE = 1.5, 0.8  # mm beside and above the text of a table's cell
 LONG = 32  # characters: a longer word may be broken in a table before the text shrinks
 # What stays on one line if it can: an interval in brackets, a number with its %, "n = 20".
 _ATOM = re.compile(r"[^\s\[]*\[[^\[\]]{0,40}\]\S*|[-+.\de]+ %\S*|\S+ = \S+|\S+")
+_BREAKS = (r"(?= )", r"(?<=[./\\:,=-])", r"(?<=_)", r"(?<=\S)")  # where it breaks if it can't: best first
 
 
 def printable(text: str) -> str:
-    """One line of characters that XML and PDF can hold; what they can't becomes a visible replacement sign."""
-    line = " ".join(text.split())
-    return "".join("\ufffd" if unicodedata.category(char) in ("Cc", "Cs", "Cn") else char for char in line)
+    """One line of characters that XML, PDF and our fonts can hold; any other becomes a visible replacement sign."""
+    line = "".join(
+        "\ufffd" if unicodedata.category(char) in ("Cc", "Cs", "Cn") else char for char in " ".join(text.split())
+    )
+    return line if LAST_RESORT.exists() else "".join("\ufffd" if char in foreign(line) else char for char in line)
 
 
 def foreign(text: str) -> set[str]:
@@ -34,7 +39,9 @@ def foreign(text: str) -> set[str]:
 
 @functools.cache
 def _dejavu() -> frozenset[int]:
-    return frozenset(FT2Font(str(FONTS / "DejaVuSans.ttf")).get_charmap())
+    """What both the regular and the bold font can spell."""
+    regular, bold = (FT2Font(str(FONTS / name)).get_charmap() for name in ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf"))
+    return frozenset(regular) & frozenset(bold)
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,33 @@ Line: TypeAlias = list[Run]
 Content: TypeAlias = Sequence[Run]  # of a table's cell, before it is broken into lines
 
 
+def leading(size: float) -> float:
+    """The height in mm of a line of text of this size in points."""
+    return size * 25.4 / 72 * 1.32
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Of a table: the size of its text, the widths of its columns without padding, where flush ones end (None: left)."""
+
+    size: float
+    widths: Sequence[float]
+    edges: Sequence[float | None]
+
+    @property
+    def width(self) -> float:
+        return sum(self.widths) + 2 * PAD * len(self.widths)
+
+    def height(self, cells: Sequence[Sequence[Line]]) -> float:
+        """Of a row, from the lines of its cells."""
+        return max(map(len, cells)) * leading(self.size) + 2 * RISE
+
+
 @dataclass(frozen=True)
 class Ruler:
     """Measures and breaks text. `advances` has the width of each (character, bold) in mm at 1 point."""
 
     advances: Mapping[tuple[str, bool], float]
-    replaced: Mapping[int, str] = field(default_factory=dict)  # characters that no font at hand can spell
-
-    def clean(self, text: str) -> str:
-        return printable(text).translate(self.replaced)
 
     def measure(self, line: Iterable[Run], size: float = 1.0) -> float:
         return size * sum(self.advances[char, run.bold] for run in line for char in run.text)
@@ -69,7 +94,8 @@ class Ruler:
         lines: list[Line] = [[]]
         used = 0.0
         for run in runs:
-            for piece in self._pieces(replace(run, text=self.clean(run.text)), width, size):
+            atoms = (replace(run, text=f" {atom}") for atom in _ATOM.findall(printable(run.text)))
+            for piece in (piece for atom in atoms for piece in self._pieces(atom, width, size)):
                 if lines[-1] and used + self.measure([piece], size) > width + 1e-6:
                     lines.append([])
                     used = 0.0
@@ -82,17 +108,13 @@ class Ruler:
                 used += self.measure([piece], size)
         return lines
 
-    def _pieces(self, run: Run, width: float, size: float) -> Iterable[Run]:
+    def _pieces(self, run: Run, width: float, size: float, breaks: Sequence[str] = _BREAKS) -> Iterable[Run]:
         """What may stand alone on a line; the space before it falls away there."""
-        for atom in _ATOM.findall(run.text):
-            fits = self.measure([replace(run, text=atom)], size) <= width
-            for word in [atom] if fits else atom.split(" "):
-                space = " "
-                for part in [word] if fits else re.split(r"(?<=[._/\\:,=-])", word):
-                    whole = self.measure([replace(run, text=part)], size) <= width
-                    for text in [part] if whole else part:
-                        yield replace(run, text=space + text)
-                        space = ""
+        if not breaks or self.measure([replace(run, text=run.text.lstrip())], size) <= width:
+            yield run
+            return
+        for part in filter(None, re.split(breaks[0], run.text)):
+            yield from self._pieces(replace(run, text=part), width, size, breaks[1:])
 
     def fit(self, rows: Sequence[Sequence[Content]], room: float, sizes: Sequence[float]) -> tuple[float, list[float]]:
         """The size of a table's text and the widths of its columns in mm, together at most `room`.
@@ -100,7 +122,7 @@ class Ruler:
         The first size at which every row is one line, if that is 7 points or more; else the first at which no number
         or short word is broken; else the last.
         """
-        cleaned = [[[replace(run, text=self.clean(run.text)) for run in cell] for cell in row] for row in rows]
+        cleaned = [[[replace(run, text=printable(run.text)) for run in cell] for cell in row] for row in rows]
         columns = list(zip(*cleaned, strict=True))
         space = self.measure([Run(" ")])
         wants = [max(self.measure(cell) + space * (len(cell) - 1) for cell in column) for column in columns]

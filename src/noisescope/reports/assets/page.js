@@ -49,6 +49,7 @@
     const heads = all("thead th", box);
     const next = { none: "ascending", ascending: "descending", descending: "none" };
     heads.forEach((head, column) => {
+      if (!head.textContent.trim()) return; // a button needs a name
       const control = document.createElement("button");
       control.type = "button";
       control.textContent = head.textContent;
@@ -56,7 +57,7 @@
       head.setAttribute("aria-sort", "none");
       control.addEventListener("click", () => {
         const order = next[head.getAttribute("aria-sort")];
-        for (const other of heads) other.setAttribute("aria-sort", "none");
+        for (const other of all("[aria-sort]", box)) other.setAttribute("aria-sort", "none");
         head.setAttribute("aria-sort", order);
         const direction = order === "descending" ? -1 : 1;
         const sorted = [...rows];
