@@ -35,7 +35,7 @@ newest:
 	.venv-newest/bin/pytest -m "not gpu and not slow" -q -p no:cacheprovider
 
 demo: setup
-	.venv/bin/noisescope diagnose demo -o noisescope-demo
+	.venv/bin/noisescope demo -o noisescope-demo
 
 bench: setup
 	$(RUN) benchmarks/overhead.py

@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": VALUES | {"anatomy", "demo", "testing"},
     "tasks": {"errors", "data"},
     "probe": VALUES | {"anatomy", "model"},
+    "faults": VALUES | {"anatomy", "model", "probe"},
     "metrics": VALUES | {"anatomy", "probe"},
     "runs": VALUES | {"anatomy", "model", "probe", "metrics", "tasks"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},

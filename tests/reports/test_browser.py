@@ -76,7 +76,8 @@ KNOWN = {(f"layer {c['layer']}", c["operator"]): (c["kl"] or c["predicted_kl"])[
 
 
 def large() -> d.Document:
-    verdict = d.Verdict(d.Cell("HIGH", tone="high"), "some parts break", ("report score: 85", "dashboard score: 60"))
+    why = "score (what the diagnosis found): 85, HIGH; operator softmax (+30), avalanche points L8-10, L24-26 (+50)"
+    verdict = d.Verdict(d.Cell("HIGH", tone="high"), "some parts break under small numerical error", (why,) * 4)
     finding = d.Paragraph("costs 25.1 % of the accuracy [19.0 %, 31.2 %], n = 200", "[HIGH] operator softmax:")
     next_step = d.Paragraph("keep layers 8 to 10 in BF16 and look at softmax first", "Next step:")
     cells = (d.Cell("softmax"), d.Cell("much " * 12), d.Cell("do " * 20))
@@ -102,9 +103,9 @@ def robustness() -> d.Document:
 
 
 def small() -> d.Document:
-    """A table whose right order is plain: numbers, words, what is missing."""
+    """A table whose numbers have another order than their texts, and one is missing."""
     values: tuple[float | None, ...] = (10.0, 9.0, None, -1.5, 1e-7, 200.0, 3.0, 3.5, 0.0)
-    rows = tuple((d.Cell(f"layer {i}"), d.Cell("" if v is None else f"about {v:g}", v)) for i, v in enumerate(values))
+    rows = tuple((d.Cell(f"layer {i}"), d.Cell("" if v is None else "abcdefghi"[i], v)) for i, v in enumerate(values))
     return d.Document("d", (), (d.Section("s", "S", (d.Table("t", ("name", "value"), rows),)),))
 
 

@@ -22,7 +22,9 @@ def run_demo(
     ),
     as_json: common.Json = False,
 ) -> None:
-    """Diagnose the bundled model, put the findings to the test, write the reports.
+    """Everything on the bundled model, in a minute.
+
+    Diagnoses it, puts the findings to the test with a simulated fault, writes the reports.
 
     \b
     noisescope demo

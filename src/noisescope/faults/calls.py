@@ -40,7 +40,9 @@ class Call:
 
     @property
     def x(self) -> Tensor:
-        """The first tensor given."""
+        """The first tensor given; an operator that wrote its result into it has none any more."""
+        if getattr(self.callee, "inplace", False) or (self.kwargs or {}).get("inplace"):
+            raise InvalidInput(f"{self.name} writes its result over its input, so it can't be computed again")
         for value in (*self.args, *(self.kwargs or {}).values()):
             if isinstance(value, Tensor):
                 return value
@@ -61,54 +63,61 @@ class Call:
 
 @dataclass(frozen=True)
 class Product:
-    """y = a b + addend, with a [..., M, K] and b [..., K, N]."""
+    """y = alpha a b + addend, with a [..., M, K] and b [..., K, N]."""
 
     a: Tensor
     b: Tensor
-    compute: Callable[[Tensor, Tensor], Tensor]  # from changed operands, in their dtype, as the call itself does it
+    again: Callable[[Tensor, Tensor], Tensor]  # the whole call with other operands of the same dtype: the same kernel
+    addend: Tensor | None = None
+    alpha: float = 1.0
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
 
     @property
     def inner(self) -> int:
         return self.a.shape[-1]
 
-    def exact(self, dtype: torch.dtype) -> Tensor:
-        return self.compute(self.a.to(dtype), self.b.to(dtype))
-
     def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """The sum over a part of the inner dimension, with nothing added."""
         a = self.a[..., start:stop].to(dtype)
         b = self.b.narrow(-2 if self.b.dim() > 1 else 0, start, stop - start).to(dtype)
-        return self.compute(a, b) - self.compute(torch.zeros_like(a), b)
+        return self.multiply(a, b) * self.alpha
+
+    def finished(self, total: Tensor) -> Tensor:
+        """The addend put to the sum over the whole inner dimension."""
+        return total if self.addend is None else total + self.addend.to(total.dtype)
+
+    def exact(self, dtype: torch.dtype) -> Tensor:
+        return self.finished(self.part(0, self.inner, dtype))
 
 
 def product(call: Call) -> Product:
     """The product that a call computes; refused where it is not a plain one."""
-    callee = call.callee
+    callee, kwargs = call.callee, dict(call.kwargs or {})
     if isinstance(callee, nn.Module):
         return _module_product(callee, call)
-    name = getattr(callee, "__name__", "")
     if callee is F.linear:
-        weight, bias = call.given(1, "weight"), call.given(2, "bias")
-        return _linear(call.given(0, "input"), weight, bias)
+        return _linear(call.given(0, "input"), call.given(1, "weight"), call.given(2, "bias"))
     if callee in _PLAIN:
-        return Product(call.given(0, "input", "self"), call.given(1, "other", "mat2"), callee)
+        return Product(call.given(0, "input", "self"), call.given(1, "other", "mat2", "tensor2"), callee)
     if callee is _T.__rmatmul__:
         return Product(call.given(1, "other"), call.given(0, "self"), torch.matmul)
     if callee in _ADDED:
-        kwargs = {k: v for k, v in (call.kwargs or {}).items() if k in ("beta", "alpha")}
+        scales = {name: kwargs[name] for name in ("beta", "alpha") if name in kwargs}
         added = call.given(0, "input", "self")
-        a, b = call.given(1, "mat1", "batch1"), call.given(2, "mat2", "batch2")
-        return Product(a, b, lambda a, b: callee(added.to(a.dtype), a, b, **kwargs))
-    if name in _GROUPED:
+        return Product(
+            call.given(1, "mat1", "batch1"),
+            call.given(2, "mat2", "batch2"),
+            lambda a, b: callee(added, a, b, **scales),
+            addend=added * scales["beta"] if "beta" in scales else added,
+            alpha=scales.get("alpha", 1.0),
+        )
+    if getattr(callee, "__name__", "") in _GROUPED:
         return _grouped(call)
     raise InvalidInput(f"{call.name} is not a plain product, so it can't be computed again from its operands")
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
-    def compute(a: Tensor, b: Tensor) -> Tensor:
-        return F.linear(a, b.transpose(-1, -2), None if bias is None else bias.to(a.dtype))
-
-    return Product(x, weight.transpose(-1, -2), compute)
+    return Product(x, weight.transpose(-1, -2), lambda a, b: F.linear(a, b.transpose(-1, -2), bias), addend=bias)
 
 
 def _module_product(module: nn.Module, call: Call) -> Product:
@@ -119,24 +128,31 @@ def _module_product(module: nn.Module, call: Call) -> Product:
     if type(module).__name__ != "Conv1D":
         return _linear(call.x, weight, bias)
 
-    def compute(a: Tensor, b: Tensor) -> Tensor:
-        added = torch.zeros(b.shape[-1], device=b.device, dtype=b.dtype) if bias is None else bias.to(a.dtype)
-        return torch.addmm(added, a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
+    def again(a: Tensor, b: Tensor) -> Tensor:
+        assert bias is not None  # Conv1D always has one
+        return torch.addmm(bias, a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
 
-    return Product(call.x, weight, compute)
+    return Product(call.x, weight, again, addend=bias)
 
 
 def _grouped(call: Call) -> Product:
-    """Products of MoE experts: rows [start, end) of a with matrix i of b [E, K, N]; `offs` are the ends."""
+    """Products of MoE experts: rows up to offs[0] of a with b[0], up to offs[1] with b[1] ...; b is [E, K, N]."""
     ends = call.given(2, "offs")
+    kwargs = {k: v for k, v in (call.kwargs or {}).items() if not isinstance(v, Tensor)}
 
-    def compute(a: Tensor, b: Tensor) -> Tensor:
-        stops = ends.tolist()
-        rows = [a[i:j] @ b[e] for e, (i, j) in enumerate(zip([0, *stops[:-1]], stops, strict=True))]
-        tail = a.new_zeros(a.shape[0] - stops[-1], b.shape[-1])  # rows of no expert
-        return torch.cat([*rows, tail])
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        y = a.new_zeros(a.shape[0], b.shape[-1])
+        start = 0
+        for expert, stop in enumerate(ends.tolist()):
+            y[start:stop] = a[start:stop] @ b[expert]
+            start = stop
+        return y
 
-    return Product(call.given(0, "input", "self", "mat_a"), call.given(1, "weight", "mat_b"), compute)
+    def again(a: Tensor, b: Tensor) -> Tensor:
+        return call.callee(a, b, offs=ends, **kwargs)  # type: ignore[no-any-return]
+
+    a, b = call.given(0, "input", "self", "mat_a"), call.given(1, "weight", "mat2", "mat_b")
+    return Product(a, b, again, multiply=multiply)
 
 
 def softmax_scores(call: Call) -> tuple[Tensor, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from noisescope.errors import InvalidInput
+from noisescope.faults.calls import Call
 from noisescope.faults.values import Channels, Fault, Lanes
 
 _PIECE = 1 << 16  # masks are drawn in pieces of one length, so that a wider tensor's mask begins like a narrower one's
@@ -82,6 +83,13 @@ class Memory:
         return self.kept.setdefault(name, value)
 
 
+def faulty_output(fault: Fault, y: Tensor, call: Call, memory: Memory) -> Tensor:
+    """What the fault makes of an output y: on its channels the faulty values, elsewhere those of y."""
+    new = fault.act(y, call, memory)
+    mask = None if fault.places_itself or y.dim() == 0 else memory.mask(y.shape[-1], y.device)
+    return new if mask is None else torch.where(mask, new, y)
+
+
 def wide_dtype(y: Tensor) -> torch.dtype:
     """Faults compute in float32 (float64 for a float64 tensor) and round once, to the tensor's own dtype."""
     return torch.float64 if y.dtype == torch.float64 else torch.float32
@@ -115,8 +123,8 @@ def _derived(seed: int, what: str) -> int:
 
 def _mask(channels: Channels, width: int, seed: int) -> Tensor:
     if isinstance(channels, float):
-        generator = torch.Generator("cpu").manual_seed(_derived(seed, "mask"))
-        pieces = [torch.rand(_PIECE, generator=generator, dtype=torch.float64, device="cpu") for _ in range(-(-width // _PIECE))]
+        own, count = torch.Generator("cpu").manual_seed(_derived(seed, "mask")), -(-width // _PIECE)
+        pieces = [torch.rand(_PIECE, generator=own, dtype=torch.float64, device="cpu") for _ in range(count)]
         return torch.cat(pieces)[:width] < channels
     mask = torch.zeros(width, dtype=torch.bool, device="cpu")
     if isinstance(channels, Lanes):

@@ -59,6 +59,7 @@ class Fault:
     sized_by: ClassVar[str | None] = "magnitude"  # the field that is the fault's size: `family:SIZE` in text
     operators: ClassVar[tuple[str, ...]] = OPERATORS  # where it makes sense; the first of them where none is named
     places_itself: ClassVar[bool] = False  # `channels` is read by the fault (an inner dimension, a permutation)
+    remembers: ClassVar[bool] = False  # it must see every call, also those in which it does not act
 
     channels: Channels = None
     rate: float = 1.0
@@ -83,7 +84,8 @@ class Fault:
         """The same fault of another size."""
         if self.sized_by is None:
             raise InvalidInput(f"{self.family} has no size, so it can't be given one: {size!r}")
-        return dataclasses.replace(self, **{self.sized_by: size})
+        changes: dict[str, Any] = {self.sized_by: size}
+        return dataclasses.replace(self, **changes)
 
     def is_due(self, forward: int) -> bool:
         """Whether the fault may act in this forward (from 0)."""
@@ -113,10 +115,14 @@ def _label(fault: Any, name: str) -> str:
     return f"{name} of {getattr(fault, 'family', type(fault).__name__)}"
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def number(fault: Any, name: str, *, at_least: float = -math.inf, at_most: float = math.inf) -> None:
     """A field that is a finite number within limits, kept as a float."""
-    value = getattr(fault, name)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    value: Any = getattr(fault, name)
+    if not _is_number(value) or not math.isfinite(value):
         raise InvalidInput(f"{_label(fault, name)} must be a finite number, got {value!r}")
     if not at_least <= value <= at_most:
         limits = f"at least {at_least:g}" if at_most == math.inf else f"from {at_least:g} to {at_most:g}"
@@ -126,8 +132,8 @@ def number(fault: Any, name: str, *, at_least: float = -math.inf, at_most: float
 
 def whole(fault: Any, name: str, *, at_least: int, at_most: int | None = None) -> None:
     """A field that is a whole number within limits, kept as an int."""
-    value = getattr(fault, name)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value).is_integer():
+    value: Any = getattr(fault, name)
+    if not _is_number(value) or not float(value).is_integer():
         raise InvalidInput(f"{_label(fault, name)} must be a whole number, got {value!r}")
     if value < at_least or (at_most is not None and value > at_most):
         limits = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
@@ -165,7 +171,7 @@ def checked_channels(value: Any) -> Channels:
     if isinstance(value, float):
         if not 0 < value <= 1:
             raise InvalidInput(f"channels as a share must be above 0 and at most 1, got {value}")
-        return value
+        return float(value)
     if isinstance(value, dict):
         if not {"period"} <= set(value) <= {"period", "offset"}:
             raise InvalidInput(f'a lane is {{"period": 32, "offset": 5}}, got {value!r}')

@@ -129,7 +129,7 @@ class Aim:
         first = "forward" in self._new and not context.recomputing and self.count.look("forward")
         before = _sample(y) if first else None
         if y.requires_grad and torch.is_grad_enabled():
-            noisy: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+            noisy: Tensor = StraightThrough.apply(  # type: ignore[no-untyped-call]
                 y, functools.partial(self._apply, perturbation, draw)
             )
         else:
@@ -242,13 +242,14 @@ class Watcher:
 
 
 class CallWatcher(Watcher):
-    """Sees whole calls: the module or function, what it was given, what it gave."""
+    """Sees whole calls: the module or function, what it was given, what it gave; may answer with another output."""
 
     wants_call = True
 
     def on_call(
         self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> None:
+    ) -> Any:
+        """What to give in place of y; None leaves y as it is."""
         raise NotImplementedError
 
     def on_output(
@@ -280,7 +281,7 @@ def _sample(y: Tensor) -> Tensor:
     return rows.clone()
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """f(y) forward, identity backward."""
 
     @staticmethod

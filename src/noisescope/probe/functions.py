@@ -115,8 +115,8 @@ class OperatorCalls(TorchFunctionMode):
         occurrence = context.occurrence(aim)
         if aim.wants_call:
             y = func(*args, **kwargs)
-            aim.on_call(func, tuple(args), kwargs, y, context, occurrence)  # type: ignore[attr-defined]
-            return y
+            other = aim.on_call(func, tuple(args), kwargs, y, context, occurrence)  # type: ignore[attr-defined]
+            return y if other is None else other
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)
         weight: int | str | None = None

@@ -85,13 +85,17 @@ class Probe(Door):
             )
         if not self._has_tensor(operator):
             return None
+        return Aim(unit, operator, self.injection, self.count_of(unit, operator))
+
+    def count_of(self, unit: Unit, operator: str) -> SiteCount:
+        """The tally's entry for an operator of a unit, made when first asked for."""
         key = (operator, unit.place, unit.module)
         if key not in self._counts:
             self._counts[key] = SiteCount(
                 operator=operator, place=unit.place, module=unit.module, looked=self.tally.looked
             )
             self.tally.sites.append(self._counts[key])
-        return Aim(unit, operator, self.injection, self._counts[key])
+        return self._counts[key]
 
     def _has_tensor(self, operator: str) -> bool:
         """Whether an operator has the tensor aimed at: a softmax has no weight, an embedding no float input."""

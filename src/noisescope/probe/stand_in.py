@@ -160,8 +160,8 @@ class StandIn:
             occurrence = context.occurrence(own)
             if own.wants_call:
                 y = self._call(args, kwargs, aims, context)
-                own.on_call(self.module, args, kwargs, y, context, occurrence)  # type: ignore[attr-defined]
-                return y
+                other = own.on_call(self.module, args, kwargs, y, context, occurrence)  # type: ignore[attr-defined]
+                return y if other is None else other
             once = Once()
             args, kwargs = self._on_inputs(own, args, kwargs, context, occurrence, once)
             grad = torch.is_grad_enabled()

@@ -39,7 +39,7 @@ PALE = "#E3E3E3"
 _HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#BBBBBB", "hatch": "//////", "linewidth": 0}
 _SETTINGS: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"],  # comes with matplotlib
-    "font.size": 8.0, "axes.labelsize": 8.0, "axes.titlesize": 9.5, "axes.titleweight": "bold",
+    "font.size": 8.0, "axes.labelsize": 8.0, "figure.titlesize": 9.5, "figure.titleweight": "bold",
     "xtick.labelsize": 7.0, "ytick.labelsize": 7.0, "legend.fontsize": 7.0,
     "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": QUIET,
     "hatch.linewidth": 0.6,
@@ -48,7 +48,10 @@ _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "noisescope",  # the same document gives the same bytes
 }  # fmt: skip
 # A font with a sign for every character of Unicode, in one weight: for names that DejaVu can't spell.
-_FOREIGN: dict[Any, Any] = {"font.family": ["DejaVu Sans", "Last Resort High-Efficiency"], "axes.titleweight": "normal"}
+_FOREIGN: dict[Any, Any] = {
+    "font.family": ["DejaVu Sans", "Last Resort High-Efficiency"],
+    "figure.titleweight": "normal",
+}
 
 
 def figure_of(block: Drawable, *, title: bool = True) -> Figure:
@@ -61,18 +64,21 @@ def figure_of(block: Drawable, *, title: bool = True) -> Figure:
         axes.set_axisbelow(True)
         if isinstance(block, HeatMap):
             _heat_map(figure, axes, block)
-        elif isinstance(block, Chart):
-            _chart(figure, axes, block)
-        else:
-            _curve(axes, block)
+        elif not (_chart(figure, axes, block) if isinstance(block, Chart) else _curve(axes, block)):
+            axes.text(0.5, 0.5, "no values", ha="center", va="center", color=QUIET, transform=axes.transAxes)
+            axes.set(xticks=[], yticks=[])
         if title:
-            axes.set_title(printable(block.title), loc="left", pad=6 if axes.get_legend() is None else 19)
+            figure.suptitle(_short(block.title, 90), x=0.008, ha="left")  # above the legend, wherever that ends
     return figure
 
 
 def height_of(block: Drawable) -> float:
-    """The height of a block's figure in inches."""
-    return 0.95 + 0.22 * len(block.columns) if isinstance(block, HeatMap) else 2.5
+    """The height of a block's figure in inches; labels that stand upright ask for more."""
+    if isinstance(block, Curve):
+        return 2.5
+    labels, _, flat = _ticks(block.rows if isinstance(block, HeatMap) else [bar.label for bar in block.bars])
+    upright = 0 if flat else max(0.0, 0.06 * max(map(len, labels)) - 0.45)
+    return upright + (0.95 + 0.22 * len(block.columns) if isinstance(block, HeatMap) else 2.5)
 
 
 def save_figures(document: Document, folder: Path) -> list[Path]:
@@ -101,7 +107,8 @@ def _settings(more: dict[Any, Any]) -> Any:
 # -- bars and curves
 
 
-def _chart(figure: Figure, axes: Axes, chart: Chart) -> None:
+def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
+    """Draws, and says how many values there were."""
     bars = chart.bars
     places = [place for place, bar in enumerate(bars) if _finite(bar.cell.value) is not None]
     values = [bars[place].cell.value or 0.0 for place in places]
@@ -111,7 +118,7 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> None:
     if logarithmic:
         axes.set_yscale("log")
         _plain_numbers(axes.yaxis)
-    else:
+    elif values:
         axes.bar(places, values, color=colours, edgecolor=INK, linewidth=0.4, width=0.72)
         axes.axhline(0, color=INK, linewidth=0.6)
     axes.scatter(places, values, s=18 if logarithmic else 9, color=colours, edgecolors=INK, linewidths=0.5, zorder=5)
@@ -120,7 +127,7 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> None:
     axes.scatter(missing, [0.03] * len(missing), marker="x", s=14, color=QUIET, linewidths=0.9, transform=foot)
     _whiskers(axes, [(place, bars[place]) for place in places])
     axes.set_xlim(-0.6, max(len(bars) - 0.4, 0.6))
-    axes.set_ylabel(printable(chart.unit))
+    axes.set_ylabel(_short(chart.unit))
     axes.grid(axis="y", color=PALE, linewidth=0.5)
     _label(axes, [bar.label for bar in bars])
     shown = {bars[place].cell.tone for place in places} - {""}
@@ -129,8 +136,7 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> None:
     ]
     gaps = [_symbol("x", "no value", color=QUIET)] if missing else []
     _legend(axes, [*tones, *gaps, *_marks(figure, axes, bars)])
-    if not places:
-        _no_values(axes)
+    return len(places)
 
 
 def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Any]:
@@ -138,16 +144,17 @@ def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Any]:
     entries: dict[str, Any] = {}
     turned = len(bars) > 20
     for place, bar in enumerate(bars):
-        if bar.mark:
+        value = _finite(bar.cell.value)
+        if bar.mark and value is not None:
             face = "white" if "not sure" in bar.mark else INK
-            highest = max(end for end in (_finite(bar.high), _finite(bar.cell.value), 0.0) if end is not None)
+            highest = max(value, _finite(bar.high) or 0.0, 0.0)
             raised = axes.transData + ScaledTranslation(0, 6 / 72, figure.dpi_scale_trans)
             axes.plot(place, highest, "v", color=INK, markerfacecolor=face, markersize=5, transform=raised, zorder=6)
             axes.annotate(
                 _short(bar.label), (place, highest), (0, 11), textcoords="offset points", ha="center", va="bottom",
                 fontsize=7, rotation=90 if turned else 0, annotation_clip=False,
             )  # fmt: skip
-            entries[bar.mark] = _symbol("v", printable(bar.mark), color=INK, markerfacecolor=face)
+            entries[bar.mark] = _symbol("v", _short(bar.mark), color=INK, markerfacecolor=face)
     if entries:  # room for the labels
         scale = axes.yaxis.get_transform()
         bottom, top = scale.transform(np.array(axes.get_ylim()))
@@ -155,7 +162,8 @@ def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Any]:
     return list(entries.values())
 
 
-def _curve(axes: Axes, curve: Curve) -> None:
+def _curve(axes: Axes, curve: Curve) -> int:
+    """Draws, and says how many values there were."""
     points = [(x, bar) for x, bar in curve.points if _finite(bar.cell.value) is not None]
     across = [x for x, _ in points]
     positive = [x for x in across if x > 0]
@@ -165,16 +173,10 @@ def _curve(axes: Axes, curve: Curve) -> None:
     values: list[Any] = [bar.cell.value for _, bar in points]
     axes.plot(across, values, color=COLOURS[""], marker="o", markersize=4, linewidth=1.4, zorder=5)
     _whiskers(axes, points)
-    axes.set_xlabel(printable(curve.across))
-    axes.set_ylabel(printable(curve.unit))
+    axes.set_xlabel(_short(curve.across, 80))
+    axes.set_ylabel(_short(curve.unit))
     axes.grid(color=PALE, linewidth=0.5)
-    if not points:
-        _no_values(axes)
-
-
-def _no_values(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "no values", ha="center", va="center", color=QUIET, transform=axes.transAxes)
-    axes.set(xticks=[], yticks=[])
+    return len(points)
 
 
 def _whiskers(axes: Axes, points: Sequence[tuple[float, Bar]]) -> None:
@@ -217,7 +219,7 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
         colours = matplotlib.colormaps["viridis"].with_extremes(under="black")
         mesh = axes.pcolormesh(shown, cmap=colours, norm=norm, edgecolors="white", linewidth=0.4)
         bar = figure.colorbar(mesh, ax=axes, pad=0.015, fraction=0.05, aspect=18)
-        bar.set_label(printable(block.unit))
+        bar.set_label(_short(block.unit, 18))
         bar.outline.set_visible(False)
         _plain_numbers(bar.ax.yaxis)
         bright = np.asarray(norm(shown)) > 0.6
@@ -232,7 +234,7 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
     _label(axes, block.rows, offset=0.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    words = printable(block.legend.removeprefix("*")) or "marked with * in the table"
+    words = _short(block.legend.removeprefix("*"), 80) or "marked with * in the table"
     handles += [Patch(**_HATCHED, label="no value")] if bool(missing.any()) else []
     _legend(axes, [*([_symbol((6, 2, 0), words, color=INK)] if stars else []), *handles])
 
@@ -240,33 +242,39 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
 # -- what all share
 
 
-def _label(axes: Axes, names: Sequence[str], *, offset: float = 0.0) -> None:
-    """Labels under the axis. A first word that all share ("layer 0", "layer 1") is said once, under the numbers."""
+def _ticks(names: Sequence[str]) -> tuple[list[str], str, bool]:
+    """Labels under an axis, the first word if all share one ("layer 0", "layer 1"), and whether they can lie flat."""
     labels = [_short(name) for name in names]
     first = labels[0].partition(" ")[0] + " " if len(labels) > 1 else ""
-    shared = len(first) > 1 and all(label.startswith(first) and label != first for label in labels)
-    if shared:
+    if len(first) > 1 and all(label.startswith(first) and label != first for label in labels):
         labels = [label.removeprefix(first) for label in labels]
-        axes.set_xlabel(first.strip())
+    else:
+        first = ""
+    return labels, first.strip(), (0.04 + 0.06 * max(map(len, labels), default=0)) * len(labels) < WIDTH - 1.2
+
+
+def _label(axes: Axes, names: Sequence[str], *, offset: float = 0.0) -> None:
+    labels, shared, flat = _ticks(names)
     room = (WIDTH - 1.2) / max(len(labels), 1)  # inches for each
-    step = math.ceil(0.095 / room)  # a turned label needs 0.095 inches
-    flat = 0.04 + 0.06 * max(map(len, labels), default=0) < room
-    size = 7.0 if flat or room > 0.13 else 6.0
+    step = math.ceil(0.095 / room)  # an upright label needs 0.095 inches
     places = [place + offset for place in range(0, len(labels), step)]
-    axes.set_xticks(places, labels[::step], rotation=0 if flat else 90, size=size)
+    axes.set_xticks(places, labels[::step], rotation=0 if flat else 90, size=7.0 if flat or room > 0.13 else 6.0)
+    axes.set_xlabel(shared)
 
 
-def _short(name: str) -> str:
+def _short(name: str, limit: int = 28) -> str:
     """A name that leaves room for the figure; the table beside it has the whole."""
     name = printable(name)
-    return name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}"
+    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[1 - limit // 2 :]}"
 
 
 def _legend(axes: Axes, handles: Sequence[Any]) -> None:
-    """One line above the axes, where no bar can be hidden by it."""
+    """Above the axes, where no bar can be hidden by it: one line if it fits."""
+    sizes = [0.4 + 0.058 * len(handle.get_label()) for handle in handles]  # inches
     if handles:
+        columns = len(handles) if sum(sizes) < WIDTH - 1 else max(1, int((WIDTH - 1) / max(sizes)))
         axes.legend(
-            handles=list(handles), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(handles), frameon=False,
+            handles=list(handles), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False,
             borderaxespad=0.3, borderpad=0, handlelength=1.2, handletextpad=0.5, columnspacing=1.4,
         )  # fmt: skip
 

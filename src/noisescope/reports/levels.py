@@ -89,9 +89,10 @@ def _map(section: Row) -> Iterable[Section]:
     notes: dict[tuple[int, str], str] = {}
     for row in section["map"]:
         known = row.get("kl") or row.get("predicted_kl") or {}
-        mark = "*" if row["evidence"] == "injected" else ""
+        value = known.get("value")
+        mark = "*" if row["evidence"] == "injected" and value is not None else ""
         where = row["layer"], row["operator"]
-        cells[where] = Cell(f"{number(known.get('value'))}{mark}", known.get("value"))
+        cells[where] = Cell(f"{number(value) or row['evidence']}{mark}", value)
         notes[where] = _hover(row, known)
     heat = HeatMap(
         "map",

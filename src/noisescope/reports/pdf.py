@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import re
+import string
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -59,7 +60,10 @@ def to_pdf(document: Document) -> bytes:
         paper.heading(section.title, section.blocks[0] if section.blocks else None)
         for block in section.blocks:
             paper.block(block)
-    return bytes(paper.output())
+    content = bytes(paper.output())
+    for font in paper.fonts.values():
+        font.ttfont.close()  # fpdf2 leaves the files of its fonts open
+    return content
 
 
 class _Paper(FPDF):  # type: ignore[misc]
@@ -71,7 +75,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.set_title(printable(document.title))
         self.set_creator("noisescope")
         self.set_lang("en-GB")
-        spelled = printable(json.dumps(asdict(document), ensure_ascii=False) + " •\ufffdPage of 0123456789Risk:")
+        spelled = printable(json.dumps(asdict(document), ensure_ascii=False) + string.printable + "•\ufffd")
         self.set_creation_date(_finished(spelled))
         self.running = [document.title, *(text for _, text in document.facts[:1])]
         self.add_font("sans", "", FONTS / "DejaVuSans.ttf")

@@ -65,7 +65,7 @@ def leading(size: float) -> float:
 
 @dataclass(frozen=True)
 class Grid:
-    """Of a table: the size of its text, the widths of its columns without padding, where flush ones end (None: left)."""
+    """Of a table: the size of its text, its columns' widths without padding, where flush ones end (None: left)."""
 
     size: float
     widths: Sequence[float]

@@ -1,7 +1,9 @@
 """How a product sums: bits kept, and the rounding of the running sum and of the result.
 
-2^k + 1 - 2^k is 1 as long as the sum keeps more than k bits. The three terms lie at places of the inner dimension
-that meet in the same partial sum for some order of summation, whichever that is: the worst arrangement counts.
+B + 1 - B with B = 1.5 x 2^k is 1 as long as the sum keeps more than k bits (1.5: with a bare power of two, the numbers
+just below it lie twice as close, and one order of terms would show a bit too many). The three terms lie at places of
+the inner dimension that meet in the same partial sum for some order of summation, whichever that is: the worst
+arrangement counts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from noisescope.locators.passport_probes.numbers import Array, Format, format_of, item, nonsense
 from noisescope.locators.passport_probes.operations import Product
-from noisescope.locators.passport_probes.rounding import BIG_SIGN, SMALL, name_rounding
+from noisescope.locators.passport_probes.rounding import BIG_SIGN, SMALL, UNCLEAR, name_rounding
 
 COLUMNS = 16  # of w: 8-bit products need a multiple of 16
 INNER_SIZES = (64, 256, 1024, 4096, 16384)
@@ -61,10 +63,11 @@ class Arrangement:
 
 
 def arrangements(inner: int) -> list[Arrangement]:
-    """Neighbours, neighbours reversed, the same lane of a vector unit, far apart."""
-    strides = sorted({1, 8, min(64, inner // 4), inner // 4})
-    found = [Arrangement(inner, 0, stride, 2 * stride) for stride in strides]
-    return [*found, Arrangement(inner, 2, 1, 0), Arrangement(inner, 0, inner // 2, inner - 1)]
+    """Neighbours, the same lane of a vector unit, far apart; where the inner size is large, only those far apart."""
+    far = [Arrangement(inner, 0, inner // 4, inner // 2), Arrangement(inner, 0, inner // 2, inner - 1)]
+    if inner > 1024:
+        return far
+    return [*(Arrangement(inner, 0, stride, 2 * stride) for stride in (1, 8)), Arrangement(inner, 2, 1, 0), *far]
 
 
 def summed(product: Product, at: Arrangement, big: Array, small: Array, *, w_powers: Array, cancel: bool) -> Array:
@@ -80,11 +83,11 @@ def summed(product: Product, at: Arrangement, big: Array, small: Array, *, w_pow
 
 
 def bits_kept(product: Product, at: Arrangement) -> tuple[int, bool]:
-    """The first k at which 2^k + 1 - 2^k is not 1, and whether there is one; else one more than was tried."""
+    """The first k at which B + 1 - B is not 1, and whether there is one; else one more than was tried."""
     span = span_of(format_of(product.dtype))
     k_x = np.arange(span.x_span + 1)
     k_w = np.repeat([0, min(span.w_span, span.x_span)], COLUMNS // 2)
-    got = summed(product, at, np.ldexp(1.0, k_x), np.ones(len(k_x)), w_powers=k_w, cancel=True)
+    got = summed(product, at, np.ldexp(1.5, k_x), np.ones(len(k_x)), w_powers=k_w, cancel=True)
     k = k_x[:, None] + k_w[None, :]
     wrong = got != 1.0  # NaN is wrong too
     return (int(k[wrong].min()), True) if wrong.any() else (int(k.max()) + 1, False)
@@ -92,28 +95,29 @@ def bits_kept(product: Product, at: Arrangement) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What the width probe found: bits, the arrangement that showed the loss, or None where there was no loss."""
+    """What the width probe found: bits, and the arrangements that showed the loss (none: no loss was seen)."""
 
     bits: int | None
-    at: Arrangement | None
+    at: tuple[Arrangement, ...]
     line: dict[str, Any]
 
 
 def accumulator(product: Product, inner_sizes: Sequence[int]) -> Accumulator:
     how = (
-        "first k at which 2^k + 1 - 2^k, summed by the product, is not 1: the least over inner sizes and places of "
-        "the three terms; the leading bit counts"
+        "first k at which B + 1 - B with B = 1.5 x 2^k, summed by the product, is not 1: the least over inner sizes "
+        "and places of the three terms; the leading bit counts"
     )
     seen = {at: bits_kept(product, at) for inner in inner_sizes for at in arrangements(inner)}
-    worst = min(seen, key=lambda at: seen[at][0])
-    bits, lossy = seen[worst]
+    bits = min(b for b, _ in seen.values())
+    showing = tuple(at for at, (b, lossy) in seen.items() if b == bits and lossy)
     if bits < 3:
-        what = f"2^{bits} + 1 - 2^{bits} is not 1: the product does not add up small whole numbers"
-        return Accumulator(None, None, nonsense(what, how, inner_size=worst.inner))
+        what = f"1.5 x 2^{bits} + 1 - 1.5 x 2^{bits} is not 1: the product does not add up small numbers"
+        return Accumulator(None, (), nonsense(what, how, inner_size=showing[0].inner))
     by_size = {str(inner): min(b for at, (b, _) in seen.items() if at.inner == inner) for inner in inner_sizes}
-    best = max(b for b, _ in seen.values())
-    line = item(bits, how, at_least=not lossy, best_arrangement=best, by_inner_size=by_size)
-    return Accumulator(bits, worst if lossy else None, line)
+    most = max(b for b, _ in seen.values())
+    return Accumulator(
+        bits, showing, item(bits, how, at_least=not showing, most_in_an_arrangement=most, by_inner_size=by_size)
+    )
 
 
 def _rounding(product: Product, at: Arrangement, k: int, *, cancel: bool) -> str | None:
@@ -134,9 +138,13 @@ def accumulation_rounding(product: Product, found: Accumulator) -> dict[str, Any
     how = "sums between two neighbours of the running sum (quarters of an ulp, both signs), the large part taken away"
     if found.bits is None:
         return item(None, how, hidden="the width of the sum is unknown")
-    if found.at is None:
+    if not found.at:
         return item(None, how, hidden=f"no loss was seen up to {found.bits - 1} bits")
-    name = _rounding(product, found.at, found.bits + 1, cancel=True)
+    name: str | None = None
+    for at in found.at:  # in some arrangements the terms of one element meet in another order: not clear there
+        name = _rounding(product, at, found.bits + 1, cancel=True)
+        if name != UNCLEAR:
+            break
     return item(name, how) if name else item(None, how, hidden="the format can't hold the numbers of this probe")
 
 

@@ -79,7 +79,12 @@ def in_ulps(error: Array, reference: Array, form: Format, floor: float = 0.0) ->
     """Errors in units in the last place of the reference (of `floor` where the reference is smaller)."""
     magnitude = np.maximum(np.abs(reference), max(floor, form.smallest_normal))
     exponent = np.frexp(magnitude)[1] - 1
-    return error / np.ldexp(np.ones_like(error), exponent - (form.precision - 1))
+    return np.asarray(error / np.ldexp(np.ones_like(error), exponent - (form.precision - 1)))
+
+
+def host_product(x: Array, w: Array) -> Array:
+    """x [..., M, K] by w [..., K, N] in float64, in plain loops: no library of products, no threads, one order."""
+    return np.asarray(np.einsum("...mk,...kn->...mn", x, w))
 
 
 def item(value: Any, how: str, **details: Any) -> dict[str, Any]:
@@ -92,13 +97,20 @@ def nonsense(what: str, how: str, **details: Any) -> dict[str, Any]:
     return item(None, how, nonsense=what, **details)
 
 
+REFUSALS = (RuntimeError, TypeError, ValueError)  # what torch raises for an operation that a device or dtype lacks
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error: the rest of torch's texts is a list of backends."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def attempt(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What a probe found, or why the operation can't be had on this device and dtype."""
     try:
         return probe()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return {"value": None, "skipped": lines[0][:200]}
+    except REFUSALS as error:
+        return {"value": None, "skipped": reason(error)}
 
 
 def rounded(number: float) -> float | None:

@@ -24,11 +24,9 @@ UNCLEAR = "unclear"
 def _directions() -> dict[str, Array]:
     """What each rounding makes of B + s, as a difference from B in quarters: mode -> [24]."""
     outward = SMALL * BIG_SIGN  # s as seen from zero: positive lengthens the sum
-    ties_away = np.where(SMALL * BIG_SIGN > 0, np.floor(outward / 4 + 0.5), np.ceil(outward / 4 - 0.5))
-    ties_away = np.where(np.abs(outward) % 4 == 2, np.ceil(outward / 4), ties_away)
     return {
         NEAREST_EVEN: 4 * np.round(SMALL / 4),  # B / 4 is even, so the parity of s / 4 is that of the sum
-        "nearest, ties away from zero": 4 * ties_away * BIG_SIGN,
+        "nearest, ties away from zero": 4 * np.floor(outward / 4 + 0.5) * BIG_SIGN,
         "toward zero": 4 * np.floor(outward / 4) * BIG_SIGN,
         "away from zero": 4 * np.ceil(outward / 4) * BIG_SIGN,
         "up": 4 * np.ceil(SMALL / 4),

@@ -1,0 +1,216 @@
+"""`noisescope passport`: the arithmetic of a device, and in words how it differs from another one's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from noisescope.cli.common import Device, plain_warnings
+
+_SHORT = {
+    "nearest, ties to even": "nearest",
+    "nearest, ties away from zero": "ties away",
+    "each term cut toward zero before the sum": "terms cut",
+    "fused multiply-add": "fma",
+    "flushed to zero": "flushed",
+    "float8_e4m3fn": "fp8 e4m3",
+    "float8_e4m3fn, fast accumulation": "fp8 fast",
+    "wider than the format": "wider",
+    "that of the format": "format's",
+    "the other operand": "other",
+}
+_PRODUCTS = {
+    "bits kept in sums": "sum_bits",
+    "sums rounded": "sum_rounding",
+    "operand bits": "operand_bits",
+    "result bits": "result_bits",
+    "results rounded": "result_rounding",
+    "terms": "terms",
+    "small integers": "small_integers",
+    "subnormal operands": "subnormal_operands",
+    "subnormal results": "subnormal_results",
+    "overflow": "overflow",
+    "NaN x 1": "nan",
+    "range of sums": "sum_range",
+    "runs that differ": "repeats",
+    "batch sizes that differ": "batch_sizes",
+    "order of rows": "row_order",
+    "order of columns": "column_order",
+    "order of a batch": "batch_order",
+    "layout": "layout",
+    "f(0) = 0": "zero",
+    "f(-x) = -f(x)": "odd",
+    "f(2x) = 2 f(x)": "doubling",
+    "unit rows": "one_hot",
+}
+_ELEMENTWISE = {
+    "add rounded": "add_rounding",
+    "cast rounded": "cast_rounding",
+    "subnormal operands": "subnormal_operands",
+    "subnormal results": "subnormal_results",
+    "overflow": "overflow",
+    "cast overflow": "cast_overflow",
+    "maximum(NaN, 1)": "maximum_of_nan",
+    "relu(NaN)": "relu_of_nan",
+}
+_ATTENTION = {
+    "error, ulp": "error",
+    "rows sum to 1, ulp": "rows_sum",
+    "keys shifted, ulp": "key_shift",
+    "-V": "odd",
+    "2 V": "doubling",
+    "run twice": "repeat",
+}
+
+
+def passport_of_device(
+    device: Device = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer points, sizes and repeats.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the passport to this file.")] = None,
+    other: Annotated[Path | None, typer.Option("--diff", help="Another passport: say how they differ.")] = None,
+    stored: Annotated[Path | None, typer.Option("--from", help="Show this passport instead of taking one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the machine form.")] = False,
+) -> None:
+    """Measure a device's arithmetic: accumulator bits, rounding, subnormals, ulps, what repeats.
+
+    Needs no model and no data, takes seconds and changes no setting. With --diff it says in words how the device
+    differs from another one and why that matters; a difference is no error.
+
+    \b
+    Examples:
+      noisescope passport
+      noisescope passport --device cuda -o h200.json
+      noisescope passport --device cpu --diff h200.json
+      noisescope passport --from npu.json --diff h200.json      two files, nothing is measured
+    """
+    from noisescope.locators.passport_diff import diff, say
+    from noisescope.locators.passport_file import read_passport, write_passport
+
+    theirs = read_passport(other) if other is not None else None  # a bad file is refused before anything is measured
+    if stored is not None:
+        passport = read_passport(stored)
+    else:
+        from noisescope.locators.passport import take_passport
+
+        with plain_warnings():
+            passport = take_passport(device, quick=quick)
+    if output is not None:
+        write_passport(passport, output)
+    differences = diff(passport, theirs) if theirs is not None else None
+    if as_json:
+        found = dict(passport)
+        if differences is not None:
+            found["differences"] = [dataclasses.asdict(difference) for difference in differences]
+        typer.echo(json.dumps(found, indent=1))
+        return
+    draw(passport)
+    if differences is not None and theirs is not None:
+        typer.echo(f"\nAgainst {other}: {_device(theirs)}")
+        if passport.get("quick") != theirs.get("quick"):
+            typer.echo("One of the two is quick: functions are compared in their right bits only.")
+        typer.echo(say(differences))
+    if output is not None:
+        typer.echo(f"\n  {output}")
+
+
+def _device(passport: dict[str, Any]) -> str:
+    facts = passport["facts"]
+    parts = [f"torch {facts.get('torch', '?')}"]
+    if "threads" in facts:
+        parts.append(f"{facts['threads']} thread{'s' if facts['threads'] != 1 else ''}")
+    parts += [str(facts[key]) for key in ("vector_unit", "cuda") if key in facts]
+    return f"{facts.get('name', '?')} ({facts.get('device', '?')}), {', '.join(parts)}"
+
+
+def draw(passport: dict[str, Any]) -> None:
+    """A table by dtype, the switches that matter, and what is not as it should be."""
+    typer.echo(_device(passport))
+    on = [f"{name} {value}" for name, value in passport["facts"].get("flags", {}).items()]
+    typer.echo(f"flags: {', '.join(on)}")
+    dtypes = {name: found for name, found in passport["dtypes"].items() if "skipped" not in found}
+    operations = list(dict.fromkeys(op for found in dtypes.values() for op in found.get("products", {})))
+    # 8-bit products have a call of their own; they stand in the first table beside the others
+    main = {
+        name: found["products"].get("matmul") or found["products"].get("scaled_mm", {})
+        for name, found in dtypes.items()
+    }
+    _table("Products", main, _PRODUCTS)
+    for op in operations:
+        if op not in ("matmul", "scaled_mm"):
+            _unlike(op, main, {name: found["products"].get(op, {}) for name, found in dtypes.items()})
+    whole = {name: found for name, found in dtypes.items() if "functions" in found}
+    _table("Element by element", {name: found["elementwise"] for name, found in whole.items()}, _ELEMENTWISE)
+    functions = list(dict.fromkeys(name for found in whole.values() for name in found["functions"]))
+    tables = {name: found["functions"] for name, found in whole.items()}
+    _table("Functions: worst error in ulp", tables, {name: name for name in functions})
+    _table("Fused attention", {name: found["attention"] for name, found in whole.items()}, _ATTENTION)
+    for name, found in passport["dtypes"].items():
+        if "skipped" in found:
+            typer.echo(f"\n{name}: not measured: {found['skipped']}")
+    wrong = _not_as_it_should_be(dtypes)
+    if wrong:
+        typer.echo("\nNot as it should be\n" + "\n".join(f"- {text}" for text in wrong))
+
+
+def _table(title: str, tables: dict[str, dict[str, Any]], rows: dict[str, str]) -> None:
+    if not tables:
+        return
+    cells = [[title, *(_SHORT.get(name, name) for name in tables)]]
+    for label, key in rows.items():
+        row = [_cell(key, lines.get(key)) for lines in tables.values()]
+        if any(row):
+            cells.append([f"  {label}", *(cell or "-" for cell in row)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    typer.echo("\n" + "\n".join(lines))
+
+
+def _cell(key: str, line: Any) -> str:
+    if not isinstance(line, dict) or "skipped" in line:
+        return ""
+    if "nonsense" in line:
+        return "NONSENSE"
+    value = line.get("value")
+    if value is None:
+        return "hidden" if "hidden" in line else ""
+    if isinstance(value, bool):
+        return "equal" if value else "differs"
+    if key == "batch_sizes":
+        return ",".join(map(str, value)) or "none"
+    if key == "sum_bits" and line.get("at_least"):
+        return f">= {value}"
+    if key in ("operand_bits", "result_bits"):
+        return f"{value} of {line.get('of', '?')}"
+    if key == "repeats":
+        return f"{value} of {line.get('repeats', '?')}"
+    return f"{value:g}" if isinstance(value, float) else _SHORT.get(str(value), str(value))
+
+
+def _unlike(op: str, main: dict[str, dict[str, Any]], tables: dict[str, dict[str, Any]]) -> None:
+    """What another call of the same product does otherwise, in one line."""
+    unlike = [
+        f"{label} in {name}: {_cell(key, tables[name].get(key))}"
+        for label, key in _PRODUCTS.items()
+        for name in main
+        if tables[name]
+        and _cell(key, tables[name].get(key)) != _cell(key, main[name].get(key))
+        and key != "batch_order"
+    ]
+    typer.echo(f"  {op}: {'; '.join(unlike) if unlike else 'the same'}")
+
+
+def _not_as_it_should_be(dtypes: dict[str, Any]) -> list[str]:
+    """Every probe whose answer no healthy arithmetic gives."""
+    found = []
+    for name, sections in dtypes.items():
+        for section, lines in sections.items():
+            tables = lines.items() if section == "products" else [(section, lines)]
+            for op, table in tables:
+                for key, line in table.items():
+                    if isinstance(line, dict) and "nonsense" in line:
+                        found.append(f"{name} ({op}, {key.replace('_', ' ')}): {line['nonsense']}")
+    return found

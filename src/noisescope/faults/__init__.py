@@ -1,0 +1,53 @@
+"""Simulated faults: a device that computes wrongly, as a value that can be saved and replayed."""
+
+from noisescope.faults.digits import BitFlip, FlushToZero, Gain, NanToZero, StuckBit, Truncation
+from noisescope.faults.lanes import BlockScale, DeadLane, StaleTile, StuckLane, SwappedChannels
+from noisescope.faults.models import FAMILIES, Family, fault_from_dict, make_fault
+from noisescope.faults.notes import Bias, DeadZone, Noise, NonDeterminism, Saturation, Spike
+from noisescope.faults.products import Accumulation, DeadKLane, InputTruncation, RoundingMode
+from noisescope.faults.simulator import FaultScope, faulty
+from noisescope.faults.tables import ActivationCutOff, ActivationTable, ExpTable, NormaliserGain, NormGain, RsqrtTable
+from noisescope.faults.text import Where, fault_text, parse_fault, parse_where
+from noisescope.faults.values import Fault, Lanes
+
+__all__ = [
+    "FAMILIES",
+    "Accumulation",
+    "ActivationCutOff",
+    "ActivationTable",
+    "Bias",
+    "BitFlip",
+    "BlockScale",
+    "DeadKLane",
+    "DeadLane",
+    "DeadZone",
+    "ExpTable",
+    "Family",
+    "Fault",
+    "FaultScope",
+    "FlushToZero",
+    "Gain",
+    "InputTruncation",
+    "Lanes",
+    "NanToZero",
+    "Noise",
+    "NonDeterminism",
+    "NormGain",
+    "NormaliserGain",
+    "RoundingMode",
+    "RsqrtTable",
+    "Saturation",
+    "Spike",
+    "StaleTile",
+    "StuckBit",
+    "StuckLane",
+    "SwappedChannels",
+    "Truncation",
+    "Where",
+    "fault_from_dict",
+    "fault_text",
+    "faulty",
+    "make_fault",
+    "parse_fault",
+    "parse_where",
+]

@@ -1,0 +1,165 @@
+"""The six fault families of the original method notes, as they define them, at a tensor h of any operator's output.
+
+==================  ==========================================================================================
+dead_zone           h = 0 where |h| < m max|h|
+saturation          clamp(h, -t, t), t = (1 - m) max|h| of this call (dynamic) or of the first one (absolute)
+bias                h + m std(h)
+noise               h + m mean|h| z,  z ~ N(0, 1) per element and call
+spike               with chance 0.01 m per element: h = 10 max|h| z
+non_determinism     amplified   h + 0.01 v std(h) z          suppressed   h + 0.01 / v std(h) z
+                    biased      h + 0.01 std(h) z + 0.05 v std(h)
+                    inconsistent  h + 0.01 u std(h) z, u ~ U(0.1, 5.1) once a call
+                    correlated  h + 0.01 std(h) z_c, one z per channel, the same in every row
+==================  ==========================================================================================
+
+m = 0.3 and v (the variance factor) = 5 by default. max, std and mean are those of the whole tensor, massive activations
+and all, and `relative_to` may name another of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noisescope.faults.calls import Call
+from noisescope.faults.memory import Memory, reference_size, wide
+from noisescope.faults.values import RELATIVE_TO, Fault, choice, number, put, truth
+
+MODES = ("amplified", "suppressed", "inconsistent", "biased", "correlated")
+_JITTER = 0.01  # of std(h): the run-to-run variation that non-determinism alters
+_OFFSET = 0.05  # of std(h), times the variance factor
+
+
+@dataclass(frozen=True)
+class _Sized(Fault):
+    """A fault whose size is a share of max, std, mean or rms of the tensor."""
+
+    magnitude: float = 0.3
+    relative_to: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.relative_to == "mean":
+            put(self, "relative_to", "mean_abs")
+        choice(self, "relative_to", RELATIVE_TO)
+        number(self, "magnitude", at_least=0)
+
+
+@dataclass(frozen=True)
+class DeadZone(_Sized):
+    """Small values become 0."""
+
+    family = "dead_zone"
+    fault_class = "dead zone"
+
+    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+        return y.masked_fill(wide(y).abs() < self.magnitude * reference_size(y, self.relative_to), 0)
+
+
+@dataclass(frozen=True)
+class Saturation(_Sized):
+    """Large values are cut. Relative to anything but max, the limit is m times it (`saturation:3,relative_to=rms`)."""
+
+    absolute: bool = False  # the limit is that of the first call
+
+    family = "saturation"
+    fault_class = "saturation"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        truth(self, "absolute")
+        if self.relative_to == "max":
+            number(self, "magnitude", at_least=0, at_most=1)
+
+    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+        share = 1 - self.magnitude if self.relative_to == "max" else self.magnitude
+        limit = share * reference_size(y, self.relative_to)
+        if self.absolute:
+            limit = memory.first("limit", limit).to(y.device)
+        return wide(y).clamp(-limit, limit).to(y.dtype)
+
+
+@dataclass(frozen=True)
+class Bias(_Sized):
+    """One constant is added to every element; a negative one with negative=True."""
+
+    relative_to: str = "std"
+    negative: bool = False
+
+    family = "bias"
+    fault_class = "bias"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        truth(self, "negative")
+
+    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+        size = -self.magnitude if self.negative else self.magnitude
+        return (wide(y) + size * reference_size(y, self.relative_to)).to(y.dtype)
+
+
+@dataclass(frozen=True)
+class Noise(_Sized):
+    """Gaussian noise that differs from call to call."""
+
+    relative_to: str = "mean_abs"
+
+    family = "noise"
+    fault_class = "noise"
+
+    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+        return (wide(y) + memory.normal(y) * (self.magnitude * reference_size(y, self.relative_to))).to(y.dtype)
+
+
+@dataclass(frozen=True)
+class Spike(_Sized):
+    """A few elements, others in every call, become far too large."""
+
+    height: float = 10.0
+
+    family = "spike"
+    fault_class = "spike"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number(self, "magnitude", at_least=0, at_most=100)
+        number(self, "height", at_least=0)
+
+    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+        hit = memory.uniform(y) < 0.01 * self.magnitude
+        spikes = memory.normal(y) * (self.height * reference_size(y, self.relative_to))
+        return torch.where(hit, spikes.to(y.dtype), y)
+
+
+@dataclass(frozen=True)
+class NonDeterminism(Fault):
+    """Run-to-run variation of another size or kind than a healthy device has."""
+
+    variance_factor: float = 5.0
+    mode: str = "amplified"
+
+    family = "non_determinism"
+    fault_class = "noise"
+    sized_by = "variance_factor"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice(self, "mode", MODES)
+        number(self, "variance_factor", at_least=1e-6)
+
+    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+        std = reference_size(y, "std")
+        factor: float | Tensor = 1.0
+        if self.mode == "amplified":
+            factor = self.variance_factor
+        elif self.mode == "suppressed":
+            factor = 1 / self.variance_factor
+        elif self.mode == "inconsistent":
+            factor = 0.1 + 5.0 * memory.uniform(y, ())
+        shape = (*(1,) * (y.dim() - 1), y.shape[-1]) if self.mode == "correlated" else None
+        error = memory.normal(y, shape) * (_JITTER * factor * std)
+        if self.mode == "biased":
+            error = error + _OFFSET * self.variance_factor * std
+        return (wide(y) + error).to(y.dtype)

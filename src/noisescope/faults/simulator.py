@@ -1,0 +1,191 @@
+"""`faulty`: a model that computes wrongly at one site, for the length of a `with` block.
+
+The door is opened before whoever looks: every scope opened later, and every hook, sees the faulty values, as it would
+on a broken device. The fault's own arithmetic is hidden from all of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.anatomy import Anatomy, Unit, dissect
+from noisescope.errors import InvalidInput, NothingInjected
+from noisescope.faults import bits
+from noisescope.faults.calls import Call
+from noisescope.faults.memory import Memory, Stream, faulty_output
+from noisescope.faults.text import EVERYWHERE, Where, parse_fault, parse_settings, parse_where
+from noisescope.faults.values import Fault
+from noisescope.injection import Injection
+from noisescope.probe.aims import CallWatcher, Context, StraightThrough
+from noisescope.probe.door import unwrap
+from noisescope.probe.inject import Probe
+from noisescope.probe.tally import SiteCount
+from noisescope.sites import Place, Site
+
+
+def faulty(
+    model: nn.Module,
+    fault: Fault | str,
+    site: Place | Site | Where | None = None,
+    *,
+    place: Place | None = None,
+    operator: str | None = None,
+    module: str | None = None,
+    occurrence: int | None = None,
+    anatomy: Anatomy | None = None,
+) -> FaultScope:
+    """A scope in which `model` has a fault.
+
+        with faulty(model, DeadZone(0.3), 10) as scope:                             # the output of block 10
+            model(tokens)
+        scope.changed                                                               # elements that came out different
+        faulty(model, StuckBit(12), 10, operator="linear", module="*down_proj")
+        faulty(model, "gain:0.01@lm_head")
+
+    `site` is a block's index or an outer place, a text such as "10/linear", a `Where`, or the `Site` of a suspect.
+    Leaving raises NothingInjected if the site never ran. A fault that ran and changed nothing is not an error: look at
+    `changed`. Gradients pass a fault unchanged.
+    """
+    if isinstance(fault, str):
+        if "@" in fault and (site is not None or place is not None):
+            raise InvalidInput(f"the place is given twice: in {fault!r} and as an argument")
+        fault, site = parse_fault(fault) if "@" in fault else (parse_settings(fault), site)
+    if not isinstance(fault, Fault):
+        raise InvalidInput(f"a fault is a value such as DeadZone(0.3) or a text such as 'dead_zone:0.3', got {fault!r}")
+    if (site is None) == (place is None):
+        raise InvalidInput("say where the fault sits, once: faulty(model, fault, 10) or faulty(model, fault, place=10)")
+    where = _where(place if site is None else site)
+    for name, value in (("operator", operator), ("module", module), ("occurrence", occurrence)):
+        if value is not None and getattr(where, name) is not None:
+            raise InvalidInput(f"the {name} is given twice: {value!r}, and in {str(where)!r}")
+    where = Where(
+        where.place, operator or where.operator, module or where.module, _either(occurrence, where.occurrence)
+    )
+    return FaultScope(model, fault, where.of(fault), anatomy=anatomy)
+
+
+def _where(site: Place | Site | Where | None) -> Where:
+    if isinstance(site, Where):
+        return site
+    if isinstance(site, Site):
+        return Where(site.place, site.operator, site.module)
+    return parse_where(site) if isinstance(site, str) else Where(site)  # type: ignore[arg-type]
+
+
+def _either(first: int | None, second: int | None) -> int | None:
+    return second if first is None else first
+
+
+class FaultScope(Probe):
+    """A door behind which one operator computes wrongly."""
+
+    early = True  # scopes opened later see what this one did
+
+    def __init__(self, model: nn.Module, fault: Fault, where: Where, *, anatomy: Anatomy | None = None) -> None:
+        anatomy = anatomy or dissect(unwrap(model))
+        self.fault = fault
+        self.where = where
+        self.stream = Stream(fault)
+        self.calls = 0  # calls of the site, and those in which the fault acted
+        self.acted = 0
+        self._changed: dict[torch.device, Tensor] = {}
+        super().__init__(model, _aim(fault, where, anatomy), anatomy=anatomy)
+
+    def __enter__(self) -> FaultScope:  # type: ignore[override]
+        self._open()
+        return self
+
+    @property
+    def changed(self) -> int:
+        """Output elements that differ in any bit from what they would have been, so far. Reading it waits."""
+        return sum(int(count) for count in self._changed.values())
+
+    def note(self, before: Tensor, after: Tensor) -> None:
+        """Count what changed, on the device: nothing waits for it here."""
+        count = bits.differ(before, after).sum()
+        known = self._changed.get(count.device)
+        self._changed[count.device] = count if known is None else known + count
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        if operator not in self.fault.operators or not self.injection.selects(unit.site(operator)):
+            return None
+        return FaultAim(self, unit, operator, self.count_of(unit, operator))
+
+    def check(self) -> None:
+        if self.forwards and not self.calls and self.where.occurrence is not None:
+            raise NothingInjected(
+                f"{self.fault.family} sits at call {self.where.occurrence} of {self.where.operator} within its module, "
+                f"and none had that many in {self.forwards} forward(s): calls count from 0"
+            )
+        super().check()
+        if not any(self.fault.is_due(forward) for forward in range(self.forwards)):
+            raise NothingInjected(
+                f"{self.fault.family} was to act from forward {self.fault.start} on (from 0), and the scope saw "
+                f"{self.forwards}: nothing was injected"
+            )
+
+
+def _right(y: Any, draw: Any) -> Any:
+    """Injection wants a perturbation; a fault works on whole calls instead."""
+    return y
+
+
+def _aim(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
+    """What the probe is to select; a module's last name will do where no whole name fits."""
+    module = where.module
+    if module is not None and not fnmatch.filter([unit.module for unit in anatomy.units], module):
+        module = f"*.{module}"
+    return Injection(
+        _right,
+        operators=None if where.operator is None else frozenset({where.operator}),
+        layers=frozenset({where.place}) if isinstance(where.place, int) else None,
+        places=frozenset({where.place}) if isinstance(where.place, str) and where.place != EVERYWHERE else None,
+        modules=None if module is None else (module,),
+        phases=frozenset({"forward"}),
+        seed=fault.seed,
+    )
+
+
+class FaultAim(CallWatcher):
+    """Gives the faulty output of one operator of one unit in place of the right one."""
+
+    def __init__(self, scope: FaultScope, unit: Unit, operator: str, count: SiteCount) -> None:
+        super().__init__(unit, operator)
+        self.scope = scope
+        self.count = count
+        self._memories: dict[int, Memory] = {}  # by occurrence
+
+    def on_call(
+        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    ) -> Any:
+        if self.scope.where.occurrence not in (None, occurrence):
+            return None
+        if isinstance(y, tuple) and y and isinstance(y[0], Tensor):  # a block's hidden states come first
+            return (self._replaced(Call(self.operator, callee, args, kwargs), y[0], context, occurrence), *y[1:])
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
+            raise InvalidInput(f"{self.unit.site(self.operator)} gave {kind}; faults fall on floating-point tensors")
+        return self._replaced(Call(self.operator, callee, args, kwargs), y, context, occurrence)
+
+    def _replaced(self, call: Call, y: Tensor, context: Context, occurrence: int) -> Tensor:
+        scope = self.scope
+        if not context.recomputing:
+            scope.calls += 1
+            self.count.forward += 1
+        acts = scope.fault.is_due(context.rows.number - 1) and scope.stream.acts()
+        if y.numel() == 0 or not (acts or scope.fault.remembers):
+            return y
+        memory = self._memories.setdefault(occurrence, Memory(scope.stream))
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            new = faulty_output(scope.fault, y.detach(), call, memory)
+            if not acts:
+                return y
+            scope.acted += 1
+            scope.note(y.detach(), new)
+        if y.requires_grad and torch.is_grad_enabled():
+            return StraightThrough.apply(y, lambda _: new)  # type: ignore[no-untyped-call,no-any-return]
+        return new

@@ -1,0 +1,165 @@
+"""`audit`: every operator computed again on the host, from the inputs that it really had.
+
+Hooks catch each operator's input and output on the device; the host computes it in float64 from copies of those inputs
+and of the weights. What differs by more than the round-off model allows (floors.py, judge.py) is a suspect. Each operator
+is judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the source.
+
+Three forwards: one batch; another batch, with fused attention taken apart into its operators; the first batch again,
+which shows what is not repeatable and what remembers the batch before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.anatomy import ATTENTION, MODULE, Anatomy, Unit, dissect
+from noisescope.errors import InvalidInput
+from noisescope.locators.inputs import Batch, batches_for
+from noisescope.locators.ledger import Ledger
+from noisescope.locators.recompute import first_tensor, host_arithmetic
+from noisescope.locators.residuals import Recorder
+from noisescope.locators.verdict import Verdict
+from noisescope.model import Subject
+from noisescope.probe.aims import CallWatcher, Context
+from noisescope.probe.door import Door, unwrap
+
+PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
+FUSED = "attention"
+
+
+def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, seed: int = 0) -> Verdict:
+    """Where a model computes wrongly, by recomputing each of its operators on the host.
+
+        verdict = audit(ns.load("path/to/model", device="cuda"))
+        verdict.verdict, verdict.suspects[0].site, verdict.smallest_visible["linear"]
+
+    `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
+    default 2 x 64 tokens of built-in text. Operators with more rows (tokens) than `rows` are sampled, and the other
+    rows of linears looked at through checksums. `seed` chooses text and samples. The model runs as it is, in this
+    thread and inside the scopes that are open; nothing of it is changed.
+    """
+    if rows < 2:
+        raise InvalidInput(f"rows must be at least 2, got {rows}")
+    model, tokenizer, anatomy = _parts_of(subject)
+    ledger = Ledger(anatomy, rows=rows, seed=seed)
+    batches = batches_for(model, tokenizer, inputs, seed)
+    with _evaluating(model):
+        for number, batch in enumerate(batches):
+            _run(ledger, model, anatomy, batch, opened=number % 2 == 1, first=number == 0)
+        _run(ledger, model, anatomy, batches[0], opened=False, repeated=True)
+        if ledger.suspects_inside_attention():  # was it old data? Ask the same operators once more
+            _run(ledger, model, anatomy, batches[0], opened=True)
+    return ledger.verdict()
+
+
+def _parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
+    if isinstance(subject, Subject):
+        return unwrap(subject.model), subject.tokenizer, subject.anatomy
+    return unwrap(subject), None, dissect(subject)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off, each module back in its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _run(
+    ledger: Ledger,
+    model: nn.Module,
+    anatomy: Anatomy,
+    batch: Batch,
+    *,
+    opened: bool,
+    first: bool = False,
+    repeated: bool = False,
+) -> None:
+    ledger.begin(keeping_prints=first, repeated=repeated)
+    with Watch(model, anatomy, ledger, opened=opened):
+        model(**batch)
+    ledger.end()
+
+
+class Watch(Door):
+    """A door through which every operator's call is seen whole."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, ledger: Ledger, *, opened: bool) -> None:
+        super().__init__(model, _with_parts(model, anatomy))
+        self.ledger = ledger
+        self.opened = opened
+        self.recorder = Recorder()
+
+    def __enter__(self) -> Watch:
+        self._open()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._close()
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        return Listener(self, unit, operator)
+
+    def aim_at_fused(self, unit: Unit) -> Any:
+        return None if self.opened else Listener(self, unit, FUSED)
+
+
+class Listener(CallWatcher):
+    """Hears the calls of one operator of one unit."""
+
+    def __init__(self, watch: Watch, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.watch = watch
+
+    def on_call(
+        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    ) -> None:
+        with host_arithmetic():
+            self._heard(callee, args, kwargs, y, occurrence)
+
+    def _heard(self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, occurrence: int) -> None:
+        watch, unit = self.watch, self.unit
+        whole = y[0] if isinstance(y, tuple) and y else y
+        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if self.operator == "residual":
+            if isinstance(whole, Tensor) and given is not None:
+                watch.ledger.block(unit, watch.recorder, first_tensor(args, kwargs), whole, occurrence)
+            watch.recorder.clear()
+            return
+        if isinstance(callee, nn.Module) and isinstance(whole, Tensor) and isinstance(unit.place, int):
+            if self.operator == "norm" and given is not None:
+                watch.recorder.got(unit.module, given)
+            watch.recorder.gave(unit.module, whole)
+        if self.operator != PART:
+            watch.ledger.call(unit.site(self.operator, occurrence=occurrence), callee, args, kwargs, y)
+
+
+def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
+    """The anatomy with the modules between a block and its operators as units of their own (an MLP, a MoE layer).
+
+    Not where a block's own function calls are watched: a stand-in around a part of it would hide the calls made there.
+    """
+    units = {unit.module for unit in anatomy.units}
+    loose = {unit.place for unit in anatomy.units if unit.kind not in (MODULE, ATTENTION) and unit.module in anatomy.blocks}
+    modules = dict(model.named_modules())
+    found = []
+    for place, block in enumerate(anatomy.blocks):
+        if place in loose or block not in modules:
+            continue
+        for name, module in modules[block].named_modules(prefix=block):
+            inner = name != block and name not in units and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if inner and any(True for _ in module.parameters()):
+                found.append(Unit(name, MODULE, place, "", (PART,)))
+    return Anatomy(anatomy.architecture, anatomy.blocks, (*anatomy.units, *found), anatomy.notes)

@@ -1,0 +1,112 @@
+"""What a model under test is run on: the caller's inputs, or built-in text, or random tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.data import built_in
+from noisescope.errors import InvalidInput
+
+Batch = dict[str, Tensor]
+
+ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are looked at
+_TURNED = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
+
+
+def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> list[Batch]:
+    """At least two batches of one shape where that can be had: what a device remembers shows only when data changes."""
+    batches = _given(model, tokenizer, inputs) if inputs is not None else _made(model, tokenizer, seed)
+    if len(batches) == 1:
+        batches.append(_turned(batches[0]))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return [{name: _moved(value, device, dtype) for name, value in batch.items()} for batch in batches]
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype) if value.dtype == torch.float32 else value.to(device)
+
+
+def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
+    if isinstance(inputs, (str, Tensor, Mapping)):
+        inputs = [inputs]
+    if not isinstance(inputs, Sequence) or not inputs:
+        raise InvalidInput(
+            f"inputs are a batch (a dict of the model's arguments, or a tensor of token ids), a list of batches, or a "
+            f"list of texts; got {type(inputs).__name__}"
+        )
+    if all(isinstance(item, str) for item in inputs):
+        if tokenizer is None:
+            raise InvalidInput("inputs are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
+        return [{"input_ids": _tokens(tokenizer, text)[None]} for text in inputs]
+    return [_batch(model, item) for item in inputs]
+
+
+def _batch(model: nn.Module, item: Any) -> Batch:
+    if isinstance(item, Mapping):
+        return dict(item)
+    if isinstance(item, Tensor):
+        names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
+        return {"input_ids" if "input_ids" in names else names[0]: item}
+    raise InvalidInput(f"a batch is a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}")
+
+
+def _tokens(tokenizer: Any, text: str) -> Tensor:
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if not ids:
+        raise InvalidInput(f"the tokenizer makes no tokens of {text[:40]!r}")
+    return torch.tensor(ids, device="cpu")
+
+
+def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
+    config = getattr(model, "config", None)
+    length = LENGTH
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        length = min(length, getattr(config, name, None) or length)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    vocabulary = getattr(config, "vocab_size", None)
+    if tokenizer is not None and vocabulary is not None:
+        found = _texts(tokenizer, 2 * ROWS * length, seed)
+        if int(found.max()) < vocabulary:
+            return _named(config, list(found.reshape(2, ROWS, length)))
+    if vocabulary is not None:
+        lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
+        drawn = torch.randint(lowest, vocabulary, (2, ROWS, length), generator=generator, device="cpu")
+        return _named(config, list(drawn))
+    if getattr(config, "image_size", None) and getattr(config, "num_channels", None):
+        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        shape = (2, ROWS, config.num_channels, side, side)
+        return [{"pixel_values": x} for x in torch.randn(shape, generator=generator, device="cpu")]
+    raise InvalidInput(
+        f"no input can be made up for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
+    )
+
+
+def _texts(tokenizer: Any, count: int, seed: int) -> Tensor:
+    """`count` tokens of the built-in text, from a paragraph that the seed chooses on."""
+    texts = [item.text for item in built_in().items]
+    found: list[int] = []
+    at = seed
+    while len(found) < count:
+        found += _tokens(tokenizer, texts[at % len(texts)]).tolist()
+        at += 1
+    return torch.tensor(found[:count], device="cpu")
+
+
+def _named(config: Any, tokens: list[Tensor]) -> list[Batch]:
+    if getattr(config, "is_encoder_decoder", False):
+        return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in tokens]
+    return [{"input_ids": ids} for ids in tokens]
+
+
+def _turned(batch: Batch) -> Batch:
+    """Other data of the same shape: the main input back to front."""
+    name = next((name for name in _TURNED if isinstance(batch.get(name), Tensor)), None)
+    return batch if name is None else {**batch, name: batch[name].flip(-1)}

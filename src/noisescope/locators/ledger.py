@@ -1,0 +1,247 @@
+"""What an audit has looked at so far: alarms with their pattern, what is not repeatable, what could not be seen."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.anatomy import Anatomy, Unit
+from noisescope.errors import NothingInjected
+from noisescope.locators.classify import Pattern, classify, same_bits
+from noisescope.locators.judge import Judgement, judge
+from noisescope.locators.products import Recomputed, Rows
+from noisescope.locators.recompute import Unseen, recompute
+from noisescope.locators.residuals import OUT, Recorder, Residuals
+from noisescope.locators.verdict import Suspect, Verdict, ranked
+from noisescope.sites import Site, place_order
+
+_MOST_PATTERNS = 24  # alarms of one forward that are looked into
+_STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
+_FUSED = "attention"
+_INSIDE = ("matmul", "bmm", "softmax")
+
+
+@dataclass
+class Alarm:
+    """The strongest alarm at one site."""
+
+    site: Site
+    order: int
+    judgement: Judgement
+    pattern: Pattern
+    y: Tensor  # [R, C] as the device gave it: a later call may hold the same numbers
+    stale: bool = False
+
+
+@dataclass
+class Power:
+    """What the looks at one kind of operator could have seen; the worst site counts."""
+
+    sites: set[Site] = field(default_factory=set)
+    element: float = 0.0
+    mean: float = 0.0
+    gain: float = 0.0
+
+    def add(self, site: Site, judgement: Judgement) -> None:
+        self.sites.add(site)
+        self.element = max(self.element, judgement.visible_element)
+        self.mean = max(self.mean, judgement.visible_mean)
+        self.gain = max(self.gain, judgement.visible_gain)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "sites": len(self.sites),
+            "element_ulp": round(self.element, 2),
+            "mean_ulp": round(self.mean, 3),
+            "gain": float(f"{self.gain:.2g}"),
+        }
+
+
+class Ledger:
+    """One audit."""
+
+    def __init__(self, anatomy: Anatomy, *, rows: int, seed: int) -> None:
+        self.anatomy = anatomy
+        self.rows = Rows(rows, seed)
+        self.residuals = Residuals()
+        self.alarms: dict[Site, Alarm] = {}
+        self.power: dict[str, Power] = {}
+        self.unseen: dict[str, set[Site]] = {}
+        self.unsteady: set[Site] = set()
+        self.checksums = 0
+        self.looks = 0
+        self.forwards = 0
+        self._prints: dict[Site, tuple[bytes, bytes]] = {}
+        self._keeping = False
+        self._repeated = False
+        self._count = 0
+        self._patterns = 0
+
+    # -- forwards
+
+    def begin(self, *, keeping_prints: bool, repeated: bool) -> None:
+        self._keeping, self._repeated = keeping_prints, repeated
+        self._count = self._patterns = 0
+        self.forwards += 1
+        self.residuals.next_pass()
+
+    def end(self) -> None:
+        for block, target, form, recomputed in self.residuals.failures():
+            self._judge(block.unit.site("residual"), recomputed, block.order, add=f"{target} = {' + '.join(form)}")
+        for block in self.residuals.unknown():
+            reason = "the block's output is no sum of what its modules gave"
+            self.unseen.setdefault(reason, set()).add(block.unit.site("residual"))
+
+    # -- looks
+
+    def call(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        """One call of an operator."""
+        self._count += 1
+        if not self._fresh(site, (*args, *kwargs.values()), y):
+            return
+        try:
+            recomputed = recompute(site.operator, callee, args, kwargs, y, self.rows)
+        except Unseen as reason:
+            self.unseen.setdefault(str(reason), set()).add(site)
+            return
+        self.checksums += recomputed.checksums
+        self._judge(site, recomputed, self._count)
+
+    def block(self, unit: Unit, recorder: Recorder, x: Tensor, y: Tensor, occurrence: int) -> None:
+        """One call of a block: its adds."""
+        self._count += 1
+        site = unit.site("residual")
+        found = recorder.block(unit, self._count, x, y)
+        if self._fresh(site, tuple(found.terms.values()), y):
+            self.residuals.see(found)
+            power = self.power.setdefault("residual", Power())
+            power.sites.add(site)
+            power.element = 0.5
+
+    def _fresh(self, site: Site, given: tuple[Any, ...], y: Any) -> bool:
+        """Whether a call is to be judged: in a repeated forward only where the same input gave another output."""
+        if not (self._keeping or self._repeated) or not isinstance(y, Tensor):
+            return not self._repeated
+        prints = (_print(given), _print((y,)))
+        if self._keeping:
+            self._prints[site] = prints
+            return True
+        before = self._prints.get(site)
+        if before is None or before[0] != prints[0] or before[1] == prints[1]:
+            return False
+        self.unsteady.add(site)
+        return True
+
+    def _judge(self, site: Site, recomputed: Recomputed, order: int, *, add: str = "") -> None:
+        judgement = judge(recomputed.y, recomputed.reference, bits=site.operator != "softmax")
+        self.looks += judgement.looks
+        if not recomputed.reference.exact or site.operator == "embedding":
+            self.power.setdefault(site.operator, Power()).add(site, judgement)
+        if not judgement.alarm:
+            return
+        before = self.alarms.get(site)
+        stale = before is not None and same_bits(recomputed, judgement, before.y)
+        if before is not None:
+            before.stale = before.stale or stale
+        if before is not None and before.judgement.strength >= judgement.strength and not math.isinf(judgement.strength):
+            return
+        if before is not None and math.isinf(before.judgement.strength) and before.judgement.bad >= judgement.bad:
+            return
+        if self._patterns >= _MOST_PATTERNS:
+            pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
+        else:
+            self._patterns += 1
+            pattern = classify(site.operator, recomputed, judgement)
+        if add:
+            pattern.details["add"] = add
+        kept = recomputed.y.clone()
+        self.alarms[site] = Alarm(site, order, judgement, pattern, kept, stale=stale or (before is not None and before.stale))
+
+    # -- conclusions
+
+    def suspects_inside_attention(self) -> bool:
+        return any(site.component == "attention" and site.operator in _INSIDE for site in self.alarms)
+
+    def verdict(self) -> Verdict:
+        if not self.power:
+            raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
+        opened = {site.module for site in self.alarms if site.operator in _INSIDE}
+        alarms = [a for a in self.alarms.values() if not (a.site.operator == _FUSED and a.site.module in opened)]
+        alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
+        suspects = ranked(self._suspect(alarm, rank) for rank, alarm in enumerate(alarms))
+        notes = self._notes()
+        verdict = "faulty" if suspects else "undecided" if self._blind() else "healthy"
+        visible = {operator: power.to_dict() for operator, power in self.power.items()}
+        return Verdict(verdict, "audit", suspects, visible, float(self.forwards), self.looks, tuple(notes))
+
+    def _suspect(self, alarm: Alarm, rank: int) -> Suspect:
+        judgement, pattern = alarm.judgement, alarm.pattern
+        name, confidence = pattern.fault_class, pattern.confidence
+        if alarm.stale:
+            name, confidence = "stale data", 0.95
+        elif self._unsteady(alarm.site) and name != "spike":
+            name, confidence = "noise", 0.9
+        strong = judgement.strength > _STRONG
+        certainty = 0.99 if strong else 0.9
+        evidence = (
+            f"{judgement.bad} of {judgement.elements} elements beyond tolerance, worst {judgement.worst_ulp:.3g} ulp, "
+            f"mean {judgement.mean_ulp:+.3f} ulp along the sign; {pattern.text}"
+        )
+        details = {
+            "test": judgement.test,
+            "strength": judgement.strength if math.isfinite(judgement.strength) else "exact",
+            "worst_ulp": judgement.worst_ulp,
+            "mean_ulp": judgement.mean_ulp,
+            "rms": judgement.rms,
+            "bad": judgement.bad,
+            "elements": judgement.elements,
+            "repeatable": not self._unsteady(alarm.site),
+            "class_confidence": confidence,
+            **pattern.details,
+        }
+        score = (2.0 if strong else 1.0) + 1 / (2 + rank)
+        return Suspect(alarm.site, name, certainty, evidence, score, pattern.channels, pattern.period, details)
+
+    def _unsteady(self, site: Site) -> bool:
+        """The same input gave another output, at the operator itself or at the fused call that holds it."""
+        fused = {s.module for s in self.unsteady if s.operator == _FUSED}
+        return site in self.unsteady or (site.operator in _INSIDE and site.module in fused)
+
+    def _blind(self) -> bool:
+        return any(not site.component == "router" for sites in self.unseen.values() for site in sites)
+
+    def _notes(self) -> list[str]:
+        notes = []
+        for reason, sites in self.unseen.items():
+            first = min(sites, key=lambda site: place_order(site.place))
+            more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+            notes.append(f"not looked at: {first}{more}: {reason}")
+        quiet = {site for site in self.unsteady if site not in self.alarms}
+        if quiet:
+            notes.append(f"{len(quiet)} operators differ from run to run, within the round-off floor")
+        if self.checksums:
+            notes.append(f"{self.checksums} rows of linears were looked at through checksums only: give more rows=")
+        heard = {site.module for power in self.power.values() for site in power.sites} | {
+            site.module for sites in self.unseen.values() for site in sites
+        }
+        silent = [u for u in self.anatomy.units if u.certain and u.module not in heard and not u.left_alone]
+        if silent:
+            notes.append(f"{silent[0].module} and {len(silent) - 1} more were not called in these forwards")
+        if torch.get_float32_matmul_precision() != "highest":
+            notes.append("float32 products may be shortened here (TF32): their floor is wider")
+        return notes
+
+
+def _print(values: tuple[Any, ...]) -> bytes:
+    """A fingerprint of the tensors among some values."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        if isinstance(value, Tensor):
+            plain = value.detach().to("cpu").contiguous()
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+    return digest.digest()

@@ -1,0 +1,273 @@
+"""Products and attention again, on the host in float64, from the operands that the device was given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.locators.floors import (
+    ROUNDING_STD,
+    Reference,
+    number_format,
+    operand_spread,
+    rounded_once,
+    sum_spread,
+    work_roundoff,
+)
+
+_PIECE = 1 << 23  # numbers of a weight that are in float64 at a time: 64 MB
+_BLOCK = 64  # channels under one checksum: a wrong element must show above the rounding of its 63 neighbours
+_CHECKSUM_Z = 7.0
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """One operator's output and what it should be, as rows and channels."""
+
+    y: Tensor  # [R, C], the device's numbers, on the host, in their dtype
+    reference: Reference
+    operands: tuple[Tensor, Tensor] | None = None  # a [B, M, K], b [B, K, C] with B M = R: what a product summed
+    x: Tensor | None = None  # [R, C] where the operator is a function of each element of its input
+    total_rows: int = 0
+    checksums: int = 0  # rows that were only looked at by checksums
+
+
+class Rows:
+    """Which rows of an operator's output are computed again: all if few, else a sample with the first and the last."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        self.most = most
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def choose(self, total: int) -> Tensor | None:
+        """Sorted indices; None for all rows."""
+        if total <= self.most:
+            return None
+        order = torch.randperm(total - 2, generator=self._generator, device="cpu")[: max(self.most - 2, 0)] + 1
+        return torch.cat([order, torch.tensor([0, total - 1], device="cpu")]).unique()
+
+    def signs(self, count: int) -> Tensor:
+        """Random +-1."""
+        return torch.randint(0, 2, (count,), generator=self._generator, device="cpu").double() * 2 - 1
+
+
+def on_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
+    """x [..., K] times weight [N, K]; where there are more rows than `rows` takes, checksums say which others to take."""
+    a, w, out = on_host(x).reshape(-1, x.shape[-1]), on_host(weight), on_host(y).reshape(-1, y.shape[-1])
+    a, w = _as_multiplied(a, out), _as_multiplied(w, out)
+    added = None if bias is None else on_host(bias).double()
+    chosen, total = rows.choose(len(a)), len(a)
+    if chosen is not None:
+        off = _rows_off(a, w, added, out, rows)
+        chosen = torch.cat([chosen, off[: rows.most]]).unique()
+        a, out = a[chosen], out[chosen]
+    wide = a.double()
+    values, squares = _multiply(wide, w)
+    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added)
+    checksums = 0 if chosen is None else total - len(chosen)
+    return Recomputed(out, reference, (wide[None], w.T[None]), total_rows=total, checksums=checksums)
+
+
+def _as_multiplied(x: Tensor, y: Tensor) -> Tensor:
+    """Under autocast the operands are rounded to the output's dtype before they are multiplied."""
+    return x.to(y.dtype) if x.dtype.itemsize > y.dtype.itemsize else x
+
+
+def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """a w^T in float64 and (a^2) (w^2)^T in float32 (it only scales a floor), a piece of w at a time."""
+    values = a.new_empty(len(a), len(w))
+    squares = torch.empty(len(a), len(w))
+    a_squared = a.square().float()
+    step = max(1, _PIECE // max(1, w.shape[-1]))
+    for start in range(0, len(w), step):
+        part = w[start : start + step].double()
+        values[:, start : start + step] = a @ part.T
+        squares[:, start : start + step] = a_squared @ part.square().float().T
+    return values, squares
+
+
+def _sum_reference(
+    values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None
+) -> Reference:
+    """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
+    spread = sum_spread(terms, squares, values, work_roundoff(dtype))
+    shortened = operand_spread(squares) if dtype == torch.float32 else None
+    if shortened is not None:
+        spread = (spread.square() + shortened.square()).sqrt()
+    bounds: tuple[Tensor, ...] = ()
+    if added is not None:
+        bounds = (rounded_once(values, dtype),)  # some kernels round the product before they add
+        values = values + added
+    return Reference(values, (rounded_once(values, dtype), *bounds), spread)
+
+
+def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows) -> Tensor:
+    """Rows whose checksums fail, the worst first: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n in blocks of 64.
+
+    After Freivalds 1977. A checksum's error is that of its 64 elements, so one element is seen from about 14 ulp on.
+    """
+    wide = a.double()
+    squared = wide.square().float()
+    worst = torch.zeros(len(a), dtype=torch.float64)
+    u = work_roundoff(y.dtype)
+    step = max(_BLOCK, _PIECE // max(1, w.shape[-1]) // _BLOCK * _BLOCK)
+    for start in range(0, len(w), step):
+        part, out = w[start : start + step].double(), y[:, start : start + step].double()
+        signs = rows.signs(len(part))
+        owner = torch.arange(len(part)) // _BLOCK
+        blocks = int(owner[-1]) + 1
+
+        def per_block(columns: Tensor, owner: Tensor = owner, blocks: int = blocks) -> Tensor:
+            return columns.new_zeros(columns.shape[0], blocks).index_add_(1, owner, columns)
+
+        w_sums = per_block((part * signs[:, None]).T.contiguous())  # [K, blocks]
+        expected = wide @ w_sums
+        if added is not None:
+            expected = expected + per_block((added[start : start + step] * signs)[None])
+        squares = squared @ per_block(part.square().float().T.contiguous())
+        variance = per_block(rounded_once(out, y.dtype).square() / 3)
+        variance += (ROUNDING_STD * u).__pow__(2) * (a.shape[-1] + 1) * (squares.double() + per_block(out.square()))
+        shortened = operand_spread(squares) if y.dtype == torch.float32 else None
+        if shortened is not None:
+            variance += shortened.square()
+        if added is not None:  # rounded before the addend, by some kernels
+            before = out - added[start : start + step]
+            variance += per_block(rounded_once(before, y.dtype).square() / 3)
+        z = (per_block(out * signs) - expected).abs() / variance.sqrt()
+        z = torch.where(z.isnan(), torch.inf, z)  # rows with NaN or Inf are computed again and judged there
+        worst = torch.maximum(worst, z.amax(1))
+    off = (worst > _CHECKSUM_Z).nonzero().flatten()
+    return off[worst[off].argsort(descending=True)]
+
+
+def batched(
+    a: Tensor, b: Tensor, y: Tensor, rows: Rows, *, addend: Tensor | None = None, alpha: float = 1.0
+) -> Recomputed:
+    """alpha a b + addend, a [..., M, K], b [..., K, N]: the products inside attention; rows of M are sampled."""
+    a, b, out = (_as_multiplied(on_host(t), y) for t in (a, b, y))
+    a = a[None] if a.dim() == 1 else a
+    b = b[:, None] if b.dim() == 1 else b
+    out = out.reshape(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    total = out.numel() // max(1, out.shape[-1])
+    added = None if addend is None else on_host(addend).double().expand_as(out)
+    chosen = rows.choose(a.shape[-2])
+    if chosen is not None:
+        a, out = a[..., chosen, :], out[..., chosen, :]
+        added = None if added is None else added[..., chosen, :]
+    wide, other = a.double(), b.double()
+    values = torch.matmul(wide, other) * alpha
+    squares = torch.matmul(wide.square(), other.square()) * alpha**2
+
+    def flat(t: Tensor) -> Tensor:
+        return t.reshape(-1, t.shape[-1])
+
+    added = None if added is None else flat(added)
+    reference = _sum_reference(flat(values), flat(squares), a.shape[-1], out.dtype, added)
+    lead = out.shape[:-2]
+    left = wide.expand(*lead, *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
+    right = other.expand(*lead, *other.shape[-2:]).reshape(-1, *other.shape[-2:]) * alpha
+    return Recomputed(flat(out), reference, (left, right), total_rows=total)
+
+
+def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> Recomputed:
+    """Products of experts: rows up to ends[0] of x [R, K] with weights[0] [K, N], up to ends[1] with weights[1] ..."""
+    a, out = on_host(x), on_host(y)
+    stops = on_host(ends).long()
+    total = int(stops[-1])  # what lies behind belongs to nobody
+    expert = torch.searchsorted(stops, torch.arange(total), right=True)
+    chosen = rows.choose(total)
+    chosen = torch.arange(total) if chosen is None else chosen
+    a, out, expert = _as_multiplied(a[chosen], out), out[chosen], expert[chosen]
+    wide = a.double()
+    values, squares = wide.new_empty(out.shape), torch.empty(out.shape)
+    for number in expert.unique().tolist():
+        here = expert == number
+        w = _as_multiplied(on_host(weights[number]).T, out)
+        values[here], squares[here] = _multiply(wide[here], w)
+    return Recomputed(out, _sum_reference(values, squares, a.shape[-1], out.dtype, None), total_rows=total)
+
+
+def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
+    """Two operands of any form: sums of squares come from the same equation."""
+    wide, other, out = on_host(a).double(), on_host(b).double(), on_host(y)
+    values = torch.einsum(equation, wide, other)
+    squares = torch.einsum(equation, wide.square(), other.square())
+    terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
+    flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares)]
+    return Recomputed(flat[0], _sum_reference(flat[1], flat[2], terms, out.dtype, None), total_rows=len(flat[0]))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    y: Tensor,
+    rows: Rows,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> Recomputed:
+    """A fused attention call: query [..., H, T, D], key and value [..., KV, S, D]; query rows are sampled.
+
+    Its floor: the probabilities are rounded to the inputs' dtype before they meet the values (16-bit kernels do), the
+    scores have the error of their sum and the exponential that of its argument, and the result is rounded once:
+        spread^2 = u^2/3 sum (p v)^2 + sum p^2 ds^2 (v - y)^2 + the sum's own.
+    """
+    q, k, v, out = (on_host(t) for t in (query, key, value, y))
+    dtype, length = out.dtype, q.shape[-2]
+    form, u = number_format(dtype), work_roundoff(dtype)
+    chosen = rows.choose(length)
+    at = torch.arange(length) if chosen is None else chosen
+    q, out = q[..., at, :].double(), out[..., at, :]
+    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:  # grouped queries
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    k, v = k.double(), v.double()
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    size = torch.matmul(q.square(), k.square().transpose(-1, -2)).sqrt() * scale  # S of each score
+    shut = torch.zeros(scores.shape, dtype=torch.bool)
+    if is_causal:
+        shut |= torch.arange(scores.shape[-1]) > at[:, None]
+    if mask is not None:
+        given = on_host(mask)
+        given = given[..., at, :] if given.shape[-2] == length else given
+        if given.dtype == torch.bool:
+            shut |= ~given
+        else:
+            scores = scores + given.double()
+            shut |= (given.double() < -1e4).expand_as(shut)  # the usual ways to write -inf
+    scores = scores.masked_fill(shut, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    p = torch.softmax(scores, -1).nan_to_num(0.0)
+    values = torch.matmul(p, v)
+    sum_error = ROUNDING_STD * u * math.sqrt(q.shape[-1] + 1) * (size + (scores.abs()).masked_fill(shut, 0.0))
+    score_error = (sum_error + u * (4 + 2 * (top - scores).masked_fill(shut, 0.0))).masked_fill(shut, 0.0)
+    weight = (p * score_error).square()
+    spread = torch.matmul(weight, v.square()) - 2 * values * torch.matmul(weight, v)
+    spread = (spread + values.square() * weight.sum(-1, keepdim=True)).clamp_min(0)
+    pv = torch.matmul(p.square(), v.square())
+    spread = spread + form.u**2 / 3 * pv + sum_spread(p.shape[-1], pv, values, u).square()
+    seen = (~shut.all(-1)).reshape(-1)  # a row that may look nowhere gives what its kernel likes
+
+    def flat(t: Tensor) -> Tensor:
+        return t.reshape(-1, t.shape[-1])[seen]
+
+    values = flat(values)
+    reference = Reference(values, (rounded_once(values, dtype),), flat(spread.sqrt()))
+    return Recomputed(flat(out), reference, total_rows=len(seen))
+
+
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:
+    """An argument of a call, by position or by one of its names."""
+    if position < len(args):
+        return args[position]
+    return next((kwargs[name] for name in names if name in kwargs), default)

@@ -1,0 +1,168 @@
+"""The residual adds of a block, replayed bit for bit.
+
+Which tensors a block adds is not written down anywhere: pre-norm, post-norm and parallel blocks differ. So the form is
+found: a block's output, and the input of each norm in it, is sought among the sums of up to three tensors that its
+modules gave. A form that fits in one block is tried in the next. A sum that fits thousands of elements in every bit
+can't do so by chance, and a fault in one block can't change the form found in the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from noisescope.anatomy import Unit
+from noisescope.locators.floors import Reference
+from noisescope.locators.products import Recomputed, on_host
+
+OUT = "out"
+_SAMPLE = 4  # rows on which a form is tried before it is tried on all
+_PENDING = 8  # blocks whose form is not known yet that are kept
+_MOST_ELEMENTS = 1 << 23  # of one tensor; more rows than that are thinned out
+
+Form = tuple[str, ...]  # roles: ((a + b) + c)
+
+
+@dataclass
+class Block:
+    """The tensors of one call of a block by role, in the order they were made: "in", "self_attn.o_proj" ..."""
+
+    unit: Unit
+    order: int
+    terms: dict[str, Tensor] = field(default_factory=dict)  # [rows, width]
+    targets: dict[str, Tensor] = field(default_factory=dict)
+    known_before: dict[str, int] = field(default_factory=dict)  # target -> how many terms there were
+
+
+class Recorder:
+    """Collects what the modules of the block that runs now are given and give."""
+
+    def __init__(self) -> None:
+        self._outputs: list[tuple[str, Tensor, int]] = []
+        self._inputs: list[tuple[str, Tensor, int, int]] = []
+
+    def clear(self) -> None:
+        self._outputs.clear()
+        self._inputs.clear()
+
+    def gave(self, module: str, y: Tensor) -> None:
+        self._outputs.append((module, y, y._version))
+
+    def got(self, module: str, x: Tensor) -> None:
+        self._inputs.append((module, x, x._version, len(self._outputs)))
+
+    def block(self, unit: Unit, order: int, x: Tensor, y: Tensor) -> Block:
+        """The block that has just run; tensors written over since are left out."""
+        width, size = y.shape[-1], y.numel()
+        step = max(1, -(-size // _MOST_ELEMENTS))
+        found = Block(unit, order)
+
+        def fits(tensor: Tensor, version: int | None) -> bool:
+            return tensor.shape[-1:] == (width,) and tensor.numel() == size and version in (None, tensor._version)
+
+        def rows(tensor: Tensor) -> Tensor:
+            return on_host(tensor.reshape(-1, width)[::step])
+
+        if fits(x, None):
+            found.terms["in"] = rows(x)
+        counts = [len(found.terms)]
+        for module, tensor, version in self._outputs:
+            role = module.removeprefix(f"{unit.module}.")
+            if module.startswith(f"{unit.module}.") and fits(tensor, version):
+                found.terms[role] = rows(tensor)
+            counts.append(len(found.terms))
+        for module, tensor, version, before in self._inputs:
+            if module.startswith(f"{unit.module}.") and fits(tensor, version):
+                role = f"{module.removeprefix(f'{unit.module}.')}.in"
+                found.targets[role] = rows(tensor)
+                found.known_before[role] = counts[before]
+        found.targets[OUT], found.known_before[OUT] = rows(y), len(found.terms)
+        return found
+
+
+class Residuals:
+    """Finds the forms, and the blocks where they do not hold."""
+
+    def __init__(self) -> None:
+        self.forms: dict[str, dict[Form, int]] = {}  # target -> form -> blocks in which it held
+        self.checked = 0
+        self._pending: list[tuple[Block, str]] = []
+        self._dropped = 0
+
+    def see(self, block: Block) -> None:
+        for target, tensor in block.targets.items():
+            self.checked += tensor.numel()
+            form = self._holds(block, target)
+            if form is not None:
+                held = self.forms.setdefault(target, {})
+                held[form] = held.get(form, 0) + 1
+            elif len({id(b) for b, _ in self._pending} | {id(block)}) <= _PENDING:
+                self._pending.append((block, target))
+            else:
+                self._dropped += 1
+
+    def _holds(self, block: Block, target: str) -> Form | None:
+        for form in self.forms.get(target, {}):
+            if _sum(block, target, form) is not None and _equal(block, target, form, slice(None)):
+                return form
+        for form in _candidates(block, target):
+            if _equal(block, target, form, slice(None, None, max(1, len(block.targets[target]) // _SAMPLE))):
+                if _equal(block, target, form, slice(None)):
+                    return form
+        return None
+
+    def failures(self) -> Iterator[tuple[Block, str, Form, Recomputed]]:
+        """Blocks in which no form holds, though one holds in at least as many blocks as it fails in."""
+        for block, target in self._pending:
+            failing = sum(other == target for _, other in self._pending)
+            known = {form: n for form, n in self.forms.get(target, {}).items() if n >= failing}
+            sums = [(form, _sum(block, target, form)) for form in known]
+            tried = [(form, values) for form, values in sums if values is not None]
+            if tried:
+                y = block.targets[target]
+                form, values = min(tried, key=lambda pair: float((y != pair[1]).double().mean()))
+                yield block, target, form, Recomputed(
+                    y, Reference(values.double(), (), exact=True), total_rows=len(y)
+                )
+
+    def unknown(self) -> list[Block]:
+        """Blocks whose output is no sum that is known here."""
+        failing = {id(block) for block, target, _, _ in self.failures() if target == OUT}
+        return [block for block, target in self._pending if target == OUT and id(block) not in failing]
+
+    def next_pass(self) -> None:
+        """Forms stay, what failed is forgotten."""
+        self._pending.clear()
+
+
+def _candidates(block: Block, target: str) -> Iterator[Form]:
+    """One term, sums of two, sums of three in every order of adding."""
+    roles = list(block.terms)[: block.known_before[target]]
+    seen: dict[tuple[int, torch.Size], str] = {}
+    for role in roles:  # a module that only passes on what another gave is the same term
+        seen.setdefault((block.terms[role].data_ptr(), block.terms[role].shape), role)
+    roles = list(seen.values())
+    yield from ((role,) for role in roles)
+    yield from itertools.combinations(roles, 2)
+    for a, b, c in itertools.combinations(roles, 3):
+        yield from ((a, b, c), (a, c, b), (b, c, a))
+
+
+def _sum(block: Block, target: str, form: Form, rows: slice = slice(None)) -> Tensor | None:  # noqa: B008
+    """((a + b) + c) in the device's own dtype; None where a term is not there."""
+    if not set(form) <= set(list(block.terms)[: block.known_before[target]]):
+        return None
+    total = block.terms[form[0]][rows]
+    for role in form[1:]:
+        total = total + block.terms[role][rows]
+    return total if total.dtype == block.targets[target].dtype else None
+
+
+def _equal(block: Block, target: str, form: Form, rows: slice) -> bool:
+    total = _sum(block, target, form, rows)
+    given = block.targets[target][rows]
+    return total is not None and bool(((total == given) | (total.isnan() & given.isnan())).all())

@@ -1,0 +1,85 @@
+"""What README and docs tell people to type works; what they link to is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from noisescope.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?P<mark><!-- not run[^>]*-->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)```", re.DOTALL)
+ELSEWHERE = {"noisescope demo": "tests/cli/test_demo.py"}  # a command that has a test of its own
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [match["text"] for match in found if match["kind"] == kind and not match["mark"]]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Command lines of a page's bash blocks; a backslash joins lines, comments go."""
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of a page, in its order, in one folder, as it stands there."""
+    monkeypatch.chdir(tmp_path)
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(page):
+        if words[0] == "make":
+            assert set(words[1:]) <= set(targets), words
+        elif words[0] == "cat" or words[0] in (".", "pip", "python", "python3", "git", "export"):
+            continue
+        elif " ".join(words) in ELSEWHERE:
+            assert (ROOT / ELSEWHERE[" ".join(words)]).exists()
+        else:
+            assert words[0] == "noisescope", f"{page.name}: can't run {' '.join(words)}; mark it <!-- not run -->"
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, f"{page.name}: {' '.join(words)}\n{result.output}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python blocks of a page, one after the other in one namespace: later ones build on earlier ones."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Relative links and pictures are files of the repository, and anchors are headings."""
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_no_page_is_an_orphan() -> None:
+    """Every page in docs/ is linked from the README, so that a reader can find it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"log.md"}
+    missing = sorted(page for page in pages if f"docs/{page}" not in readme)
+    assert not missing and os.sep == "/"
