@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "stats": {"errors"},
     "findings": {"errors", "sites"},
     "diagnosis": TORCHLESS,
-    "reports": {"errors"},
+    "reports": {"errors", "findings"},
     "testing": VALUES,
     "demo": VALUES,
     "data": {"errors"},

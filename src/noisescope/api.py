@@ -111,13 +111,20 @@ def robustness(
 
 
 def put_to_the_test(
-    subject: Subject, report: Report, data: Any, fault: Any, *, samples: int = 100, output: str | Path | None = None
+    subject: Subject,
+    report: Report,
+    data: Any,
+    fault: Any,
+    *,
+    name: str | None = None,
+    samples: int = 100,
+    output: str | Path | None = None,
 ) -> Report:
     """The report, and whether it was right: one fault in the layers it warns of and in those it calls robust.
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """
-    asked = check.Check(fault, check.chosen_windows(report))
+    asked = check.Check(name or str(fault), fault, check.chosen_windows(report))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice_samples=samples)
     checked = prepared.run(asked, Options())

@@ -304,7 +304,9 @@ def test_block_scale(dtype):
 # -- channels
 
 
-@pytest.mark.parametrize("family", [f for f, row in FAMILIES.items() if row.at_block_output and f != "swapped_channels"])
+@pytest.mark.parametrize(
+    "family", [f for f, row in FAMILIES.items() if row.at_block_output and f != "swapped_channels"]
+)
 def test_channels_narrow_every_family(family):
     """Where a fault works on outputs alone, channels left out keep every bit, and sizes are the whole tensor's."""
     y = sample(torch.float32)

@@ -130,7 +130,11 @@ CHANNELS = st.one_of(
     st.integers(1, 500).flatmap(lambda p: st.builds(Lanes, st.just(p), st.integers(0, p - 1))),
 )
 SIZES = {"stuck_bit": st.integers(0, 63), "bit_flip": st.floats(0, 1), "saturation": st.floats(0, 1)}
-SIZES |= {"truncation": st.integers(1, 52), "accumulation": st.integers(1, 5000), "input_truncation": st.integers(0, 52)}
+SIZES |= {
+    "truncation": st.integers(1, 52),
+    "accumulation": st.integers(1, 5000),
+    "input_truncation": st.integers(0, 52),
+}
 
 
 @st.composite

@@ -88,6 +88,11 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def say_summary(report: Any, paths: list[Path]) -> None:
     """The first screen: risk, top findings, next step, where the files are."""
+    say_findings(report)
+    say_files(report, paths)
+
+
+def say_findings(report: Any) -> None:
     summary = report["executive_summary"]
     run = report["run"]
     typer.echo(
@@ -102,7 +107,10 @@ def say_summary(report: Any, paths: list[Path]) -> None:
     if not summary["top_findings"]:
         typer.echo("nothing stands out")
     typer.echo(f"\nnext: {summary['next_step']}")
-    cost = run["cost"]
+
+
+def say_files(report: Any, paths: list[Path]) -> None:
+    cost = report["run"]["cost"]
     typer.echo(
         f"\n{cost['trials_run_now']} trials run now ({cost['trials']} in the store), "
         f"{cost['forwards']:.1f} forwards of the test data, {cost['seconds']:.1f} s"

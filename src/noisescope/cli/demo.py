@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from noisescope.cli import common
+from noisescope.findings import percent
 
 SAMPLES = 80  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
 HELD_OUT = 200
-FAULT = "int4"
+FAULT = "int4"  # 4-bit integers with one scale a tensor
 
 
 def run_demo(
@@ -53,13 +54,16 @@ def run_demo(
             )
         if not as_json:
             typer.echo("2. simulating a fault where the report warns, and where it does not", err=True)
-        report = api.put_to_the_test(subject, report, unseen, Format(FAULT), samples=HELD_OUT, output=output)
+        report = api.put_to_the_test(
+            subject, report, unseen, Format(FAULT), name="4-bit integers", samples=HELD_OUT, output=output
+        )
     paths = report.save(output)
     if as_json:
         typer.echo(report.to_json(), nl=False)
         return
-    common.say_summary(report, paths)
+    common.say_findings(report)
     say_check(report)
+    common.say_files(report, paths)
     page = next(path for path in paths if path.suffix == ".html")
     typer.echo(f"\n{time.perf_counter() - started:.0f} s in all. Open {page} in a browser.")
 
@@ -73,4 +77,4 @@ def say_check(report: Any) -> None:
     for row in section["windows"]:
         says = {"warned": "the report warns of", "robust": "the report calls robust"}[row["role"]]
         where = f"layers {row['start_layer']} to {row['end_layer']}"
-        typer.echo(f"  {where:<16} ({says}): {row['baseline_acc']:.1%} -> {row['noisy_acc']:.1%} right")
+        typer.echo(f"  {where:<16} ({says}): {percent(row['baseline_acc'])} -> {percent(row['noisy_acc'])} right")

@@ -39,6 +39,7 @@ def chosen_windows(report: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 class Check:
     """One fault at the operators of each window."""
 
+    name: str  # of the fault, for people
     fault: Any  # a perturbation
     windows: Mapping[str, tuple[int, int]]  # role -> (first, last) layer
     operators: tuple[str, ...] = ("linear",)
@@ -65,6 +66,6 @@ class Check:
         correct_looks(rows)
         return {
             "schema_version": 1,
-            "check": {"fault": str(self.fault), "operators": list(self.operators), "windows": rows},
+            "check": {"fault": self.name, "operators": list(self.operators), "windows": rows},
             "could_not_see": list(notes),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from noisescope.findings import LIMITS, Recommendation
+from noisescope.findings import LIMITS, Recommendation, percent
 from noisescope.findings.bands import NOT_MEASURABLE
 
 _MEANING = {
@@ -34,8 +34,8 @@ def plain_words(level: str, wanted: list[Recommendation], sections: dict[str, An
                      for layer in range(p["start"], p["end"] + 1)})  # fmt: skip
     where = f"layers {', '.join(map(str, layers))}" if layers else "the parts named above"
     words["success"] = (
-        f"On the new device {where} differ from the old one by less than {LIMITS['migration_mape']:.0%} on average "
-        "(MAPE), and this diagnosis, run again after the fixes, no longer names them."
+        f"On the new device {where} differ from the old one by less than {percent(LIMITS['migration_mape'], 0)} on "
+        "average (MAPE), and this diagnosis, run again after the fixes, no longer names them."
     )
     return words
 
@@ -47,8 +47,8 @@ def _loss(sections: dict[str, Any], scale: float) -> str:
         return ""
     low, high = ("?" if loss[end] is None else f"{100 * max(loss[end], 0):.0f}" for end in ("low", "high"))
     return (
-        f"With errors of {scale:.0%} in its matrix products it loses {100 * loss['value']:.0f} % of its right answers "
-        f"(between {low} and {high} %, from {loss['n']} questions)."
+        f"With errors of {percent(scale, 0)} in its matrix products it loses {percent(loss['value'], 0)} of its right "
+        f"answers (between {low} and {high} %, from {loss['n']} questions)."
     )
 
 

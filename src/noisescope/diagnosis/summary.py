@@ -18,6 +18,7 @@ from noisescope.findings import (
     by_severity,
     operator_advice,
     outlier_advice,
+    percent,
     report_risk,
 )
 from noisescope.sites import GROUPS
@@ -40,7 +41,7 @@ def findings(frame: Frame, sections: dict[str, Any]) -> list[Finding]:
             Finding(
                 point["severity"],
                 f"layers {point['start']} to {point['end']}",
-                f"avalanche point: noise in these layers costs {point['degradation']:.1%} of the accuracy, "
+                f"avalanche point: noise in these layers costs {percent(point['degradation'])} of the accuracy, "
                 f"more than 1.5 times what the layers beside them cost",
                 point["degradation"],
                 (point["interval"]["low"], point["interval"]["high"]),
@@ -99,14 +100,11 @@ def _loss_finding(component: str, row: Row, which: str) -> list[Finding]:
         return []
     loss = row["degradation"]
     if row.get("p_corrected", 1.0) >= SURE:
-        unsure = (
-            f"may cost {loss['value']:.1%} of the accuracy, which is not sure (corrected p = {row['p_corrected']:.2g})"
-        )
-        statement = f"{unsure}: raise --samples"
+        unsure = f"which is not sure (corrected p = {row['p_corrected']:.2g}): raise --samples"
+        statement = f"may cost {percent(loss['value'])} of the accuracy, {unsure}"
         return [Finding(NOT_MEASURABLE, component, statement, loss["value"], (loss["low"], loss["high"]), loss["n"])]
-    statement = (
-        f"noise here costs {loss['value']:.1%} of the accuracy ({row['baseline_acc']:.1%} to {row['noisy_acc']:.1%})"
-    )
+    accuracy = f"{percent(row['baseline_acc'])} to {percent(row['noisy_acc'])}"
+    statement = f"noise here costs {percent(loss['value'])} of the accuracy ({accuracy})"
     return [Finding(severity, component, statement, loss["value"], (loss["low"], loss["high"]), loss["n"])]
 
 
@@ -168,15 +166,15 @@ def recommendations(frame: Frame, sections: dict[str, Any]) -> list[Recommendati
         score = row.get("sensitivity_score")
         if name in counted_once(operators) and _critical(row):
             assert score is not None
-            issue = f"{row['degradation']['value']:.1%} accuracy loss with {frame.settings.scale:g} noise"
+            issue = f"{percent(row['degradation']['value'])} accuracy loss with {frame.settings.scale:g} noise"
             wanted.append(Recommendation("HIGH", f"Operator: {name}", issue, operator_advice(name)))
     layers = sections.get("layer_analysis") or {}
     for point in (point for point in layers.get("avalanche_points", []) if point["sure"]):
-        issue = f"{point['degradation']:.1%} degradation (avalanche point)"
+        issue = f"{percent(point['degradation'])} degradation (avalanche point)"
         wanted.append(Recommendation(point["severity"], f"Layers: {point['layer_range']}", issue, ADVICE["avalanche"]))
     for place, row in layers.get("places", {}).items():
         if row.get("band") in ("HIGH", "CRITICAL") and row.get("p_corrected", 1.0) < SURE:
-            issue = f"{row['degradation']['value']:.1%} degradation from noise in {place} alone"
+            issue = f"{percent(row['degradation']['value'])} degradation from noise in {place} alone"
             wanted.append(Recommendation("HIGH", f"Place: {place}", issue, ADVICE["critical layers"]))
     channels = sections.get("channel_analysis") or {}
     rows = channels.get("per_layer", {})
@@ -244,7 +242,7 @@ def smallest_seen(sections: dict[str, Any]) -> float | None:
 def _risk_words(risk: Risk, smallest: float | None) -> str:
     """LOW is for runs that could have seen otherwise."""
     if risk.level == "LOW" and (smallest is None or smallest > LEAST_POWER):
-        what = "any loss" if smallest is None else f"a loss below {smallest:.0%}"
+        what = "any loss" if smallest is None else f"a loss below {percent(smallest, 0)}"
         return f"{NOT_MEASURABLE} - too few samples to see {what}"
     return risk.level if risk.level == risk.meaning else f"{risk.level} - {risk.meaning}"
 
@@ -255,11 +253,11 @@ def next_step(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> s
     baseline = sections["metrics"]["baseline"]
     if baseline and not baseline["measurable"]:
         clean = baseline[frame.metric]
-        low, high = ("..." if end is None else f"{end:.1%}" for end in (clean["low"], clean["high"]))
+        low, high = ("..." if end is None else percent(end) for end in (clean["low"], clean["high"]))
         return (
-            f"The clean {frame.metric} is {clean['value']:.1%} [{low}, {high}] (n = {clean['n']}) and does not stand "
-            f"clear of chance ({frame.chance:.1%}), so no loss can be measured: raise --samples, or give data on which "
-            "the model answers rightly (--data)."
+            f"The clean {frame.metric} is {percent(clean['value'])} [{low}, {high}] (n = {clean['n']}) and does not "
+            f"stand clear of chance ({percent(frame.chance)}), so no loss can be measured: raise --samples, or give "
+            "data on which the model answers rightly (--data)."
         )
     if found and found[0].severity in ("CRITICAL", "HIGH"):
         return f"Validate {found[0].component} on the target hardware first; the recommendations say what to look at."
@@ -272,7 +270,9 @@ def next_step(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> s
     smallest = smallest_seen(sections)
     if smallest is None or smallest > LEAST_POWER:
         return "Nothing is sure with so few samples: raise --samples."
-    return f"Nothing stands out at this noise scale; a loss of {smallest:.1%} in one operator would have been seen."
+    return (
+        f"Nothing stands out at this noise scale; a loss of {percent(smallest)} in one operator would have been seen."
+    )
 
 
 def could_not_see(frame: Frame, sections: dict[str, Any], notes: list[str]) -> list[str]:
@@ -286,7 +286,7 @@ def could_not_see(frame: Frame, sections: dict[str, Any], notes: list[str]) -> l
         limits.append("too few samples: in some operator no loss of accuracy could have been found")
     elif smallest is not None:
         limits.append(
-            f"a loss of accuracy below {smallest:.1%} in one operator could have been missed (80 % power, "
+            f"a loss of accuracy below {percent(smallest)} in one operator could have been missed (80 % power, "
             "corrected for all looks); more samples see less"
         )
     if frame.settings.effort != "full" and sections.get("layer_analysis"):

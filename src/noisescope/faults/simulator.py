@@ -180,7 +180,7 @@ class FaultAim(CallWatcher):
         if y.numel() == 0 or not (acts or scope.fault.remembers):
             return y
         memory = self._memories.setdefault(occurrence, Memory(scope.stream))
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with torch.no_grad():
             new = faulty_output(scope.fault, y.detach(), call, memory)
             if not acts:
                 return y

@@ -28,6 +28,7 @@ from noisescope.findings.values import (
     Recommendation,
     by_priority,
     by_severity,
+    percent,
 )
 
 __all__ = [
@@ -58,5 +59,6 @@ __all__ = [
     "meaning",
     "operator_advice",
     "outlier_advice",
+    "percent",
     "report_risk",
 ]

@@ -70,3 +70,8 @@ def by_severity(findings: Iterable[Finding]) -> list[Finding]:
 def by_priority(recommendations: Iterable[Recommendation]) -> list[Recommendation]:
     """Most urgent first; alike urgent ones keep their order."""
     return sorted(recommendations, key=lambda r: PRIORITIES.index(r.priority))
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share in words: 0.123 is "12.3 %"."""
+    return f"{100 * share:.{digits}f} %"

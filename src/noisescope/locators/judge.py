@@ -101,7 +101,8 @@ def judge(y: Tensor, reference: Reference, *, bits: bool = True) -> Judgement:
         result.raise_to("element", float((error.abs() / limit).max()))
         result.raise_to("non-finite", math.inf if bool(one_sided.any()) else 0.0)
         result.worst_ulp = max(result.worst_ulp, float((error.abs() / ulp).max()))
-        medians.append(float((limit / ulp)[:: max(1, len(ulp) // 16)].median()))
+        seen = (limit / ulp)[(ref.values.abs() > 2.0 ** (form.least + form.bits)) & finite]
+        medians.append(float(seen[:: max(1, len(seen) // 4096)].median()) if len(seen) else 0.0)
         counted += _means(error[rows], ref, ulp[rows], finite[rows], rows, form, start, result, sums)
         result.looks += part.numel() + 2 * part.shape[1] + 4
     _judge_means(sums, counted, form, result)

@@ -106,9 +106,9 @@ def _usable(device: str | torch.device) -> torch.device:
         place = torch.device(device)
         if place.type == "meta":
             raise InvalidInput("device 'meta' computes nothing; name one that does: cpu, cuda, cuda:1, mps ...")
-        if float((torch.ones(1, dtype=torch.float32).to(place) + 1).cpu()) != 2.0:
+        if float((torch.ones(1, dtype=torch.float32, device="cpu").to(place) + 1).cpu()) != 2.0:
             raise InvalidInput(f"device {str(device)!r} does not add 1 and 1: no passport can be taken of it")
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         cure = "Give one this machine has: cpu, cuda, cuda:1, mps ..."
         raise InvalidInput(f"can't compute on device {str(device)!r}: {reason(error)}. {cure}") from error
     return place
@@ -117,7 +117,7 @@ def _usable(device: str | torch.device) -> torch.device:
 def _lacking(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why a device can't compute in a dtype at all, or None."""
     try:
-        one = torch.ones(16, 16, dtype=dtype).to(device)
+        one = torch.ones(16, 16, dtype=dtype, device="cpu").to(device)
         (one @ one).cpu()
     except REFUSALS as error:
         return reason(error)

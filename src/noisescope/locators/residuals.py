@@ -42,41 +42,41 @@ class Recorder:
     """Collects what the modules of the block that runs now are given and give."""
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[str, Tensor, int]] = []
-        self._inputs: list[tuple[str, Tensor, int, int]] = []
+        self._outputs: list[tuple[str, Tensor]] = []
+        self._inputs: list[tuple[str, Tensor, int]] = []
 
     def clear(self) -> None:
         self._outputs.clear()
         self._inputs.clear()
 
     def gave(self, module: str, y: Tensor) -> None:
-        self._outputs.append((module, y, y._version))
+        self._outputs.append((module, y.detach().clone()))  # blocks may add in place
 
     def got(self, module: str, x: Tensor) -> None:
-        self._inputs.append((module, x, x._version, len(self._outputs)))
+        self._inputs.append((module, x.detach().clone(), len(self._outputs)))
 
     def block(self, unit: Unit, order: int, x: Tensor, y: Tensor) -> Block:
-        """The block that has just run; tensors written over since are left out."""
+        """The block that has just run."""
         width, size = y.shape[-1], y.numel()
         step = max(1, -(-size // _MOST_ELEMENTS))
         found = Block(unit, order)
 
-        def fits(tensor: Tensor, version: int | None) -> bool:
-            return tensor.shape[-1:] == (width,) and tensor.numel() == size and version in (None, tensor._version)
+        def fits(tensor: Tensor) -> bool:
+            return tensor.shape[-1:] == (width,) and tensor.numel() == size
 
         def rows(tensor: Tensor) -> Tensor:
             return on_host(tensor.reshape(-1, width)[::step])
 
-        if fits(x, None):
+        if fits(x):
             found.terms["in"] = rows(x)
         counts = [len(found.terms)]
-        for module, tensor, version in self._outputs:
+        for module, tensor in self._outputs:
             role = module.removeprefix(f"{unit.module}.")
-            if module.startswith(f"{unit.module}.") and fits(tensor, version):
+            if module.startswith(f"{unit.module}.") and fits(tensor):
                 found.terms[role] = rows(tensor)
             counts.append(len(found.terms))
-        for module, tensor, version, before in self._inputs:
-            if module.startswith(f"{unit.module}.") and fits(tensor, version):
+        for module, tensor, before in self._inputs:
+            if module.startswith(f"{unit.module}.") and fits(tensor):
                 role = f"{module.removeprefix(f'{unit.module}.')}.in"
                 found.targets[role] = rows(tensor)
                 found.known_before[role] = counts[before]
@@ -142,10 +142,11 @@ class Residuals:
 def _candidates(block: Block, target: str) -> Iterator[Form]:
     """One term, sums of two, sums of three in every order of adding."""
     roles = list(block.terms)[: block.known_before[target]]
-    seen: dict[tuple[int, torch.Size], str] = {}
-    for role in roles:  # a module that only passes on what another gave is the same term
-        seen.setdefault((block.terms[role].data_ptr(), block.terms[role].shape), role)
-    roles = list(seen.values())
+    roles = [
+        role  # a module that only passes on what another gave is the same term
+        for at, role in enumerate(roles)
+        if not any(torch.equal(block.terms[role], block.terms[other]) for other in roles[:at])
+    ]
     yield from ((role,) for role in roles)
     yield from itertools.combinations(roles, 2)
     for a, b, c in itertools.combinations(roles, 3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from noisescope import findings
 from noisescope.reports.document import Cell
 
 Row = Mapping[str, Any]
@@ -16,7 +17,7 @@ _TONES = {
 
 
 def percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
+    return "" if value is None else findings.percent(value)
 
 
 def number(value: float | None) -> str:

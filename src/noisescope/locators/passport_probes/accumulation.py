@@ -140,12 +140,12 @@ def accumulation_rounding(product: Product, found: Accumulator) -> dict[str, Any
         return item(None, how, hidden="the width of the sum is unknown")
     if not found.at:
         return item(None, how, hidden=f"no loss was seen up to {found.bits - 1} bits")
-    name: str | None = None
-    for at in found.at:  # in some arrangements the terms of one element meet in another order: not clear there
-        name = _rounding(product, at, found.bits + 1, cancel=True)
-        if name != UNCLEAR:
-            break
-    return item(name, how) if name else item(None, how, hidden="the format can't hold the numbers of this probe")
+    names = [_rounding(product, at, found.bits + 1, cancel=True) for at in found.at]
+    if None in names:
+        return item(None, how, hidden="the format can't hold the numbers of this probe")
+    # In some arrangements the terms of one element meet in another order than those of the next: not clear there.
+    clear = list(dict.fromkeys(name for name in names if name != UNCLEAR)) or [UNCLEAR]
+    return item(clear[0], how, **({"in_other_arrangements": clear[1:]} if clear[1:] else {}))
 
 
 def result_rounding(product: Product, found: Accumulator) -> dict[str, Any]:

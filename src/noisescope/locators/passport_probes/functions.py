@@ -163,7 +163,7 @@ def _operands(form: Format, curve: Curve, count: int) -> Array:
     """Normal numbers of the format within the curve's range, each once."""
     low, high = max(curve.low, -form.largest), min(curve.high, form.largest)
     if form.precision <= 11:
-        x = values(torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(form.dtype))
+        x = values(torch.from_numpy(np.arange(-(2**15), 2**15).astype(np.int16)).view(form.dtype))
     else:
         bounded, half = math.isfinite(curve.high), count // 2
         even = np.linspace(low, high, half) if bounded else np.linspace(0.25, 4.0, half)

@@ -66,8 +66,7 @@ def power_of_two(form: Format, exponent: int) -> torch.Tensor:
         pattern = (exponent - form.emin + 1) << field
     else:
         pattern = 1 << (field - (form.emin - exponent))
-    size = torch.empty(0, dtype=form.dtype).element_size()
-    return torch.tensor([pattern], dtype=_INTEGERS[size]).view(form.dtype)
+    return torch.tensor([pattern], dtype=_INTEGERS[form.dtype.itemsize], device="cpu").view(form.dtype)
 
 
 def values(tensor: torch.Tensor) -> Array:

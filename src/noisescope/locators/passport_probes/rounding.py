@@ -31,7 +31,8 @@ def _directions() -> dict[str, Array]:
         "away from zero": 4 * np.ceil(outward / 4) * BIG_SIGN,
         "up": 4 * np.ceil(SMALL / 4),
         "down": 4 * np.floor(SMALL / 4),
-        # Tensor cores align the terms to the largest and cut each before they are added.
+        # Tensor cores align the terms to the largest and cut each before they are added, with a few bits to spare.
+        "toward zero, one bit to spare": 4 * np.floor(2 * np.trunc(SMALL / 2) * BIG_SIGN / 4) * BIG_SIGN,
         "each term cut toward zero before the sum": 4 * np.trunc(SMALL / 4),
         "not rounded here": SMALL,
     }

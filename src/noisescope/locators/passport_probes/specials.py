@@ -29,8 +29,8 @@ def one_term(product: Product) -> Call:
     """a x b as a product of matrices with one term; the rest of the inner dimension is zero."""
 
     def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        x = torch.zeros(16, 64, dtype=torch.uint8 if product.dtype.itemsize == 1 else product.dtype)
-        w = torch.zeros(64, 16, dtype=x.dtype)
+        kind = torch.uint8 if product.dtype.itemsize == 1 else product.dtype
+        x, w = (torch.zeros(shape, dtype=kind, device="cpu") for shape in ((16, 64), (64, 16)))
         # as bits: indexing is not implemented for 8-bit floats everywhere
         if product.dtype.itemsize == 1:
             x[:, 3], w[3] = a.view(torch.uint8), b.view(torch.uint8)
@@ -84,7 +84,7 @@ def _overflow(result: torch.Tensor, largest: float, how: str) -> dict[str, Any]:
 
 
 def _number(form: Format, number: float) -> torch.Tensor:
-    return torch.tensor([number], dtype=torch.float64).to(form.dtype)
+    return torch.tensor([number], dtype=torch.float64, device="cpu").to(form.dtype)
 
 
 def overflow(multiply: Call, form: Format, result: Format) -> dict[str, Any]:
@@ -162,8 +162,12 @@ def elementwise_specials(table: Mapping[str, Operation], dtype: torch.dtype, dev
         return nonsense(f"exp({form.largest:g}) is {got:g}", "exp(largest)")
 
     def cast_overflow() -> dict[str, Any]:
-        wide = torch.tensor([2.0 * form.largest, -2.0 * form.largest], dtype=torch.float32).to(device)
-        return _overflow(table["cast"](wide, dtype).cpu(), form.largest, "cast of +-2 x largest from float32")
+        both = np.array([2.0 * form.largest, -2.0 * form.largest], dtype=np.float32)
+        return _overflow(
+            table["cast"](torch.from_numpy(both).to(device), dtype).cpu(),
+            form.largest,
+            "cast of +-2 x largest from float32",
+        )
 
     lines = {
         **subnormals(lambda a, b: call("mul", a, b), form, form),

@@ -1,0 +1,184 @@
+"""What a classifier looks at: one operator's errors with everything that may explain them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.locators.floors import Format, Reference, number_format
+from noisescope.locators.judge import Judgement, tolerance
+from noisescope.locators.products import Recomputed
+
+_MOST_ELEMENTS = 1 << 22
+_MOST_NAMED = 4096  # channels that are listed one by one
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXPLAINED = 0.9  # share of the error's energy, or
+_FITTED = 2.0  # what is left over, in units of two healthy roundings
+
+
+@dataclass
+class Pattern:
+    """A class of fault, how sure it is among the classes, and the numbers behind it."""
+
+    fault_class: str
+    confidence: float
+    text: str
+    channels: tuple[int, ...] = ()
+    period: int | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Output and reference [R, C], in float64 but for `native`."""
+
+    operator: str
+    native: Tensor
+    y: Tensor
+    reference: Reference
+    limit: Tensor
+    bad: Tensor  # beyond tolerance, or not finite on one side only
+    concerned: tuple[int, ...]  # channels with alarms
+    operands: tuple[Tensor, Tensor] | None
+    x: Tensor | None
+    form: Format
+
+    @classmethod
+    def of(cls, operator: str, recomputed: Recomputed, judgement: Judgement) -> Evidence:
+        y, reference = recomputed.y, recomputed.reference
+        rows = max(1, _MOST_ELEMENTS // max(1, y.shape[1]))
+        operands = recomputed.operands
+        if len(y) > rows:
+            y = y[:rows]
+            reference = Reference(
+                reference.values[:rows],
+                tuple(bound[:rows] for bound in reference.bounds),
+                None if reference.spread is None else reference.spread[:rows],
+                exact=reference.exact,
+            )
+            one = operands is not None and operands[0].shape[0] == 1
+            operands = (operands[0][:, :rows], operands[1]) if operands is not None and one else None
+        form = number_format(y.dtype)
+        wide, values = y.double(), reference.values
+        limit = torch.zeros_like(values) if reference.exact else tolerance(reference)
+        inside = values.isfinite() & (values.abs() - limit <= form.largest * (1 + form.u))
+        finite = wide.isfinite() & inside
+        bad = torch.where(finite, (wide - values).abs() > limit, wide.isfinite() != inside)
+        x = None if recomputed.x is None else recomputed.x[: len(y)]
+        concerned = tuple(sorted(judgement.channels))
+        return cls(operator, y, wide, reference, limit, bad, concerned, operands, x, form)
+
+    @property
+    def values(self) -> Tensor:
+        return self.reference.values
+
+    @functools.cached_property
+    def fits(self) -> Tensor:
+        """Where the reference is finite in the output's format."""
+        return self.values.isfinite() & (self.values.abs() <= self.form.largest)
+
+    @functools.cached_property
+    def error(self) -> Tensor:
+        return torch.where(self.y.isfinite() & self.fits, self.y - self.values, 0.0)
+
+    @functools.cached_property
+    def columns(self) -> Tensor:
+        """The elements of the channels concerned, [R, C]; all where the alarm names none."""
+        mask = torch.zeros(self.y.shape[1], dtype=torch.bool)
+        mask[list(self.concerned) if self.concerned else slice(None)] = True
+        return mask.expand_as(self.bad)
+
+    @functools.cached_property
+    def scale(self) -> float:
+        """rms of the reference."""
+        values = self.values[self.fits]
+        return math.sqrt(float(values.square().mean())) if values.numel() else 1.0
+
+    @functools.cached_property
+    def variance(self) -> Tensor:
+        """Of a healthy error, taken twice (a faulty result is rounded again), at the larger of value and output."""
+        larger = torch.maximum(self.values.abs(), torch.where(self.y.isfinite(), self.y.abs(), 0.0))
+        rounding = self.form.ulp(larger.clamp_max(self.form.largest)).square() / 12
+        return (self.reference.variance + rounding).clamp_min(1e-300)
+
+    def weights(self) -> Tensor:
+        """Inverse variances of the elements concerned, 0 elsewhere."""
+        return torch.where(self.columns & self.fits & self.y.isfinite(), 1 / self.variance, 0.0)
+
+    def along(self, direction: Tensor) -> float:
+        """The size of a pattern in the error, by least squares."""
+        weight = self.weights()
+        total = float((direction.square() * weight).sum())
+        return float((self.error * direction * weight).sum()) / total if total > 0 else 0.0
+
+    def explains(self, pattern: Tensor) -> bool:
+        """Whether little is left of the error once a pattern is taken off it."""
+        weight = self.weights()
+        before = float((self.error.square() * weight).sum())
+        after = float(((self.error - pattern).square() * weight).sum())
+        count = max(1, int((weight > 0).sum()))
+        return before > 0 and after < 0.5 * before and (after < (1 - _EXPLAINED) * before or after / count < _FITTED)
+
+    def worst_fit(self, pattern: Tensor) -> bool:
+        return self.explains(pattern)
+
+    def chi(self, where: Tensor) -> float:
+        """Mean (e / sigma)^2 of some elements."""
+        if not bool(where.any()):
+            return 0.0
+        if self.reference.exact:
+            return float((self.error[where] != 0).any())
+        return float((self.error[where].square() / self.reference.variance[where].clamp_min(1e-300)).mean())
+
+    # -- bits
+
+    def constant_bits(self) -> list[tuple[int, int]]:
+        """(bit, value) that never changes in the channels concerned, though it does in the reference."""
+        columns = self.columns[0]
+        given = self.native[:, columns].contiguous().view(_INTEGERS[self.native.dtype.itemsize])
+        expected = self.values[:, columns].to(self.native.dtype).contiguous().view(given.dtype)
+        if given.numel() < 32:
+            return []
+        found = []
+        for bit in range(8 * given.element_size()):
+            share = float(((given >> bit) & 1).double().mean())
+            should = float(((expected >> bit) & 1).double().mean())
+            if (share > 0.999 and should < 0.95) or (share < 0.001 and should > 0.05):
+                found.append((bit, round(share)))
+        return found
+
+    def mended_by(self, bit: int) -> float:
+        """Share of the wrong elements that are right with one bit turned over; 1 where none is wrong."""
+        if not bool(self.bad.any()):
+            return 1.0
+        given = self.native[self.bad].contiguous().view(_INTEGERS[self.native.dtype.itemsize])
+        top = bit == 8 * given.element_size() - 1
+        mask = -(1 << bit) if top else 1 << bit
+        mended = (given ^ mask).view(self.native.dtype).double()
+        slack = self.limit[self.bad] + (self.form.ulp(self.values[self.bad].nan_to_num(0.0)) if bit < 2 else 0.0)
+        return float(((mended - self.values[self.bad]).abs() <= slack).double().mean())
+
+    # -- channels
+
+    @functools.cached_property
+    def reported(self) -> tuple[int, ...]:
+        """Channels worth naming: not where most are concerned, nor where each was hit by chance once."""
+        if not self.concerned or len(self.concerned) > min(_MOST_NAMED, 0.5 * self.y.shape[1]):
+            return ()
+        hits = int(self.bad.sum()) / len(self.concerned)
+        return self.concerned if hits >= 2 or len(self.concerned) <= 8 or not bool(self.bad.any()) else ()
+
+    @functools.cached_property
+    def period(self) -> int | None:
+        """The stride of the channels concerned: at least three, all one step apart or multiples of it."""
+        channels = self.reported
+        if len(channels) < 3:
+            return None
+        step = math.gcd(*(b - a for a, b in zip(channels, channels[1:], strict=False)))
+        expected = (self.y.shape[1] - channels[0] % step + step - 1) // step if step else 0
+        return step if step > 1 and len(channels) >= 0.5 * expected else None
