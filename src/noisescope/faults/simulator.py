@@ -177,10 +177,10 @@ class FaultAim(CallWatcher):
             scope.calls += 1
             self.count.forward += 1
         acts = scope.fault.is_due(context.rows.number - 1) and scope.stream.acts()
-        if y.numel() == 0 or not (acts or scope.fault.remembers):
+        if y.numel() == 0 or not acts:
             return y
         memory = self._memories.setdefault(occurrence, Memory(scope.stream))
-        with torch.no_grad():
+        with torch._C.DisableTorchFunction(), torch.no_grad():
             new = faulty_output(scope.fault, y.detach(), call, memory)
             if not acts:
                 return y

@@ -16,7 +16,7 @@ import torch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def scattered(shape: tuple[int, ...], seed: int, bits: int) -> Array:
 def bits_of(tensor: torch.Tensor) -> Array:
     """The bit patterns of a tensor as integers."""
     host = tensor.detach().cpu().contiguous()
-    return np.asarray(host.view(_INTEGERS[host.element_size()]).numpy())
+    return np.asarray(host.view(INTEGERS[host.element_size()]).numpy())
 
 
 def power_of_two(form: Format, exponent: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def power_of_two(form: Format, exponent: int) -> torch.Tensor:
         pattern = (exponent - form.emin + 1) << field
     else:
         pattern = 1 << (field - (form.emin - exponent))
-    return torch.tensor([pattern], dtype=_INTEGERS[form.dtype.itemsize], device="cpu").view(form.dtype)
+    return torch.tensor([pattern], dtype=INTEGERS[form.dtype.itemsize], device="cpu").view(form.dtype)
 
 
 def values(tensor: torch.Tensor) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from noisescope.locators.passport_probes.numbers import (
+    INTEGERS,
     Format,
     attempt,
     bits_of,
@@ -29,15 +30,10 @@ def one_term(product: Product) -> Call:
     """a x b as a product of matrices with one term; the rest of the inner dimension is zero."""
 
     def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        kind = torch.uint8 if product.dtype.itemsize == 1 else product.dtype
-        x, w = (torch.zeros(shape, dtype=kind, device="cpu") for shape in ((16, 64), (64, 16)))
-        # as bits: indexing is not implemented for 8-bit floats everywhere
-        if product.dtype.itemsize == 1:
-            x[:, 3], w[3] = a.view(torch.uint8), b.view(torch.uint8)
-            x, w = x.view(product.dtype), w.view(product.dtype)
-        else:
-            x[:, 3], w[3] = a, b
-        return product.raw(x, w)[:1, 0]
+        bits = INTEGERS[product.dtype.itemsize]  # written as bits: 8-bit floats can't be assigned everywhere
+        x, w = (torch.zeros(shape, dtype=bits, device="cpu") for shape in ((16, 64), (64, 16)))
+        x[:, 3], w[3] = a.view(bits), b.view(bits)
+        return product.raw(x.view(product.dtype), w.view(product.dtype))[:1, 0]
 
     return call
 

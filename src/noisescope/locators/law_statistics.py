@@ -1,0 +1,155 @@
+"""R24: what a healthy output never looks like, whatever was computed: stuck bits, dead channels, gaps, ties.
+
+Only rows that come from different inputs count: a token that occurs twice gives the same row twice in the first block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noisescope.locators.floors import number_format
+from noisescope.locators.law_readings import Reading, columns, rms
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FEW = 200  # numbers in which a bit must stay the same: 2^-200 by chance
+_CHANNEL_ROWS = 40  # rows, where a single channel is judged: 2^-39, for up to 10^7 bits and channels
+_CONSTANT = 0.995
+_DIFFERENT = 4  # rows that must differ before a constant channel says anything
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What was found in one output."""
+
+    stuck: tuple[tuple[int, int], ...] = ()  # (bit, value) that hardly ever changes
+    stuck_channels: tuple[int, ...] = ()  # where only some channels have it
+    dead: tuple[int, ...] = ()  # channels that are constant
+    gap: float = 0.0  # no number but 0 is smaller than this, and zeros fill the gap
+    gap_share: float = 0.0
+    gap_channels: tuple[int, ...] = ()
+    limit: float = 0.0  # numbers pile up at this size
+    ties: int = 0
+    clear_ties: bool = False  # enough of them to be an alarm by themselves
+
+
+def different_rows(x: Tensor) -> Tensor:
+    """Indices of rows with different contents."""
+    seen: dict[bytes, int] = {}
+    view = x.contiguous().view(_INTEGERS[x.dtype.itemsize]).numpy()
+    for row in range(len(view)):
+        seen.setdefault(view[row].tobytes(), row)
+    return torch.tensor(list(seen.values()), dtype=torch.long)
+
+
+def look(y: Tensor) -> Statistics:
+    """Statistics of an output [R, C] in its own dtype, rows all different, no bias added."""
+    values = y.double()
+    usable = values.isfinite().all(-1)
+    y, values = y[usable], values[usable]
+    if len(y) < 2:
+        return Statistics()
+    dead = _dead(values)
+    stuck, stuck_channels = _stuck_bits(y, values, dead)
+    gap, share, gap_channels = _gap(values, dead)
+    limit, ties, clear = _ties(values)
+    return Statistics(stuck, stuck_channels, dead, gap, share, gap_channels, limit, ties, clear)
+
+
+def reading(found: Statistics, y: Tensor) -> Reading:
+    """Broken where something was found that never happens by chance."""
+    told = []
+    channels: tuple[int, ...] = ()
+    if found.stuck:
+        named = ", ".join(f"bit {bit} always {value}" for bit, value in found.stuck[:4])
+        told.append(f"{named}{' ...' if len(found.stuck) > 4 else ''}")
+        channels = found.stuck_channels
+    if found.dead:
+        told.append(f"{len(found.dead)} of {y.shape[-1]} channels constant")
+        channels = channels or found.dead
+    if found.gap:
+        told.append(f"{found.gap_share:.1%} of numbers are 0 and no other is below {found.gap:.3g}")
+        channels = channels or found.gap_channels
+    if found.clear_ties:
+        told.append(f"{found.ties} numbers tie at {found.limit:.4g}")
+    size = found.gap / max(rms(y.double()), 1e-300)
+    return Reading("R24", math.inf if told else 0.0, size, channels=channels, elements=y.numel(),
+                   share=found.gap_share, facts={"words": "; ".join(told)} if told else {})  # fmt: skip
+
+
+def _dead(values: Tensor) -> tuple[int, ...]:
+    """Channels with one number in all rows, where fewer than half of the channels are so."""
+    if len(values) < _DIFFERENT:
+        return ()
+    constant = (values == values[:1]).all(0)
+    return tuple(constant.nonzero().flatten().tolist()) if int(constant.sum()) * 2 <= constant.numel() else ()
+
+
+def _stuck_bits(y: Tensor, values: Tensor, dead: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Mantissa bits that are the same nearly everywhere, or in all rows of a channel whose numbers are spread wide."""
+    alive = torch.ones(y.shape[-1], dtype=torch.bool)
+    alive[list(dead)] = False
+    counted = (values != 0) & alive
+    pattern = y.contiguous().view(_INTEGERS[y.dtype.itemsize])
+    form = number_format(y.dtype)
+    stuck: list[tuple[int, int]] = []
+    lanes: dict[tuple[int, int], Tensor] = {}
+    # A channel's bit must change where its numbers are spread over many times what the bit is worth.
+    spread = values.std(0) / form.ulp(values.abs().amax(0)) if len(y) >= _CHANNEL_ROWS else torch.zeros(y.shape[-1])
+    for bit in range(form.bits - 1):
+        set_here = (pattern >> bit) & 1 != 0
+        ones = int((set_here & counted).sum())
+        total = int(counted.sum())
+        if total >= _FEW and not 1 - _CONSTANT < ones / total < _CONSTANT:
+            stuck.append((bit, int(ones * 2 > total)))
+            continue
+        wide = alive & (spread > 8.0 * 2**bit) & ((values != 0).sum(0) >= _CHANNEL_ROWS)
+        for value in (0, 1):
+            same = wide & ((set_here == bool(value)) | (values == 0)).all(0)
+            if bool(same.any()):
+                lanes[bit, value] = same
+    if stuck:
+        return tuple(stuck), ()
+    if not lanes:
+        return (), ()
+    return tuple(lanes), columns(torch.stack(list(lanes.values())))
+
+
+def _gap(values: Tensor, dead: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+    """Zeros where the density of numbers says there should be small ones."""
+    zero = values == 0
+    zero[:, list(dead)] = False
+    zero &= ~(values == 0).all(-1, keepdim=True)
+    zeros = int(zero.sum())
+    if zeros < 8:
+        return 0.0, 0.0, ()
+    here = zero.any(0)
+    size = values[:, here].abs()
+    size = size[size > 0]
+    if not len(size):
+        return 0.0, 0.0, ()
+    smallest = float(size.min())
+    near = int((size <= 2 * smallest).sum())
+    # Density is highest round 0, so the gap (0, smallest) lacks about as many numbers as (smallest, 2 smallest) has.
+    if near < 4 or zeros < 0.25 * near or zeros > 64 * near:
+        return 0.0, 0.0, ()
+    return smallest, zeros / values.numel(), columns(zero)
+
+
+def _ties(values: Tensor) -> tuple[float, int, bool]:
+    """Numbers that are exactly as large as the largest, of one sign or both."""
+    best = (0.0, 0, False)
+    for side in (values, -values, values.abs()):
+        top = float(side.max())
+        if top <= 0:
+            continue
+        at = side == top
+        near = int(((side < top) & (side > top * (1 - 1 / 16))).sum())
+        ties = int(at.sum())
+        if ties > best[1]:
+            clear = ties >= 8 and int(at.any(0).sum()) >= 3 and ties > 4 * near
+            best = (top, ties, clear)
+    return best
