@@ -51,7 +51,7 @@ def test_the_findings_are_true(demo: tuple[Path, str]) -> None:
     assert warned["degradation"]["low"] > 0.3 and warned["p_corrected"] < 0.001
     assert robust["degradation"]["high"] < 0.1
     held_out = {"samples": report["run"]["data"]["samples"], "checked on": report["check"]["samples"]}
-    assert held_out == {"samples": 80, "checked on": 200}
+    assert held_out == {"samples": 64, "checked on": 200}
 
 
 def test_the_report_is_drawn_again_without_torch(demo: tuple[Path, str], tmp_path: Path) -> None:

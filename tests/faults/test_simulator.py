@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import noisescope as ns
 from noisescope.errors import InvalidInput, ModelHeld, NothingInjected
 from noisescope.faults import (
     FAMILIES,
     Accumulation,
+    DeadKLane,
     DeadLane,
     DeadZone,
     ExpTable,
@@ -114,7 +118,12 @@ def test_hooks_and_noise_come_after_the_fault(llama):
     """A user's forward hook and an injection opened later work on the faulty values."""
     down = llama.model.layers[1].mlp.down_proj
     inputs, outputs = [], []
-    handle = down.register_forward_hook(lambda m, args, y: (inputs.append(args[0]), outputs.append(y)))
+
+    def hook(module, args, y):
+        inputs.append(args[0])
+        outputs.append(y)
+
+    handle = down.register_forward_hook(hook)
     with faulty(llama, Gain(0.5), 1, operator="linear", module="down_proj") as scope:
         with ns.inject(llama, ns.Injection(ns.Bias(0.1, "element"), modules=["*layers.1.mlp.down_proj"])):
             run(llama)
@@ -127,9 +136,12 @@ def test_hooks_and_noise_come_after_the_fault(llama):
 
 def test_two_faults_at_once(llama):
     """Each acts, counts for itself, and the inner one sees what the outer one did."""
-    with faulty(llama, Gain(1.0), 1) as first, faulty(llama, DeadLane(channels=(3,)), 1) as second:
-        with ns.capture(llama, operators={"residual"}, layers={1}, keep="raw") as seen:
-            run(llama)
+    with (
+        faulty(llama, Gain(1.0), 1) as first,
+        faulty(llama, DeadLane(channels=(3,)), 1) as second,
+        ns.capture(llama, operators={"residual"}, layers={1}, keep="raw") as seen,
+    ):
+        run(llama)
     ((_, y),) = next(iter(seen.raw.values()))
     with ns.capture(llama, operators={"residual"}, layers={1}, keep="raw") as clean:
         run(llama)
@@ -148,6 +160,25 @@ def test_the_faults_own_arithmetic_is_hidden(llama):
         run(llama)
     counts = [{site: s.count for site, s in c.statistics.items()} for c in (clean, seen)]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("where", ["1/linear", "1/matmul"])
+def test_a_users_function_mode_sees_the_model_only(where):
+    """Products computed again for a fault don't pass through modes that are on."""
+    model = tiny_model("llama", attn_implementation="eager")
+
+    class Products(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.count += func in (F.linear, torch.matmul)
+            return func(*args, **(kwargs or {}))
+
+    with Products() as clean:
+        run(model)
+    with faulty(model, DeadKLane(), where), Products() as seen:
+        run(model)
+    assert seen.count == clean.count > 0
 
 
 # -- where
@@ -229,24 +260,24 @@ def test_nothing_injected_is_an_error(llama):
     """No call, a time that never came, a call that the module does not make: all say so."""
     with pytest.raises(NothingInjected, match="was not called"), faulty(llama, Gain(), 1):
         pass
-    with pytest.raises(NothingInjected, match=r"from forward 2 on \(from 0\), and the scope saw 2"):
-        with faulty(llama, Gain(start=2), 1):
-            run(llama)
-            run(llama)
-    with pytest.raises(NothingInjected, match="call 5 of matmul within its module, and none had that many"):
-        with faulty(llama, Gain(), "1/matmul#5"):
-            run(llama)
+    never_due = pytest.raises(NothingInjected, match=r"from forward 2 on \(from 0\), and the scope saw 2")
+    with never_due, faulty(llama, Gain(start=2), 1):
+        run(llama)
+        run(llama)
+    too_few = pytest.raises(NothingInjected, match="call 5 of matmul within its module, and none had that many")
+    with too_few, faulty(llama, Gain(), "1/matmul#5"):
+        run(llama)
     llama.model.layers[2].forward = lambda hidden_states, **kwargs: hidden_states
-    with pytest.raises(NothingInjected, match="never fired"), faulty(llama, Gain(), "2/silu"):
+    with pytest.raises(NothingInjected, match="nothing fired in 1"), faulty(llama, Gain(), "2/silu"):
         run(llama)
 
 
 def test_a_token_embedding_has_no_faulty_input(llama):
     """An output that is no tensor of numbers is refused by name."""
     llama.model.embed_tokens.forward = lambda ids: ids
-    with pytest.raises(InvalidInput, match="gave torch.int64; faults fall on floating-point tensors"):
-        with faulty(llama, Gain(), "embed"):
-            run(llama)
+    refused = pytest.raises(InvalidInput, match=r"gave torch\.int64; faults fall on floating-point tensors")
+    with refused, faulty(llama, Gain(), "embed"):
+        run(llama)
 
 
 # -- when
@@ -259,7 +290,7 @@ def changes(scope, model, times: int) -> list[int]:
         for _ in range(times):
             run(model)
             seen.append(scope.changed)
-    return [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(seen)]
 
 
 def test_a_fault_is_persistent_unless_given_a_time(llama):
@@ -302,9 +333,8 @@ def test_absolute_saturation_and_occurrences_are_frozen_apart(llama):
     with faulty(llama, fault, "1/matmul"), ns.capture(llama, operators={"matmul"}, layers={1}, keep="raw") as seen:
         run(llama)
         run(llama, TOKENS + 20)
-    for calls in seen.raw.values():
-        first, second = (float(y.abs().max()) for _, y in calls)
-        assert first == second
+    limits = [[float(y.abs().max()) for _, y in calls] for calls in seen.raw.values()]
+    assert all(first == second for first, second in limits) and limits[0] != limits[1]
 
 
 # -- random numbers
@@ -407,9 +437,9 @@ def test_no_trace(llama, family, way):
             run(llama)
             raise ZeroDivisionError
     elif way == "nested":
-        with ns.inject(llama, ns.Injection(ns.Gaussian(0.1))), faulty(llama, fault, 1, operator=operator):
-            with ns.capture(llama):
-                run(llama)
+        noise = ns.inject(llama, ns.Injection(ns.Gaussian(0.1)))
+        with noise, faulty(llama, fault, 1, operator=operator), ns.capture(llama):
+            run(llama)
     elif way == "training":
         with faulty(llama, fault, 1, operator=operator):
             llama(TOKENS, labels=TOKENS).loss.backward()

@@ -12,7 +12,9 @@ import typer
 
 from noisescope.errors import InvalidInput
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or id, a .gguf file, or demo.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or id, a .gguf or .pt file, or demo.")
+]
 Data = Annotated[
     Path | None,
     typer.Option("--data", help="JSONL, JSON, CSV or Parquet. Default: the demo's own, else built-in text."),
@@ -72,6 +74,16 @@ def resumable(output: Path | None) -> Iterator[None]:
         kept = "" if output is None else f" What was measured is kept: noisescope runs resume {output}"
         typer.echo(f"\ninterrupted.{kept}", err=True)
         raise typer.Exit(130) from None
+
+
+def repeatable(name: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """A command for `runs resume`: its paths mean the same from any folder. A hub id or a name stays what it is."""
+    options = dict(asked)
+    for key in ("model", "data", "calibration"):
+        path = options.get(key)
+        if isinstance(path, str) and path != "demo" and Path(path).exists():
+            options[key] = str(Path(path).absolute())
+    return {"name": name, "options": options}
 
 
 def numbers(text: str, what: str) -> tuple[float, ...]:

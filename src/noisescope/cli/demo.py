@@ -12,7 +12,7 @@ import typer
 from noisescope.cli import common
 from noisescope.findings import percent
 
-SAMPLES = 80  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
+SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
 HELD_OUT = 200
 FAULT = "int4"  # 4-bit integers with one scale a tensor
 
@@ -50,7 +50,7 @@ def run_demo(
         with Shown() as progress:
             options = api.Options(output=output, progress=progress)
             report = api.diagnose(
-                subject, samples=SAMPLES, seeds=2, slice_samples=SAMPLES, calibration_samples=200, options=options
+                subject, samples=SAMPLES, seeds=2, slice_samples=SAMPLES, calibration_samples=128, options=options
             )
         if not as_json:
             typer.echo("2. simulating a fault where the report warns, and where it does not", err=True)
@@ -72,7 +72,7 @@ def say_check(report: Any) -> None:
     """Two lines that make the point."""
     section = report["check"]
     typer.echo(
-        f"\nwas it right? The linears of three layers in {section['fault']}, {section['samples']} unseen problems:"
+        f"\nwas it right? Linears that give {section['fault']}, in three layers; {section['samples']} unseen problems:"
     )
     for row in section["windows"]:
         says = {"warned": "the report warns of", "robust": "the report calls robust"}[row["role"]]

@@ -71,7 +71,7 @@ def diagnose_model(
     \b
     noisescope diagnose demo
     noisescope diagnose path/to/model --data gsm8k.jsonl --device cuda -o out
-    noisescope diagnose path/to/model --effort screen          one backward pass, seconds
+    noisescope diagnose path/to/model --effort screen          two backward passes, seconds
     noisescope diagnose path/to/model --level operator --operators softmax,norm
     noisescope diagnose path/to/model --dry-run                what it would cost
     noisescope diagnose --config run.yaml --seeds 5            the file's options, and another number of seeds
@@ -80,9 +80,8 @@ def diagnose_model(
     avalanche points, layer x operator map), channel (outliers).
     """
     asked = {name: value for name, value in locals().items() if name not in ("as_json", "config")}
-    run_diagnosis(
-        {**asked, "data": _text(data), "calibration": _text(calibration), "output": str(output)}, as_json=as_json
-    )
+    paths = {"data": _text(data), "calibration": _text(calibration), "output": str(output)}
+    run_diagnosis({**asked, **paths}, as_json=as_json)
 
 
 def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
@@ -134,7 +133,7 @@ def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
                     address=asked["address"],
                     progress=progress,
                     retry_failed=asked["retry_failed"],
-                    command={"name": "diagnose", "options": asked},
+                    command=common.repeatable("diagnose", asked),
                 ),
             )
     paths = report.save(output)
@@ -145,5 +144,4 @@ def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
 
 
 def _text(path: Path | None) -> str | None:
-    """Absolute, so that `runs resume` works from another folder."""
-    return None if path is None else str(path.absolute())
+    return None if path is None else str(path)

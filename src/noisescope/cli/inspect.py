@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 def inspect_model(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face folder or cached id, a .gguf file, or tiny:NAME.")
+        str,
+        typer.Argument(metavar="MODEL", help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the machine form.")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bf16, fp16 ...; as stored unless given.")] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="sdpa, eager ...; the model's own choice.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="List every module.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="List every module.")] = False,
 ) -> None:
     """Show where noise can fall in a model: places, operators, and what is fused, absent or quantised.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from noisescope.cli.common import Device, plain_warnings
+from noisescope.errors import InvalidInput
 
 _SHORT = {
     "nearest, ties to even": "nearest",
@@ -107,7 +108,12 @@ def passport_of_device(
             found["differences"] = [dataclasses.asdict(difference) for difference in differences]
         typer.echo(json.dumps(found, indent=1))
         return
-    draw(passport)
+    try:
+        draw(passport)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        if stored is None:
+            raise
+        raise InvalidInput(f"{stored} is damaged ({error!r}): take the passport again") from error
     if differences is not None and theirs is not None:
         typer.echo(f"\nAgainst {other}: {_device(theirs)}")
         if passport.get("quick") != theirs.get("quick"):

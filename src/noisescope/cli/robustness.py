@@ -82,7 +82,7 @@ def run_robustness(asked: dict[str, Any], *, as_json: bool = False) -> None:
                     address=asked["address"],
                     progress=progress,
                     retry_failed=asked["retry_failed"],
-                    command={"name": "robustness", "options": asked},
+                    command=common.repeatable("robustness", asked),
                 ),
             )
     paths = [] if output is None else report.save(output)

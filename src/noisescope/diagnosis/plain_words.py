@@ -16,7 +16,7 @@ _MEANING = {
 
 
 def plain_words(level: str, wanted: list[Recommendation], sections: dict[str, Any], scale: float) -> dict[str, str]:
-    """Four short paragraphs; every number in them stands elsewhere in the report with its interval."""
+    """Three short paragraphs; every number in them stands elsewhere in the report with its interval."""
     urgent = [r for r in wanted if r.priority in ("CRITICAL", "HIGH")]
     words = {"risk": f"{_MEANING[level]} {_loss(sections, scale)}".strip()}
     if wanted:
@@ -24,7 +24,7 @@ def plain_words(level: str, wanted: list[Recommendation], sections: dict[str, An
         words["work"] = (
             f"{len(wanted)} {_plural(len(wanted), 'fix', 'fixes')}, {len(urgent)} of them urgent: {named}. Each is a "
             "change of precision, scaling or kernel settings, or a check of one operation on the device; none of them "
-            "needs other hardware or new training data."
+            "needs other hardware."
         )
     elif level == NOT_MEASURABLE:
         words["work"] = "First measure again with more samples; the next step above says how."

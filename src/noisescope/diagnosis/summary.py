@@ -265,6 +265,8 @@ def next_step(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> s
     rows += (sections.get("layer_analysis") or {}).get("windows", [])
     if rows and all(row["evidence"] == "failed" for row in rows):
         return f"Every trial failed; the first says: {rows[0]['error']}"
+    if not rows and sections.get("channel_analysis"):
+        return "Only channels were looked at: run again with --level operator,layer to see what noise costs."
     if not any(row["evidence"] == "injected" for row in rows):
         return "No noise was injected into operators or layers: choose --level and --operators that the model has."
     smallest = smallest_seen(sections)

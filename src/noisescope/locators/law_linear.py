@@ -23,7 +23,9 @@ from noisescope.locators.law_floors import (
     squares_from_split,
     truncation_share,
 )
-from noisescope.locators.law_readings import Reading, differing, exact, floored, host, rms, same_bits
+from noisescope.locators.law_readings import Reading, exact, floored, host, rms, same_bits
+from noisescope.locators.law_repeats import steadiness
+from noisescope.locators.recompute import host_arithmetic
 
 ANALYSED = 1 << 20  # numbers of an output that are looked at, in whole rows
 _SEED = 5
@@ -51,6 +53,7 @@ class Linear:
     x: Tensor
     terms: int  # K, the length of its sums
     free_rows: bool = True  # rows are independent of their place: they may be moved and called alone
+    statistics: bool = True  # columns of the output are channels, so that R24 makes sense
     additive: bool = True  # not so where activations are quantised on the way
     zero_channels: Callable[[tuple[int, ...]], set[int]] | None = None  # which channels have a weight of 0
 
@@ -72,10 +75,10 @@ def examine(linear: Linear, y: Tensor | None) -> Examined:
     halves = None if split is None else linear.call(split[0])
     zero, nan = _zero_and_nan(linear)
     alone = linear.call(x.reshape(-1, x.shape[-1])[:1]) if linear.free_rows and x.numel() > x.shape[-1] else None
-    with torch._C.DisableTorchFunction():
+    with host_arithmetic():
         rows = _rows(base)
         b = host(base)[rows].double()
-        found.readings.append(_repeat(host(base), host(repeat)))
+        found.readings.append(repeat_reading(host(base), host(repeat)))
         found.readings.append(
             exact("R17", host(scaled)[rows].double(), -factor * b, _allowed(b, base.dtype))
         )  # stands for R7 as well until it breaks
@@ -91,7 +94,8 @@ def examine(linear: Linear, y: Tensor | None) -> Examined:
             _same_rows("R2", host(turned), _rolled_back(base, x), squares, linear.terms, found)
         if alone is not None:
             _same_rows("R3", host(alone), host(base)[:1], squares[:1], linear.terms, found)
-        _statistics(linear, base, found)
+        if linear.statistics:
+            _statistics(linear, base, found)
     if found.broken:
         _look_closer(linear, base, found)
     else:
@@ -160,7 +164,7 @@ def _zero_and_nan(linear: Linear) -> tuple[Tensor, Tensor | None]:
     return out[1:], out[:1]
 
 
-def _repeat(first: Tensor, second: Tensor) -> Reading:
+def repeat_reading(first: Tensor, second: Tensor) -> Reading:
     return exact("R1", second.double(), first.double())
 
 
@@ -247,40 +251,18 @@ def _statistics(linear: Linear, base: Tensor, found: Examined) -> None:
 def _look_closer(linear: Linear, base: Tensor, found: Examined) -> None:
     """Calls that only a suspect pays for: does the fault repeat itself, is it odd, does it scale, has it an offset?"""
     x, facts = linear.x, found.facts
-    again = [linear.call(x) for _ in range(4)]
-    rolled = _rolled(x) if linear.free_rows else None
-    turned = None if rolled is None else linear.call(rolled)
-    after = None if rolled is None else linear.call(x)
+    facts.update(steadiness(linear.call, x, base, _rolled(x) if linear.free_rows else None))
     minus, zero = linear.call(-x), linear.call(torch.zeros_like(x))
     factor = _factor(x, base)
     double = linear.call(x * factor)
-    with torch._C.DisableTorchFunction():
-        runs = [host(y).double() for y in again[1:]]  # the first may still hold what an earlier call left
-        y = runs[-1]
-        changed = torch.stack([differing(run, y) for run in runs[:-1]]).any(0)
-        first = host(base).double()
-        facts["random"] = bool(changed.any())
-        if after is not None and turned is not None and not facts["random"]:
-            stale = host(after).double()
-            off = differing(stale, y)
-            left = y.roll(1, 0)
-            facts["stale"] = bool(off.any()) and float((stale == left)[off].double().mean()) > 0.9
-            facts["slots"] = bool(differing(host(turned).double(), left).any())
-        if facts["random"] or bool(differing(first, y).any()):
-            changed |= differing(first, y)
-            _note_changes(changed, facts)
+    with host_arithmetic():
+        y = facts.pop("steady")
         m, d, z = host(minus).double(), host(double).double(), host(zero).double()
         if not facts["random"]:
             found.readings[:] = [r for r in found.readings if r.law != "R17"]
             found.readings.append(exact("R17", d, factor * y, _allowed(y, base.dtype)))
         found.readings.append(exact("R7", m, -y, _allowed(y, base.dtype)))
         facts.update(_shape_of_even_part(y, m, base.dtype), **_offset(z, y, base.dtype))
-
-
-def _note_changes(changed: Tensor, facts: dict[str, Any]) -> None:
-    hit = changed.any(0)
-    facts["changed share"] = float(changed.double().mean())
-    facts["changed within channels"] = float(changed[:, hit].double().mean()) if bool(hit.any()) else 0.0
 
 
 def _shape_of_even_part(y: Tensor, minus: Tensor, dtype: torch.dtype) -> dict[str, Any]:

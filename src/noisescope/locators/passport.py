@@ -91,7 +91,7 @@ def _examine_product(product: Product, quick: bool) -> dict[str, Any]:
         **lines,
         **product_specials(product),
         **invariance(product, widths, quick=quick),
-        **linear_laws(product),
+        **linear_laws(product, widths),
     }
 
 

@@ -91,6 +91,8 @@ NAMES = {  # of lines, where one is named by itself
     "operand_bits": "bits of operands",
     "small_integers": "a product of small whole numbers",
     "error": "the error against float64",
+    "rows_sum": "the sum of attention's weights",
+    "key_shift": "keys that are all shifted alike",
 }
 
 
@@ -101,7 +103,7 @@ def shown(key: str, line: dict[str, Any]) -> str:
         return f"not visible ({line['hidden']})" if "hidden" in line else "not known"
     if key == "batch_sizes":
         sizes = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        return f"among {sizes} rows" if value else "at no batch size tried"
+        return f"at batch size{'s' if ',' in sizes else ''} {sizes}" if value else "at no batch size tried"
     if key == "repeats":
         return f"{value} of {line.get('repeats', '?')} times" if value else "never"
     if isinstance(value, bool):

@@ -98,8 +98,8 @@ def check(report: Row) -> Iterable[Section]:
         for row in section["windows"]
     )
     told = (
-        f"A simulated fault on {section['samples']} problems that the diagnosis has not seen: every "
-        f"{' and '.join(section['operators'])} of three layers is computed in {section['fault']}."
+        f"A simulated fault on {section['samples']} problems that the diagnosis has not seen: the output of every "
+        f"{' and '.join(section['operators'])} of these layers is rounded to {section['fault']}."
     )
     head = ("where the fault is", "layers", "accuracy before", "accuracy with the fault", "accuracy lost")
     yield Section("check", "The findings put to the test", (Paragraph(told), Table("check", head, body)))

@@ -115,9 +115,13 @@ def batched(product: Product) -> dict[str, Any]:
 
 
 @np.errstate(all="ignore")
-def linear_laws(product: Product) -> dict[str, dict[str, Any]]:
-    """f(0) = 0, f(-x) = -f(x), f(2x) = 2 f(x), and a one-hot row reads a row of w back: exact in healthy arithmetic."""
-    precision, smallest = format_of(product.dtype).precision, format_of(product.result_dtype).smallest_normal
+def linear_laws(product: Product, widths: Widths) -> dict[str, dict[str, Any]]:
+    """f(0) = 0, f(-x) = -f(x), f(2x) = 2 f(x), and a one-hot row reads a row of w back: exact in healthy arithmetic.
+
+    Numbers have no more bits than the product was seen to keep: a short operand or sum is said elsewhere.
+    """
+    precision = widths.carried(format_of(product.dtype).precision)
+    smallest = format_of(product.result_dtype).smallest_normal
     x = scattered((ROWS, 256), 21, precision)
     w = scattered((256, 64), 22, precision)
     x = x / 2  # 2x stays below 1

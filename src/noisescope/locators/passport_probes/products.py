@@ -39,16 +39,23 @@ class Widths:
     operand: int | None  # None: operands are not cut
     running_sum: int
     result: int
+    drifts: bool = True  # the running sum is not known to be rounded to nearest
+
+    def carried(self, precision: int) -> int:
+        """Significant bits of an operand of this precision that come through to the result."""
+        operand = precision if self.operand is None else self.operand + 1
+        return min(precision, operand, self.running_sum, self.result)
 
     def expected(self, x: Array, w: Array) -> tuple[Array, Array, Array]:
         """x @ w in float64, sum |x||w|, and the largest error that these widths explain: a worst case, not a spread.
 
-        u_result |y| + (K u_sum + 2 u_operand) sum |x||w|, with u a whole ulp: it holds for truncation too. The
-        float64 reference errs by K 2^-53 itself.
+        u_result |y| + (n u_sum + 2 u_operand) sum |x||w|, with u a whole ulp, n = K for sums that drift and sqrt(K)
+        for those rounded to nearest, whose errors have no common sign. The float64 reference errs by K 2^-53 itself.
         """
         reference, terms = host_product(x, w), host_product(np.abs(x), np.abs(w))
+        inner = x.shape[1]
         cut = 0.0 if self.operand is None else 2 * 2.0**-self.operand
-        per_term = x.shape[1] * (2.0 ** (1 - self.running_sum) + 2.0**-53) + cut
+        per_term = (inner if self.drifts else math.sqrt(inner)) * 2.0 ** (1 - self.running_sum) + inner * 2.0**-53 + cut
         return reference, terms, MARGIN * (2.0 ** (1 - self.result) * np.abs(reference) + per_term * terms)
 
 
@@ -60,10 +67,16 @@ def products(product: Product, inner_sizes: Sequence[int]) -> tuple[dict[str, An
     operand = _operand_bits(product, found, int(result_bits["value"] or 0))
     form, result = format_of(product.dtype), format_of(product.result_dtype)
     kept = int(operand["value"] or form.precision - 1)
-    widths = Widths(kept if "cut" in operand else None, found.bits or result.precision, result.precision)
+    sum_rounding = attempt(lambda: accumulation_rounding(product, found))
+    widths = Widths(
+        operand=kept if "cut" in operand else None,
+        running_sum=found.bits or result.precision,
+        result=int(result_bits["value"] or result.precision - 1) + 1,
+        drifts="nearest" not in str(sum_rounding["value"]),
+    )
     lines = {
         "sum_bits": found.line,
-        "sum_rounding": attempt(lambda: accumulation_rounding(product, found)),
+        "sum_rounding": sum_rounding,
         "result_bits": result_bits,
         "result_rounding": attempt(lambda: result_rounding(product, found)),
         "operand_bits": operand,
@@ -187,7 +200,7 @@ def _error(product: Product, widths: Widths) -> dict[str, Any]:
     if beyond.any():
         what = f"{int(beyond.sum())} of {beyond.size} results are further from float64 than its own bits explain"
         return nonsense(what, how, worst=rounded(units))
-    return item(rounded(units), how)
+    return item(rounded(units), how, would_show=rounded(float((bound / terms).max() * 2.0**precision)))
 
 
 def _shown(number: float) -> str:
