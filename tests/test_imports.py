@@ -17,7 +17,7 @@ SOURCE = Path(noisescope.__file__).parent
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
 VALUES = {"errors", "sites", "injection", "trials"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
-MEASURING = {"anatomy", "model", "probe", "metrics", "tasks", "data", "runs"}
+MEASURING = {"anatomy", "model", "probe", "faults", "locators", "metrics", "tasks", "data", "runs"}
 BELOW_CLI = TORCHLESS | MEASURING | {"diagnosis", "reports", "costs", "preparation", "api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "faults": VALUES | {"anatomy", "model", "probe"},
     "metrics": VALUES | {"anatomy", "probe"},
     "runs": VALUES | {"anatomy", "model", "probe", "metrics", "tasks"},
+    "locators": VALUES | {"anatomy", "data", "faults", "metrics", "model", "probe", "stats", "tasks"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
     "costs": TORCHLESS | {"diagnosis", "probe", "runs"},
     "preparation": BELOW_CLI - {"api"},

@@ -12,7 +12,8 @@ from noisescope.testing import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),  # the device machine's torch and Triton warn about themselves
 ]
 CHANCE = {"noise", "spike", "non_determinism", "bit_flip"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

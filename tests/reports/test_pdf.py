@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import importlib
 import io
 import itertools
@@ -11,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -461,7 +463,7 @@ def test_words_break_at_dots_before_underscores() -> None:
     assert ["".join(run.text for run in line) for line in lines] == ["self_", "attn.", "q_proj"]
 
 
-# ---- packages -------------------------------------------------------------------------------------------------------
+# ---- packages and files -------------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_fpdf2_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,3 +472,12 @@ def test_a_missing_fpdf2_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "noisescope.reports.pdf")
     with pytest.raises(MissingExtra, match="pip install 'fpdf2"):
         importlib.import_module("noisescope.reports.pdf")
+
+
+def test_no_font_file_is_left_open() -> None:
+    """A program that draws a thousand reports doesn't run out of file handles."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        to_pdf(document_of(Paragraph("text")))
+        gc.collect()
+    assert [str(warning.message) for warning in caught if warning.category is ResourceWarning] == []

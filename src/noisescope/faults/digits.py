@@ -88,10 +88,12 @@ class BitFlip(Fault):
         if self.elements is None:
             hit = torch.rand(y.shape, generator=stream, device=y.device, dtype=torch.float64) < self.share
         else:
-            inside = [i for i in self.elements if i < y.numel()]
-            hit = torch.zeros(y.numel(), dtype=torch.bool, device=y.device)
-            hit[inside] = True
-            hit = hit.view(y.shape)
+            name = f"elements of {y.numel()} on {y.device}"
+            if name not in memory.kept:
+                chosen = torch.zeros(y.numel(), dtype=torch.bool, device="cpu")
+                chosen[[i for i in self.elements if i < y.numel()]] = True
+                memory.kept[name] = chosen.to(y.device)
+            hit = memory.kept[name].view(y.shape)
         which: int | Tensor | None = self.bit
         if which is None:
             which = torch.randint(bits.width(y.dtype), y.shape, generator=stream, device=y.device)

@@ -67,10 +67,11 @@ class SwappedChannels(Fault):
         whole(self, "distance", at_least=1)
 
     def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        name = f"order of {y.shape[-1]}"
+        name = f"order of {y.shape[-1]} on {y.device}"
         if name not in memory.kept:
-            memory.kept[name] = self._order(y.shape[-1], memory.mask(y.shape[-1], torch.device("cpu")))
-        return y.index_select(-1, memory.kept[name].to(y.device))
+            order = self._order(y.shape[-1], memory.mask(y.shape[-1], torch.device("cpu")))
+            memory.kept[name] = order.to(y.device)
+        return y.index_select(-1, memory.kept[name])
 
     def _order(self, width: int, mask: Tensor | None) -> Tensor:
         order = list(range(width))

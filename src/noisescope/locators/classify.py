@@ -6,25 +6,20 @@ fault is also an unknown one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from noisescope.locators import lanes
-from noisescope.locators.judge import Judgement
 from noisescope.locators.pattern import Evidence, Pattern
-from noisescope.locators.products import Recomputed
 
 _MOST = 0.95  # of the wrong elements that a pattern must explain
 _SPARSE = 0.05  # wrong elements in a channel, at most, for spikes
 _PRODUCTS = ("linear", "matmul", "bmm")
 
 
-def classify(operator: str, recomputed: Recomputed, judgement: Judgement) -> Pattern:
+def classify(evidence: Evidence) -> Pattern:
     """The likeliest pattern of one operator's errors."""
-    evidence = Evidence.of(operator, recomputed, judgement)
     for pattern in _PATTERNS:
         found = pattern(evidence)
         if found is not None:
@@ -33,15 +28,15 @@ def classify(operator: str, recomputed: Recomputed, judgement: Judgement) -> Pat
     return Pattern("unknown", 0.3, "no known pattern", evidence.reported, evidence.period)
 
 
-def same_bits(recomputed: Recomputed, judgement: Judgement, other: Tensor) -> bool:
-    """Whether the wrong elements hold, bit by bit, what another call gave at the same places."""
-    y = recomputed.y
-    if y.shape != other.shape or y.dtype != other.dtype:
+def is_stale(evidence: Evidence, other: Evidence) -> bool:
+    """Whether the wrong elements of one call hold what belongs to another call, which is right there itself or not."""
+    if evidence.y.shape != other.y.shape:
         return False
-    evidence = Evidence.of("", recomputed, judgement)
-    wrong = evidence.bad
-    count = int(wrong.sum())
-    return count >= 4 and float((y[wrong] == other[wrong]).double().mean()) > _MOST
+    wrong = evidence.bad & ~(other.bad & (evidence.y == other.y))  # a constant is the same in every call
+    if int(wrong.sum()) < max(4, 0.5 * int(evidence.bad.sum())):
+        return False
+    belongs = (evidence.y - other.values).abs() <= other.limit
+    return float(belongs[wrong].double().mean()) > _MOST
 
 
 # -- patterns
@@ -230,4 +225,3 @@ _PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _spike,
     _remaining,
 )
-assert math.isfinite(_MOST)

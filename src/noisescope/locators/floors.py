@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 ROUNDING_STD = 0.425  # of one rounding to nearest, in u |v|: sqrt(E[1 / m^2] / 3), m log-uniform on [1, 2)
+_EXPONENT = 0x7FF << 52  # of a float64
 WIDE = torch.float32  # what devices sum 16-bit products in
 
 
@@ -39,9 +40,8 @@ class Format:
 
     def ulp(self, values: Tensor) -> Tensor:
         """Spacing of this format at float64 values; below the normal numbers it stays that of the smallest."""
-        exponent = torch.frexp(values)[1] - 1  # 2^exponent <= |v|; frexp(0) has exponent 0, mended below
-        exponent = torch.where(values == 0, torch.full_like(exponent, self.least), exponent)
-        return torch.ldexp(torch.ones_like(values), exponent.clamp_min(self.least) - (self.bits - 1))
+        power = (values.contiguous().view(torch.int64) & _EXPONENT).view(torch.float64)  # 2^e <= |v| < 2^(e+1)
+        return power.clamp(2.0**self.least, 2.0**1023) * 2.0 ** (1 - self.bits)
 
 
 def number_format(dtype: torch.dtype) -> Format:

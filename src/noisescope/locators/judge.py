@@ -207,8 +207,9 @@ def _judge_bits(y: Tensor, values: Tensor, form: Format, result: Judgement) -> N
     ones = np.bitwise_and.reduce(given, 0) & ~np.bitwise_and.reduce(expected, 0)
     zeros = ~np.bitwise_or.reduce(given, 0) & np.bitwise_or.reduce(expected, 0)
     stuck = np.zeros(given.shape[1], dtype=bool)
-    for bit in range(8 * given.itemsize):
-        for held, other in ((ones, 0), (zeros, 1)):
+    for held, other in ((ones, 0), (zeros, 1)):
+        present = int(np.bitwise_or.reduce(held))
+        for bit in (bit for bit in range(8 * given.itemsize) if (present >> bit) & 1):
             columns = np.flatnonzero((held >> bit) & 1)
             # A bit that all but one row share may differ there by healthy rounding: a quarter of the rows must.
             share = (((expected[:, columns] >> bit) & 1) == other).mean(0)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import NothingInjected
-from noisescope.locators.classify import Pattern, classify, same_bits
+from noisescope.locators.classify import classify, is_stale
 from noisescope.locators.judge import Judgement, judge
+from noisescope.locators.pattern import Evidence, Pattern
 from noisescope.locators.products import Recomputed, Rows
 from noisescope.locators.recompute import Unseen, recompute
 from noisescope.locators.residuals import OUT, Recorder, Residuals
@@ -34,7 +35,7 @@ class Alarm:
     order: int
     judgement: Judgement
     pattern: Pattern
-    y: Tensor  # [R, C] as the device gave it: a later call may hold the same numbers
+    evidence: Evidence  # what belongs there: another call may hold it
     stale: bool = False
 
 
@@ -124,7 +125,7 @@ class Ledger:
             power.element = 0.5
 
     def _fresh(self, site: Site, given: tuple[Any, ...], y: Any) -> bool:
-        """Whether a call is to be judged: in a repeated forward only where the same input gave another output."""
+        """Whether a call is to be judged: in a repeated forward where the same input gave another output, or an alarm."""
         if not (self._keeping or self._repeated) or not isinstance(y, Tensor):
             return not self._repeated
         prints = (_print(given), _print((y,)))
@@ -132,35 +133,33 @@ class Ledger:
             self._prints[site] = prints
             return True
         before = self._prints.get(site)
-        if before is None or before[0] != prints[0] or before[1] == prints[1]:
+        if before is None or before[0] != prints[0]:
             return False
-        self.unsteady.add(site)
-        return True
+        if before[1] != prints[1]:
+            self.unsteady.add(site)
+        return before[1] != prints[1] or site in self.alarms
 
     def _judge(self, site: Site, recomputed: Recomputed, order: int, *, add: str = "") -> None:
         judgement = judge(recomputed.y, recomputed.reference, bits=site.operator != "softmax")
         self.looks += judgement.looks
         if not recomputed.reference.exact or site.operator == "embedding":
             self.power.setdefault(site.operator, Power()).add(site, judgement)
-        if not judgement.alarm:
-            return
         before = self.alarms.get(site)
-        stale = before is not None and same_bits(recomputed, judgement, before.y)
-        if before is not None:
-            before.stale = before.stale or stale
-        if before is not None and before.judgement.strength >= judgement.strength and not math.isinf(judgement.strength):
+        if not judgement.alarm and before is None:
             return
-        if before is not None and math.isinf(before.judgement.strength) and before.judgement.bad >= judgement.bad:
+        evidence = Evidence.of(site.operator, recomputed, judgement)
+        if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
+            before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
+        if not judgement.alarm or (before is not None and _at_least(before.judgement, judgement)):
             return
-        if self._patterns >= _MOST_PATTERNS:
-            pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
-        else:
+        pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
+        if self._patterns < _MOST_PATTERNS:
             self._patterns += 1
-            pattern = classify(site.operator, recomputed, judgement)
+            pattern = classify(evidence)
         if add:
             pattern.details["add"] = add
-        kept = recomputed.y.clone()
-        self.alarms[site] = Alarm(site, order, judgement, pattern, kept, stale=stale or (before is not None and before.stale))
+        stale = before is not None and before.stale
+        self.alarms[site] = Alarm(site, order, judgement, pattern, evidence.kept(), stale)
 
     # -- conclusions
 
@@ -235,6 +234,11 @@ class Ledger:
         if torch.get_float32_matmul_precision() != "highest":
             notes.append("float32 products may be shortened here (TF32): their floor is wider")
         return notes
+
+
+def _at_least(a: Judgement, b: Judgement) -> bool:
+    """Whether alarm a says as much as alarm b."""
+    return (a.strength, a.bad) >= (b.strength, b.bad)
 
 
 def _print(values: tuple[Any, ...]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
@@ -72,6 +73,10 @@ class Evidence:
         x = None if recomputed.x is None else recomputed.x[: len(y)]
         concerned = tuple(sorted(judgement.channels))
         return cls(operator, y, wide, reference, limit, bad, concerned, operands, x, form)
+
+    def kept(self) -> Evidence:
+        """The same without the operands, which may be large, and in memory of its own."""
+        return dataclasses.replace(self, native=self.native.clone(), operands=None, x=None)
 
     @property
     def values(self) -> Tensor:
