@@ -26,6 +26,8 @@ _HOMES = {
     # questions
     "diagnose": "noisescope.api",
     "robustness": "noisescope.api",
+    "locate": "noisescope.locators.locate",
+    "faulty": "noisescope.faults.simulator",
     "Options": "noisescope.api",
     "Report": "noisescope.reports.report",
     "read_data": "noisescope.data",
@@ -51,7 +53,9 @@ if TYPE_CHECKING:
     from noisescope.errors import InvalidInput as InvalidInput
     from noisescope.errors import NoisescopeError as NoisescopeError
     from noisescope.errors import NothingInjected as NothingInjected
+    from noisescope.faults.simulator import faulty as faulty
     from noisescope.injection import Injection as Injection
+    from noisescope.locators.locate import locate as locate
     from noisescope.model import Subject as Subject
     from noisescope.model import load as load
     from noisescope.model import wrap as wrap

@@ -463,7 +463,7 @@ def test_words_break_at_dots_before_underscores() -> None:
     assert ["".join(run.text for run in line) for line in lines] == ["self_", "attn.", "q_proj"]
 
 
-# ---- packages and files -------------------------------------------------------------------------------------------------------
+# ---- packages and files ---------------------------------------------------------------------------------------------
 
 
 def test_a_missing_fpdf2_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from noisescope import __version__
 from noisescope.cli.demo import run_demo
 from noisescope.cli.diagnose import diagnose_model
 from noisescope.cli.inspect import inspect_model
+from noisescope.cli.locate import locate_fault
+from noisescope.cli.passport import passport_of_device
 from noisescope.cli.report import draw_report
 from noisescope.cli.robustness import robustness_of_model
 from noisescope.cli.runs import runs
@@ -67,6 +69,8 @@ app.command("demo")(run_demo)
 app.command("diagnose")(diagnose_model)
 app.command("robustness")(robustness_of_model)
 app.command("inspect")(inspect_model)
+app.command("locate")(locate_fault)
+app.command("passport")(passport_of_device)
 app.command("report")(draw_report)
 app.add_typer(runs, name="runs")
 

@@ -49,11 +49,13 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
     ledger = Ledger(anatomy, rows=rows, seed=seed)
     batches = batches_for(model, tokenizer, inputs, seed)
     with _evaluating(model):
+        every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         for number, batch in enumerate(batches):
-            _run(ledger, model, anatomy, batch, opened=number % 2 == 1, first=number == 0)
-        _run(ledger, model, anatomy, batches[0], opened=False, repeated=True)
-        if ledger.suspects_inside_attention():  # was it old data? Ask the same operators once more
-            _run(ledger, model, anatomy, batches[0], opened=True)
+            _run(ledger, model, anatomy, batch, opened=every if number % 2 else frozenset(), first=number == 0)
+        _run(ledger, model, anatomy, batches[0], opened=frozenset(), repeated=True)
+        inside = ledger.suspects_inside_attention()
+        if inside:  # was it old data of the first batch? Only these are opened, so that all before them is as it was
+            _run(ledger, model, anatomy, batches[0], opened=inside)
     return ledger.verdict()
 
 
@@ -83,7 +85,7 @@ def _run(
     anatomy: Anatomy,
     batch: Batch,
     *,
-    opened: bool,
+    opened: frozenset[str],
     first: bool = False,
     repeated: bool = False,
 ) -> None:
@@ -96,7 +98,7 @@ def _run(
 class Watch(Door):
     """A door through which every operator's call is seen whole."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, ledger: Ledger, *, opened: bool) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, ledger: Ledger, *, opened: frozenset[str]) -> None:
         super().__init__(model, _with_parts(model, anatomy))
         self.ledger = ledger
         self.opened = opened
@@ -113,7 +115,7 @@ class Watch(Door):
         return Listener(self, unit, operator)
 
     def aim_at_fused(self, unit: Unit) -> Any:
-        return None if self.opened else Listener(self, unit, FUSED)
+        return None if unit.module in self.opened else Listener(self, unit, FUSED)
 
 
 class Listener(CallWatcher):

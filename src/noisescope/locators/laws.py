@@ -345,3 +345,9 @@ _TABLE = (
 )
 
 LAWS: dict[str, Law] = {law.name: law for law in _TABLE}
+
+# Classes that a law does not catch at some operators.
+INVISIBLE: dict[tuple[str, str], frozenset[str]] = {
+    ("R25", "norm"): frozenset({"gain", "dead lane"}),
+    ("R27", "embedding"): frozenset(),
+}

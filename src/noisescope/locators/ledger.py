@@ -163,8 +163,9 @@ class Ledger:
 
     # -- conclusions
 
-    def suspects_inside_attention(self) -> bool:
-        return any(site.component == "attention" and site.operator in _INSIDE for site in self.alarms)
+    def suspects_inside_attention(self) -> frozenset[str]:
+        """Attention modules of which an operator inside is under suspicion."""
+        return frozenset(s.module for s in self.alarms if s.component == "attention" and s.operator in _INSIDE)
 
     def verdict(self) -> Verdict:
         if not self.power:

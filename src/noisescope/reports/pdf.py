@@ -60,10 +60,7 @@ def to_pdf(document: Document) -> bytes:
         paper.heading(section.title, section.blocks[0] if section.blocks else None)
         for block in section.blocks:
             paper.block(block)
-    content = bytes(paper.output())
-    for font in paper.fonts.values():
-        font.ttfont.close()  # fpdf2 leaves the files of its fonts open
-    return content
+    return bytes(paper.output())
 
 
 class _Paper(FPDF):  # type: ignore[misc]

@@ -108,8 +108,9 @@ def _one(name: str, call: Operation, dtype: torch.dtype, device: torch.device, q
         reference = (powers / powers.sum(axis=1, keepdims=True)).ravel()
         size = f"{len(rows)} rows of {SOFTMAX_ROW} from -12 to 12"
         how = f"against {_type_name(wide)} on the host, {size}; at: operand - maximum"
-        below = (rows - rows.max(axis=1, keepdims=True)).ravel()
-        return _line(on_device(rows).ravel(), reference, form, how, at=lambda i: below[i])
+        normal = _normal(reference, form)
+        below = (rows - rows.max(axis=1, keepdims=True)).ravel()[normal]
+        return _line(on_device(rows).ravel()[normal], reference[normal], form, how, at=lambda i: below[i])
     curve = CURVES[name]
     x = _operands(form, curve, count)
     reference = curve.reference(x.astype(wide))

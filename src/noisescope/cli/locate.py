@@ -1,0 +1,119 @@
+"""`noisescope locate MODEL`: where it computes wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from noisescope.cli import common
+
+MOST_SUSPECTS = 5
+
+
+def locate_fault(
+    model: common.Model,
+    method: Annotated[str, typer.Option("--method", help="auto, audit, relations, srdd or fingerprint.")] = "auto",
+    simulate: Annotated[
+        str | None,
+        typer.Option("--simulate", help="A fault to look for, such as dead_zone:0.3@10 or gain:0.01@3/linear."),
+    ] = None,
+    failure: Annotated[
+        Path | None, typer.Option("--failure", help="With fingerprint: outputs recorded on the suspect system.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option("--reference", help="With fingerprint: outputs recorded on a good one.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the prompts and checks.")] = 0,
+    device: common.Device = "cpu",
+    device_map: common.DeviceMap = None,
+    dtype: common.Dtype = None,
+    revision: common.Revision = None,
+    trust_remote_code: common.Trust = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the verdict there as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Find the layer, operator and channels that compute wrongly.
+
+    \b
+    noisescope locate path/to/model --device cuda
+    noisescope locate demo --simulate gain:0.01@7/linear        a fault put in, and looked for
+    noisescope locate demo --simulate stuck_bit:bit=12@3/softmax --dtype bfloat16
+    noisescope locate demo --method relations
+
+    No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
+    inputs it really had. Exit code 1 where something computes wrongly (with --simulate: where the fault was not found).
+    """
+    from noisescope.faults import faulty, parse_fault
+    from noisescope.locators.locate import locate
+
+    fault = None if simulate is None else parse_fault(simulate)
+    with common.plain_warnings():
+        subject = common.load_subject(
+            model, device=device, dtype=dtype, device_map=device_map, revision=revision, trust=trust_remote_code
+        )
+        scope: Any = contextlib.nullcontext()
+        if fault is not None:
+            scope = faulty(subject.model, fault[0], fault[1], anatomy=subject.anatomy)
+        with scope:
+            verdict = locate(subject, method=method, failure=failure, reference=reference, seed=seed)
+    changed = None if fault is None else scope.changed
+    found = {**verdict.to_dict(), **({} if changed is None else {"simulated": simulate, "elements_changed": changed})}
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        say_verdict(verdict)
+    if fault is None:
+        raise typer.Exit(1 if verdict.verdict == "faulty" else 0)
+    right = say_whether_found(verdict, fault[1].place, changed or 0, quiet=as_json)
+    raise typer.Exit(0 if right else 1)
+
+
+def say_verdict(verdict: Any) -> None:
+    """The verdict, the likeliest suspects, what could have been seen, what it cost."""
+    typer.echo(f"{verdict.verdict} ({verdict.method}: {verdict.checked} checks, {verdict.forwards:g} forwards)")
+    for i, suspect in enumerate(verdict.suspects[:MOST_SUSPECTS], 1):
+        typer.echo(f"{i}. {suspect.site}: {suspect.fault_class}, confidence {suspect.confidence:.2f}")
+        typer.echo(f"   {suspect.evidence}{_channels(suspect)}")
+    if len(verdict.suspects) > MOST_SUSPECTS:
+        typer.echo(f"   and {len(verdict.suspects) - MOST_SUSPECTS} more (--json lists all)")
+    if verdict.verdict == "healthy" and verdict.smallest_visible:
+        typer.echo("the smallest fault that would have shown:")
+        for name, seen in verdict.smallest_visible.items():
+            typer.echo(f"  {name}: {_seen(seen)}")
+    for note in verdict.notes:
+        typer.echo(f"note: {note}")
+
+
+def _seen(seen: Any) -> str:
+    if not isinstance(seen, dict):
+        return str(seen)
+    return ", ".join(f"{key.replace('_', ' ')} {value:g}" if isinstance(value, (int, float)) else f"{key} {value}"
+                     for key, value in seen.items())  # fmt: skip
+
+
+def _channels(suspect: Any) -> str:
+    if suspect.period:
+        return f"; every {suspect.period} channels"
+    if not suspect.channels:
+        return ""
+    named = ", ".join(map(str, suspect.channels[:8])) + (", ..." if len(suspect.channels) > 8 else "")
+    return f"; channels {named}"
+
+
+def say_whether_found(verdict: Any, place: Any, changed: int, *, quiet: bool) -> bool:
+    """With a simulated fault: a fault that changed nothing has to come out healthy."""
+    if changed == 0:
+        right, words = verdict.verdict == "healthy", "the simulated fault changed no element"
+    else:
+        first = verdict.suspects[0].site.place if verdict.suspects else None
+        right = verdict.verdict == "faulty" and (first == place or place == "*")
+        words = f"simulated at {place} ({changed} elements changed); " + ("found" if right else f"not found: {first}")
+    if not quiet:
+        typer.echo(words)
+    return right
