@@ -26,7 +26,7 @@ _HOMES = {
     # questions
     "diagnose": "noisescope.api",
     "robustness": "noisescope.api",
-    "locate": "noisescope.locators.locate",
+    "locate": "noisescope.api",
     "faulty": "noisescope.faults.simulator",
     "Options": "noisescope.api",
     "Report": "noisescope.reports.report",
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from noisescope.anatomy import dissect as dissect
     from noisescope.api import Options as Options
     from noisescope.api import diagnose as diagnose
+    from noisescope.api import locate as locate
     from noisescope.api import robustness as robustness
     from noisescope.data import read_data as read_data
     from noisescope.errors import InvalidInput as InvalidInput
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from noisescope.errors import NothingInjected as NothingInjected
     from noisescope.faults.simulator import faulty as faulty
     from noisescope.injection import Injection as Injection
-    from noisescope.locators.locate import locate as locate
     from noisescope.model import Subject as Subject
     from noisescope.model import load as load
     from noisescope.model import wrap as wrap

@@ -9,6 +9,8 @@ from typing import Any
 from noisescope.diagnosis import check, whole
 from noisescope.diagnosis import robustness as curve
 from noisescope.diagnosis.frame import LEVELS, Settings
+from noisescope.faults.simulator import faulty
+from noisescope.locators.locate import locate as locate
 from noisescope.model import Subject
 from noisescope.preparation import Options as Options
 from noisescope.preparation import prepare as prepare
@@ -129,7 +131,20 @@ def put_to_the_test(
     prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice_samples=samples)
     checked = prepared.run(asked, Options())
     whole_report = Report({**report, "check": {**checked["check"], "samples": checked["run"]["data"]["samples"]}})
+    return _kept(whole_report, output)
+
+
+def with_fault_located(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
+    """The report, and what `locate` says of the model while a simulated fault is in it."""
+    with faulty(subject.model, fault, anatomy=subject.anatomy) as scope:
+        verdict = locate(subject)
+    found = {**verdict.to_dict(), "simulated": fault, "elements_changed": scope.changed}
+    return _kept(Report({**report, "locate": found}), output)
+
+
+def _kept(report: Report, output: str | Path | None) -> Report:
+    """The run's store keeps the report as it is now."""
     if output is not None:
         with Store(output) as store:
-            store.note(report=whole_report.data)
-    return whole_report
+            store.note(report=report.data)
+    return report

@@ -413,7 +413,7 @@ def test_an_older_matplotlib_without_the_last_resort_font(monkeypatch: pytest.Mo
         Document("", (), ()),
         Document("only a title", (), ()),
         Document("t", (), (Section("s", "no blocks", ()),)),
-        document_of(Table("t", ("a", "b"), ()), Bullets(()), Paragraph("")),
+        document_of(Table("t", (), ()), Table("t", ("a", "b"), ()), Bullets(()), Paragraph("")),
         document_of(Table("t", ("",), ((Cell(""),),)), Verdict(Cell(""), "", ())),
         document_of(Chart("c", "chart", "u", ()), Curve("k", "curve", "x", "y", ())),
         document_of(HeatMap("m", "map", "", (), (), (), ())),

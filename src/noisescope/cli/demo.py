@@ -14,6 +14,7 @@ from noisescope.findings import percent
 
 SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
 HELD_OUT = 200
+BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # what is put in, and has to be found
 FAULT = "int4"  # 4-bit integers with one scale a tensor
 
 
@@ -57,6 +58,9 @@ def run_demo(
         report = api.put_to_the_test(
             subject, report, unseen, Format(FAULT), name="4-bit integers", samples=HELD_OUT, output=output
         )
+        if not as_json:
+            typer.echo("3. breaking one operation on purpose, and looking for it without a reference", err=True)
+        report = api.with_fault_located(subject, report, BROKEN, output=output)
     paths = report.save(output)
     if as_json:
         typer.echo(report.to_json(), nl=False)
@@ -69,7 +73,7 @@ def run_demo(
 
 
 def say_check(report: Any) -> None:
-    """Two lines that make the point."""
+    """A few lines that make the point."""
     section = report["check"]
     typer.echo(
         f"\nwas it right? Linears that give {section['fault']}, in three layers; {section['samples']} unseen problems:"
@@ -78,3 +82,8 @@ def say_check(report: Any) -> None:
         says = {"warned": "the report warns of", "robust": "the report calls robust"}[row["role"]]
         where = f"layers {row['start_layer']} to {row['end_layer']}"
         typer.echo(f"  {where:<16} ({says}): {percent(row['baseline_acc'])} -> {percent(row['noisy_acc'])} right")
+    found = report["locate"]
+    typer.echo(f"\nbroken on purpose: {found['simulated']}; located in {found['forwards']:g} forwards:")
+    for suspect in found["suspects"][:1]:
+        where = f"layer {suspect['place']}, {suspect['operator']} ({suspect['module']})"
+        typer.echo(f"  {where}: {suspect['fault_class']}, confidence {suspect['confidence']:.2f}")

@@ -66,7 +66,9 @@ def diagnose_model(
     ] = None,
     as_json: common.Json = False,
 ) -> None:
-    """Find which operators, layers and channels can't stand numerical error.
+    """Find what can't stand numerical error.
+
+    Which operators, layers and channels lose most when their arithmetic gets a little wrong.
 
     \b
     noisescope diagnose demo

@@ -24,7 +24,9 @@ def inspect_model(
     attn_implementation: Annotated[str | None, typer.Option(help="sdpa, eager ...; the model's own choice.")] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="List every module.")] = False,
 ) -> None:
-    """Show where noise can fall in a model: places, operators, and what is fused, absent or quantised.
+    """Show where noise can fall in a model.
+
+    Places, operators, and what is fused, absent or quantised.
 
     Reads the config, not the weights, so a model of any size is inspected in seconds and on any machine.
 

@@ -36,7 +36,9 @@ def locate_fault(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the verdict there as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Find the layer, operator and channels that compute wrongly.
+    """Find what computes wrongly.
+
+    The layer, the operator, the channels, and the kind of fault.
 
     \b
     noisescope locate path/to/model --device cuda

@@ -76,7 +76,9 @@ def passport_of_device(
     stored: Annotated[Path | None, typer.Option("--from", help="Show this passport instead of taking one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the machine form.")] = False,
 ) -> None:
-    """Measure a device's arithmetic: accumulator bits, rounding, subnormals, ulps, what repeats.
+    """Measure a device's arithmetic.
+
+    Accumulator bits, rounding, subnormals, ulps, what repeats.
 
     Needs no model and no data, takes seconds and changes no setting. With --diff it says in words how the device
     differs from another one and why that matters; a difference is no error.

@@ -24,7 +24,9 @@ def draw_report(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder. Default: the run's own.")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of report.json and stop.")] = False,
 ) -> None:
-    """Draw a run's report again: JSON, Markdown, HTML, PDF, figures.
+    """Draw a run's report again.
+
+    As JSON, Markdown, HTML, PDF and figures.
 
     \b
     noisescope report noisescope-demo

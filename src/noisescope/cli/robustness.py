@@ -36,7 +36,9 @@ def robustness_of_model(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for the store and the reports.")] = None,
     as_json: common.Json = False,
 ) -> None:
-    """Accuracy and retention at several noise levels, with intervals.
+    """Accuracy at several noise levels.
+
+    With the share of the clean accuracy that is retained, and intervals.
 
     \b
     noisescope robustness demo

@@ -20,7 +20,7 @@ def plain_words(level: str, wanted: list[Recommendation], sections: dict[str, An
     urgent = [r for r in wanted if r.priority in ("CRITICAL", "HIGH")]
     words = {"risk": f"{_MEANING[level]} {_loss(sections, scale)}".strip()}
     if wanted:
-        named = ", ".join(r.component.lower() for r in wanted[:3]) + (", ..." if len(wanted) > 3 else "")
+        named = ", ".join(r.component for r in wanted[:3]) + (", ..." if len(wanted) > 3 else "")
         words["work"] = (
             f"{len(wanted)} {_plural(len(wanted), 'fix', 'fixes')}, {len(urgent)} of them urgent: {named}. Each is a "
             "change of precision, scaling or kernel settings, or a check of one operation on the device; none of them "

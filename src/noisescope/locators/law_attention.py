@@ -20,7 +20,7 @@ from torch import Tensor
 from noisescope.locators import law_linear
 from noisescope.locators.floors import number_format, work_roundoff
 from noisescope.locators.law_linear import Examined, Linear
-from noisescope.locators.law_readings import Reading, floored
+from noisescope.locators.law_readings import Reading, floored, host
 from noisescope.locators.law_repeats import steadiness
 from noisescope.locators.law_scope import Heard
 from noisescope.locators.recompute import host_arithmetic
@@ -85,7 +85,8 @@ def examine(heard: Heard) -> Examined:
         free_rows=False,
         statistics=False,
     )
-    found = law_linear.examine(linear, heard.y.transpose(-1, -2))
+    repeated = call.k.shape != given_key(heard).shape  # grouped queries: another layout, perhaps another kernel
+    found = law_linear.examine(linear, None if repeated else heard.y.transpose(-1, -2))
     drives = [call]
     if call.q.dtype.itemsize < 4:
         mask = call.mask
@@ -96,9 +97,17 @@ def examine(heard: Heard) -> Examined:
         _single_key(drive, found)
         _probabilities(drive, found)
     _later_keys(call, heard.y, found)
+    if repeated:
+        again = heard.again(call.q)
+        with host_arithmetic():
+            found.readings.append(law_linear.repeat_reading(host(heard.y), host(again)))
     if found.broken:
-        found.facts.update(steadiness(lambda q: call(q=q), call.q, heard.y, call.q.roll(1, -2)))
+        found.facts.update(steadiness(heard.again, call.q, heard.y, call.q.roll(1, -2)))
     return found
+
+
+def given_key(heard: Heard) -> Tensor:
+    return heard.args[1] if len(heard.args) > 1 else heard.kwargs["key"]  # type: ignore[no-any-return]
 
 
 def _ones(call: Attention, y: Tensor, found: Examined) -> None:

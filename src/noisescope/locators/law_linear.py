@@ -71,8 +71,7 @@ def examine(linear: Linear, y: Tensor | None) -> Examined:
     factor = _factor(x, base)
     scaled = linear.call(x * -factor)
     mask = torch.rand(x.shape[-1], generator=torch.Generator("cpu").manual_seed(_SEED)) < 0.5
-    split = _split_input(x, mask.to(x.device)) if linear.additive else None
-    halves = None if split is None else linear.call(split[0])
+    halves = _halves(linear, mask.to(x.device)) if linear.additive else None
     zero, nan = _zero_and_nan(linear)
     alone = linear.call(x.reshape(-1, x.shape[-1])[:1]) if linear.free_rows and x.numel() > x.shape[-1] else None
     with host_arithmetic():
@@ -86,8 +85,8 @@ def examine(linear: Linear, y: Tensor | None) -> Examined:
         if nan is not None:
             found.readings.append(exact("R26", host(nan).double(), torch.full_like(host(nan).double(), math.nan)))
         squares = None
-        if halves is not None and split is not None:
-            squares = _additivity(linear, base, halves, split[1], found)
+        if halves is not None:
+            squares = _additivity(linear, base, *halves, found)
         if squares is None:
             squares = b.square().mean(0, keepdim=True).expand(len(host(base)), -1)
         if turned is not None:
@@ -134,21 +133,24 @@ def _allowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.abs() < 2.0 ** (form.least + 2), 2 * smallest + 4 * flushed, 0.0)
 
 
-def _split_input(x: Tensor, mask: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
-    """Rows [0, h) keep half of the inner dimension, rows [h, 2 h) the other half of the same numbers."""
-    if x.shape[-2] < 2:
-        flat = x.reshape(-1, x.shape[-1])
-        if x.dim() > 3 or len(flat) < 2:
-            return None
-        inner, _ = _split_input(flat, mask) or (None, None)
-        half = len(flat) // 2
-        return None if inner is None else (inner.reshape(x.shape), (torch.arange(half), torch.arange(half) + half))
-    half = x.shape[-2] // 2
-    new = x.clone()
-    new[..., :half, :] = x[..., :half, :] * mask
-    new[..., half : 2 * half, :] = x[..., :half, :] * ~mask
-    index = torch.arange(x.numel() // x.shape[-1]).reshape(-1, x.shape[-2])
-    return new, (index[:, :half].flatten(), index[:, half : 2 * half].flatten())
+def _halves(linear: Linear, mask: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """f(m x), f((1 - m) x) and the rows of x they belong to, each [R, C].
+
+    In one call where rows are free: the first half of them keeps one half of the inner dimension, the second half of
+    them the other half of the same numbers.
+    """
+    x = linear.x
+    if not linear.free_rows:
+        index = torch.arange(x.numel() // x.shape[-1])
+        return host(linear.call(x * mask)), host(linear.call(x * ~mask)), index
+    flat = x.reshape(-1, x.shape[-1])
+    half = len(flat) // 2
+    if half == 0:
+        return None
+    new = flat.clone()
+    new[:half], new[half : 2 * half] = flat[:half] * mask, flat[:half] * ~mask
+    out = host(linear.call(new.reshape(x.shape)))
+    return out[:half], out[half : 2 * half], torch.arange(half)
 
 
 def _zero_and_nan(linear: Linear) -> tuple[Tensor, Tensor | None]:
@@ -169,13 +171,13 @@ def repeat_reading(first: Tensor, second: Tensor) -> Reading:
 
 
 def _additivity(
-    linear: Linear, base: Tensor, halves: Tensor, where: tuple[Tensor, Tensor], found: Examined
-) -> Tensor | None:
+    linear: Linear, base: Tensor, first: Tensor, second: Tensor, where: Tensor, found: Examined
+) -> Tensor:
     """R18, and S^2 of every row for the other floors."""
-    whole, parts, x = host(base), host(halves), host(linear.x).double()
-    keep = _rows(whole[where[0]])
-    top, low = where[0][keep], where[1][keep]
-    a, b, y = parts[top].double(), parts[low].double(), whole[top].double()
+    keep = _rows(first)
+    top = where[keep]
+    a, b, y = first[keep].double(), second[keep].double(), host(base)[top].double()
+    x = host(linear.x).double()
     squares = squares_from_split(a - b, x, top)
     here = squares[top]
     outputs = [a, b, y]

@@ -100,9 +100,9 @@ def examine_attention(heard: Heard, rotary: Rotary, *, causal: bool | None) -> E
     else:
         def call(z: Tensor, **changed: Any) -> Tensor:
             with parameters_replaced(zeros):
-                return heard.again(z, **changed)
-    zeros = biases(module)
-    base = call(x) if zeros else y
+                return plain.again(z, **changed)
+    zeros, plain = biases(module), heard.alone()
+    base = call(x) if zeros or heard.adds else y
     minus, zero = call(-x), call(torch.zeros_like(x))
     constant = call(x[:, 1:2].expand_as(x).contiguous())
     late = x.shape[1] - x.shape[1] // 3
@@ -158,8 +158,8 @@ def examine_mlp(heard: Heard, parts: dict[str, Tensor]) -> Examined:
         found.skipped.append("R16: an MLP of another form than down(act(gate) up) or down(act(up))")
         return found
     zeros = biases(module)
-    if zeros:
-        found.skipped.append("R16: the MLP has biases")
+    if zeros or heard.adds:
+        found.skipped.append("R16: the MLP adds biases or a residual")
         return found
     minus = heard.again(-x)
     product = gate if up is None else gate * up

@@ -37,6 +37,7 @@ class Heard:
     kwargs: dict[str, Any]
     y: Any
     occurrence: int
+    meter: Callable[[int], None] | None = None  # told of the work of calls made again, where no listener hears them
 
     @property
     def site(self) -> Site:
@@ -58,12 +59,32 @@ class Heard:
             y = y[0]
         return y if isinstance(y, Tensor) else None
 
+    def alone(self) -> Heard:
+        """The same call with zeros for whatever else of x's shape it was given: some modules add the residual."""
+        x = self.x
+
+        def other(value: Any) -> Any:
+            same = isinstance(value, Tensor) and value is not x and x is not None and value.shape == x.shape
+            return torch.zeros_like(value) if same else value
+
+        args = tuple(other(value) for value in self.args)
+        return replace(self, args=args, kwargs={name: other(value) for name, value in self.kwargs.items()})
+
+    @property
+    def adds(self) -> bool:
+        """Whether `alone` leaves something out."""
+        x = self.x
+        given = (*self.args, *self.kwargs.values())
+        return x is not None and any(isinstance(v, Tensor) and v is not x and v.shape == x.shape for v in given)
+
     def again(self, x: Tensor, **changed: Any) -> Tensor:
         """The same call with another first tensor."""
         own = self.x
         args = tuple(x if arg is own else arg for arg in self.args)
         kwargs = {name: x if value is own else value for name, value in self.kwargs.items()} | changed
         y = self.callee(*args, **kwargs)
+        if self.meter is not None:
+            self.meter(y.numel() * x.shape[-1])
         return y[0] if isinstance(y, (tuple, list)) else y  # type: ignore[no-any-return]
 
 
@@ -81,6 +102,9 @@ class Listening(Door):
         self.busy = False
         self.natural = 0  # multiplications in linears of the forward itself, and of the calls made again
         self.extra = 0
+
+    def meter(self, work: int) -> None:
+        self.extra += work
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         handler = self._choose(unit, operator)
@@ -109,7 +133,9 @@ class _Listener(CallWatcher):
         self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
     ) -> None:
         door = self.door
-        heard = Heard(self.unit, self.operator, callee, args, kwargs, y, occurrence)
+        function = self.operator == "linear" and not isinstance(callee, nn.Module)
+        meter = door.meter if function else None
+        heard = Heard(self.unit, self.operator, callee, args, kwargs, y, occurrence, meter)
         if self.operator == "linear" and isinstance(y, Tensor) and heard.x is not None:
             work = y.numel() * heard.x.shape[-1]
             if door.busy:

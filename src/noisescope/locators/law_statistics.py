@@ -15,8 +15,7 @@ from noisescope.locators.floors import number_format
 from noisescope.locators.law_readings import Reading, columns, rms
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FEW = 200  # numbers in which a bit must stay the same: 2^-200 by chance
-_CHANNEL_ROWS = 40  # rows, where a single channel is judged: 2^-39, for up to 10^7 bits and channels
+_CELLS = 40  # different settings of the higher bits under which a bit must stay the same: 2^-39 by chance
 _CONSTANT = 0.995
 _DIFFERENT = 4  # rows that must differ before a constant channel says anything
 
@@ -89,33 +88,42 @@ def _dead(values: Tensor) -> tuple[int, ...]:
 
 
 def _stuck_bits(y: Tensor, values: Tensor, dead: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Mantissa bits that are the same nearly everywhere, or in all rows of a channel whose numbers are spread wide."""
+    """Mantissa bits that are the same nearly everywhere, or in all rows of a channel.
+
+    Numbers that lie close together share a bit for a good reason. So what counts is not how many there are, but how
+    many different settings of the higher bits occur among them: a healthy bit is a fair coin in each.
+    """
     alive = torch.ones(y.shape[-1], dtype=torch.bool)
     alive[list(dead)] = False
     counted = (values != 0) & alive
     pattern = y.contiguous().view(_INTEGERS[y.dtype.itemsize])
-    form = number_format(y.dtype)
+    total = int(counted.sum())
     stuck: list[tuple[int, int]] = []
     lanes: dict[tuple[int, int], Tensor] = {}
-    # A channel's bit must change where its numbers are spread over many times what the bit is worth.
-    spread = values.std(0) / form.ulp(values.abs().amax(0)) if len(y) >= _CHANNEL_ROWS else torch.zeros(y.shape[-1])
-    for bit in range(form.bits - 1):
+    for bit in range(number_format(y.dtype).bits - 1):
         set_here = (pattern >> bit) & 1 != 0
+        cells = pattern >> (bit + 1)
         ones = int((set_here & counted).sum())
-        total = int(counted.sum())
-        if total >= _FEW and not 1 - _CONSTANT < ones / total < _CONSTANT:
-            stuck.append((bit, int(ones * 2 > total)))
+        if total and not 1 - _CONSTANT < ones / total < _CONSTANT:
+            if len(cells[counted].unique()) >= _CELLS:
+                stuck.append((bit, int(ones * 2 > total)))
             continue
-        wide = alive & (spread > 8.0 * 2**bit) & ((values != 0).sum(0) >= _CHANNEL_ROWS)
+        if len(y) < _CELLS:
+            continue
         for value in (0, 1):
-            same = wide & ((set_here == bool(value)) | (values == 0)).all(0)
+            same = alive & ((set_here == bool(value)) | (values == 0)).all(0)
+            same[same.clone()] = _different(cells[:, same]) >= _CELLS
             if bool(same.any()):
                 lanes[bit, value] = same
     if stuck:
         return tuple(stuck), ()
-    if not lanes:
-        return (), ()
-    return tuple(lanes), columns(torch.stack(list(lanes.values())))
+    return (tuple(lanes), columns(torch.stack(list(lanes.values())))) if lanes else ((), ())
+
+
+def _different(cells: Tensor) -> Tensor:
+    """How many different numbers each column holds."""
+    ordered = cells.sort(0).values
+    return (ordered[1:] != ordered[:-1]).sum(0) + 1
 
 
 def _gap(values: Tensor, dead: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:

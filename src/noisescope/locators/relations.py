@@ -10,7 +10,7 @@ two also say whether the model repeats itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import ATTENTION, CALLS, EXPERTS, MODULE, ROUTER, Anatomy, Unit, dissect
 from noisescope.anatomy import ROTARY as ROTARY_KIND
+from noisescope.errors import unknown
 from noisescope.locators import law_activations, law_attention, law_linear, law_model, law_modules, law_norms, law_weights
 from noisescope.locators.floors import number_format
 from noisescope.locators.inputs import Batch, batches_for
@@ -33,13 +34,20 @@ from noisescope.locators.verdict import Verdict
 from noisescope.model import Subject
 from noisescope.probe.attention import decomposed_config
 from noisescope.probe.door import unwrap
-from noisescope.sites import Site
+from noisescope.sites import Place, Site
 
 _PART = "part"
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
 
 
-def relations(subject: Subject | nn.Module, inputs: Any = None, *, weights: bool = False, seed: int = 0) -> Verdict:
+def relations(
+    subject: Subject | nn.Module,
+    inputs: Any = None,
+    *,
+    weights: bool = False,
+    places: Iterable[Place] | None = None,
+    seed: int = 0,
+) -> Verdict:
     """Where a model computes wrongly, by the laws that its modules must obey.
 
         verdict = relations(ns.load("path/to/model", device="cuda"))
@@ -47,8 +55,9 @@ def relations(subject: Subject | nn.Module, inputs: Any = None, *, weights: bool
 
     `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
     default built-in text, or random tokens where there is no tokenizer. `weights=True` also reads the weights, which
-    shows linear faults (gain, swapped channels, lost inputs) that no law without them can. The model runs as it is, in
-    this thread and inside the scopes that are open; nothing of it is changed.
+    shows linear faults (gain, swapped channels, lost inputs) that no law without them can. `places` narrows the search
+    to some blocks (by index) or outer places. The model runs as it is, in this thread and inside the scopes that are
+    open; nothing of it is changed.
     """
     if isinstance(subject, Subject):
         model, tokenizer, anatomy = unwrap(subject.model), subject.tokenizer, subject.anatomy
@@ -56,7 +65,18 @@ def relations(subject: Subject | nn.Module, inputs: Any = None, *, weights: bool
         model, tokenizer, anatomy = unwrap(subject), None, dissect(subject)
     batch = batches_for(model, tokenizer, inputs, seed)[0]
     with _evaluating(model):
-        return Examination(model, anatomy, weights=weights).of(batch)
+        return Examination(model, anatomy, weights=weights, places=_checked(places, anatomy)).of(batch)
+
+
+def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Place] | None:
+    if places is None:
+        return None
+    wanted = frozenset([places] if isinstance(places, (int, str)) else places)
+    known = anatomy.places()
+    for place in wanted:
+        if place not in known:
+            raise unknown("place", place, known)
+    return wanted
 
 
 @contextmanager
@@ -76,10 +96,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 class Examination:
     """One run of the locator on one model."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, *, weights: bool) -> None:
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, *, weights: bool, places: frozenset[Place] | None = None
+    ) -> None:
         self.model = model
         self.anatomy = anatomy
         self.weights = weights
+        self.places = places
         self.book = Book()
         self.rotary = law_modules.Rotary()
         self.recorder = Recorder()
@@ -143,6 +166,8 @@ class Examination:
         return replace(self.anatomy, units=tuple(units))
 
     def _at_modules(self, unit: Unit, operator: str) -> Handler | None:
+        if self.places is not None and unit.place not in self.places:
+            return None
         return {
             "linear": self._linear,
             "norm": self._norm,
@@ -158,6 +183,8 @@ class Examination:
 
     def _at_functions(self, unit: Unit, operator: str) -> Handler | None:
         if unit.kind not in (ATTENTION, EXPERTS, ROUTER, CALLS):
+            return None
+        if self.places is not None and unit.place not in self.places:
             return None
         return {
             "linear": self._product,
@@ -355,6 +382,8 @@ class Examination:
         _ = number_format
 
     def _cache(self, batch: Batch, logits: Tensor) -> float:
+        if self.places is not None:
+            return 0.0
         if not self.causal or set(batch) != {"input_ids"} or self.mixture or batch["input_ids"].shape[1] < 3:
             why = "MoE routing may jump" if self.mixture else "not a causal language model with token ids alone"
             self.book.notes.append(f"R4 and R5 of the whole model: {why}")

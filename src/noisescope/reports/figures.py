@@ -270,9 +270,9 @@ def _short(name: str, limit: int = 28) -> str:
 
 def _legend(axes: Axes, handles: Sequence[Any]) -> None:
     """Above the axes, where no bar can be hidden by it: one line if it fits."""
-    sizes = [0.4 + 0.058 * len(handle.get_label()) for handle in handles]  # inches
+    sizes = [0.27 + 0.053 * len(handle.get_label()) for handle in handles]  # inches
     if handles:
-        columns = len(handles) if sum(sizes) < WIDTH - 1 else max(1, int((WIDTH - 1) / max(sizes)))
+        columns = len(handles) if sum(sizes) < WIDTH - 0.8 else max(1, int((WIDTH - 1) / max(sizes)))
         axes.legend(
             handles=list(handles), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False,
             borderaxespad=0.3, borderpad=0, handlelength=1.2, handletextpad=0.5, columnspacing=1.4,

@@ -180,7 +180,8 @@ class _Paper(FPDF):  # type: ignore[misc]
         elif isinstance(block, Verdict):
             self.verdict(block)
         elif isinstance(block, Table):
-            self.table(block)
+            if block.head:
+                self.table(block)
         else:
             self.picture(block)
         self.down(2.4)

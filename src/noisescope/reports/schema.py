@@ -252,6 +252,35 @@ CHECK = record(
 )
 
 
+SUSPECT = record(
+    {
+        "place": {"type": ["integer", "string"]},
+        "operator": TEXT,
+        "module": TEXT,
+        "channels": listed(COUNT),
+        "period": maybe(COUNT),
+        "fault_class": TEXT,
+        "confidence": NUMBER,
+        "evidence": TEXT,
+        "score": NUMBER,
+        "details": {"type": "object"},
+    }
+)
+
+LOCATE = record(
+    {
+        "verdict": {"enum": ["healthy", "faulty", "undecided"]},
+        "method": TEXT,
+        "suspects": listed(SUSPECT),
+        "smallest_visible": {"type": "object"},
+        "forwards": NUMBER,
+        "checked": COUNT,
+        "notes": listed(TEXT),
+    },
+    {"simulated": TEXT, "elements_changed": COUNT},
+)
+
+
 def schema() -> Schema:
     """The schema of report.json, version 1: a diagnosis, or accuracy at noise levels."""
     return {
@@ -272,6 +301,7 @@ def schema() -> Schema:
                 record({"priority": TEXT, "component": TEXT, "issue": TEXT, "action": TEXT})
             ),
             "check": CHECK,
+            "locate": LOCATE,
             "robustness": record({"operators": listed(TEXT), "levels": listed(LEVEL)}),
             "could_not_see": listed(TEXT),
         },

@@ -16,8 +16,8 @@ def document_of(report: Row) -> Document:
     """The order a reader needs: verdict, what to do, the evidence, the method, the limits."""
     sections: list[Section] = []
     if "executive_summary" in report:
-        parts = (summary, recommendations, check, levels.operators, levels.layers, levels.channels, levels.metrics,
-                 levels.correlations)  # fmt: skip
+        evidence = (levels.operators, levels.layers, levels.channels, levels.metrics, levels.correlations)
+        parts = (summary, recommendations, check, locate, *evidence)
         sections += [section for part in parts for section in part(report)]
     if "robustness" in report:
         sections += robustness(report)
@@ -103,6 +103,34 @@ def check(report: Row) -> Iterable[Section]:
     )
     head = ("where the fault is", "layers", "accuracy before", "accuracy with the fault", "accuracy lost")
     yield Section("check", "The findings put to the test", (Paragraph(told), Table("check", head, body)))
+
+
+def locate(report: Row) -> Iterable[Section]:
+    """What computes wrongly, if a locator was asked."""
+    found = report.get("locate")
+    if not found:
+        return
+    blocks: list[Block] = []
+    if "simulated" in found:
+        told = f"The fault {found['simulated']} was put in; it changed {found['elements_changed']} elements."
+        blocks.append(Paragraph(told, "Simulated:"))
+    what = f"{found['verdict']} ({found['method']}, {found['checked']} checks, {found['forwards']:g} forwards)"
+    blocks.append(Paragraph(what, "Verdict:"))
+    body = tuple(
+        (
+            text(row["place"]),
+            text(row["operator"]),
+            text(row["module"]),
+            text(row["fault_class"]),
+            Cell(f"{row['confidence']:.2f}", row["confidence"]),
+            text(row["evidence"]),
+        )
+        for row in found["suspects"][: levels.WORST]
+    )
+    if body:
+        head = ("place", "operator", "module", "kind of fault", "confidence", "evidence")
+        blocks.append(Table("suspects", head, body, "Suspects, the likeliest first"))
+    yield Section("locate", "What computes wrongly", tuple(blocks))
 
 
 def robustness(report: Row) -> Iterable[Section]:
