@@ -4,7 +4,7 @@ At the blocks of one forward (x is a block's input, y its output, d = y - x):
 
 ============  =================================================================================================
 kurtosis      log(kurtosis of y / kurtosis of x), all elements together: limits cut it, spikes raise it
-pile_up       log of (outermost of 100 bins of y / mean of the third and fourth), the larger side
+pile_up       outermost of 100 bins of y less the mean of the third and fourth, in standard errors; the larger side
 mean_shift    median of d over 1.4826 MAD of d: a constant added to everything
 gain          log(std of what 0.1 std(x) of noise on x does to y / std of that noise), by calling the block again
 bookkeeping   elements of y that are not the sum of what the block was given and what its modules gave, bit for bit
@@ -12,8 +12,8 @@ instability   std of the difference of y in two runs of one batch, over std(y)
 ============  =================================================================================================
 
 Every number compares a block with itself (its output with its own input), so the first and the last block are read like
-any other. The first four are the published local scans with their formulas, but for the median in place of nothing at
-all (no earlier scan looks at the mean) and for the block's own input in place of the block before.
+any other. Instability, gain, kurtosis and pile-up are the published local scans; there, a layer's kurtosis is compared
+with that of the layer before, its instability has an absolute limit, and a pile-up is a ratio above 2.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Failure:
 class Readings:
     """All numbers, by scan and layer."""
 
-    profiles: dict[str, dict[int, float]] = field(default_factory=lambda: {name: {} for name in PROFILES})
+    profiles: dict[str, dict[int, list[float]]] = field(default_factory=lambda: {name: {} for name in PROFILES})
     instability: dict[int, float] = field(default_factory=dict)
     unstable: set[int] = field(default_factory=set)  # the same input, bit for bit, gave another output
     failures: dict[int, Failure] = field(default_factory=dict)  # the first of each block
@@ -120,13 +120,15 @@ class Scanner:
             self._gain(layer, heard, x, y)
 
     def _profiles(self, layer: int, x: Tensor, y: Tensor) -> None:
-        profiles = self.readings.profiles
         if "kurtosis" in self.which:
-            profiles["kurtosis"][layer] = math.log(kurtosis(y) / kurtosis(x))
+            self._note("kurtosis", layer, math.log(kurtosis(y) / kurtosis(x)))
         if "pile_up" in self.which:
-            profiles["pile_up"][layer] = math.log(pile_up(y))
+            self._note("pile_up", layer, pile_up(y))
         if "mean_shift" in self.which:
-            profiles["mean_shift"][layer] = mean_shift(x, y)
+            self._note("mean_shift", layer, mean_shift(x, y))
+
+    def _note(self, scan: str, layer: int, value: float) -> None:
+        self.readings.profiles[scan].setdefault(layer, []).append(value)
 
     def _compare(self, layer: int, x: Tensor, y: Tensor) -> None:
         first_x, first_y = self._kept[layer]
@@ -147,7 +149,7 @@ class Scanner:
         with host_arithmetic():
             came, went = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
             ratio = float(came.std()) / max(float(went.std()), _FLOOR)
-            self.readings.profiles["gain"][layer] = math.log(max(ratio, _FLOOR))
+            self._note("gain", layer, math.log(max(ratio, _FLOOR)))
 
 
 # -- formulas
@@ -161,14 +163,14 @@ def kurtosis(h: Tensor) -> float:
 
 
 def pile_up(h: Tensor) -> float:
-    """The outermost bin of a histogram over its third and fourth, of the larger side; at least 1 counted in each."""
+    """By how many standard errors the outermost bin of a histogram has more than its third and fourth; larger side."""
     flat = h.flatten()
     low, high = float(flat.min()), float(flat.max())
     if low == high:
-        return 1.0
+        return 0.0
     counts = torch.histc(flat, _BINS, low, high)
-    sides = [(counts[0], counts[2:4]), (counts[-1], counts[-4:-2])]
-    return max(max(float(edge), 1.0) / max(float(inner.mean()), 1.0) for edge, inner in sides)
+    sides = [(float(counts[0]), float(counts[2:4].mean())), (float(counts[-1]), float(counts[-4:-2].mean()))]
+    return max((edge - inner) / math.sqrt(max(1.5 * inner, 1.0)) for edge, inner in sides)  # counts are Poisson's
 
 
 def mean_shift(x: Tensor, y: Tensor) -> float:
