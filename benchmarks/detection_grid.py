@@ -33,6 +33,7 @@ QUICK = 20  # one cell in so many
 CONTROLS = 4  # faults to a control, at most
 TINY_PROMPTS = 2  # controls on each tiny architecture and dtype, beside those on the models under test
 PROMPTS = 10**6
+REPEATS = 3  # blocks on which a family of one operator is tried with the same settings
 
 Settings = dict[str, Any]
 
@@ -75,7 +76,12 @@ SIZES: dict[str, list[Settings]] = {
     "normaliser_gain": _GAINS,
     "stale_tile": [{"rows": 2, "columns": 4}, {}],
     "nan_to_zero": [{}],
-    "block_scale": [{"factor": 1.0625, "width": 16}, {"factor": 0.5}, {"factor": 2.0}, {"factor": 2.0, "tensor": "input"}],
+    "block_scale": [
+        {"factor": 1.0625, "width": 16},
+        {"factor": 0.5},
+        {"factor": 2.0},
+        {"factor": 2.0, "tensor": "input"},
+    ],
 }
 _WHOLE = ("nan_to_zero", "stale_tile", "block_scale", "accumulation", "input_truncation", "rounding_mode")
 _LANED = ("dead_lane", "stuck_lane", "dead_k_lane", "swapped_channels")  # dense, they would leave nothing
@@ -189,7 +195,8 @@ def _operators(model: str, dtype: str, anatomy: Anatomy) -> Iterator[Cell]:
         blocks = list(range(len(anatomy.blocks)))
         random.Random(_hash("blocks", family, position, dtype)).shuffle(blocks)
         turns = itertools.cycle(blocks)
-        for severity, density in _combinations(family):
+        rare = len(FAMILIES[family].operators) <= 2 and position.outer is None  # few positions: more blocks instead
+        for (severity, density), _ in itertools.product(_combinations(family), range(REPEATS if rare else 1)):
             if SIZES[family][severity].get("tensor") == "input" and position.operator not in PRODUCTS:
                 continue
             where = position.where(anatomy, next(turns))
@@ -209,19 +216,12 @@ def _combinations(family: str) -> Iterator[tuple[int, str]]:
         yield from ((severity, density) for density in (densities if severity == usual else densities[:1]))
 
 
-def _cell(
-    model: str, dtype: str, part: str, family: str, severity: int, density: str, where: Where
-) -> Cell:
+def _cell(model: str, dtype: str, part: str, family: str, severity: int, density: str, where: Where) -> Cell:
     settings = SIZES[family][severity]
     key = _hash(model, dtype, part, json.dumps([family, settings]), density, str(where))
     seed = int(key[:8], 16) % 2**31
-    channels: dict[str, Any] = {
-        "dense": {"channels": None},
-        TENTH: {"channels": 0.1},
-        "lane": {"channels": Lanes(32, seed % 32)},
-        "one": {"channels": (seed % 32,)},
-    }[density]
-    fault = make_fault(family, **settings, **channels, seed=seed)
+    channels = {"dense": None, TENTH: 0.1, "lane": Lanes(32, seed % 32), "one": (seed % 8,)}[density]
+    fault = make_fault(family, **settings, channels=channels, seed=seed)
     return Cell(model, dtype, part, int(key[8:16], 16) % PROMPTS, fault, where, density, severity)
 
 

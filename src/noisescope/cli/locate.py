@@ -111,10 +111,11 @@ def _channels(suspect: Any) -> str:
 def say_whether_found(verdict: Any, place: Any, changed: int, *, quiet: bool) -> bool:
     """With a simulated fault: a fault that changed nothing has to come out healthy."""
     if changed == 0:
-        right, words = verdict.verdict == "healthy", "the simulated fault changed no element"
+        right = bool(verdict.verdict == "healthy")
+        words = "the simulated fault changed no element"
     else:
         first = verdict.suspects[0].site.place if verdict.suspects else None
-        right = verdict.verdict == "faulty" and (first == place or place == "*")
+        right = bool(verdict.verdict == "faulty" and (first == place or place == "*"))
         words = f"simulated at {place} ({changed} elements changed); " + ("found" if right else f"not found: {first}")
     if not quiet:
         typer.echo(words)

@@ -86,7 +86,7 @@ def judge(y: Tensor, reference: Reference, *, bits: bool = True) -> Judgement:
         _judge_exact(y, reference, form, result)
         return result
     rows = _different_rows(y, reference.values)
-    sums = np.zeros(5)  # of weighted sign e, e, weights, allowed, and (e / sigma)^2
+    sums = np.zeros(6)  # of weighted sign e, e, weights, allowed, (e / sigma)^2, and squares of weighted e
     counted = 0
     medians: list[float] = []
     for start, part, ref in _pieces(y, reference):
@@ -159,7 +159,10 @@ def _means(
     result: Judgement,
     sums: np.ndarray,
 ) -> int:
-    """A shift of d ulps, e = d ulp sign(y) + noise of sigma, by least squares: for each channel, and into `sums`."""
+    """A shift of d ulps, e = d ulp sign(y) + noise of sigma, by least squares: for each channel, and into `sums`.
+
+    Its standard error is the model's, or that of the errors seen where they are smaller (blocked sums in float32).
+    """
     variance = reference.variance[rows]
     finite = finite & (variance > 0)
     variance = torch.where(finite, variance, torch.inf)
@@ -170,22 +173,24 @@ def _means(
     allowed = torch.zeros_like(lever) if reference.systematic is None else lever * reference.systematic[rows]
     signed = along * values.sign()
     total = weights.sum(0)
+    scatter = along.square().sum(0)
     share = CHANNEL_SHARE * (2 if form.bits > 20 else 1)
     for tested in (signed, along):
-        limit = share * total + allowed.sum(0) + Z_MEAN * total.sqrt()
+        limit = share * total + allowed.sum(0) + Z_MEAN * torch.minimum(total, scatter).sqrt()
         strength = torch.where(total > 0, tested.sum(0).abs() / limit, 0.0)
         result.raise_to("signed", float(strength.max()))
         result.channels.update((start + (strength > 1).nonzero().flatten()).tolist())
-    sums += [float(s) for s in (signed.sum(), along.sum(), total.sum(), allowed.sum(), (error.square() / variance).sum())]
+    chi = (error.square() / variance).sum()
+    sums += [float(s) for s in (signed.sum(), along.sum(), total.sum(), allowed.sum(), chi, scatter.sum())]
     return int(finite.sum())
 
 
 def _judge_means(sums: np.ndarray, counted: int, form: Format, result: Judgement) -> None:
-    signed, along, weight, allowed, squares = sums.tolist()
+    signed, along, weight, allowed, squares, scatter = sums.tolist()
     if counted == 0 or weight == 0:
         return
     share = MEAN_SHARE * (2 if form.bits > 20 else 1)
-    limit = share * weight + allowed + Z_MEAN * math.sqrt(weight)
+    limit = share * weight + allowed + Z_MEAN * math.sqrt(min(weight, scatter))
     result.raise_to("signed", max(abs(signed), abs(along)) / limit)
     result.mean_ulp, result.offset_ulp = signed / weight, along / weight
     result.visible_mean = limit / weight

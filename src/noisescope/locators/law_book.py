@@ -9,6 +9,7 @@ from typing import Any
 from noisescope.locators.law_classes import Named, from_scores, name_fault
 from noisescope.locators.law_linear import Examined
 from noisescope.locators.law_readings import Reading, period, worse
+from noisescope.locators.law_scope import ATTENTION_MODULE, FUSED, MLP
 from noisescope.locators.laws import INVISIBLE, LAWS
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.sites import Site
@@ -161,11 +162,13 @@ def _suspect(entry: Entry) -> Suspect:
 def _place_and_class(entry: Entry) -> tuple[Site, Named]:
     """A fused call or a whole sub-layer is narrowed down to an operator by its pattern."""
     site, broken, facts = entry.site, entry.broken, entry.facts
-    if site.operator != "attention":
+    if site.operator == MLP:
+        return replace(site, operator=entry.facts.get("activation", "silu")), name_fault(MLP, broken, facts)
+    if site.operator == ATTENTION_MODULE:
+        operator = "matmul" if broken.keys() & {"R7", "R8", "R14"} else "softmax"
+        return replace(site, operator=operator), name_fault(FUSED, broken, facts)
+    if site.operator != FUSED:
         return site, name_fault(site.operator, broken, facts)
-    if entry.level == SUBLAYER:
-        named = name_fault("attention", broken, facts)
-        return replace(site, operator="matmul" if broken.keys() & {"R7", "R8", "R14"} else "softmax"), named
     if facts.get("ones") == "channels" or not broken.keys() & {"R4", "R11", "R12", "R13", "R2"}:
         return replace(site, operator="matmul", occurrence=1), name_fault("matmul", broken, facts)
     if "R11" in broken or "R12" not in broken:

@@ -50,10 +50,19 @@ def combination(outputs: list[Tensor], squares: list[Tensor], terms: int, dtype:
 
 
 def squares_from_split(difference: Tensor, x: Tensor, split_rows: Tensor) -> Tensor:
-    """S^2 [R, C] from f(m x) - f((1 - m) x) on some rows: a column's mean, carried to other rows by |x|^2."""
-    size = x.square().sum(-1)
-    mean = size[split_rows].mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return difference.square().mean(0)[None] * (size / mean)[:, None]
+    """S^2 [R, C] from f(m x) - f((1 - m) x) on some rows, carried to other rows by |x|^2.
+
+    One draw of signs says little about one element, and rows may be so alike that a column is one draw too. So the
+    largest of three estimates counts: the mean of the column, that of the row, and the element's own square (where one
+    massive term makes up the sum, the difference is that term itself).
+    """
+    square, tiny = difference.square(), torch.finfo(torch.float64).tiny
+    size = x.square().sum(-1, keepdim=True)
+    mean = size[split_rows].mean().clamp_min(tiny)
+    by_row = (square.mean(-1, keepdim=True) / size[split_rows].clamp_min(tiny)).median() * size
+    squares = torch.maximum(square.mean(0)[None] * (size / mean), by_row)
+    squares[split_rows] = torch.maximum(squares[split_rows], torch.maximum(square, square.mean(-1, keepdim=True)))
+    return squares
 
 
 def mean_square_limit(count: int) -> float:

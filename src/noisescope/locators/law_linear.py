@@ -29,6 +29,7 @@ from noisescope.locators.recompute import host_arithmetic
 
 ANALYSED = 1 << 20  # numbers of an output that are looked at, in whole rows
 _SEED = 5
+_CARRIED = 16.0  # slack on sums of squares that were carried over from other rows
 _TRUNCATES = 0.4  # share of an error that looks like rounding toward zero: 0 for nearest, 1 for truncation
 
 
@@ -231,8 +232,8 @@ def _same_rows(law: str, got: Tensor, expected: Tensor, squares: Tensor, terms: 
     if same_bits(a, b):
         found.readings.append(Reading(law, 0.0, elements=a.numel()))
         return
-    own = squares.roll(1, 0) if law == "R2" else squares
-    floor = combination([a, b], [own[rows], own[rows]], terms, got.dtype)
+    own = (squares.roll(1, 0) if law == "R2" else squares)[rows] * _CARRIED
+    floor = combination([a, b], [own, own], terms, got.dtype)
     both_nan = a.isnan() & b.isnan()
     found.readings.append(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
 

@@ -21,7 +21,8 @@ from noisescope.probe.aims import CallWatcher, Context
 from noisescope.probe.door import Door
 from noisescope.sites import Site
 
-FUSED = "attention"  # the operator name of a fused attention call, or of an attention module as a whole
+FUSED = "attention"  # what a fused attention call, and whole modules, are called where operators have their names
+ATTENTION_MODULE = "attention module"
 MLP = "mlp"
 ROTARY = "rotary"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from noisescope.locators.law_readings import Reading, columns, rms
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CELLS = 40  # different settings of the higher bits under which a bit must stay the same: 2^-39 by chance
 _CONSTANT = 0.995
+_SAMPLE = 1024
 _DIFFERENT = 4  # rows that must differ before a constant channel says anything
 
 
@@ -97,27 +99,36 @@ def _stuck_bits(y: Tensor, values: Tensor, dead: tuple[int, ...]) -> tuple[tuple
     alive[list(dead)] = False
     counted = (values != 0) & alive
     pattern = y.contiguous().view(_INTEGERS[y.dtype.itemsize])
-    total = int(counted.sum())
+    numbers = pattern[counted]
+    sample = numbers[:: max(1, len(numbers) // _SAMPLE)]
     stuck: list[tuple[int, int]] = []
     lanes: dict[tuple[int, int], Tensor] = {}
+    always, ever = _held(pattern, counted)
     for bit in range(number_format(y.dtype).bits - 1):
-        set_here = (pattern >> bit) & 1 != 0
-        cells = pattern >> (bit + 1)
-        ones = int((set_here & counted).sum())
-        if total and not 1 - _CONSTANT < ones / total < _CONSTANT:
-            if len(cells[counted].unique()) >= _CELLS:
-                stuck.append((bit, int(ones * 2 > total)))
+        for share_of in (sample, numbers):  # most bits are fair, and a few numbers say so
+            ones = float((share_of >> bit & 1).double().mean()) if len(share_of) else 0.5
+            if 1 - _CONSTANT < ones < _CONSTANT:
+                break
+        else:
+            if len((numbers >> (bit + 1)).unique()) >= _CELLS:
+                stuck.append((bit, round(ones)))
             continue
-        if len(y) < _CELLS:
-            continue
-        for value in (0, 1):
-            same = alive & ((set_here == bool(value)) | (values == 0)).all(0)
-            same[same.clone()] = _different(cells[:, same]) >= _CELLS
-            if bool(same.any()):
-                lanes[bit, value] = same
+        for value, same in ((1, always >> bit & 1 != 0), (0, ever >> bit & 1 == 0)):
+            found = same & alive
+            if len(y) >= _CELLS and bool(found.any()):
+                found[found.clone()] = _different(pattern[:, found] >> (bit + 1)) >= _CELLS
+                if bool(found.any()):
+                    lanes[bit, value] = found
     if stuck:
         return tuple(stuck), ()
     return (tuple(lanes), columns(torch.stack(list(lanes.values())))) if lanes else ((), ())
+
+
+def _held(pattern: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Bits that are set in all counted rows of a column, and those set in any."""
+    ones = torch.where(counted, pattern, torch.full_like(pattern, -1)).numpy()
+    zeros = torch.where(counted, pattern, torch.zeros_like(pattern)).numpy()
+    return torch.from_numpy(np.bitwise_and.reduce(ones, 0)), torch.from_numpy(np.bitwise_or.reduce(zeros, 0))
 
 
 def _different(cells: Tensor) -> Tensor:

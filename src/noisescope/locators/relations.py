@@ -27,7 +27,7 @@ from noisescope.locators.inputs import Batch, batches_for
 from noisescope.locators.law_book import MODEL, SUBLAYER, Book
 from noisescope.locators.law_linear import Examined, Linear
 from noisescope.locators.law_readings import Reading, exact, host
-from noisescope.locators.law_scope import FUSED, MLP, ROTARY, Handler, Heard, Listening, unbiased
+from noisescope.locators.law_scope import ATTENTION_MODULE, FUSED, MLP, ROTARY, Handler, Heard, Listening, unbiased
 from noisescope.locators.recompute import first_tensor, host_arithmetic
 from noisescope.locators.residuals import OUT, Recorder, Residuals
 from noisescope.locators.verdict import Verdict
@@ -134,7 +134,7 @@ class Examination:
         modules = dict(self.model.named_modules())
         for unit in self.anatomy.units:
             if unit.kind == ATTENTION:
-                units.append(replace(unit, kind=MODULE, operators=(FUSED,), counts=()))
+                units.append(replace(unit, kind=MODULE, operators=(ATTENTION_MODULE,), counts=()))
             elif unit.kind == ROTARY_KIND:
                 units.append(replace(unit, kind=MODULE, operators=(ROTARY,), counts=()))
             known.add(unit.module)
@@ -175,7 +175,7 @@ class Examination:
             "gelu": self._activation,
             "embedding": self._embedding,
             "residual": self._block,
-            FUSED: self._attention_module,
+            ATTENTION_MODULE: self._attention_module,
             MLP: self._mlp,
             ROTARY: self._rotary,
             _PART: self._part,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.anatomy import MODULE, Anatomy, Unit
-from noisescope.locators.law_scope import Heard, Listening
 from noisescope.locators.products import Recomputed, on_host
 from noisescope.locators.recompute import host_arithmetic
 from noisescope.locators.residuals import OUT, Recorder, Residuals
+from noisescope.probe.aims import CallWatcher, Context
+from noisescope.probe.door import Door
 
 PROFILES = ("gain", "kurtosis", "pile_up", "mean_shift")  # numbers that can only be compared between layers
 _PART = "part"  # a module inside a block: heard for what the block adds up
@@ -49,6 +49,33 @@ class Failure:
     recomputed: Recomputed
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a block."""
+
+    block: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: Any
+
+    @property
+    def x(self) -> Tensor | None:
+        """The hidden states come first."""
+        return next((value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)), None)
+
+    @property
+    def y(self) -> Tensor | None:
+        return _first(self.given)
+
+    def again(self, x: Tensor) -> Tensor:
+        """The same call with other hidden states."""
+        own = self.x
+        args = tuple(x if value is own else value for value in self.args)
+        y = _first(self.block(*args, **{name: x if v is own else v for name, v in self.kwargs.items()}))
+        assert y is not None
+        return y
+
+
 @dataclass
 class Readings:
     """All numbers, by scan and layer."""
@@ -62,12 +89,11 @@ class Readings:
     forwards: float = 0.0
 
 
-class Scanner:
+class Scanner(Door):
     """Looks at one model, a forward at a time."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, *, which: frozenset[str], seed: int) -> None:
-        self.model = model
-        self.anatomy = _with_parts(model, anatomy)
+        super().__init__(model, _with_parts(model, anatomy))
         self.which = which
         self.readings = Readings()
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -76,13 +102,20 @@ class Scanner:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # x and y [R, C] of the first run of a batch
         self._seen: set[int] = set()
         self._first = True
+        self._again = False  # inside a block that is called once more
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        return _Listener(self, unit, operator)
 
     def run(self, batch: dict[str, Any], *, repeated: bool = False) -> None:
         """One forward; a repeated one is compared with the one before, and its profiles are not read again."""
         self._first, self._seen = not repeated, set()
         self._residuals.next_pass()
-        with Listening(self.model, self.anatomy, self._handler):
+        self._open()
+        try:
             self.model(**_plain(self.model), **batch)
+        finally:
+            self._close()
         self.readings.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
         for block, target, form, recomputed in self._residuals.failures():
             if target == OUT and isinstance(block.unit.place, int):
@@ -90,26 +123,26 @@ class Scanner:
                 self.readings.failures.setdefault(block.unit.place, failure)
         self.readings.unknown |= {b.unit.place for b in self._residuals.unknown() if isinstance(b.unit.place, int)}
 
-    def _handler(self, unit: Unit, operator: str) -> Callable[[Heard], None] | None:
-        return self._block if operator == "residual" else self._part if operator == _PART else None
-
-    def _part(self, heard: Heard) -> None:
-        if "bookkeeping" in self.which and heard.output is not None:
+    def heard_part(self, module: str, y: Tensor) -> None:
+        if "bookkeeping" in self.which:
             with host_arithmetic():
-                self._recorder.gave(heard.unit.module, heard.output)
+                self._recorder.gave(module, y)
 
-    def _block(self, heard: Heard) -> None:
-        layer, x, y = heard.unit.place, heard.x, heard.output
-        if not isinstance(layer, int) or layer in self._seen or x is None or y is None or x.shape != y.shape:
+    def heard_block(self, unit: Unit, call: Call) -> None:
+        layer, x, y = unit.place, call.x, call.y
+        fresh = self._again or layer not in self._seen
+        if not isinstance(layer, int) or x is None or y is None or x.shape != y.shape or not fresh:
             self._recorder.clear()
             return
         self._seen.add(layer)
         with host_arithmetic():
             if "bookkeeping" in self.which:
-                block = self._recorder.block(heard.unit, len(self._seen), x, y)
+                block = self._recorder.block(unit, len(self._seen), x, y)
                 self.readings.elements += y.numel()
                 self._residuals.see(block)
             self._recorder.clear()
+            if self._again:
+                return
             before, after = (on_host(t).reshape(-1, t.shape[-1]).clone() for t in (x, y))
             if self._first:
                 self._kept[layer] = (before, after)
@@ -117,7 +150,7 @@ class Scanner:
             else:
                 self._compare(layer, before, after)
         if self._first and "gain" in self.which:
-            self._gain(layer, heard, x, y)
+            self._gain(layer, call, x, y)
 
     def _profiles(self, layer: int, x: Tensor, y: Tensor) -> None:
         if "kurtosis" in self.which:
@@ -140,16 +173,42 @@ class Scanner:
         if same(x, first_x) and not same(y, first_y):
             self.readings.unstable.add(layer)
 
-    def _gain(self, layer: int, heard: Heard, x: Tensor, y: Tensor) -> None:
+    def _gain(self, layer: int, call: Call, x: Tensor, y: Tensor) -> None:
         with host_arithmetic():
             size = float(_wide(on_host(x)).std()) * _NOISE
             z = torch.randn(x.shape, generator=self._generator, device="cpu", dtype=torch.float32)
             noisy = x + (z * size).to(x.device, x.dtype)
-        again = heard.again(noisy)
+        self._again = True
+        try:
+            again = call.again(noisy)
+        finally:
+            self._again = False
         with host_arithmetic():
             came, went = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
             ratio = float(came.std()) / max(float(went.std()), _FLOOR)
             self._note("gain", layer, math.log(max(ratio, _FLOOR)))
+
+
+class _Listener(CallWatcher):
+    """Tells the scanner of every call of one module."""
+
+    def __init__(self, scanner: Scanner, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.scanner = scanner
+
+    def on_call(
+        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    ) -> None:
+        if self.operator == "residual":
+            self.scanner.heard_block(self.unit, Call(callee, args, kwargs, y))
+        elif (first := _first(y)) is not None:
+            self.scanner.heard_part(self.unit.module, first)
+
+
+def _first(y: Any) -> Tensor | None:
+    """A module's output, or the first of several."""
+    y = y[0] if isinstance(y, (tuple, list)) and y else y
+    return y if isinstance(y, Tensor) else None
 
 
 # -- formulas

@@ -1,0 +1,311 @@
+"""Self-benchmark of fault finding: a blind grid of simulated faults with healthy controls among them.
+
+    python benchmarks/detection.py --quick --dtypes float32                       # 1 cell in 20, demo model
+    python benchmarks/detection.py --models demo,SMOLLM2_FOLDER --methods audit,relations,scans,srdd --tag v1 \\
+        --json results/detection.json
+
+The cells are those of detection_grid.py, in an order shuffled once. A locator gets the model with the fault's scope
+open, tokens and a seed, never the cell. Runs are kept in --store (JSONL, keyed by cell, method and --tag): the same
+command goes on where it stopped. --quick, --limit, --seconds and the filters leave cells out and change nothing else.
+
+A fault's effect is measured apart, at its operator, on the tokens that the locator gets. Faults of an effect over 4 ulp
+anywhere, or whose signed mean or rms is significant, count for the targets; those that changed nothing are no-ops and
+must come out healthy. Not timed: loading, measuring the effect. Seconds are processor time on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from detection_grid import DTYPES, Cell, grid, is_quick
+from detection_tables import Row, failures, show, show_failures, summary
+from torch import Tensor
+
+import noisescope as ns
+from noisescope.data import built_in
+from noisescope.errors import InvalidInput, NothingInjected
+from noisescope.faults import FAMILIES, FaultScope, faulty
+from noisescope.locators.inputs import LENGTH, ROWS, batches_for
+from noisescope.locators.verdict import Suspect, Verdict
+from noisescope.model import Subject, outline
+from noisescope.testing import MODELS as TINY
+
+Locator = Callable[[Subject, Any, int], Verdict]  # of the model, token batches (None: built-in text) and a seed
+METHODS = ("audit", "relations", "relations_weights", "scans", "srdd", "auto")
+ZOO = "tiny"  # controls on tiny models of every architecture
+_OF_FP = {torch.float32: (23, -126), torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float64: (52, -1022)}
+
+
+def locators(names: list[str]) -> dict[str, Locator]:
+    """The methods asked for; one that is not there yet is left out with a note."""
+
+    def found(module: str) -> Any:
+        return getattr(importlib.import_module(f"noisescope.locators.{module}"), module)
+
+    known: dict[str, tuple[str, Callable[[Any], Locator]]] = {
+        "audit": ("audit", lambda f: lambda subject, inputs, seed: f(subject, inputs, seed=seed)),
+        "relations": ("relations", lambda f: lambda subject, inputs, seed: f(subject, inputs, seed=seed)),
+        "relations_weights": (
+            "relations",
+            lambda f: lambda subject, inputs, seed: f(subject, inputs, weights=True, seed=seed),
+        ),
+        "scans": ("scans", lambda f: lambda subject, inputs, seed: f(subject, seed=seed)),
+        "srdd": ("srdd", lambda f: lambda subject, inputs, seed: f(subject, seed=seed)),
+        "auto": ("locate", lambda f: lambda subject, inputs, seed: f(subject, inputs=inputs, seed=seed)),
+    }
+    ready = {}
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"unknown method {name!r}: choose of {', '.join(known)}")
+        module, adapt = known[name]
+        try:
+            ready[name] = adapt(found(module))
+        except ModuleNotFoundError as missing:
+            print(f"{name} is left out: {missing}")
+    return ready
+
+
+# -- one cell
+
+
+def examine(cell: Cell, subject: Subject, methods: dict[str, Locator]) -> Iterator[Row]:
+    """A row for each method. Failures are rows too."""
+    seed = cell.prompt
+    inputs = windows(subject, cell.prompt)
+    effect: Row = {}
+    refused = ""
+    if cell.fault is not None:
+        try:
+            effect = effect_of(cell, subject, batches_for(subject.model, subject.tokenizer, inputs, seed))
+        except (InvalidInput, NothingInjected) as reason:
+            refused = str(reason)
+    for name, locator in methods.items():
+        row: Row = {**cell.to_dict(), "method": name, "effect": effect, "changed": 0}
+        yield row | ({"refused": refused} if refused else _located(cell, subject, locator, inputs, seed))
+
+
+def _located(cell: Cell, subject: Subject, locator: Locator, inputs: Any, seed: int) -> Row:
+    scope = None
+    error = ""
+    found = Verdict("undecided", "none")
+    with contextlib.ExitStack() as stack:
+        if cell.fault is not None:
+            scope = stack.enter_context(faulty(subject.model, cell.fault, cell.where, anatomy=subject.anatomy))
+        cuda = next(subject.model.parameters()).is_cuda
+        clock = time.perf_counter if cuda else time.process_time
+        start = clock()
+        try:
+            found = locator(subject, inputs, seed)
+        except Exception as problem:  # a crash is a result
+            error = f"{type(problem).__name__}: {problem}"
+        seconds = clock() - start
+    said = {
+        "verdict": found.verdict,
+        "alarm": found.verdict == "faulty",
+        "suspects": [_short(suspect) for suspect in found.suspects[:3]],
+        "forwards": found.forwards,
+        "seconds": round(seconds, 3),
+        "error": error,
+        "notes": list(found.notes)[:4],
+        "changed": 0 if scope is None else scope.changed,
+    }
+    return said | score(cell, found.suspects)
+
+
+def score(cell: Cell, suspects: tuple[Suspect, ...]) -> Row:
+    """How right the suspects are."""
+    if cell.where is None or cell.fault is None:
+        return {}
+    where = cell.where
+    first = suspects[0] if suspects else None
+    placed = first is not None and first.site.place == where.place
+    operator = first is not None and placed and first.site.operator == where.operator
+    module = first is not None and operator and first.site.module == where.module
+    named = first is not None and first.fault_class != "unknown"
+    return {
+        "top1_place": placed,
+        "top1_operator": operator,
+        "top1_module": module and first is not None and first.site.occurrence == (where.occurrence or 0),
+        "top3_place": any(suspect.site.place == where.place for suspect in suspects[:3]),
+        "class_named": named,
+        "class_right": first is not None and first.fault_class == cell.fault.fault_class,
+        "confidence": first.confidence if first is not None else None,
+    }
+
+
+def _short(suspect: Suspect) -> Row:
+    return {
+        "place": suspect.site.place,
+        "operator": suspect.site.operator,
+        "module": suspect.site.module,
+        "occurrence": suspect.site.occurrence,
+        "class": suspect.fault_class,
+        "confidence": suspect.confidence,
+        "evidence": suspect.evidence[:300],
+    }
+
+
+def windows(subject: Subject, prompt: int) -> list[Tensor] | None:
+    """Two batches from random places of the built-in text; every fourth prompt is what a locator takes itself."""
+    if subject.tokenizer is None or prompt % 4 == 0:
+        return None
+    ids = [i for item in built_in().items for i in subject.tokenizer(item.text, verbose=False)["input_ids"]]
+    draw = random.Random(prompt)
+    starts = [draw.randrange(len(ids) - LENGTH) for _ in range(2 * ROWS)]
+    tokens = torch.tensor([ids[start : start + LENGTH] for start in starts])
+    return list(tokens.reshape(2, ROWS, LENGTH))
+
+
+def effect_of(cell: Cell, subject: Subject, batches: list[dict[str, Any]]) -> Row:
+    """What the fault does to its operator's output, on the same input: ulps are those of the right value."""
+    assert cell.fault is not None
+    total = {"elements": 0, "changed": 0, "max_ulp": 0.0}
+    sums = dict.fromkeys(("error", "value", "mean", "square"), 0.0)
+
+    def note(before: Tensor, after: Tensor) -> None:
+        right, given = before.double(), after.double()
+        error = torch.where((right == given) | (right.isnan() & given.isnan()), 0.0, given - right)
+        ulps = (error / _ulp(right, before.dtype)).nan_to_num(math.inf)
+        clipped = ulps.clamp(-4, 4)  # beyond that a fault counts anyway, and sums that cancel would drown the mean
+        finite = error.isfinite() & right.isfinite()
+        total["elements"] += error.numel()
+        total["changed"] += int((error != 0).sum())
+        total["max_ulp"] = max(total["max_ulp"], min(float(ulps.abs().max()), 1e30))
+        sums["error"] += float(error[finite].square().sum())
+        sums["value"] += float(right[finite].square().sum())
+        sums["mean"] += float((clipped * right.sign()).sum())
+        sums["square"] += float(clipped.square().sum())
+
+    with faulty(subject.model, cell.fault, cell.where, anatomy=subject.anatomy) as scope, torch.no_grad():
+        _listen(scope, note)
+        for batch in batches[:2]:
+            subject.model(**batch)
+    n = max(1, total["elements"])
+    relative = math.sqrt(sums["error"] / sums["value"]) if sums["value"] else 0.0
+    return total | {"rms": relative, "mean_ulp": sums["mean"] / n, "rms_ulp": math.sqrt(sums["square"] / n)}
+
+
+def _listen(scope: FaultScope, note: Callable[[Tensor, Tensor], None]) -> None:
+    """Hear what the scope counts as changed, before and after."""
+    scope.note = note  # type: ignore[method-assign,assignment]
+
+
+def _ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    bits, least = _OF_FP[dtype]
+    exponent = torch.frexp(x).exponent - 1
+    return torch.exp2(exponent.clamp_min(least).double() - bits)
+
+
+# -- all cells
+
+
+def read(store: Path) -> dict[tuple[str, str, str], Row]:
+    """Rows of earlier runs; a line cut off by a crash is run again."""
+    known = {}
+    for line in store.read_text().splitlines() if store.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            known[row["cell"], row["method"], row["tag"]] = row
+    return known
+
+
+def run(
+    cells: list[Cell],
+    methods: dict[str, Locator],
+    store: Path,
+    tag: str,
+    load: Callable[[str, str], Subject],
+    *,
+    seconds: float = math.inf,
+) -> list[Row]:
+    """Rows of these cells and methods, from the store or run now; stops after `seconds` of this process."""
+    known = read(store)
+    store.parent.mkdir(parents=True, exist_ok=True)
+    started = time.process_time()
+    done = []
+    with store.open("a") as lines:
+        for cell in cells:
+            missing = {name: locator for name, locator in methods.items() if (cell.id, name, tag) not in known}
+            if missing and time.process_time() - started > seconds:
+                break
+            for row in examine(cell, load(cell.model, cell.dtype), missing) if missing else ():
+                known[cell.id, row["method"], tag] = row | {"tag": tag}
+                lines.write(json.dumps(row | {"tag": tag}) + "\n")
+                lines.flush()
+            done += [known[cell.id, name, tag] for name in methods]
+    return done
+
+
+def chosen(options: argparse.Namespace) -> list[Cell]:
+    """The cells that the options leave."""
+    models = [name for name in options.models.split(",") if name != ZOO]
+    anatomies = {name: outline(name).anatomy for name in models}
+    cells = grid(anatomies, tiny=TINY if ZOO in options.models.split(",") else ())
+    families = options.families.split(",") if options.families else []
+    for name in families:
+        if name not in FAMILIES:
+            raise SystemExit(f"unknown family {name!r}: choose of {', '.join(FAMILIES)}")
+    left = [
+        cell
+        for cell in cells
+        if cell.dtype in options.dtypes.split(",")
+        and (not options.parts or cell.part in options.parts.split(","))
+        and (not families or cell.fault is None or cell.fault.family in families)
+        and (not options.quick or is_quick(cell))
+    ]
+    return left[: options.limit]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", "--model", default=f"demo,{ZOO}", help="demo, folders, tiny (more controls)")
+    parser.add_argument("--methods", default="audit", help=", ".join(METHODS))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--families", help="only these, and controls")
+    parser.add_argument("--parts", help="of notes, operators, control")
+    parser.add_argument("--quick", action="store_true", help="a fixed subset of the cells")
+    parser.add_argument("--limit", type=int, help="only the first cells")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of processor time, then print what there is")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tag", default="dev", help="version of the code: rows of another tag are run again")
+    parser.add_argument("--store", type=Path, default=Path("scratch/detection.jsonl"))
+    parser.add_argument("--failures", type=int, default=0, help="print so many of them in full")
+    parser.add_argument("--json", type=Path, help="summary and rows")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    methods = locators(options.methods.split(","))
+    cells = chosen(options)
+    loaded: dict[tuple[str, str], Subject] = {}
+
+    def load(model: str, dtype: str) -> Subject:
+        if (model, dtype) not in loaded:
+            loaded[model, dtype] = ns.load(model, dtype=dtype, device=options.device)
+        return loaded[model, dtype]
+
+    rows = run(cells, methods, options.store, options.tag, load, seconds=options.seconds)
+    machine = torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine()
+    print(f"torch {torch.__version__}, {machine}; {len(rows)} of {len(cells) * len(methods)} runs, tag {options.tag}")
+    found = [summary(rows, name) for name in methods]
+    for each in found:
+        show(each)
+    show_failures(failures(rows), options.failures)
+    if options.json:
+        head = {"torch": torch.__version__, "machine": machine, "tag": options.tag, "cells": len(cells)}
+        options.json.write_text(json.dumps({**head, "summaries": found, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""`noisescope locate`: what a user sees, and exit codes that a script can rely on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from noisescope.cli import app
+
+
+def call(*arguments: Any, code: int) -> Any:
+    result = CliRunner().invoke(app, ["locate", *(str(argument) for argument in arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_healthy_model_is_called_healthy() -> None:
+    """With what would have shown, by operator."""
+    output = call("demo", code=0).output
+    assert output.startswith("healthy (auto: audit") and "the smallest fault that would have shown:" in output
+    assert "linear: " in output and "softmax: " in output
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "kind"),
+    [
+        ("gain:0.01@7/linear/down_proj", "linear at block 7 (model.layers.7.mlp.down_proj)", "gain"),
+        ("dead_zone:0.3@10", "residual at block 10", "dead zone"),
+        ("exp_table@5/softmax", "softmax at block 5", "function table"),
+        ("bias:0.3@lm_head", "linear at lm_head", "bias"),
+    ],
+)
+def test_a_simulated_fault_is_found(fault: str, where: str, kind: str) -> None:
+    """The layer, the operator, the module and the kind; exit code 0, for the search was right."""
+    output = call("demo", "--simulate", fault, code=0).output
+    first = output.splitlines()[1]
+    assert output.startswith("faulty") and where in first and kind in first and "; found" in output
+
+
+def test_the_machine_form(tmp_path: Path) -> None:
+    """--json prints what -o writes, and nothing else."""
+    file = tmp_path / "verdict.json"
+    printed = json.loads(call("demo", "--simulate", "gain:0.01@3/linear/q_proj", "--json", "-o", file, code=0).stdout)
+    assert printed == json.loads(file.read_text()) and printed["elements_changed"] > 0
+    assert printed["suspects"][0]["module"] == "model.layers.3.self_attn.q_proj"
+
+
+def test_what_is_refused() -> None:
+    """A family, a place or a method that does not exist; a fingerprint without outputs."""
+    assert "Did you mean 'dead_zone'" in call("demo", "--simulate", "deadzone:0.3@10", code=2).output
+    assert "16 blocks" in call("demo", "--simulate", "gain@99", code=2).output
+    assert "audit" in call("demo", "--method", "audti", code=2).output
+    assert "failure" in call("demo", "--method", "fingerprint", code=2).output
