@@ -122,7 +122,7 @@ def put_to_the_test(
     samples: int = 100,
     output: str | Path | None = None,
 ) -> Report:
-    """The report, and whether it was right: one fault in the layers it warns of and in those it calls robust.
+    """The report, and whether it was right: one fault in the layers it warns of, and in others.
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """

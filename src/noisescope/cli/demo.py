@@ -13,7 +13,7 @@ from noisescope.cli import common
 from noisescope.findings import percent
 
 SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
-HELD_OUT = 200
+HELD_OUT = 100
 BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # what is put in, and has to be found
 FAULT = "int4"  # 4-bit integers with one scale a tensor
 
@@ -34,6 +34,12 @@ def run_demo(
 
     The bundled model answers arithmetic problems in words. No network, no GPU, no other model is needed.
     """
+    demonstrate({"output": str(output)}, as_json=as_json)
+
+
+def demonstrate(asked: dict[str, Any], *, as_json: bool = False) -> None:
+    """The command from its options as plain values."""
+    output = Path(asked["output"])
     started = time.perf_counter()
     if not as_json:
         typer.echo(
@@ -46,17 +52,23 @@ def run_demo(
 
     problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
     unseen = dataclasses.replace(problems, items=problems.items[SAMPLES:])
-    with common.plain_warnings(), common.resumable(None):
+    with common.plain_warnings(), common.resumable(output):
         subject = common.load_subject("demo", device="cpu", dtype=None, device_map=None, revision=None, trust=False)
         with Shown() as progress:
-            options = api.Options(output=output, progress=progress)
+            options = api.Options(output=output, progress=progress, command={"name": "demo", "options": {}})
             report = api.diagnose(
                 subject, samples=SAMPLES, seeds=2, slice_samples=SAMPLES, calibration_samples=128, options=options
             )
         if not as_json:
             typer.echo("2. simulating a fault where the report warns, and where it does not", err=True)
         report = api.put_to_the_test(
-            subject, report, unseen, Format(FAULT), name="4-bit integers", samples=HELD_OUT, output=output
+            subject,
+            report,
+            unseen,
+            Format(FAULT),
+            name="4-bit integers (one scale a tensor)",
+            samples=HELD_OUT,
+            output=output,
         )
         if not as_json:
             typer.echo("3. breaking one operation on purpose, and looking for it without a reference", err=True)
@@ -75,13 +87,13 @@ def run_demo(
 def say_check(report: Any) -> None:
     """A few lines that make the point."""
     section = report["check"]
-    typer.echo(
-        f"\nwas it right? Linears that give {section['fault']}, in three layers; {section['samples']} unseen problems:"
-    )
+    typer.echo(f"\nwas it right? Linears that give {section['fault']}, three layers at a time, on")
+    typer.echo(f"{section['samples']} problems the diagnosis has not seen:")
+    says = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
     for row in section["windows"]:
-        says = {"warned": "the report warns of", "robust": "the report calls robust"}[row["role"]]
         where = f"layers {row['start_layer']} to {row['end_layer']}"
-        typer.echo(f"  {where:<16} ({says}): {percent(row['baseline_acc'])} -> {percent(row['noisy_acc'])} right")
+        right = f"{percent(row['baseline_acc'])} -> {percent(row['noisy_acc'])} right"
+        typer.echo(f"  {where:<16} {right}  {says[row['role']]}".rstrip())
     found = report["locate"]
     typer.echo(f"\nbroken on purpose: {found['simulated']}; located in {found['forwards']:g} forwards:")
     for suspect in found["suspects"][:1]:

@@ -64,4 +64,4 @@ def stored_report(run: Path) -> Report | None:
         about = store.about()
     if "report" not in about and not (run / "report.json").exists():
         raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
-    return Report(about["report"]) if "report" in about else None
+    return Report.checked(about["report"], str(run)) if "report" in about else None

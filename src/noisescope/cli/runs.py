@@ -29,12 +29,19 @@ def list_runs(
     from noisescope.runs.store import FILE
 
     found = sorted(path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE}"))
-    rows = [{"folder": str(path), **facts(path)} for path in found]
+    rows, unreadable = [], []
+    for path in found:
+        try:
+            rows.append({"folder": str(path), **facts(path)})
+        except InvalidInput as error:  # one bad store must not hide the others
+            unreadable.append(str(error))
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
     if not rows:
         typer.echo(f"no runs in {folder.resolve()}")
+    for problem in unreadable:
+        typer.echo(f"can't be read: {problem}", err=True)
     for row in rows:
         failed = f", {row['failed']} failed" if row["failed"] else ""
         typer.echo(
@@ -64,11 +71,12 @@ def show_run(folder: Folder, as_json: Json = False) -> None:
 @runs.command("resume")
 def resume_run(folder: Folder) -> None:
     """Go on with a run that was interrupted: the same command again."""
+    from noisescope.cli.demo import demonstrate
     from noisescope.cli.diagnose import run_diagnosis
     from noisescope.cli.robustness import run_robustness
 
     command = _about(folder).get("command")
-    commands = {"diagnose": run_diagnosis, "robustness": run_robustness}
+    commands = {"demo": demonstrate, "diagnose": run_diagnosis, "robustness": run_robustness}
     if not command or command.get("name") not in commands:
         raise InvalidInput(
             f"{folder} was made from Python, not by a command: call the same function again with output={str(folder)!r}"

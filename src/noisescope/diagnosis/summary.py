@@ -42,7 +42,7 @@ def findings(frame: Frame, sections: dict[str, Any]) -> list[Finding]:
                 point["severity"],
                 f"layers {point['start']} to {point['end']}",
                 f"avalanche point: noise in these layers costs {percent(point['degradation'])} of the accuracy, "
-                f"more than 1.5 times what the layers beside them cost",
+                f"{_beside(point)}",
                 point["degradation"],
                 (point["interval"]["low"], point["interval"]["high"]),
                 point["interval"]["n"],
@@ -61,11 +61,19 @@ def findings(frame: Frame, sections: dict[str, Any]) -> list[Finding]:
                     index["n"],
                 )
             )
+    for row in layers.get("layers", []):
+        found += [one for one in _loss_finding(f"layer {row['layer']}", row, "band") if one.severity != NOT_MEASURABLE]
     for place, row in layers.get("places", {}).items():
         found += _loss_finding(str(place), row, "band")
     found += _parted_findings(layers)
     found += _channel_findings(sections.get("channel_analysis") or {})
     return by_severity(found)
+
+
+def _beside(point: Row) -> str:
+    """How many times what the worse of its neighbours costs."""
+    worst = max(point.get("neighbours") or [0.0])
+    return f"{point['degradation'] / worst:.1f} times what those beside cost" if worst > 0 else "those beside none"
 
 
 def _predicted_findings(sections: dict[str, Any]) -> list[Finding]:
@@ -210,7 +218,7 @@ def executive_summary(
     )
     critical = [name for name in scores if _critical((operators or {})[name])]
     words = _risk_words(risk, smallest_seen(sections))
-    level = words.split(" - ")[0]
+    level, step = words.split(" - ")[0], next_step(frame, sections, found)
     return {
         "critical_operators": critical,
         "num_critical_operators": len(critical),
@@ -221,8 +229,8 @@ def executive_summary(
         "report_risk": risk.to_dict(),
         "dashboard_risk": sections["metrics"]["risk"],
         "top_findings": [finding.to_dict() for finding in found[:3]],
-        "next_step": next_step(frame, sections, found),
-        "in_plain_words": plain_words(level, wanted, sections, frame.settings.scale),
+        "next_step": step,
+        "in_plain_words": plain_words(level, wanted, sections, frame.settings.scale, frame.metric, step),
     }
 
 
@@ -259,8 +267,10 @@ def next_step(frame: Frame, sections: dict[str, Any], found: list[Finding]) -> s
             f"stand clear of chance ({percent(frame.chance)}), so no loss can be measured: raise --samples, or give "
             "data on which the model answers rightly (--data)."
         )
-    if found and found[0].severity in ("CRITICAL", "HIGH"):
-        return f"Validate {found[0].component} on the target hardware first; the recommendations say what to look at."
+    urgent = [finding.component for finding in found if finding.severity in ("CRITICAL", "HIGH")]
+    if urgent:  # a place says more than "every product": the narrowest first
+        first = min(urgent, key=lambda name: (not name.startswith("layer "), not name.startswith("layers ")))
+        return f"Validate {first} on the target hardware first; the recommendations say what to look at."
     rows = [row for row in (sections.get("operator_analysis") or {}).values() if row["evidence"] != "absent"]
     rows += (sections.get("layer_analysis") or {}).get("windows", [])
     if rows and all(row["evidence"] == "failed" for row in rows):
@@ -291,10 +301,18 @@ def could_not_see(frame: Frame, sections: dict[str, Any], notes: list[str]) -> l
             f"a loss of accuracy below {percent(smallest)} in one operator could have been missed (80 % power, "
             "corrected for all looks); more samples see less"
         )
+    windows = [
+        row for row in (sections.get("layer_analysis") or {}).get("windows", []) if row["evidence"] == "injected"
+    ]
+    seen = [row["smallest_detectable"] for row in windows if row.get("smallest_detectable") is not None]
+    if seen:
+        limits.append(f"a loss of accuracy below {percent(max(seen))} in one window could have been missed")
+    elif windows:
+        limits.append("too few samples: in no window could a loss of accuracy have been found")
     if frame.settings.effort != "full" and sections.get("layer_analysis"):
         limits.append(
-            "layers and the layer x operator map marked `predicted` were not injected: a prediction adds up over sites "
-            "and can't see errors that compound (--effort full injects all)"
+            "layers and cells of the layer x operator map that are marked predicted were not injected: a prediction "
+            "adds up over sites and can't see errors that compound (--effort full injects all)"
         )
     limits.append("noise falls on operator outputs, forward; a fault of another form may act otherwise")
     return limits

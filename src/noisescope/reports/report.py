@@ -12,6 +12,7 @@ from noisescope.reports.document import Document
 from noisescope.reports.markdown import to_markdown
 from noisescope.reports.sections import document_of
 
+SCHEMA_VERSION = 1
 FORMATS = ("json", "md", "html", "pdf")
 
 
@@ -61,15 +62,22 @@ class Report(Mapping[str, Any]):
 
     def save(self, folder: str | Path, *, name: str = "report", formats: Iterable[str] = FORMATS) -> list[Path]:
         """Write report.json, .md, .html and .pdf (or those of `formats`) into a folder; the paths."""
-        wanted = tuple(formats)
+        wanted = tuple(dict.fromkeys(formats))
+        if not wanted:
+            raise InvalidInput(f"no format is left: choose from {', '.join(FORMATS)}")
         for form in wanted:
             if form not in FORMATS:
                 raise unknown("report format", form, FORMATS)
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
         draw: dict[str, Callable[[], str | bytes]]
         draw = {"json": self.to_json, "md": self.to_markdown, "html": self.to_html, "pdf": self.to_pdf}
-        return [_write(target / f"{name}.{form}", draw[form]()) for form in wanted]
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            return [_write(target / f"{name}.{form}", draw[form]()) for form in wanted]
+        except OSError as error:
+            raise InvalidInput(
+                f"can't write into {folder}: {error.strerror or error}. Choose another with -o"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -83,9 +91,27 @@ class Report(Mapping[str, Any]):
             ) from None
         except (OSError, ValueError) as error:
             raise InvalidInput(f"{file} is no report: {error}") from None
+        return cls.checked(data, str(file))
+
+    @classmethod
+    def checked(cls, data: Any, where: str) -> Report:
+        """A report from elsewhere: refused where this version can't draw it."""
         if not isinstance(data, dict) or "schema_version" not in data:
-            raise InvalidInput(f"{file} is JSON, but no report of noisescope (it has no schema_version)")
-        return cls(data)
+            raise InvalidInput(f"{where} is JSON, but no report of noisescope (it has no schema_version)")
+        if data["schema_version"] != SCHEMA_VERSION:
+            came = data["schema_version"]
+            raise InvalidInput(
+                f"{where} is a report of schema version {came!r}, this noisescope draws {SCHEMA_VERSION}"
+            )
+        missing = [key for key in ("run", "could_not_see") if key not in data]
+        if missing or not ({"executive_summary", "robustness"} & data.keys()):
+            raise InvalidInput(f"{where} is not a whole report: {', '.join(missing) or 'executive_summary'} is missing")
+        report = cls(data)
+        try:
+            report.document()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(f"{where} is not a whole report: {type(error).__name__} {error}") from error
+        return report
 
 
 def _write(path: Path, content: str | bytes) -> Path:

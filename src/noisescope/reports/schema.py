@@ -167,7 +167,7 @@ SUMMARY = record(
         "dashboard_risk": ref("risk"),
         "top_findings": {"type": "array", "items": ref("finding"), "maxItems": 3},
         "next_step": TEXT,
-        "in_plain_words": record({"risk": TEXT, "work": TEXT, "success": TEXT}),
+        "in_plain_words": record({"risk": TEXT, "work": TEXT}, {"success": TEXT}),
     }
 )
 
@@ -246,7 +246,15 @@ CHECK = record(
         "operators": listed(TEXT),
         "samples": COUNT,
         "windows": listed(
-            record({"role": {"enum": ["warned", "robust"]}, "start_layer": COUNT, "end_layer": COUNT}, EFFECT)
+            record(
+                {
+                    "role": {"enum": ["warned", "between", "least"]},
+                    "start_layer": COUNT,
+                    "end_layer": COUNT,
+                    "reported_kl": NUMBER,
+                },
+                EFFECT,
+            )
         ),
     }
 )

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 
 from noisescope.reports import levels
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Table, Verdict
-from noisescope.reports.words import Row, band, estimate, percent, text, tone
+from noisescope.reports.words import Row, band, estimate, percent, plain, text, tone
 
-_SCORES = {"report_risk": "report score (what the diagnosis found)", "dashboard_risk": "dashboard score (the metrics)"}
+_SCORES = {
+    "report_risk": "report score, which gives the level (what the diagnosis found)",
+    "dashboard_risk": "dashboard score (the metrics)",
+}
 _PLAIN = {"risk": "What it means", "work": "What is to be done", "success": "How to know that it worked"}
 
 
@@ -31,7 +34,12 @@ def facts(report: Row) -> Iterable[tuple[str, str]]:
     if data := run.get("data"):
         yield "Data", f"{data['source']}, {data['samples']} samples, {data['scored_tokens']} scored tokens"
     if settings := run.get("settings"):
-        yield "Noise", f"{settings['perturbation']}, {len(settings['seeds'])} seeds"
+        levels_tried = [row["noise_level"] for row in (report.get("robustness") or {}).get("levels", [])]
+        noise = (
+            f"levels {', '.join(f'{level:g}' for level in levels_tried)}" if levels_tried else settings["perturbation"]
+        )
+        count = len(settings["seeds"])
+        yield "Noise", f"{noise}, {count} seed{'' if count == 1 else 's'}"
 
 
 def summary(report: Row) -> Iterable[Section]:
@@ -46,9 +54,9 @@ def summary(report: Row) -> Iterable[Section]:
     blocks.append(Paragraph(found["next_step"], "Next step:"))
     yield Section("summary", "Summary", tuple(blocks))
     words = found.get("in_plain_words", {})
-    plain = [Paragraph(words[key], f"{lead}:") for key, lead in _PLAIN.items() if key in words]
-    if plain:
-        yield Section("plain-words", "In plain words", tuple(plain))
+    told = [Paragraph(words[key], f"{lead}:") for key, lead in _PLAIN.items() if key in words]
+    if told:
+        yield Section("plain-words", "In plain words", tuple(told))
 
 
 def _reasons(found: Row) -> Iterable[str]:
@@ -86,11 +94,12 @@ def check(report: Row) -> Iterable[Section]:
     section = report.get("check")
     if not section:
         return
-    roles = {"warned": "layers this report warns of", "robust": "layers this report calls robust"}
+    roles = {"warned": "this report warns of these", "least": "diverge least in this report", "between": ""}
     body = tuple(
         (
-            text(roles[row["role"]]),
             text(f"{row['start_layer']} to {row['end_layer']}"),
+            text(roles[row["role"]]),
+            plain(row["reported_kl"]),
             text(percent(row["baseline_acc"])) if "baseline_acc" in row else text(row["error"]),
             estimate(row.get("noisy_acc_interval"), share=True),
             estimate(row.get("degradation"), share=True),
@@ -99,9 +108,10 @@ def check(report: Row) -> Iterable[Section]:
     )
     told = (
         f"A simulated fault on {section['samples']} problems that the diagnosis has not seen: the output of every "
-        f"{' and '.join(section['operators'])} of these layers is rounded to {section['fault']}."
+        f"{' and '.join(section['operators'])} of these layers, one window at a time, is rounded to "
+        f"{section['fault']}. A good report ranks the windows as the fault does."
     )
-    head = ("where the fault is", "layers", "accuracy before", "accuracy with the fault", "accuracy lost")
+    head = ("layers", "", "KL injected above", "accuracy before", "accuracy with the fault", "accuracy lost")
     yield Section("check", "The findings put to the test", (Paragraph(told), Table("check", head, body)))
 
 
@@ -174,6 +184,7 @@ def method(report: Row) -> Iterable[Section]:
                 "p values of rows looked at together are corrected (Holm). KL is of the noisy output from the clean "
                 f"one, per token, in nats; below {run.get('kl_floor', 0):.0e} it can't be told from 0."
             ),
+            Paragraph(_asked(run)),
             Paragraph(
                 f"{cost['trials']} trials; now {cost['forwards']:.1f} forwards of the test data, "
                 f"{cost['seconds']:.0f} s; {run['device']}, {run['conditions']['dtype']}; seeds "
@@ -183,6 +194,18 @@ def method(report: Row) -> Iterable[Section]:
     )
 
 
+def _asked(run: Row) -> str:
+    """What was asked, so that a reader can tell one run from another."""
+    settings, data = run["settings"], run["data"]
+    how = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
+    return (
+        f"Effort {settings['effort']}; levels {', '.join(settings['levels'])}; windows of {settings['window']} layers, "
+        f"step {settings['step']}; metric {run['metric']}, {how.get(data.get('measure'), data.get('measure'))}; "
+        f"n = {data['samples']} samples in every row that does not say otherwise."
+    )
+
+
 def limits(report: Row) -> Iterable[Section]:
     items = tuple(Paragraph(limit) for limit in report["could_not_see"])
-    yield Section("limits", "What this run could not see", (Bullets(items),))
+    if items:
+        yield Section("limits", "What this run could not see", (Bullets(items),))
