@@ -21,22 +21,20 @@ import importlib
 import json
 import math
 import platform
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from detection_grid import DTYPES, Cell, grid, is_quick
+from detection_effect import effect_of, windows
+from detection_grid import DTYPES, Cell, classes, grid, is_quick
 from detection_tables import Row, failures, show, show_failures, summary
-from torch import Tensor
 
 import noisescope as ns
-from noisescope.data import built_in
 from noisescope.errors import InvalidInput, NothingInjected
-from noisescope.faults import FAMILIES, FaultScope, faulty
-from noisescope.locators.inputs import LENGTH, ROWS, batches_for
+from noisescope.faults import FAMILIES, faulty
+from noisescope.locators.inputs import batches_for
 from noisescope.locators.verdict import Suspect, Verdict
 from noisescope.model import Subject, outline
 from noisescope.testing import MODELS as TINY
@@ -44,7 +42,6 @@ from noisescope.testing import MODELS as TINY
 Locator = Callable[[Subject, Any, int], Verdict]  # of the model, token batches (None: built-in text) and a seed
 METHODS = ("audit", "relations", "relations_weights", "scans", "srdd", "auto")
 ZOO = "tiny"  # controls on tiny models of every architecture
-_OF_FP = {torch.float32: (23, -126), torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float64: (52, -1022)}
 
 
 def locators(names: list[str]) -> dict[str, Locator]:
@@ -81,21 +78,22 @@ def locators(names: list[str]) -> dict[str, Locator]:
 
 def examine(cell: Cell, subject: Subject, methods: dict[str, Locator]) -> Iterator[Row]:
     """A row for each method. Failures are rows too."""
-    seed = cell.prompt
     inputs = windows(subject, cell.prompt)
     effect: Row = {}
     refused = ""
     if cell.fault is not None:
         try:
-            effect = effect_of(cell, subject, batches_for(subject.model, subject.tokenizer, inputs, seed))
+            effect = effect_of(cell, subject, batches_for(subject.model, subject.tokenizer, inputs, cell.prompt))
         except (InvalidInput, NothingInjected) as reason:
             refused = str(reason)
     for name, locator in methods.items():
         row: Row = {**cell.to_dict(), "method": name, "effect": effect, "changed": 0}
-        yield row | ({"refused": refused} if refused else _located(cell, subject, locator, inputs, seed))
+        yield row | (
+            {"refused": refused} if refused else _located(cell, subject, locator, inputs, effect.get("width", 0))
+        )
 
 
-def _located(cell: Cell, subject: Subject, locator: Locator, inputs: Any, seed: int) -> Row:
+def _located(cell: Cell, subject: Subject, locator: Locator, inputs: Any, width: int) -> Row:
     scope = None
     error = ""
     found = Verdict("undecided", "none")
@@ -106,7 +104,7 @@ def _located(cell: Cell, subject: Subject, locator: Locator, inputs: Any, seed: 
         clock = time.perf_counter if cuda else time.process_time
         start = clock()
         try:
-            found = locator(subject, inputs, seed)
+            found = locator(subject, inputs, cell.prompt)
         except Exception as problem:  # a crash is a result
             error = f"{type(problem).__name__}: {problem}"
         seconds = clock() - start
@@ -120,11 +118,11 @@ def _located(cell: Cell, subject: Subject, locator: Locator, inputs: Any, seed: 
         "notes": list(found.notes)[:4],
         "changed": 0 if scope is None else scope.changed,
     }
-    return said | score(cell, found.suspects)
+    return said | score(cell, found.suspects, width)
 
 
-def score(cell: Cell, suspects: tuple[Suspect, ...]) -> Row:
-    """How right the suspects are."""
+def score(cell: Cell, suspects: tuple[Suspect, ...], width: int) -> Row:
+    """How right the suspects are, about a fault on an output of `width` channels."""
     if cell.where is None or cell.fault is None:
         return {}
     where = cell.where
@@ -139,7 +137,8 @@ def score(cell: Cell, suspects: tuple[Suspect, ...]) -> Row:
         "top1_module": module and first is not None and first.site.occurrence == (where.occurrence or 0),
         "top3_place": any(suspect.site.place == where.place for suspect in suspects[:3]),
         "class_named": named,
-        "class_right": first is not None and first.fault_class == cell.fault.fault_class,
+        "class_right": first is not None and first.fault_class in classes(cell.fault, width),
+        "class_exact": first is not None and first.fault_class == cell.fault.fault_class,
         "confidence": first.confidence if first is not None else None,
     }
 
@@ -154,57 +153,6 @@ def _short(suspect: Suspect) -> Row:
         "confidence": suspect.confidence,
         "evidence": suspect.evidence[:300],
     }
-
-
-def windows(subject: Subject, prompt: int) -> list[Tensor] | None:
-    """Two batches from random places of the built-in text; every fourth prompt is what a locator takes itself."""
-    if subject.tokenizer is None or prompt % 4 == 0:
-        return None
-    ids = [i for item in built_in().items for i in subject.tokenizer(item.text, verbose=False)["input_ids"]]
-    draw = random.Random(prompt)
-    starts = [draw.randrange(len(ids) - LENGTH) for _ in range(2 * ROWS)]
-    tokens = torch.tensor([ids[start : start + LENGTH] for start in starts])
-    return list(tokens.reshape(2, ROWS, LENGTH))
-
-
-def effect_of(cell: Cell, subject: Subject, batches: list[dict[str, Any]]) -> Row:
-    """What the fault does to its operator's output, on the same input: ulps are those of the right value."""
-    assert cell.fault is not None
-    total = {"elements": 0, "changed": 0, "max_ulp": 0.0}
-    sums = dict.fromkeys(("error", "value", "mean", "square"), 0.0)
-
-    def note(before: Tensor, after: Tensor) -> None:
-        right, given = before.double(), after.double()
-        error = torch.where((right == given) | (right.isnan() & given.isnan()), 0.0, given - right)
-        ulps = (error / _ulp(right, before.dtype)).nan_to_num(math.inf)
-        clipped = ulps.clamp(-4, 4)  # beyond that a fault counts anyway, and sums that cancel would drown the mean
-        finite = error.isfinite() & right.isfinite()
-        total["elements"] += error.numel()
-        total["changed"] += int((error != 0).sum())
-        total["max_ulp"] = max(total["max_ulp"], min(float(ulps.abs().max()), 1e30))
-        sums["error"] += float(error[finite].square().sum())
-        sums["value"] += float(right[finite].square().sum())
-        sums["mean"] += float((clipped * right.sign()).sum())
-        sums["square"] += float(clipped.square().sum())
-
-    with faulty(subject.model, cell.fault, cell.where, anatomy=subject.anatomy) as scope, torch.no_grad():
-        _listen(scope, note)
-        for batch in batches[:2]:
-            subject.model(**batch)
-    n = max(1, total["elements"])
-    relative = math.sqrt(sums["error"] / sums["value"]) if sums["value"] else 0.0
-    return total | {"rms": relative, "mean_ulp": sums["mean"] / n, "rms_ulp": math.sqrt(sums["square"] / n)}
-
-
-def _listen(scope: FaultScope, note: Callable[[Tensor, Tensor], None]) -> None:
-    """Hear what the scope counts as changed, before and after."""
-    scope.note = note  # type: ignore[method-assign,assignment]
-
-
-def _ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    bits, least = _OF_FP[dtype]
-    exponent = torch.frexp(x).exponent - 1
-    return torch.exp2(exponent.clamp_min(least).double() - bits)
 
 
 # -- all cells

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from noisescope.anatomy import Anatomy
-from noisescope.faults import FAMILIES, Fault, Lanes, Where, make_fault
+from noisescope.faults import FAMILIES, BlockScale, Fault, Lanes, Truncation, Where, make_fault
 from noisescope.faults.values import PRODUCTS
 from noisescope.sites import OUTER_PLACES, Place
 from noisescope.testing import MODELS as TINY
@@ -176,6 +176,16 @@ def size_text(fault: Fault) -> str:
     listed = {name for settings in SIZES[fault.family] for name in settings}
     named = [f"{name}={fields[name]}" for name in fields if name in listed and name != fault.sized_by]
     return " ".join([*([] if fault.size is None else [f"{fault.size:g}"]), *named]) or "-"
+
+
+def classes(fault: Fault, width: int) -> set[str]:
+    """The classes that a fault has by definition, on an output of so many channels: mostly one."""
+    found = {fault.fault_class}
+    if isinstance(fault, Truncation) and fault.cut == 1:
+        found.add("stuck bit")  # bit 0 is always 0
+    if isinstance(fault, BlockScale) and fault.tensor == "output" and fault.width >= width:
+        found.add("gain")  # the block is the whole output
+    return found
 
 
 def _notes(model: str, dtype: str, anatomy: Anatomy) -> Iterator[Cell]:

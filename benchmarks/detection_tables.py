@@ -79,6 +79,7 @@ def hits(rows: list[Row]) -> Row:
         "top1_module": share("top1_module", rows),
         "top3_place": share("top3_place", rows),
         "class_right": share("class_right", rows),
+        "class_exact": share("class_exact", rows),
         "n_placed": len(placed),
         "class_right_placed": share("class_right", placed),
         "class_named_placed": share("class_named", placed),

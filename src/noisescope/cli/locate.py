@@ -16,7 +16,7 @@ MOST_SUSPECTS = 5
 
 def locate_fault(
     model: common.Model,
-    method: Annotated[str, typer.Option("--method", help="auto, audit, relations, srdd or fingerprint.")] = "auto",
+    method: Annotated[str, typer.Option("--method", help="auto, audit, srdd or fingerprint.")] = "auto",
     simulate: Annotated[
         str | None,
         typer.Option("--simulate", help="A fault to look for, such as dead_zone:0.3@10 or gain:0.01@3/linear."),
@@ -44,7 +44,7 @@ def locate_fault(
     noisescope locate path/to/model --device cuda
     noisescope locate demo --simulate gain:0.01@7/linear        a fault put in, and looked for
     noisescope locate demo --simulate stuck_bit:bit=12@3/softmax --dtype bfloat16
-    noisescope locate demo --method relations
+    noisescope locate demo --method srdd
 
     No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
     inputs it really had. Exit code 1 where something computes wrongly (with --simulate: where the fault was not found).

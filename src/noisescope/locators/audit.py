@@ -1,11 +1,12 @@
 """`audit`: every operator computed again on the host, from the inputs that it really had.
 
-Hooks catch each operator's input and output on the device; the host computes it in float64 from copies of those inputs
-and of the weights. What differs by more than the round-off model allows (floors.py, judge.py) is a suspect. Each operator
-is judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the source.
+Each operator's input and output are caught on the device; the host computes it in float64 from copies of those inputs
+and of the weights. What differs by more than the round-off model allows (floors.py, judge.py) is a suspect. Each is
+judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the source.
 
 Three forwards: one batch; another batch, with fused attention taken apart into its operators; the first batch again,
-which shows what is not repeatable and what remembers the batch before.
+which shows what is not repeatable and what remembers the batch before. A few more where a fault inside attention asks
+for them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.anatomy import ATTENTION, MODULE, Anatomy, Unit, dissect
+from noisescope.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit, dissect
 from noisescope.errors import InvalidInput
 from noisescope.locators.inputs import Batch, batches_for
 from noisescope.locators.ledger import Ledger
@@ -30,6 +31,7 @@ from noisescope.probe.door import Door, unwrap
 
 PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
 FUSED = "attention"
+_TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 
 
 def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, seed: int = 0) -> Verdict:
@@ -53,6 +55,11 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         for number, batch in enumerate(batches):
             _run(ledger, model, anatomy, batch, opened=every if number % 2 else frozenset(), first=number == 0)
         _run(ledger, model, anatomy, batches[0], opened=frozenset(), repeated=True)
+        for _ in range(_TRIES):
+            hidden = ledger.passing_in_attention()
+            if not hidden:
+                break
+            _run(ledger, model, anatomy, batches[0], opened=hidden)
         inside = ledger.suspects_inside_attention()
         if inside:  # was it old data of the first batch? Only these are opened, so that all before them is as it was
             _run(ledger, model, anatomy, batches[0], opened=inside)
@@ -154,7 +161,7 @@ def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
     Not where a block's own function calls are watched: a stand-in around a part of it would hide the calls made there.
     """
     units = {unit.module for unit in anatomy.units}
-    loose = {unit.place for unit in anatomy.units if unit.kind not in (MODULE, ATTENTION) and unit.module in anatomy.blocks}
+    loose = {unit.place for unit in anatomy.units if unit.kind == CALLS}
     modules = dict(model.named_modules())
     found = []
     for place, block in enumerate(anatomy.blocks):

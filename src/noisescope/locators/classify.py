@@ -105,11 +105,22 @@ def _stuck_bit(e: Evidence) -> Pattern | None:
     while run in low:
         run += 1
     if run >= 2:
-        return Pattern("truncation", 0.9, f"the lowest {run} bits of the mantissa are always 0")
+        return _short(e, run)
     for bit, value in constant:
         if e.mended_by(bit) > 0.9:
             return Pattern("stuck bit", 0.95, f"bit {bit} is always {value}", details={"bit": bit, "value": value})
     return None
+
+
+def _short(e: Evidence, run: int) -> Pattern:
+    """A short mantissa: cut off at the end (toward zero), or kept short while a sum was made (to nearest, and more)."""
+    inside = e.columns & e.fits & (e.values != 0)
+    error = (e.error * e.values.sign() / e.form.ulp(e.values))[inside] / 2**run
+    text = f"the lowest {run} bits of the mantissa are always 0"
+    toward_zero = float(error.clamp(-1.5, 1.5).mean()) < -0.25
+    if e.operator in _PRODUCTS and not toward_zero:
+        return Pattern("accumulation", 0.8, f"{text}, and the errors are as of sums that were kept so short")
+    return Pattern("truncation", 0.9, text)
 
 
 def _swapped(e: Evidence) -> Pattern | None:
@@ -148,8 +159,7 @@ def _rounding(e: Evidence) -> Pattern | None:
         mode = "toward zero" if along < 0 else "away from zero"
     else:
         mode = "down" if offset < 0 else "up"
-    confidence = 0.9 if e.worst_fit(ulp * (e.values.sign() * along if abs(along) >= abs(offset) else offset)) else 0.6
-    return Pattern("rounding mode", confidence, f"rounded {mode}: {along:+.2f} ulp along the sign, {offset:+.2f} ulp")
+    return Pattern("rounding mode", 0.9, f"rounded {mode}: {along:+.2f} ulp along the sign, {offset:+.2f} along +1")
 
 
 def _spike(e: Evidence) -> Pattern | None:
@@ -187,14 +197,16 @@ def _gain(e: Evidence) -> Pattern | None:
 
 def _row_gain(e: Evidence) -> Pattern | None:
     """A factor of each row's own: a normaliser, or the reciprocal root of a norm."""
-    if e.operator not in ("softmax", "norm"):
+    if e.operator not in ("softmax", "norm") or int(e.columns[0].sum()) < 8:
         return None
     weight = e.weights()
     slope = (e.error * e.values * weight).sum(1, keepdim=True) / (e.values.square() * weight).sum(1, keepdim=True)
     if not e.explains(e.values * slope.nan_to_num(0.0)):
         return None
     if e.operator == "softmax":
-        return Pattern("accumulation", 0.7, "each row has a factor of its own, as a short sum of its exponentials gives")
+        return Pattern(
+            "accumulation", 0.7, "each row has a factor of its own, as a short sum of its exponentials gives"
+        )
     return Pattern("function table", 0.8, "each row has a factor of its own, as a table for the reciprocal root gives")
 
 

@@ -5,16 +5,18 @@ u is the unit round-off of a dtype (2^-24, 2^-11, 2^-8), ulp(v) the spacing of i
 One correct rounding is off by at most ulp/2 and, spread over a binade, by 0.425 u |v| (std). A sum of K terms taken one
 after the other is rounded at each step: std 0.425 u sqrt(sum of squares of the partial sums). That is at most
 
-    0.425 u sqrt(K) sqrt(S^2 + y^2),   S^2 = sum (x_k w_k)^2
+    0.425 u sqrt(K) sqrt(S^2 + P^2 + y^2),   S^2 = sum (x_k w_k)^2,   P^2 the mean square of the partial sums
 
 for terms of random sign (partial sums grow as S sqrt(k / K)), for one massive term at the start (all partial sums are
-about S), and for terms of one sign (they grow as y k / K). Blocked sums, as devices make them, do better by 3 to 10. So
-the model is an upper limit for any order of summation, and nothing in it is measured on the device under test, where a
-fault could hide in it. (Higham and Mary 2019; Ipsen and Zhou 2020 for the probabilistic bounds.)
+about S), for terms of one sign (they grow as y k / K), and for parts that cancel each other (P, taken at a few places
+in the order of the inner dimension). Blocked sums, as devices make them, do better by 2 to 10. So the model is an upper
+limit for any usual order of summation, and nothing in it is measured on the device under test, where a fault could
+hide in it. (Higham and Mary 2019; Ipsen and Zhou 2020 for the probabilistic bounds.)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -67,14 +69,34 @@ class Reference:
     bounds: tuple[Tensor, ...]
     spread: Tensor | None = None
     systematic: Tensor | None = None
+    terms: int = 1  # that each sum has
     exact: bool = False  # equal bit by bit, or wrong
+    sums: bool = False  # errors of long sums are unlike from row to row; those of a function of few bits are not
 
     def columns(self, start: int, stop: int) -> Reference:
         def cut(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[:, start:stop]
 
         bounds = tuple(bound[:, start:stop] for bound in self.bounds)
-        return Reference(self.values[:, start:stop], bounds, cut(self.spread), cut(self.systematic), self.exact)
+        return dataclasses.replace(
+            self,
+            values=self.values[:, start:stop],
+            bounds=bounds,
+            spread=cut(self.spread),
+            systematic=cut(self.systematic),
+        )
+
+    def rows(self, rows: Tensor | slice) -> Reference:
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[rows]
+
+        return dataclasses.replace(
+            self,
+            values=self.values[rows],
+            bounds=tuple(bound[rows] for bound in self.bounds),
+            spread=cut(self.spread),
+            systematic=cut(self.systematic),
+        )
 
     @property
     def bound(self) -> Tensor:
@@ -101,14 +123,38 @@ def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sum_spread(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
-    """Standard deviation of the error of a sum of `terms` terms; `squares` is S^2."""
+    """Standard deviation of the error of a sum of `terms` terms; `squares` is S^2 + P^2."""
     return ROUNDING_STD * u * math.sqrt(terms + 1) * (squares.double() + values.square()).sqrt()
 
 
-def operand_spread(squares: Tensor) -> Tensor | None:
-    """What shortened operands add to float32 products, where the user has allowed them (TF32 and the like)."""
-    allowed = torch.get_float32_matmul_precision()
-    if allowed == "highest":
+def grain(reference: Reference) -> Tensor | None:
+    """Below this, bits of a sum say nothing: what cancels leaves zeros. 16 spacings of its largest partial sums."""
+    if reference.spread is None or not reference.sums:
         return None
-    u = 2.0**-11 if allowed == "high" else 2.0**-8
-    return math.sqrt(2) * u * squares.double().sqrt()
+    return 16 * reference.spread / (ROUNDING_STD * math.sqrt(reference.terms + 1))
+
+
+def shortened(y: Tensor) -> float:
+    """What torch may shorten in a product on y's device, as the user has allowed it: a spread in units of S.
+
+    float32 operands cut to TF32 or bfloat16, and on CUDA, by default, parts of a long 16-bit sum that are rounded to 16
+    bits before they are added up (split-K).
+    """
+    if y.dtype == torch.float32:
+        return _operand_roundoff()
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if y.device.type != "cuda" or y.dtype not in names:
+        return 0.0
+    found = getattr(torch.backends.cuda.matmul, f"allow_{names[y.dtype]}_reduced_precision_reduction", False)
+    reduced = any(found) if isinstance(found, tuple) else bool(found)
+    return ROUNDING_STD * number_format(y.dtype).u if reduced else 0.0
+
+
+def _operand_roundoff() -> float:
+    allowed = torch.get_float32_matmul_precision()
+    return 0.0 if allowed == "highest" else math.sqrt(2) * (2.0**-11 if allowed == "high" else 2.0**-8)
+
+
+def operand_spread(squares: Tensor) -> Tensor | None:
+    """What shortened operands add to float32 products; None where the user has not allowed any."""
+    return _operand_roundoff() * squares.double().sqrt() if _operand_roundoff() else None

@@ -55,7 +55,9 @@ def _batch(model: nn.Module, item: Any) -> Batch:
     if isinstance(item, Tensor):
         names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
         return {"input_ids" if "input_ids" in names else names[0]: item}
-    raise InvalidInput(f"a batch is a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}")
+    raise InvalidInput(
+        f"a batch is a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
+    )
 
 
 def _tokens(tokenizer: Any, text: str) -> Tensor:
@@ -80,9 +82,10 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
         lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
         drawn = torch.randint(lowest, vocabulary, (2, ROWS, length), generator=generator, device="cpu")
         return _named(config, list(drawn))
-    if getattr(config, "image_size", None) and getattr(config, "num_channels", None):
-        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        shape = (2, ROWS, config.num_channels, side, side)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if size and channels:
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        shape = (2, ROWS, channels, *sides)
         return [{"pixel_values": x} for x in torch.randn(shape, generator=generator, device="cpu")]
     raise InvalidInput(
         f"no input can be made up for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"

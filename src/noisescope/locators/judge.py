@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.locators.floors import Format, Reference, number_format
+from noisescope.locators.floors import Format, Reference, grain, number_format
 
 SLACK = 2.0  # on the limits of roundings, which add up only at worst
 Z_ELEMENT = 7.0
@@ -32,7 +32,7 @@ Z_MEAN = 6.5  # 8e-11 two-sided: for up to 10^7 means (channels of all operators
 RMS_LIMIT = 1.5  # of mean (e / sigma)^2
 MEAN_SHARE = 0.05  # ulp that the whole output's mean may be off; float32 sums: twice that
 CHANNEL_SHARE = 0.1  # ulp for the mean of one channel
-_BIT_ROWS = 40  # different rows in which a bit must stay the same to be called stuck: 2^-39 by chance
+_BIT_ROWS = 40  # rows in which a bit must stay the same to be called stuck: 2^-31 by chance where a fifth is left out
 _BIT_SHARE = 0.25
 _PIECE = 1 << 20
 _MEAN_ROWS = 1024
@@ -79,22 +79,21 @@ def tolerance(reference: Reference) -> Tensor:
 
 
 def judge(y: Tensor, reference: Reference, *, bits: bool = True) -> Judgement:
-    """All tests on one output [R, C]; `bits=False` leaves out the one on bits (a softmax may be exactly 1 for ever)."""
+    """All tests on one output [R, C]; `bits=False` where single channels may hold 0 or 1 for ever (a softmax)."""
     form = number_format(y.dtype)
     result = Judgement(elements=y.numel())
     if reference.exact:
         _judge_exact(y, reference, form, result)
         return result
     rows = _different_rows(y, reference.values)
-    sums = np.zeros(6)  # of weighted sign e, e, weights, allowed, (e / sigma)^2, and squares of weighted e
-    counted = 0
+    means: list[Tensor] = []  # [7, columns] of each piece
+    by_row = torch.zeros(2, len(rows), dtype=torch.float64)
     medians: list[float] = []
     for start, part, ref in _pieces(y, reference):
-        error, ulp = part - ref.values, form.ulp(ref.values)
-        limit = tolerance(ref)
+        ulp, limit = form.ulp(ref.values), tolerance(ref)
         one_sided = _one_sided(part, ref.values, limit, form)
         finite = part.isfinite() & ref.values.isfinite() & (ref.values.abs() <= form.largest)
-        error = torch.where(finite, error, 0.0)
+        error, limit = torch.where(finite, part - ref.values, 0.0), torch.where(finite, limit, 1.0)
         beyond = (error.abs() > limit) | one_sided
         result.bad += int(beyond.sum())
         result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
@@ -103,13 +102,42 @@ def judge(y: Tensor, reference: Reference, *, bits: bool = True) -> Judgement:
         result.worst_ulp = max(result.worst_ulp, float((error.abs() / ulp).max()))
         seen = (limit / ulp)[(ref.values.abs() > 2.0 ** (form.least + form.bits)) & finite]
         medians.append(float(seen[:: max(1, len(seen) // 4096)].median()) if len(seen) else 0.0)
-        counted += _means(error[rows], ref, ulp[rows], finite[rows], rows, form, start, result, sums)
+        means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite[rows], by_row))
         result.looks += part.numel() + 2 * part.shape[1] + 4
-    _judge_means(sums, counted, form, result)
     result.visible_element = max(medians)
-    if bits and len(rows) >= _BIT_ROWS:
-        _judge_bits(y[rows], reference.values[rows], form, result)
+    _judge_means(Means(*torch.cat(means, 1)), by_row, y[rows], reference.sums, form, result)
+    if len(rows) >= _BIT_ROWS:
+        _judge_bits(y[rows], reference.rows(rows), form, result, by_channel=bits)
     return result
+
+
+@dataclass(frozen=True)
+class Means:
+    """Sums over the rows of each channel, [C], for a shift of d ulps in e = d ulp sign(y) + noise of sigma."""
+
+    signed: Tensor  # ulp / sigma^2 e sign(y): d is its ratio to `weight`
+    along: Tensor  # the same without the sign
+    weight: Tensor  # (ulp / sigma)^2; 1 / sqrt(weight) is the standard error of d
+    allowed: Tensor  # what functions may be off systematically
+    scatter: Tensor  # squares of the terms of `signed`: its variance as seen
+    squares: Tensor  # (e / sigma)^2
+    count: Tensor
+
+    def total(self) -> Means:
+        return Means(*(field.sum(0, keepdim=True) for field in vars(self).values()))
+
+    def limit(self, share: float, alike: Tensor | float = 1.0, scatter_of_rows: float = 0.0) -> Tensor:
+        """What the sums may be: a share of an ulp, what functions may lean, and Z standard errors.
+
+        Those are the model's, or the ones seen where they are smaller (blocked sums in float32); times the root of how
+        many rows on average have one and the same error; or, if that is more, what the rows' own sums scatter by.
+        """
+        error = Z_MEAN * torch.minimum(self.weight, self.scatter).sqrt() * alike**0.5
+        return share * self.weight + self.allowed + error.clamp_min(scatter_of_rows)
+
+    def strength(self, limit: Tensor) -> Tensor:
+        """The larger of both means over its limit."""
+        return torch.where(self.weight > 0, torch.maximum(self.signed.abs(), self.along.abs()) / limit, 0.0)
 
 
 def _pieces(y: Tensor, reference: Reference) -> Iterator[tuple[int, Tensor, Reference]]:
@@ -148,77 +176,123 @@ def _different_rows(y: Tensor, values: Tensor) -> Tensor:
     return torch.tensor(sorted(seen.values()))
 
 
-def _means(
-    error: Tensor,
-    reference: Reference,
-    ulp: Tensor,
-    finite: Tensor,
-    rows: Tensor,
-    form: Format,
-    start: int,
-    result: Judgement,
-    sums: np.ndarray,
-) -> int:
-    """A shift of d ulps, e = d ulp sign(y) + noise of sigma, by least squares: for each channel, and into `sums`.
-
-    Its standard error is the model's, or that of the errors seen where they are smaller (blocked sums in float32).
-    """
-    variance = reference.variance[rows]
+def _sums(error: Tensor, reference: Reference, ulp: Tensor, finite: Tensor, by_row: Tensor) -> Tensor:
+    """The fields of `Means` for some columns; the first two are added up in `by_row` [2, R] as well."""
+    variance = reference.variance
     finite = finite & (variance > 0)
     variance = torch.where(finite, variance, torch.inf)
-    values = reference.values[rows]
     lever = ulp / variance
     along = lever * error
-    weights = lever * ulp
-    allowed = torch.zeros_like(lever) if reference.systematic is None else lever * reference.systematic[rows]
-    signed = along * values.sign()
-    total = weights.sum(0)
-    scatter = along.square().sum(0)
-    share = CHANNEL_SHARE * (2 if form.bits > 20 else 1)
-    for tested in (signed, along):
-        limit = share * total + allowed.sum(0) + Z_MEAN * torch.minimum(total, scatter).sqrt()
-        strength = torch.where(total > 0, tested.sum(0).abs() / limit, 0.0)
-        result.raise_to("signed", float(strength.max()))
-        result.channels.update((start + (strength > 1).nonzero().flatten()).tolist())
-    chi = (error.square() / variance).sum()
-    sums += [float(s) for s in (signed.sum(), along.sum(), total.sum(), allowed.sum(), chi, scatter.sum())]
-    return int(finite.sum())
-
-
-def _judge_means(sums: np.ndarray, counted: int, form: Format, result: Judgement) -> None:
-    signed, along, weight, allowed, squares, scatter = sums.tolist()
-    if counted == 0 or weight == 0:
-        return
-    share = MEAN_SHARE * (2 if form.bits > 20 else 1)
-    limit = share * weight + allowed + Z_MEAN * math.sqrt(min(weight, scatter))
-    result.raise_to("signed", max(abs(signed), abs(along)) / limit)
-    result.mean_ulp, result.offset_ulp = signed / weight, along / weight
-    result.visible_mean = limit / weight
-    result.visible_gain = result.visible_mean * 1.44 * form.u  # an ulp is 2u to u of a value, 1.44u on average
-    ratio = squares / counted
-    result.rms = math.sqrt(ratio)
-    result.raise_to("rms", ratio / (RMS_LIMIT + Z_MEAN * math.sqrt(2 / counted)))
-
-
-def _judge_bits(y: Tensor, values: Tensor, form: Format, result: Judgement) -> None:
-    """Bits that are the same in every row of a channel, though they differ in the reference rounded to the dtype."""
-    normal = (values.abs() > 2.0 ** (form.least + form.bits)).all(0)  # what may be flushed says nothing
-    if not bool(normal.any()):
-        return
-    given, expected = (
-        t[:, normal].contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy() for t in (y, values.to(y.dtype))
+    allowed = torch.zeros_like(lever)
+    if reference.systematic is not None:
+        allowed = torch.where(finite, lever * reference.systematic, 0.0)
+    fields = (
+        torch.where(reference.values < 0, -along, along),
+        along,
+        lever * ulp,
+        allowed,
+        along.square(),
+        error.square() / variance,
+        finite.double(),
     )
-    result.looks += given.shape[1] * 8 * given.itemsize
-    ones = np.bitwise_and.reduce(given, 0) & ~np.bitwise_and.reduce(expected, 0)
-    zeros = ~np.bitwise_or.reduce(given, 0) & np.bitwise_or.reduce(expected, 0)
-    stuck = np.zeros(given.shape[1], dtype=bool)
-    for held, other in ((ones, 0), (zeros, 1)):
-        present = int(np.bitwise_or.reduce(held))
-        for bit in (bit for bit in range(8 * given.itemsize) if (present >> bit) & 1):
-            columns = np.flatnonzero((held >> bit) & 1)
-            # A bit that all but one row share may differ there by healthy rounding: a quarter of the rows must.
-            share = (((expected[:, columns] >> bit) & 1) == other).mean(0)
-            stuck[columns[share > _BIT_SHARE]] = True
-    if stuck.any():
+    by_row += torch.stack([fields[0].sum(1), fields[1].sum(1)])
+    return torch.stack([field.sum(0) for field in fields])
+
+
+def _judge_means(means: Means, by_row: Tensor, y: Tensor, sums: bool, form: Format, result: Judgement) -> None:
+    """Means of the whole output, and of each channel where the errors of its rows are independent."""
+    wider = 2 if form.bits > 20 else 1
+    total = means.total()
+    count, weight = float(total.count), float(total.weight)
+    if count == 0 or weight == 0:
+        return
+    rows = _row_scatter(by_row)
+    limit, ratio = total.limit(MEAN_SHARE * wider, 1.0, rows), float(total.squares) / count
+    alike = 1.0
+    if float(total.strength(limit)) > 1 or ratio > RMS_LIMIT:
+        alike = float(_alike(y).sum()) / y.numel()
+        limit = total.limit(MEAN_SHARE * wider, alike, rows)
+    result.raise_to("signed", float(total.strength(limit)))
+    result.raise_to("rms", ratio / (RMS_LIMIT + Z_MEAN * math.sqrt(2 * alike / count)))
+    result.rms = math.sqrt(ratio)
+    result.mean_ulp, result.offset_ulp = float(total.signed) / weight, float(total.along) / weight
+    result.visible_mean = float(limit) / weight
+    result.visible_gain = result.visible_mean * 1.44 * form.u  # an ulp is 2u to u of a value, 1.44u on average
+    if sums:
+        each = means.strength(means.limit(CHANNEL_SHARE * wider))
+        doubtful = (each > 1).nonzero().flatten()
+        if len(doubtful):
+            few = Means(*(field[doubtful] for field in vars(means).values()))
+            each[doubtful] = few.strength(few.limit(CHANNEL_SHARE * wider, _alike(y[:, doubtful]) / len(y)))
+        result.raise_to("signed", float(each.max()))
+        result.channels.update((each > 1).nonzero().flatten().tolist())
+
+
+def _row_scatter(by_row: Tensor) -> float:
+    """Z standard errors of a sum over rows, from the scatter of the rows: a norm's root is off for a whole row at once.
+
+    The scatter is itself an estimate from R rows: Z becomes the quantile of Student's t (Wallace's approximation).
+    """
+    count = by_row.shape[1]
+    if count < 2:
+        return math.inf
+    free = count - 1
+    seen = (by_row - by_row.mean(1, keepdim=True)).square().sum(1) * count / free
+    power = Z_MEAN**2 * max(free - 1.5, 0.5) / max(free - 1, 1) ** 2
+    return math.sqrt(free * math.expm1(min(power, 700.0))) * float(seen.max().sqrt())
+
+
+def _alike(y: Tensor) -> Tensor:
+    """Sum over the rows of each channel of how many rows have the same number there, [C].
+
+    Outputs that hardly vary (a large bias, a massive channel) all fall into one cell of their format: they are off by
+    the same amount, and averaging over them teaches nothing.
+    """
+    ordered = y.sort(0).values
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    cell = new.long().cumsum(0) - 1
+    sizes = torch.zeros(y.shape, dtype=torch.float64).scatter_add_(0, cell, torch.ones(y.shape, dtype=torch.float64))
+    return sizes.square().sum(0)
+
+
+def _judge_bits(y: Tensor, reference: Reference, form: Format, result: Judgement, *, by_channel: bool) -> None:
+    """Bits that never change, in a channel or in the whole output, though they do in the reference so rounded."""
+    values, coarse = reference.values, grain(reference)
+    given, expected = (t.contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy() for t in (y, values.to(y.dtype)))
+    size = values.abs()
+    usable = ((size > 2.0 ** (form.least + form.bits)) & (size < (math.inf if by_channel else 0.9))).numpy()
+    lowest = np.zeros(given.shape)
+    if coarse is not None:
+        lowest = (coarse / form.ulp(values)).log2().clamp(0, 64).nan_to_num(64).numpy()
+    result.looks += (given.shape[1] + 1) * 8 * given.itemsize
+    flat = tuple(array.reshape(-1, 1) for array in (given, expected, usable, lowest))
+    if _stuck(*flat).any():
         result.strengths["bits"] = math.inf
-        result.channels.update(normal.nonzero().flatten()[torch.from_numpy(stuck)].tolist())
+    if by_channel:
+        stuck = _stuck(given, expected, usable, lowest)
+        if stuck.any():
+            result.strengths["bits"] = math.inf
+            result.channels.update(np.flatnonzero(stuck).tolist())
+
+
+def _stuck(given: np.ndarray, expected: np.ndarray, usable: np.ndarray, lowest: np.ndarray) -> np.ndarray:
+    """Columns with a bit that all usable rows share though a quarter of them should not.
+
+    Sums that cancel leave zeros (and never ones) in their low bits: a bit that is always 0 counts from `lowest` on, and
+    the fifth of the rows that cancel most is left out.
+    """
+    enough = usable.sum(0) >= _BIT_ROWS
+    most = np.quantile(lowest, 0.8, axis=0, method="lower")
+    clear = usable & (lowest <= most)
+    stuck = np.zeros(given.shape[1], dtype=bool)
+    ones = np.bitwise_and.reduce(given, 0, where=usable) & ~np.bitwise_and.reduce(expected, 0, where=usable)
+    zeros = ~np.bitwise_or.reduce(given, 0, where=clear) & np.bitwise_or.reduce(expected, 0, where=clear)
+    for held, other, rows, least in ((ones, 0, usable, 0.0), (zeros, 1, clear, most)):
+        present = int(np.bitwise_or.reduce(held, where=enough)) if len(held) else 0
+        for bit in (bit for bit in range(8 * given.itemsize) if (present >> bit) & 1):
+            columns = np.flatnonzero(((held >> bit) & 1) * enough * (least <= bit))
+            # A bit that all but one row share may differ there by healthy rounding: a quarter of the rows must.
+            differ = (((expected[:, columns] >> bit) & 1) == other) & rows[:, columns]
+            stuck[columns[differ.sum(0) > _BIT_SHARE * rows[:, columns].sum(0)]] = True
+    return stuck

@@ -95,7 +95,7 @@ def round_short(x: Tensor, keep: int) -> Tensor:
 
 
 def aligned_block(channels: tuple[int, ...], width: int) -> tuple[int, int] | None:
-    """[start, stop) where channels are one run that a block of 16, 32 ... begins and ends with; None for all of them."""
+    """[start, stop) where channels are one run that a block of 16, 32 ... begins and ends with, and not all."""
     if len(channels) < _WIDTHS[0] or len(channels) >= width:
         return None
     start, stop = channels[0], channels[-1] + 1

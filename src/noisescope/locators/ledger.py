@@ -17,7 +17,7 @@ from noisescope.locators.judge import Judgement, judge
 from noisescope.locators.pattern import Evidence, Pattern
 from noisescope.locators.products import Recomputed, Rows
 from noisescope.locators.recompute import Unseen, recompute
-from noisescope.locators.residuals import OUT, Recorder, Residuals
+from noisescope.locators.residuals import Recorder, Residuals
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.sites import Site, place_order
 
@@ -125,7 +125,7 @@ class Ledger:
             power.element = 0.5
 
     def _fresh(self, site: Site, given: tuple[Any, ...], y: Any) -> bool:
-        """Whether a call is to be judged: in a repeated forward where the same input gave another output, or an alarm."""
+        """Whether a call is to be judged: in a repeated forward where its output has changed, or was wrong before."""
         if not (self._keeping or self._repeated) or not isinstance(y, Tensor):
             return not self._repeated
         prints = (_print(given), _print((y,)))
@@ -166,6 +166,12 @@ class Ledger:
     def suspects_inside_attention(self) -> frozenset[str]:
         """Attention modules of which an operator inside is under suspicion."""
         return frozenset(s.module for s in self.alarms if s.component == "attention" and s.operator in _INSIDE)
+
+    def passing_in_attention(self) -> frozenset[str]:
+        """Fused attention that was wrong and is not so each time, while no operator inside it was caught yet."""
+        inside = self.suspects_inside_attention()
+        fused = {s.module for s in self.alarms if s.operator == _FUSED and s in self.unsteady}
+        return frozenset(fused - inside)
 
     def verdict(self) -> Verdict:
         if not self.power:
@@ -213,7 +219,7 @@ class Ledger:
         return site in self.unsteady or (site.operator in _INSIDE and site.module in fused)
 
     def _blind(self) -> bool:
-        return any(not site.component == "router" for sites in self.unseen.values() for site in sites)
+        return any(site.component != "router" for sites in self.unseen.values() for site in sites)
 
     def _notes(self) -> list[str]:
         notes = []

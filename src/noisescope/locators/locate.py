@@ -11,7 +11,7 @@ from noisescope.errors import InvalidInput, unknown
 from noisescope.locators.verdict import Verdict
 from noisescope.model import Subject
 
-METHODS = ("auto", "audit", "relations", "srdd", "fingerprint")
+METHODS = ("auto", "audit", "srdd", "fingerprint")
 
 
 def locate(
@@ -29,11 +29,10 @@ def locate(
         verdict.verdict                                   # "healthy", "faulty" or "undecided"
         verdict.suspects[0].site.place, verdict.suspects[0].fault_class, verdict.smallest_visible
 
-    audit recomputes every operator on the host from its own inputs; relations tries laws that need no host; srdd is the
-    original method notes' scan; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated
-    faults in this model (and `reference`, those of a good one). auto takes the audit, and relations where that could
-    not decide. No data is needed: `inputs` are built-in prompts unless given. The model runs in the caller's thread,
-    inside whatever scopes are open.
+    audit (and auto, for now) recomputes every operator on the host from its own inputs; srdd is the original method
+    notes' scan; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in this
+    model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given. The
+    model runs in the caller's thread, inside whatever scopes are open.
     """
     if method not in METHODS:
         raise unknown("method", method, METHODS)
@@ -50,22 +49,7 @@ def locate(
         from noisescope.locators.scans import scans
 
         return scans(subject, seed=seed)
-    if method == "relations":
-        from noisescope.locators.relations import relations
-
-        return relations(subject, inputs, seed=seed)
     from noisescope.locators.audit import audit
 
     found = audit(subject, inputs, seed=seed)
-    if method == "audit" or found.verdict != "undecided":
-        return found if method == "audit" else dataclasses.replace(found, method="auto: audit")
-    from noisescope.locators.relations import relations
-
-    second = relations(subject, inputs, seed=seed)
-    return dataclasses.replace(
-        second,
-        method="auto: audit, relations",
-        forwards=found.forwards + second.forwards,
-        checked=found.checked + second.checked,
-        notes=(*found.notes, *second.notes),
-    )
+    return found if method == "audit" else dataclasses.replace(found, method="auto: audit")

@@ -13,8 +13,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from noisescope.anatomy import Anatomy, dissect
-from noisescope.data import built_in
+from noisescope.anatomy import dissect
 from noisescope.errors import InvalidInput
+from noisescope.locators.prompts import COUNT, LENGTH, Prompts, device_of, last_logits, parts_of, prompt_ids
 from noisescope.model import Subject
-from noisescope.probe.door import unwrap
 from noisescope.runs.fingerprints import model_fingerprint
 
-Prompts = tuple[tuple[int, ...], ...]  # token ids
-
-COUNT, LENGTH = 8, 16  # of built-in prompts and of their tokens
 FORMAT, VERSION = "noisescope outputs", 1
 _TEXTS = ("format", "model", "architecture", "dtype", "device", "prompts_hash", "logits_hash")
 
@@ -92,7 +87,7 @@ def record_outputs(
     logits, _ = last_logits(model, chosen)
     kept = logits.numpy().astype(np.float32)
     return OutputRecord(
-        kept, chosen, model_fingerprint(model), anatomy.architecture, _dtype_of(model), _device_words(_device_of(model))
+        kept, chosen, model_fingerprint(model), anatomy.architecture, _dtype_of(model), _device_words(device_of(model))
     )
 
 
@@ -145,108 +140,6 @@ def check_alike(record: OutputRecord, other: OutputRecord, what: str = "the reco
         raise InvalidInput(
             f"{what} holds logits {record.logits.shape}, the other record {other.logits.shape}: record both again"
         )
-
-
-# -- running
-
-
-def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
-    """Model, tokenizer and anatomy."""
-    if isinstance(subject, Subject):
-        return unwrap(subject.model), subject.tokenizer, subject.anatomy
-    return unwrap(subject), None, dissect(subject)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout; each module back in its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
-    """The last token's logits [P, V] on the host in float32 (float64 where the model is), and the forwards it took."""
-    lengths = sorted({len(prompt) for prompt in prompts})
-    found: dict[int, Tensor] = {}
-    with evaluating(model):
-        for length in lengths:
-            chosen = [at for at, prompt in enumerate(prompts) if len(prompt) == length]
-            ids = torch.tensor([prompts[at] for at in chosen], device=_device_of(model))
-            found.update(zip(chosen, _forward(model, ids), strict=True))
-    return torch.stack([found[at] for at in range(len(prompts))]), len(lengths)
-
-
-def _forward(model: nn.Module, ids: Tensor) -> Tensor:
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        y: Any = model(input_ids=ids, decoder_input_ids=ids)
-    else:
-        y = model(ids)
-    logits = getattr(y, "logits", y)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise InvalidInput(
-            f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: outputs are recorded of "
-            "language models"
-        )
-    last = logits[:, -1].detach().to("cpu")
-    return last if last.dtype == torch.float64 else last.float()
-
-
-def prompt_ids(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[Any] | None, *, seed: int, count: int, length: int
-) -> Prompts:
-    """Prompts as token ids: the caller's texts or ids, else built-in text, or seeded ids without a tokenizer."""
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if prompts is None:
-        if vocabulary is None:
-            raise InvalidInput(f"{type(model).__name__} takes no token ids: prompts can't be made up for it")
-        return _built_in(tokenizer, vocabulary, seed, count, length)
-    if isinstance(prompts, (str, Tensor)):
-        prompts = [prompts] if isinstance(prompts, str) or prompts.dim() == 1 else list(prompts)
-    if not isinstance(prompts, Sequence) or not prompts:
-        raise InvalidInput(f"prompts are a list of texts or of token ids, got {prompts!r:.60}")
-    return tuple(_ids(prompt, tokenizer) for prompt in prompts)
-
-
-def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise InvalidInput("prompts are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
-        prompt = tokenizer(prompt, verbose=False)["input_ids"]
-    try:
-        ids = tuple(int(token) for token in prompt)
-    except (TypeError, ValueError):
-        raise InvalidInput(f"a prompt is a text or a list of token ids, got {prompt!r:.60}") from None
-    if not ids:
-        raise InvalidInput("a prompt has no tokens")
-    return ids
-
-
-def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: int) -> Prompts:
-    """`count` prompts of one length: the beginnings of paragraphs, from the one that the seed chooses on."""
-    if count < 1 or length < 1:
-        raise InvalidInput(f"at least one prompt of one token is needed, got count={count}, length={length}")
-    if tokenizer is not None:
-        texts = [item.text for item in built_in().items]
-        turned = texts[seed % len(texts) :] + texts[: seed % len(texts)]
-        found = [ids[:length] for ids in (_ids(text, tokenizer) for text in turned) if len(ids) >= length][:count]
-        if len(found) == count and max(map(max, found)) < vocabulary:
-            return tuple(found)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
-    drawn = torch.randint(lowest, vocabulary, (count, length), generator=generator, device="cpu")
-    return tuple(tuple(row) for row in drawn.tolist())
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def _dtype_of(model: nn.Module) -> str:

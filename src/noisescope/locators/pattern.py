@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,12 +57,7 @@ class Evidence:
         operands = recomputed.operands
         if len(y) > rows:
             y = y[:rows]
-            reference = Reference(
-                reference.values[:rows],
-                tuple(bound[:rows] for bound in reference.bounds),
-                None if reference.spread is None else reference.spread[:rows],
-                exact=reference.exact,
-            )
+            reference = reference.rows(slice(rows))
             one = operands is not None and operands[0].shape[0] == 1
             operands = (operands[0][:, :rows], operands[1]) if operands is not None and one else None
         form = number_format(y.dtype)
@@ -118,19 +114,18 @@ class Evidence:
     def along(self, direction: Tensor) -> float:
         """The size of a pattern in the error, by least squares."""
         weight = self.weights()
+        direction = torch.where(weight > 0, direction, 0.0)
         total = float((direction.square() * weight).sum())
         return float((self.error * direction * weight).sum()) / total if total > 0 else 0.0
 
     def explains(self, pattern: Tensor) -> bool:
         """Whether little is left of the error once a pattern is taken off it."""
         weight = self.weights()
+        pattern = torch.where(weight > 0, pattern, 0.0)
         before = float((self.error.square() * weight).sum())
         after = float(((self.error - pattern).square() * weight).sum())
         count = max(1, int((weight > 0).sum()))
         return before > 0 and after < 0.5 * before and (after < (1 - _EXPLAINED) * before or after / count < _FITTED)
-
-    def worst_fit(self, pattern: Tensor) -> bool:
-        return self.explains(pattern)
 
     def chi(self, where: Tensor) -> float:
         """Mean (e / sigma)^2 of some elements."""
@@ -184,6 +179,6 @@ class Evidence:
         channels = self.reported
         if len(channels) < 3:
             return None
-        step = math.gcd(*(b - a for a, b in zip(channels, channels[1:], strict=False)))
+        step = math.gcd(*(b - a for a, b in itertools.pairwise(channels)))
         expected = (self.y.shape[1] - channels[0] % step + step - 1) // step if step else 0
         return step if step > 1 and len(channels) >= 0.5 * expected else None

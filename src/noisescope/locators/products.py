@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from noisescope.locators.floors import (
     ROUNDING_STD,
     Reference,
     number_format,
-    operand_spread,
     rounded_once,
+    shortened,
     sum_spread,
     work_roundoff,
 )
@@ -22,6 +23,7 @@ from noisescope.locators.floors import (
 _PIECE = 1 << 23  # numbers of a weight that are in float64 at a time: 64 MB
 _BLOCK = 64  # channels under one checksum: a wrong element must show above the rounding of its 63 neighbours
 _CHECKSUM_Z = 7.0
+_PARTIAL_SUMS = 8
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Rows:
         if total <= self.most:
             return None
         order = torch.randperm(total - 2, generator=self._generator, device="cpu")[: max(self.most - 2, 0)] + 1
-        return torch.cat([order, torch.tensor([0, total - 1], device="cpu")]).unique()
+        return torch.cat([order, torch.tensor([0, total - 1], device="cpu")]).sort().values
 
     def signs(self, count: int) -> Tensor:
         """Random +-1."""
@@ -60,18 +62,18 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
-    """x [..., K] times weight [N, K]; where there are more rows than `rows` takes, checksums say which others to take."""
+    """x [..., K] times weight [N, K]; where rows are many, checksums say which to take beside the sampled ones."""
     a, w, out = on_host(x).reshape(-1, x.shape[-1]), on_host(weight), on_host(y).reshape(-1, y.shape[-1])
     a, w = _as_multiplied(a, out), _as_multiplied(w, out)
     added = None if bias is None else on_host(bias).double()
     chosen, total = rows.choose(len(a)), len(a)
     if chosen is not None:
-        off = _rows_off(a, w, added, out, rows)
-        chosen = torch.cat([chosen, off[: rows.most]]).unique()
+        off = _rows_off(a, w, added, out, rows, shortened(y))
+        chosen = torch.tensor(sorted({*chosen.tolist(), *off[: rows.most].tolist()}))
         a, out = a[chosen], out[chosen]
     wide = a.double()
     values, squares = _multiply(wide, w)
-    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added)
+    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, shortened(y))
     checksums = 0 if chosen is None else total - len(chosen)
     return Recomputed(out, reference, (wide[None], w.T[None]), total_rows=total, checksums=checksums)
 
@@ -82,34 +84,47 @@ def _as_multiplied(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """a w^T in float64 and (a^2) (w^2)^T in float32 (it only scales a floor), a piece of w at a time."""
+    """a w^T in float64, and S^2 + P^2 in float32 (they only scale a floor), a piece of w at a time."""
     values = a.new_empty(len(a), len(w))
     squares = torch.empty(len(a), len(w))
     a_squared = a.square().float()
     step = max(1, _PIECE // max(1, w.shape[-1]))
     for start in range(0, len(w), step):
         part = w[start : start + step].double()
-        values[:, start : start + step] = a @ part.T
-        squares[:, start : start + step] = a_squared @ part.square().float().T
+        total, partial = _partial_sums(a, part.T)
+        values[:, start : start + step] = total
+        squares[:, start : start + step] = a_squared @ part.square().float().T + partial.float()
     return values, squares
 
 
+def _partial_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a b, and P^2: the mean square of the partial sums at a few places of the inner dimension."""
+    inner = a.shape[-1]
+    parts = min(_PARTIAL_SUMS, max(1, inner // 16))
+    edges = [inner * at // parts for at in range(parts + 1)]
+    total = torch.matmul(a[..., : edges[1]], b[..., : edges[1], :])
+    squares = total.square()
+    for start, stop in itertools.pairwise(edges[1:]):
+        total = total + torch.matmul(a[..., start:stop], b[..., start:stop, :])
+        squares += total.square()
+    return total, squares / parts
+
+
 def _sum_reference(
-    values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None
+    values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: float = 0.0
 ) -> Reference:
     """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
     spread = sum_spread(terms, squares, values, work_roundoff(dtype))
-    shortened = operand_spread(squares) if dtype == torch.float32 else None
-    if shortened is not None:
-        spread = (spread.square() + shortened.square()).sqrt()
+    if short:
+        spread = (spread.square() + short**2 * squares.double()).sqrt()
     bounds: tuple[Tensor, ...] = ()
     if added is not None:
         bounds = (rounded_once(values, dtype),)  # some kernels round the product before they add
         values = values + added
-    return Reference(values, (rounded_once(values, dtype), *bounds), spread)
+    return Reference(values, (rounded_once(values, dtype), *bounds), spread, terms=terms, sums=True)
 
 
-def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows) -> Tensor:
+def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: float) -> Tensor:
     """Rows whose checksums fail, the worst first: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n in blocks of 64.
 
     After Freivalds 1977. A checksum's error is that of its 64 elements, so one element is seen from about 14 ulp on.
@@ -134,10 +149,8 @@ def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows)
             expected = expected + per_block((added[start : start + step] * signs)[None])
         squares = squared @ per_block(part.square().float().T.contiguous())
         variance = per_block(rounded_once(out, y.dtype).square() / 3)
-        variance += (ROUNDING_STD * u).__pow__(2) * (a.shape[-1] + 1) * (squares.double() + per_block(out.square()))
-        shortened = operand_spread(squares) if y.dtype == torch.float32 else None
-        if shortened is not None:
-            variance += shortened.square()
+        variance += (ROUNDING_STD * u) ** 2 * (a.shape[-1] + 1) * (2 * squares.double() + per_block(out.square()))
+        variance += short**2 * squares.double()
         if added is not None:  # rounded before the addend, by some kernels
             before = out - added[start : start + step]
             variance += per_block(rounded_once(before, y.dtype).square() / 3)
@@ -152,10 +165,12 @@ def batched(
     a: Tensor, b: Tensor, y: Tensor, rows: Rows, *, addend: Tensor | None = None, alpha: float = 1.0
 ) -> Recomputed:
     """alpha a b + addend, a [..., M, K], b [..., K, N]: the products inside attention; rows of M are sampled."""
+    short = shortened(y)
     a, b, out = (_as_multiplied(on_host(t), y) for t in (a, b, y))
     a = a[None] if a.dim() == 1 else a
     b = b[:, None] if b.dim() == 1 else b
-    out = out.reshape(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    lead = (a[..., 0, 0] + b[..., 0, 0]).shape
+    out = out.reshape(*lead, a.shape[-2], b.shape[-1])
     total = out.numel() // max(1, out.shape[-1])
     added = None if addend is None else on_host(addend).double().expand_as(out)
     chosen = rows.choose(a.shape[-2])
@@ -163,15 +178,15 @@ def batched(
         a, out = a[..., chosen, :], out[..., chosen, :]
         added = None if added is None else added[..., chosen, :]
     wide, other = a.double(), b.double()
-    values = torch.matmul(wide, other) * alpha
-    squares = torch.matmul(wide.square(), other.square()) * alpha**2
+    values, squares = _partial_sums(wide, other)
+    values = values * alpha
+    squares = (squares + torch.matmul(wide.square(), other.square())) * alpha**2
 
     def flat(t: Tensor) -> Tensor:
         return t.reshape(-1, t.shape[-1])
 
     added = None if added is None else flat(added)
-    reference = _sum_reference(flat(values), flat(squares), a.shape[-1], out.dtype, added)
-    lead = out.shape[:-2]
+    reference = _sum_reference(flat(values), flat(squares), a.shape[-1], out.dtype, added, short)
     left = wide.expand(*lead, *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
     right = other.expand(*lead, *other.shape[-2:]).reshape(-1, *other.shape[-2:]) * alpha
     return Recomputed(flat(out), reference, (left, right), total_rows=total)
@@ -188,11 +203,12 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
     a, out, expert = _as_multiplied(a[chosen], out), out[chosen], expert[chosen]
     wide = a.double()
     values, squares = wide.new_empty(out.shape), torch.empty(out.shape)
-    for number in expert.unique().tolist():
+    for number in sorted(set(expert.tolist())):
         here = expert == number
         w = _as_multiplied(on_host(weights[number]).T, out)
         values[here], squares[here] = _multiply(wide[here], w)
-    return Recomputed(out, _sum_reference(values, squares, a.shape[-1], out.dtype, None), total_rows=total)
+    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(y))
+    return Recomputed(out, reference, total_rows=total)
 
 
 def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
@@ -202,7 +218,8 @@ def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
     squares = torch.einsum(equation, wide.square(), other.square())
     terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
     flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares)]
-    return Recomputed(flat[0], _sum_reference(flat[1], flat[2], terms, out.dtype, None), total_rows=len(flat[0]))
+    reference = _sum_reference(flat[1], flat[2], terms, out.dtype, None, shortened(y))
+    return Recomputed(flat[0], reference, total_rows=len(flat[0]))
 
 
 def attention(
@@ -256,13 +273,14 @@ def attention(
     spread = (spread + values.square() * weight.sum(-1, keepdim=True)).clamp_min(0)
     pv = torch.matmul(p.square(), v.square())
     spread = spread + form.u**2 / 3 * pv + sum_spread(p.shape[-1], pv, values, u).square()
-    seen = (~shut.all(-1)).reshape(-1)  # a row that may look nowhere gives what its kernel likes
+    # A row that may look nowhere gives what its kernel likes, and a kernel may skip NaN that the mask shuts out.
+    seen = (~shut.all(-1) & values.isfinite().all(-1)).reshape(-1)
 
     def flat(t: Tensor) -> Tensor:
         return t.reshape(-1, t.shape[-1])[seen]
 
     values = flat(values)
-    reference = Reference(values, (rounded_once(values, dtype),), flat(spread.sqrt()))
+    reference = Reference(values, (rounded_once(values, dtype),), flat(spread.sqrt()), terms=p.shape[-1], sums=True)
     return Recomputed(flat(out), reference, total_rows=len(seen))
 
 

@@ -85,11 +85,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    return x * 0.5 * torch.special.erfc(-x / math.sqrt(2))
+    gate: Tensor = torch.special.erfc(-x / math.sqrt(2))
+    return x * 0.5 * gate
 
 
 def gelu_inner(x: Tensor) -> Tensor:
-    return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return (x + x.pow(3) * 0.044715) * math.sqrt(2 / math.pi)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ class Residuals:
         for form in self.forms.get(target, {}):
             if _sum(block, target, form) is not None and _equal(block, target, form, slice(None)):
                 return form
+        few = slice(None, None, max(1, len(block.targets[target]) // _SAMPLE))
         for form in _candidates(block, target):
-            if _equal(block, target, form, slice(None, None, max(1, len(block.targets[target]) // _SAMPLE))):
-                if _equal(block, target, form, slice(None)):
-                    return form
+            if _equal(block, target, form, few) and _equal(block, target, form, slice(None)):
+                return form
         return None
 
     def failures(self) -> Iterator[tuple[Block, str, Form, Recomputed]]:
@@ -125,9 +125,7 @@ class Residuals:
             if tried:
                 y = block.targets[target]
                 form, values = min(tried, key=lambda pair: float((y != pair[1]).double().mean()))
-                yield block, target, form, Recomputed(
-                    y, Reference(values.double(), (), exact=True), total_rows=len(y)
-                )
+                yield block, target, form, Recomputed(y, Reference(values.double(), (), exact=True), total_rows=len(y))
 
     def unknown(self) -> list[Block]:
         """Blocks whose output is no sum that is known here."""
@@ -153,7 +151,7 @@ def _candidates(block: Block, target: str) -> Iterator[Form]:
         yield from ((a, b, c), (a, c, b), (b, c, a))
 
 
-def _sum(block: Block, target: str, form: Form, rows: slice = slice(None)) -> Tensor | None:  # noqa: B008
+def _sum(block: Block, target: str, form: Form, rows: slice = slice(None)) -> Tensor | None:
     """((a + b) + c) in the device's own dtype; None where a term is not there."""
     if not set(form) <= set(list(block.terms)[: block.known_before[target]]):
         return None

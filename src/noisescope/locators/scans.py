@@ -33,8 +33,8 @@ from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.locators.classify import classify
 from noisescope.locators.inputs import batches_for
 from noisescope.locators.judge import judge
-from noisescope.locators.outputs import evaluating, parts_of
 from noisescope.locators.pattern import Evidence
+from noisescope.locators.prompts import evaluating, parts_of
 from noisescope.locators.scan_readings import PROFILES, Failure, Readings, Scanner
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.model import Subject

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from noisescope.anatomy import Anatomy
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
-from noisescope.locators.outputs import Prompts, last_logits, parts_of, prompt_ids
+from noisescope.locators.prompts import Prompts, last_logits, parts_of, prompt_ids
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.model import Subject
 from noisescope.probe.inject import inject
