@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "faults": VALUES | {"anatomy", "model", "probe"},
     "metrics": VALUES | {"anatomy", "probe"},
     "runs": VALUES | {"anatomy", "model", "probe", "metrics", "tasks"},
-    "locators": VALUES | {"anatomy", "data", "faults", "metrics", "model", "probe", "stats", "tasks"},
+    "locators": VALUES | {"anatomy", "data", "faults", "metrics", "model", "probe", "runs", "stats", "tasks"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
     "costs": TORCHLESS | {"diagnosis", "probe", "runs"},
     "preparation": BELOW_CLI - {"api"},
