@@ -146,4 +146,5 @@ def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
 
 
 def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    """Absolute, so that a resumed run finds it from another folder."""
+    return None if path is None else str(path.absolute())
