@@ -21,12 +21,12 @@ def block(index: int, *, form: str = "pre-norm", wrong: bool = False):
     x, attention, mlp = (drawn(100 * index + at) for at in range(3))
     name = f"layers.{index}"
     recorder.got(f"{name}.norm1", x)
-    recorder.gave(f"{name}.norm1", drawn(7))
+    recorder.gave(f"{name}.norm1", drawn(100 * index + 7))
     recorder.gave(f"{name}.attn.o_proj", attention)
     if form == "pre-norm":
         middle = x + attention
         recorder.got(f"{name}.norm2", middle)
-        recorder.gave(f"{name}.norm2", drawn(8))
+        recorder.gave(f"{name}.norm2", drawn(100 * index + 8))
         recorder.gave(f"{name}.mlp.down", mlp)
         y = middle + mlp
     elif form == "parallel":
@@ -48,7 +48,7 @@ def test_the_form_of_healthy_blocks_is_found():
         seen.see(block(index))
     assert not list(seen.failures())
     assert seen.forms["norm2.in"] == {("in", "attn.o_proj"): 3}
-    assert sum(seen.forms[OUT].values()) == 3
+    assert seen.forms[OUT] == {("norm2.in", "mlp.down"): 3}
     assert not seen.unknown()
 
 

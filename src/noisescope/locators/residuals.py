@@ -20,8 +20,8 @@ from noisescope.locators.floors import Reference
 from noisescope.locators.products import Recomputed, on_host
 
 OUT = "out"
+_MOST_KEPT = 1024  # rows of a block whose form is not known yet
 _SAMPLE = 4  # rows on which a form is tried before it is tried on all
-_PENDING = 8  # blocks whose form is not known yet that are kept
 _MOST_ELEMENTS = 1 << 23  # of one tensor; more rows than that are thinned out
 
 Form = tuple[str, ...]  # roles: ((a + b) + c)
@@ -37,49 +37,46 @@ class Block:
     targets: dict[str, Tensor] = field(default_factory=dict)
     known_before: dict[str, int] = field(default_factory=dict)  # target -> how many terms there were
 
+    def kept(self, rows: Tensor) -> Block:
+        """Some rows of it, in memory of its own: a form may be known only after later blocks have run."""
+        terms, targets = ({role: t[rows] for role, t in kind.items()} for kind in (self.terms, self.targets))
+        return Block(self.unit, self.order, terms, targets, self.known_before)
+
 
 class Recorder:
-    """Collects what the modules of the block that runs now are given and give."""
+    """Collects what the modules of the block that runs now are given and give, as it was then: blocks add in place."""
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[str, Tensor]] = []
-        self._inputs: list[tuple[str, Tensor, int]] = []
+        self._events: list[tuple[str, Tensor, bool]] = []  # module, tensor, whether it was given to the module
 
     def clear(self) -> None:
-        self._outputs.clear()
-        self._inputs.clear()
+        self._events.clear()
 
     def gave(self, module: str, y: Tensor) -> None:
-        self._outputs.append((module, y.detach().clone()))  # blocks may add in place
+        self._events.append((module, y.detach().clone(), False))
 
     def got(self, module: str, x: Tensor) -> None:
-        self._inputs.append((module, x.detach().clone(), len(self._outputs)))
+        self._events.append((module, x.detach().clone(), True))
 
     def block(self, unit: Unit, order: int, x: Tensor, y: Tensor) -> Block:
-        """The block that has just run."""
+        """The block that has just run, from x to y."""
         width, size = y.shape[-1], y.numel()
         step = max(1, -(-size // _MOST_ELEMENTS))
         found = Block(unit, order)
 
-        def fits(tensor: Tensor) -> bool:
-            return tensor.shape[-1:] == (width,) and tensor.numel() == size
-
         def rows(tensor: Tensor) -> Tensor:
             return on_host(tensor.reshape(-1, width)[::step])
 
-        if fits(x):
+        if x.shape[-1:] == (width,) and x.numel() == size:
             found.terms["in"] = rows(x)
-        counts = [len(found.terms)]
-        for module, tensor in self._outputs:
-            role = module.removeprefix(f"{unit.module}.")
-            if module.startswith(f"{unit.module}.") and fits(tensor):
-                found.terms[role] = rows(tensor)
-            counts.append(len(found.terms))
-        for module, tensor, before in self._inputs:
-            if module.startswith(f"{unit.module}.") and fits(tensor):
-                role = f"{module.removeprefix(f'{unit.module}.')}.in"
-                found.targets[role] = rows(tensor)
-                found.known_before[role] = counts[before]
+        for module, tensor, given in self._events:
+            fits = tensor.shape[-1:] == (width,) and tensor.numel() == size
+            if not fits or not module.startswith(f"{unit.module}."):
+                continue
+            role = module.removeprefix(f"{unit.module}.") + (".in" if given else "")
+            if given:  # to a norm: a sum itself, and a term of what follows
+                found.targets[role], found.known_before[role] = rows(tensor), len(found.terms)
+            found.terms[role] = rows(tensor)
         found.targets[OUT], found.known_before[OUT] = rows(y), len(found.terms)
         return found
 
@@ -91,7 +88,6 @@ class Residuals:
         self.forms: dict[str, dict[Form, int]] = {}  # target -> form -> blocks in which it held
         self.checked = 0
         self._pending: list[tuple[Block, str]] = []
-        self._dropped = 0
 
     def see(self, block: Block) -> None:
         for target, tensor in block.targets.items():
@@ -100,10 +96,18 @@ class Residuals:
             if form is not None:
                 held = self.forms.setdefault(target, {})
                 held[form] = held.get(form, 0) + 1
-            elif len({id(b) for b, _ in self._pending} | {id(block)}) <= _PENDING:
-                self._pending.append((block, target))
             else:
-                self._dropped += 1
+                self._pending.append((block.kept(self._rows_off(block, target)), target))
+
+    def _rows_off(self, block: Block, target: str) -> Tensor:
+        """Rows worth keeping of a block that fits no form: all if few, else those off a form that fits elsewhere."""
+        given = block.targets[target]
+        spread = torch.arange(0, len(given), max(1, -(-len(given) // _MOST_KEPT)))
+        sums = (_sum(block, target, form) for form in self.forms.get(target, {}))
+        for total in (total for total in sums if total is not None and len(given) > _MOST_KEPT):
+            off = (total != given).any(-1).nonzero().flatten()[:_MOST_KEPT]
+            return torch.tensor(sorted({*off.tolist(), *spread.tolist()}))
+        return spread
 
     def _holds(self, block: Block, target: str) -> Form | None:
         for form in self.forms.get(target, {}):

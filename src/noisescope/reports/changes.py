@@ -30,6 +30,9 @@ _TONES = {"worse": "critical", "better": "low", "not measurable": "unsure"}
 class Comparison(Report):
     """Two runs side by side: reads, prints and saves as a report does."""
 
+    parts = ("comparison",)
+    one_of = ()
+
     def __repr__(self) -> str:
         return f"<Comparison: {self['comparison']['verdict']['word']}>"
 

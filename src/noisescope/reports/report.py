@@ -19,6 +19,9 @@ FORMATS = ("json", "md", "html", "pdf")
 class Report(Mapping[str, Any]):
     """Reads as the dictionary it is: report["operator_analysis"]["softmax"]["degradation"]."""
 
+    parts: tuple[str, ...] = ("run", "could_not_see")  # what must be there
+    one_of: tuple[str, ...] = ("executive_summary", "robustness")
+
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = dict(data)
 
@@ -103,9 +106,9 @@ class Report(Mapping[str, Any]):
             raise InvalidInput(
                 f"{where} is a report of schema version {came!r}, this noisescope draws {SCHEMA_VERSION}"
             )
-        missing = [key for key in ("run", "could_not_see") if key not in data]
-        if missing or not ({"executive_summary", "robustness"} & data.keys()):
-            raise InvalidInput(f"{where} is not a whole report: {', '.join(missing) or 'executive_summary'} is missing")
+        missing = [key for key in cls.parts if key not in data]
+        if missing or (cls.one_of and not set(cls.one_of) & data.keys()):
+            raise InvalidInput(f"{where} is not a whole report: {', '.join(missing) or cls.one_of[0]} is missing")
         report = cls(data)
         try:
             report.document()
