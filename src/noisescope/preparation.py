@@ -121,7 +121,8 @@ class Prepared:
                 "store": None if options.output is None else str(options.output),
             }
             report = Report({"schema_version": sections.pop("schema_version"), "run": run, **sections})
-            store.note(report=report.data)  # `noisescope report` draws it again, without torch
+            if options.output is not None:
+                store.note(report=report.data)  # `noisescope report` draws it again, without torch
         return report
 
     def _executor(self, options: Options) -> Any:
