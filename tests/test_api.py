@@ -176,7 +176,7 @@ def test_a_model_without_tokenizer_needs_tokens() -> None:
 def test_reports_are_read_back(unbroken: Report, tmp_path: Path) -> None:
     """From the file or its folder; what is no report is refused."""
     paths = unbroken.save(tmp_path)
-    assert [p.name for p in paths] == ["report.json", "report.md"]
+    assert [p.name for p in paths] == ["report.json", "report.md", "report.html", "report.pdf"]
     assert Report.load(tmp_path).same_as(unbroken) and Report.load(paths[0]).same_as(unbroken)
     (tmp_path / "x.json").write_text("[1]")
     for path, words in (
