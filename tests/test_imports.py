@@ -17,13 +17,17 @@ SOURCE = Path(noisescope.__file__).parent
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
 VALUES = {"errors", "sites", "injection", "trials"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
-MEASURING = {"anatomy", "model", "probe", "faults", "locators", "metrics", "tasks", "data", "runs"}
-BELOW_CLI = TORCHLESS | MEASURING | {"diagnosis", "reports", "costs", "preparation", "api", "demo", "testing"}
+MEASURING = {"anatomy", "model", "probe", "faults", "metrics", "quantisation", "tasks", "data", "runs"}
+ABOVE_RUNS = {"locators", "training"}
+TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
+BELOW_CLI = TORCHLESS | MEASURING | ABOVE_RUNS | TORCH_BLOCKED | {"costs", "preparation", "api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
     "stats": {"errors"},
     "findings": {"errors", "sites"},
     "diagnosis": TORCHLESS,
+    "comparison": TORCHLESS,
+    "plans": TORCHLESS | {"diagnosis", "comparison"},
     "reports": {"errors", "findings"},
     "testing": VALUES,
     "demo": VALUES,
@@ -34,8 +38,10 @@ ALLOWED: dict[str, set[str]] = {
     "probe": VALUES | {"anatomy", "model"},
     "faults": VALUES | {"anatomy", "model", "probe"},
     "metrics": VALUES | {"anatomy", "probe"},
-    "runs": VALUES | {"anatomy", "model", "probe", "metrics", "tasks"},
-    "locators": VALUES | {"anatomy", "data", "faults", "metrics", "model", "probe", "runs", "stats", "tasks"},
+    "quantisation": VALUES | {"anatomy", "metrics", "model", "probe"},
+    "runs": VALUES | {"anatomy", "model", "probe", "metrics", "quantisation", "tasks"},
+    "locators": VALUES | {"anatomy", "data", "faults", "metrics", "model", "probe", "runs", "stats", "tasks", "comparison"},
+    "training": TORCHLESS | MEASURING | {"reports"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
     "costs": TORCHLESS | {"diagnosis", "probe", "runs"},
     "preparation": BELOW_CLI - {"api"},

@@ -1,4 +1,4 @@
-"""The public questions: where measuring (torch, no why) and interpreting (why, no torch) meet."""
+"""What can't stand numerical error, and whether that answer held."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from noisescope.diagnosis import check, whole
 from noisescope.diagnosis import robustness as curve
 from noisescope.diagnosis.frame import LEVELS, Settings
 from noisescope.faults.simulator import faulty
-from noisescope.locators.locate import locate as locate
+from noisescope.locators.locate import locate
 from noisescope.model import Subject
-from noisescope.preparation import Options as Options
-from noisescope.preparation import prepare as prepare
-from noisescope.preparation import prepare_diagnosis as prepare_diagnosis
-from noisescope.preparation import seeds_of
+from noisescope.preparation import Options, prepare, prepare_diagnosis, seeds_of
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
 from noisescope.runs.store import Store
