@@ -153,8 +153,10 @@ def test_prompts_whose_logits_are_not_finite_are_left_out(model, good):
     verdict = fingerprint(model, dataclasses.replace(said, logits=logits), families=["bias"])
     assert verdict.suspects[0].site.place == 2
     assert any("1 of 12 prompts" in note for note in verdict.notes)
-    verdict = fingerprint(model, dataclasses.replace(said, logits=np.full_like(logits, np.inf)))
-    assert (verdict.verdict, verdict.suspects) == ("faulty", ())
+    for broken in (np.full_like(logits, np.inf), np.where(np.arange(12)[:, None] == 3, np.nan, good.logits)):
+        verdict = fingerprint(model, dataclasses.replace(said, logits=broken))
+        assert (verdict.verdict, verdict.suspects) == ("faulty", ())
+        assert "not finite" in verdict.notes[0]
 
 
 def test_prompts_of_several_lengths(model):

@@ -170,7 +170,8 @@ def test_the_cost_is_three_forwards_and_one_more_call_of_each_block(model):
     assert scans(model).forwards == 4
     assert scans(model, which=[s for s in SCANS if s != "gain"]).forwards == 3
     assert scans(model, which=["bookkeeping", "kurtosis"]).forwards == 1
-    assert scans(model, which=["bookkeeping"], prompts=[torch.tensor([[5, 6]])] * 3).forwards == 3
+    for count in (1, 3):
+        assert scans(model, which=["bookkeeping"], prompts=[torch.tensor([[5, 6]])] * count).forwards == count
 
 
 def test_numbers_of_all_scans_are_with_the_suspect(model):

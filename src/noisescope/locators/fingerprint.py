@@ -32,21 +32,23 @@ from torch import nn
 from noisescope.anatomy import Anatomy
 from noisescope.errors import InvalidInput, unknown
 from noisescope.faults import FAMILIES
-from noisescope.locators.fingerprint_bench import NOTES_NOISE, Array, Bench, Setting, rms, settings, sketch
+from noisescope.locators.fingerprint_bench import NOTES_NOISE, Array, Bench, Setting, settings, sketch
 from noisescope.locators.outputs import OutputRecord, check_alike, check_model, load_outputs
 from noisescope.locators.prompts import parts_of
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.model import Subject
 from noisescope.sites import Site
 
+Mask = NDArray[np.bool_]
+
 MODES = ("blind", "same-seed")
-DRAWS = 8  # of each drawn candidate, for each prompt
+DRAWS = 16  # of each drawn candidate, for each prompt
 _RANK = 64
 _SHRINK = 0.05  # of a covariance towards a multiple of 1
 _MARGIN = 4.0  # times what rounding does, in rms, before anything is called a fault
-_REFINED, _FINEST, _SURE = 4, 1.05, 0.999  # layers whose best size is sought, how finely, and the cosine that will do
+_REFINED, _FINEST, _SURE = 8, 1.05, 0.999  # layers whose best size is sought, how finely, and the cosine that will do
 _PROMISING = 0.7  # of the cosine that chance gives: below, no size is sought
-_TEMPERATURE = 8.0  # of log-likelihoods: the numbers in a fingerprint are far from independent
+_TEMPERATURE = 12.0  # of log-likelihoods: the numbers in a fingerprint are far from independent
 
 
 @dataclass(frozen=True)
@@ -103,28 +105,36 @@ def fingerprint(
     with Bench(model, anatomy, suspect.prompts, draws=draws) as bench:
         clean = bench.clean if good is None else good.logits.astype(np.float64)
         said = suspect.logits.astype(np.float64)
-        usable: NDArray[np.bool_] = np.atleast_1d(np.isfinite(said).all(1))
-        if not usable.any():
-            note = "the suspect's logits are not finite in any prompt: faulty, and nothing to compare"
-            return Verdict("faulty", name, forwards=bench.forwards, notes=(note,))
+        usable: Mask = np.atleast_1d(np.isfinite(said).all(1))
         floor = _MARGIN * bench.floor()
         visible = {"rms_of_logits": float(f"{floor:.3g}")}
         observed = np.where(usable[:, None], said - clean, 0.0)
-        if rms(observed) <= floor and usable.all():
-            note = "the suspect's logits differ from the good ones by no more than rounding"
-            return Verdict("healthy", name, (), visible, bench.forwards, 0, (note,))
+        changed: Mask = np.atleast_1d(np.sqrt(np.square(observed).mean(1)) > floor)
+        if not changed.any():
+            verdict, note = _unlocated(usable)
+            return Verdict(verdict, name, (), visible, bench.forwards, 0, (note,))
         candidates = [
             _candidate(bench, layer, setting, observed, said, floor, blind=mode == "blind")
             for setting in faults
             for layer in chosen
         ]
-        if mode == "blind":
+        if mode == "blind" and _may_fit(candidates, changed):
             candidates += _refined(bench, candidates, observed, said, floor)
-    fits, notes = (_same_seed if mode == "same-seed" else _blind)(sketch(observed), candidates, floor)
+    if mode == "same-seed":
+        fits, notes = _same_seed(candidates)
+    else:
+        fits, notes = _blind(sketch(observed[changed]), candidates, changed)
     if not usable.all():
         notes += (f"{int((~usable).sum())} of {len(usable)} prompts gave logits that are not finite: left out",)
     suspects = ranked(_suspect(anatomy, layer, fit) for layer, fit in fits.items())
     return Verdict("faulty", name, suspects, visible, bench.forwards, len(candidates), notes)
+
+
+def _unlocated(usable: Mask) -> tuple[str, str]:
+    if usable.all():
+        return "healthy", "the suspect's logits differ from the good ones by no more than rounding, in every prompt"
+    broken = f"{int((~usable).sum())} of {len(usable)} prompts gave logits that are not finite"
+    return "faulty", f"{broken}, and the others are right: nothing to compare"
 
 
 def cosines(a: Array, b: Array, floor: float) -> Array:
@@ -149,16 +159,17 @@ def _candidate(
     return Candidate(layer, setting, float(cosines(found[0], observed, floor)), identical, sketch(found))
 
 
+def _may_fit(candidates: list[Candidate], changed: Mask) -> bool:
+    """Whether a fault that is a function of the data is near, but not of the right size yet."""
+    top = max((c.cosine for c in candidates if not c.setting.drawn), default=-1.0)
+    return _PROMISING * _by_chance(candidates, changed) < top < _SURE
+
+
 def _refined(bench: Bench, candidates: list[Candidate], observed: Array, said: Array, floor: float) -> list[Candidate]:
     """The best fits that are functions of the data, tried with sizes between and beyond the given ones."""
     found: list[Candidate] = []
     best = _best([c for c in candidates if not c.setting.drawn and c.setting.size])
-    promising = sorted(best.values(), key=lambda candidate: -candidate.cosine)[:_REFINED]
-    if not promising or promising[0].cosine > _SURE:
-        return []
-    if promising[0].cosine < _PROMISING * _by_chance(sketch(observed), candidates, floor):
-        return []
-    for start in promising:
+    for start in sorted(best.values(), key=lambda candidate: -candidate.cosine)[:_REFINED]:
         nearest, step = start, 2.0
         while step > _FINEST and nearest.cosine < _SURE:
             sizes = [size for factor in (1 / step, step) if (size := nearest.setting.resized(factor)) is not None]
@@ -168,7 +179,7 @@ def _refined(bench: Bench, candidates: list[Candidate], observed: Array, said: A
     return found
 
 
-def _same_seed(observed: Array, candidates: list[Candidate], floor: float) -> tuple[dict[int, Fit], tuple[str, ...]]:
+def _same_seed(candidates: list[Candidate]) -> tuple[dict[int, Fit], tuple[str, ...]]:
     notes: tuple[str, ...] = (
         "an identity test: candidates have the seed and the noise model of the failure, which no device tells",
     )
@@ -181,16 +192,17 @@ def _same_seed(observed: Array, candidates: list[Candidate], floor: float) -> tu
     return fits, notes
 
 
-def _blind(observed: Array, candidates: list[Candidate], floor: float) -> tuple[dict[int, Fit], tuple[str, ...]]:
+def _blind(observed: Array, candidates: list[Candidate], changed: Mask) -> tuple[dict[int, Fit], tuple[str, ...]]:
+    """`observed` are sketches of the failure in the prompts that it changed."""
     direct = [c for c in candidates if not c.setting.drawn]
     drawn = [c for c in candidates if c.setting.drawn]
     best = _best(direct)
     top = max((c.cosine for c in best.values()), default=-1.0)
-    chance = _by_chance(observed, candidates, floor)
+    chance = _by_chance(candidates, changed)
     if direct and (top > chance or not drawn):
         fits = {layer: Fit(c, c.cosine, _direct_confidence(c, best, top), "mean cosine") for layer, c in best.items()}
         return fits, (f"matched by cosine: best {top:.3f}, drawn faults reach {chance:.3f} by chance",)
-    likelihood = _log_likelihoods(observed, drawn, floor)
+    likelihood = _log_likelihoods(observed, drawn)
     weight = np.exp((likelihood - likelihood.max()) / _TEMPERATURE)
     posterior: dict[int, float] = {}
     for candidate, share in zip(drawn, weight / weight.sum(), strict=True):
@@ -215,11 +227,10 @@ def _direct_confidence(candidate: Candidate, best: Mapping[int, Candidate], top:
     return max(0.0, top) * shares[candidate.layer] / sum(shares.values())
 
 
-def _by_chance(observed: Array, candidates: list[Candidate], floor: float) -> float:
+def _by_chance(candidates: list[Candidate], changed: Mask) -> float:
     """The largest cosine of any drawn fingerprint with any that is not, over the prompts that the failure changed."""
     direct, drawn = ([c for c in candidates if c.setting.drawn == kind] for kind in (False, True))
-    changed = np.sqrt(np.square(observed).mean(-1)) > floor
-    if not direct or not drawn or not changed.any():
+    if not direct or not drawn:
         return 0.0
     a = _unit(np.stack([c.sketches[0][changed] for c in direct]))  # [D, P, S]
     b = _unit(np.concatenate([c.sketches[:, changed] for c in drawn]))  # [N, P, S]
@@ -227,13 +238,13 @@ def _by_chance(observed: Array, candidates: list[Candidate], floor: float) -> fl
     return float(means.max())
 
 
-def _log_likelihoods(observed: Array, drawn: list[Candidate], floor: float) -> Array:
+def _log_likelihoods(observed: Array, drawn: list[Candidate]) -> Array:
     """Of the failure's directions, under each drawn candidate."""
     samples = [_changed(c.sketches.reshape(-1, c.sketches.shape[-1])) for c in drawn]
     pooled = _unit(np.concatenate(samples))
     directions = np.linalg.eigh(pooled.T @ pooled)[1][:, ::-1][:, : min(_RANK, pooled.shape[1])]
     rank = directions.shape[1]
-    d = _unit(_changed(observed) @ directions)
+    d = _unit(observed @ directions)
     found = []
     for sample in samples:
         w = _unit(sample @ directions)

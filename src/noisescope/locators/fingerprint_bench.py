@@ -25,7 +25,7 @@ from noisescope.probe.prefix import Prefix
 Array = NDArray[np.float64]
 
 NOTES_NOISE = "relative_gaussian"  # the published fault: relative noise on the products of one layer
-DRAWN = ("noise", "spike", "non_determinism", NOTES_NOISE)  # what draws; other families are functions of the data
+DRAWN = ("noise", "spike", "non_determinism", "bit_flip", NOTES_NOISE)  # what draws; others are functions of the data
 _MAGNITUDES = (0.3, 0.1, 0.05, 0.01)
 _SIZES: dict[str, tuple[float, ...]] = dict.fromkeys(("dead_zone", "saturation", "bias", "noise", "spike"), _MAGNITUDES)
 _SIZES |= {"non_determinism": (5.0, 1.01), NOTES_NOISE: (0.2, 0.05)}
@@ -137,11 +137,11 @@ class Bench:
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         noise = Injection(Gaussian(_ROUNDING * torch.finfo(dtype).eps), phases=frozenset({"forward"}))
         with inject(self.model, noise, anatomy=self.anatomy):
-            return rms(self._run(1)[0] - self.clean)
+            return float(np.sqrt(np.square(self._run(1)[0] - self.clean).mean()))
 
     def _run(self, draws: int, start: int = 0) -> Array:
-        logits, forwards = last_logits(self.model, self.prompts * draws)
-        self.forwards += draws * (1 - start / len(self.anatomy.blocks)) * min(forwards, 1)
+        logits, _ = last_logits(self.model, self.prompts * draws)
+        self.forwards += draws * (1 - start / len(self.anatomy.blocks))
         found: Array = logits.double().numpy().reshape(draws, len(self.prompts), -1)
         return found
 
@@ -156,10 +156,6 @@ class Bench:
             seed=setting.seed,
         )
         return inject(self.model, noise, anatomy=self.anatomy)
-
-
-def rms(values: Array) -> float:
-    return float(np.sqrt(np.square(values).mean()))
 
 
 def sketch(fingerprints: Array) -> Array:

@@ -164,7 +164,7 @@ class Scanner(Door):
         self.readings.profiles[scan].setdefault(layer, []).append(value)
 
     def _compare(self, layer: int, x: Tensor, y: Tensor) -> None:
-        first_x, first_y = self._kept[layer]
+        first_x, first_y = self._kept.get(layer, (x, x[:0]))
         if "instability" not in self.which or y.shape != first_y.shape:
             return
         difference = _wide(y) - _wide(first_y)

@@ -77,7 +77,8 @@ def scans(
     """
     chosen = _checked(which, runs, false_alarms)
     model, tokenizer, anatomy = parts_of(subject)
-    batches = batches_for(model, tokenizer, prompts, seed)[: 1 if prompts is None else None]
+    count = len(prompts) if isinstance(prompts, (list, tuple)) else 1  # one batch alone gets a second one there
+    batches = batches_for(model, tokenizer, prompts, seed)[:count]
     scanner = Scanner(model, anatomy, which=chosen, seed=seed)
     with evaluating(model):
         scanner.run(batches[0])
@@ -209,7 +210,7 @@ def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], readings: Readin
 def _visible(
     readings: Readings, which: frozenset[str], profiles: Mapping[str, Profile], limit: float, rounding: float
 ) -> dict[str, Any]:
-    """The smallest fault at a block's output that each scan could have seen."""
+    """The smallest fault at a block's output that each scan could have seen; `change` is of the scan's own number."""
     visible: dict[str, Any] = {}
     if "bookkeeping" in which:
         visible["bookkeeping"] = {"element_ulp": 1.0, "elements": readings.elements, "blind": sorted(readings.unknown)}
