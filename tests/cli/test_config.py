@@ -177,6 +177,7 @@ def test_lists_and_empty_values(tmp_path: Path) -> None:
         ("channel:\n  save_activations: true", "channel.save_activations is True; activations are never kept"),
         ("diagnostic: {enabled: false}", "diagnostic.enabled is False"),
         ("noise_scale: 0.1\ndiagnostic: {window: 3}", "noise_scale stands beside `diagnostic:`"),
+        ("noise_scal: 0.1\ndiagnostic: {window: 3}", "noise_scal stands beside `diagnostic:`"),
         ("- window", "must hold `option: value` lines, got a list"),
         ("diagnostic: 3", "diagnostic must hold `option: value` lines, got the number 3"),
         ("window: 3\nstep: [1", "run.yaml, line 2: no valid YAML"),

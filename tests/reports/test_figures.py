@@ -174,7 +174,7 @@ def test_bars_have_the_values_and_colours_of_the_document() -> None:
         COLOURS[tone] for tone in ("critical", "low", "moderate", "high")
     ]
     assert axes.get_ylabel() == "share of the accuracy"
-    assert legend(figure_of(CHART))[:5] == ["critical", "high", "moderate", "low", "no value"]
+    assert legend(figure_of(CHART))[:6] == ["critical", "high", "moderate", "low", "95 % interval", "no value"]
 
 
 def test_intervals_are_whiskers_to_their_ends() -> None:

@@ -113,9 +113,9 @@ def _entries(path: Path, data: Any, allowed: Mapping[str, Key], section: str) ->
         raise InvalidInput(f"{path} must hold `option: value` lines, got {_described(data)}")
     prefix = ""
     if section in data:
-        # a file of several tools: mappings beside ours are theirs, but our options must not be lost among them
+        # a file of several tools: mappings beside ours are theirs; a bare value is one of ours, lost or misspelt
         for name, value in data.items():
-            if _canonical(name) in allowed and not isinstance(value, dict):
+            if not isinstance(value, dict) and name != section:
                 raise InvalidInput(
                     f"{path}: {name} stands beside `{section}:`; move it below, or it would have no effect"
                 )

@@ -125,7 +125,7 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
     missing = sorted(set(range(len(bars))) - set(places))
     foot = axes.get_xaxis_transform()
     axes.scatter(missing, [0.03] * len(missing), marker="x", s=14, color=QUIET, linewidths=0.9, transform=foot)
-    _whiskers(axes, [(place, bars[place]) for place in places])
+    intervals = _whiskers(axes, [(place, bars[place]) for place in places])
     axes.set_xlim(-0.6, max(len(bars) - 0.4, 0.6))
     axes.set_ylabel(_short(chart.unit))
     axes.grid(axis="y", color=PALE, linewidth=0.5)
@@ -135,7 +135,7 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
         Patch(facecolor=COLOURS[tone], edgecolor=INK, linewidth=0.4, label=tone) for tone in TONES if tone in shown
     ]
     gaps = [_symbol("x", "no value", color=QUIET)] if missing else []
-    _legend(axes, [*tones, *gaps, *_marks(figure, axes, bars)])
+    _legend(axes, [*tones, *intervals, *gaps, *_marks(figure, axes, bars)])
     return len(places)
 
 
@@ -172,15 +172,18 @@ def _curve(axes: Axes, curve: Curve) -> int:
         _plain_numbers(axes.xaxis)
     values: list[Any] = [bar.cell.value for _, bar in points]
     axes.plot(across, values, color=COLOURS[""], marker="o", markersize=4, linewidth=1.4, zorder=5)
-    _whiskers(axes, points)
+    _legend(axes, _whiskers(axes, points))
     axes.set_xlabel(_short(curve.across, 80))
     axes.set_ylabel(_short(curve.unit))
     axes.grid(color=PALE, linewidth=0.5)
     return len(points)
 
 
-def _whiskers(axes: Axes, points: Sequence[tuple[float, Bar]]) -> None:
-    """The 95 % interval of each point: capped where its end is known, dotted to the rim where it is open."""
+def _whiskers(axes: Axes, points: Sequence[tuple[float, Bar]]) -> list[Line2D]:
+    """The 95 % interval of each point: capped where its end is known, dotted to the rim where it is open.
+
+    The legend's entry, if there was an interval.
+    """
     for is_open, line in ((False, "-"), (True, ":")):
         rims = axes.get_ylim()  # the open ones come last, when the rest has stretched the axis
         for x, bar in points:
@@ -190,6 +193,8 @@ def _whiskers(axes: Axes, points: Sequence[tuple[float, Bar]]) -> None:
                     tips: list[Any] = [bar.cell.value, rim if end is None else end]
                     cap: dict[str, Any] = {} if is_open else {"marker": "_", "markevery": [1], "markersize": 4}
                     axes.plot([x, x], tips, line, color=INK, linewidth=0.9, zorder=4, gid="interval", **cap)
+    drawn = any((_finite(bar.low), _finite(bar.high)) != (None, None) for _, bar in points)
+    return [_symbol("|", "95 % interval", color=INK)] if drawn else []
 
 
 # -- heat map
