@@ -24,15 +24,16 @@ lint:
 types:
 	.venv/bin/mypy
 
+# A process a core, one thread each: many small models gain nothing from threads.
 unit:
-	.venv/bin/pytest -m "not gpu" --cov --cov-report=term
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile -m "not gpu" --cov --cov-report=term --durations=15
 
 # The newest transformers, in a virtual environment of its own: it tells early, it does not decide.
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest || python3 -m venv .venv-newest
 	.venv-newest/bin/pip --disable-pip-version-check install -q "torch==2.13.0"
 	.venv-newest/bin/pip --disable-pip-version-check install -q -U transformers -e ".[test]"
-	.venv-newest/bin/pytest -m "not gpu and not slow" -q -p no:cacheprovider
+	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n 2 --dist loadfile -m "not gpu and not slow" -q -p no:cacheprovider
 
 demo: setup
 	.venv/bin/noisescope demo -o noisescope-demo
