@@ -107,6 +107,22 @@ def test_quick_is_a_fixed_part_of_the_same_cells(cells_of, cells):
     assert quick == [cell for cell in cells[::-1] if cells_of.is_quick(cell)][::-1]
 
 
+def test_a_sample_is_spread_over_families_dtypes_and_operators(cells_of, subject):
+    """Every family and dtype before any has two; notes in every size and density; controls on every model."""
+    found = cells_of.grid({"tiny:llama": subject.anatomy}, tiny=["gpt2"])
+    few = cells_of.sample(found, 90)
+    operators = [cell for cell in few if cell.part == "operators"]
+    assert len(operators) == 90
+    assert {(c.fault.family, c.dtype) for c in operators} == {(f, d) for f in FAMILIES for d in cells_of.DTYPES}
+    assert len({cell.where.operator for cell in operators}) >= 6
+    notes = {(c.fault.family, c.density, c.severity) for c in few if c.part == "notes"}
+    assert len(notes) == 2 * sum(len(cells_of.SIZES[family]) for family in cells_of.NOTES)
+    controls = {(cell.model, cell.dtype) for cell in few if cell.part == "control"}
+    assert controls == {(model, dtype) for model in ("tiny:gpt2", "tiny:llama") for dtype in cells_of.DTYPES}
+    assert few == cells_of.sample(found, 90)
+    assert set(cells_of.sample(found, len(found))) == set(found)
+
+
 # -- runs
 
 

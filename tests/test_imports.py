@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": VALUES | {"anatomy", "probe"},
     "quantisation": VALUES | {"anatomy", "metrics", "model", "probe"},
     "runs": VALUES | {"anatomy", "model", "probe", "metrics", "quantisation", "tasks"},
-    "locators": VALUES | {"anatomy", "data", "faults", "metrics", "model", "probe", "runs", "stats", "tasks", "comparison"},
+    "locators": TORCHLESS - {"findings"} | (MEASURING - {"quantisation"}) | {"comparison"},
     "training": TORCHLESS | MEASURING | {"reports"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
     "costs": TORCHLESS | {"diagnosis", "probe", "runs"},

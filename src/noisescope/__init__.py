@@ -27,6 +27,9 @@ _HOMES = {
     "diagnose": "noisescope.api",
     "robustness": "noisescope.api",
     "locate": "noisescope.api",
+    "gate": "noisescope.api",
+    "record": "noisescope.api",
+    "compare": "noisescope.api",
     "faulty": "noisescope.faults.simulator",
     "Options": "noisescope.api",
     "Report": "noisescope.reports.report",
@@ -47,8 +50,11 @@ __all__ = [*_HOMES, "__version__"]
 if TYPE_CHECKING:
     from noisescope.anatomy import dissect as dissect
     from noisescope.api import Options as Options
+    from noisescope.api import compare as compare
     from noisescope.api import diagnose as diagnose
+    from noisescope.api import gate as gate
     from noisescope.api import locate as locate
+    from noisescope.api import record as record
     from noisescope.api import robustness as robustness
     from noisescope.data import read_data as read_data
     from noisescope.errors import InvalidInput as InvalidInput

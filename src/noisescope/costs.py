@@ -70,6 +70,8 @@ def _forwards(bench: Bench, frame: Frame, trial: Trial) -> float:
         return 1.5 + 1.2 * float(trial.settings["draws"])  # attention is decomposed everywhere
     if trial.measure == "curvature":
         return _HESSIAN * float(trial.settings["probes"])
+    if trial.measure == "formats":  # one more product of every linear for each format
+        return 1.0 + float(trial.settings["draws"]) * (1.0 + len(trial.settings["formats"]))
     if trial.measure == "gradients":
         return 3.0
     if trial.measure == "generate":

@@ -99,7 +99,9 @@ class Injection:
         """Whether this site is aimed at (channels and phases apart)."""
         if not matches_operator(self.operators, site.operator, site.component):
             return False
-        named = self.modules is not None and any(fnmatch.fnmatchcase(site.module, p) for p in self.modules)
+        named = self.modules is not None and (
+            site.module in self.modules or any(fnmatch.fnmatchcase(site.module, p) for p in self.modules)
+        )
         if self.modules is not None and not named:
             return False
         if site.component == "router" and not named:
@@ -123,7 +125,14 @@ class Injection:
         return float(scale) * multiplier
 
     def perturbation_at(self, site: Site) -> Perturbation:
-        """The perturbation with the strength of this site put in."""
+        """The perturbation with the strength of this site put in.
+
+        A perturbation with a method `at(site)` stands for another one at each site, as it is.
+        """
+        at = getattr(self.perturbation, "at", None)
+        if at is not None:
+            found: Perturbation = at(site)
+            return found
         if not (self.phase_scales or self.operator_multipliers or self.layer_multipliers):
             return self.perturbation
         strength = self.strength(site)

@@ -21,11 +21,13 @@ from noisescope.diagnosis.frame import DEFAULT_OPERATORS, LEVELS, Frame, Setting
 from noisescope.errors import InvalidInput, unknown
 from noisescope.metrics.divergence import KL_FLOOR
 from noisescope.model import Subject
+from noisescope.plans.migration import rank_places
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
-from noisescope.runs.batches import Material
+from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.bench import Bench, conditions
 from noisescope.runs.execute import Executor, InProcess, Progress, Silent, settle
+from noisescope.runs.forwards import device_name
 from noisescope.runs.store import Store
 from noisescope.trials import Slice, content_id, slices
 
@@ -106,6 +108,8 @@ class Prepared:
                 settle(lambda results: diagnosis.propose(self.frame, results), store, execute, progress)
                 forwards, notes = cost()
             sections = diagnosis.conclude(self.frame, store, [*self.notes])
+            if (sections.get("layer_analysis") or {}).get("layers"):
+                sections["migration_plan"] = rank_places(sections)
             run = {
                 **self.about,
                 "cost": {
@@ -200,6 +204,9 @@ def prepare(
         extra_settings = {"max_new_tokens": max_new_tokens, "texts": content_id([test.prompts, test.answers])}
         if metric != "accuracy":
             raise InvalidInput(f"generation measures accuracy alone; metric {metric!r} is teacher-forced")
+    whole = whole_samples(test)
+    if own is None and whole.fingerprint != test.fingerprint:
+        materials.append(whole)
     anatomy = subject.anatomy
     frame = Frame(
         settings=settings,
@@ -215,6 +222,8 @@ def prepare(
         measure_settings=extra_settings,
         metric="accuracy" if own is not None or generate else str(metric),
         chance=_chance(test, test_set, "custom" if own is not None else str(metric)),
+        whole=() if own is not None else slices(whole.fingerprint, len(whole), slice_samples),
+        names=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
     about = {
         "model": {
@@ -236,7 +245,7 @@ def prepare(
         "settings": _plain(settings),
         "metric": frame.metric if own is None else content_id(own),
         "conditions": {**frame.conditions.__dict__},
-        "device": _device_name(subject),
+        "device": device_name(subject.model),
         "kl_floor": KL_FLOOR,
     }
     return Prepared(subject, frame, tuple(materials), own, about, tuple(notes))
@@ -317,11 +326,6 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
 def _plain(settings: Settings) -> dict[str, Any]:
     plain = {**settings.__dict__, "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
-
-
-def _device_name(subject: Subject) -> str:
-    device = next(iter(subject.model.parameters())).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 
-MEASURES = ("score", "generate", "custom", "screen", "capture", "curvature", "gradients")
+MEASURES = ("score", "generate", "custom", "screen", "capture", "curvature", "gradients", "formats")
 
 
 def canonical(value: Any) -> Any:

@@ -92,7 +92,7 @@ def test_files_hold_right_problems(path: Path, least: int) -> None:
 
 def test_nothing_is_shared() -> None:
     """No prompt of the test is in the calibration, and none of both in 20,000 problems of the training stream."""
-    from noisescope.demo.train import training_problems
+    from noisescope.demo.training_data import training_problems
 
     tests, calibration = ({row["prompt"] for row in read(path)} for path in (demo.test_file(), demo.calibration_file()))
     assert not tests & calibration

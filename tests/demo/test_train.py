@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from noisescope.demo import problems, tokenizer, train
+from noisescope.demo import problems, tokenizer, train, training_data
 
 
 @pytest.fixture
-def batch() -> train.Batch:
-    return train.encode(list(itertools.islice(problems.stream(2), 8)))
+def batch() -> training_data.Batch:
+    return training_data.encode(list(itertools.islice(problems.stream(2), 8)))
 
 
-def test_encoding_puts_values_at_sentence_ends(batch: train.Batch) -> None:
+def test_encoding_puts_values_at_sentence_ends(batch: training_data.Batch) -> None:
     """Rows are <bos> prompt answer <eos>, and each value sits at its sentence's full stop."""
     words = tokenizer.make()
     for row, item in enumerate(itertools.islice(problems.stream(2), 8)):
@@ -25,11 +25,14 @@ def test_encoding_puts_values_at_sentence_ends(batch: train.Batch) -> None:
         assert ids[0] == tokenizer.BOS and ids[ids.index(tokenizer.EOS) :][1:] == [tokenizer.PAD] * ids.count(0)
         assert words.decode(ids, skip_special_tokens=True) == f"{item.prompt} {item.answer}"
         count = len(item.values)
-        assert batch.values[row].tolist() == [*item.values, *[train.NO_VALUE] * (train.SENTENCES - count)]
+        assert batch.values[row].tolist() == [
+            *item.values,
+            *[training_data.NO_VALUE] * (training_data.SENTENCES - count),
+        ]
         assert [ids[end] for end in batch.ends[row, :count]] == [words.convert_tokens_to_ids(".")] * count
 
 
-def test_the_training_forward_is_the_models_own(batch: train.Batch) -> None:
+def test_the_training_forward_is_the_models_own(batch: training_data.Batch) -> None:
     """Going through the blocks by hand gives the logits that the model gives."""
     model = train.make_model(4, 32, len(tokenizer.make()))
     tokens = batch.tokens.long()
@@ -38,7 +41,7 @@ def test_the_training_forward_is_the_models_own(batch: train.Batch) -> None:
     assert len(states) == 5
 
 
-def test_losses_count_what_they_should(batch: train.Batch) -> None:
+def test_losses_count_what_they_should(batch: training_data.Batch) -> None:
     """The answer's loss looks at the tokens after the question mark alone, and padding at none."""
     words = tokenizer.make()
     model = train.make_model(2, 32, len(words))
@@ -70,13 +73,12 @@ def test_a_short_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFix
     ]
 
 
-def test_training_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_learns() -> None:
     """On a handful of problems the loss of the answer falls."""
     torch.manual_seed(0)
     model = train.make_model(2, 32, len(tokenizer.make()))
-    data = train.training_set(4, frozenset(), workers=1)
+    data = training_data.training_set(4, frozenset(), workers=1)
     before = train.Losses(model, tokenizer.make().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))["answer"]
-    monkeypatch.setattr(train, "WARM_UP", 5)
-    train.fit(model, data, train.Settings(steps=20, batch=4, rate=1e-2), device="cpu")
+    train.fit(model, data, train.Settings(steps=20, batch=4, rate=1e-2, warm_up=5), device="cpu")
     after = train.Losses(model, tokenizer.make().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))["answer"]
     assert after.item() < 0.7 * before.item()

@@ -145,6 +145,11 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
             for b in range(BLOCKS)
         }
         return Result((), {}, {"traces": traces})
+    if trial.measure == "formats":
+        module = {"module": "layers.0.mlp.up", "place": 0, "parameters": 64}
+        module["effective_bits"] = {"int8": 8.5, "int4": 4.5}
+        predicted = np.array([[[1e-4, 3e-4], [1e-2, 3e-2]]])  # [modules, formats, samples]
+        return Result((), {}, {"modules": [module], "formats": [["int8", 8], ["int4", 4]]}, {"predicted": predicted})
     norms = {str(b): 1.0 if trial.injection is None else 1.2 for b in range(BLOCKS)}
     return Result((), {}, {"norms": norms})
 
@@ -352,3 +357,16 @@ def test_a_shallow_model_has_one_window() -> None:
     """A window wider than the model is the model."""
     assert frame(window=99).windows == ((0, BLOCKS - 1),)
     assert frame(window=3, step=3).windows == ((0, 2), (3, 5), (6, 8), (9, 11))
+
+
+def test_format_scores_are_means_of_the_samples_with_their_error() -> None:
+    """Each module and format has its KL; a screen has none; a failure is told and hides nothing else."""
+    report, _, _ = diagnosed(harmless)
+    (row,) = report["format_scores"]["modules"]
+    assert row["formats"]["int4"] == {
+        "bits": 4, "effective_bits": 4.5, "predicted_kl": pytest.approx(2e-2), "standard_error": pytest.approx(1e-2)
+    }  # fmt: skip
+    assert report["format_scores"]["uniform"]["int8"]["predicted_kl"] == pytest.approx(2e-4)
+    assert diagnosed(harmless, effort="screen")[0]["format_scores"] is None
+    broken, _, _ = diagnosed(harmless, spoil=lambda trial: Result(error="no") if trial.measure == "formats" else None)
+    assert broken["format_scores"]["error"] == "no" and broken["operator_analysis"] == report["operator_analysis"]

@@ -153,6 +153,17 @@ def test_operands_cut_short_are_told_from_short_sums():
     assert found.details["keep"] == 10
 
 
+def test_operands_cut_short_in_sixteen_bits():
+    """bfloat16 numbers with 4 bits of mantissa; sums that were kept short stay told from them (above)."""
+
+    def short(y, x, w):
+        return F.linear((bits(x) & -8).view(x.dtype), (bits(w) & -8).view(w.dtype))
+
+    found = named(short)
+    assert found.fault_class == "truncation"
+    assert found.details["keep"] == 4
+
+
 def test_which_bit_is_stuck():
     """Bit and value are part of the answer; the sign bit too."""
     assert named(lambda y: (bits(y) | 16).view(y.dtype)).details == {"bit": 4, "value": 1}
@@ -171,6 +182,7 @@ def test_a_number_where_nan_belongs():
     ("operator", "callee", "change", "expected"),
     [
         ("silu", F.silu, lambda y: torch.where(y > 2, y * 1.02, y), "function table"),
+        ("silu", F.silu, lambda y: torch.where(y < -0.27, 0.0, y), "function table"),
         ("softmax", F.softmax, lambda y: y * 1.01, "gain"),
         ("softmax", F.softmax, lambda y: y * (1 + 0.02 * drawn(ROWS, 1, seed=3, dtype=torch.float32)), "accumulation"),
         ("softmax", F.softmax, lambda y: y * (1 + 0.01 * torch.sin(40 * y)), "function table"),

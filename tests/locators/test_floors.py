@@ -72,13 +72,14 @@ def test_the_model_is_an_upper_limit_for_sequential_sums(kind):
 def test_rows_and_columns_of_a_reference_cut_every_part():
     """Pieces of a reference have the tolerance of the whole."""
     values = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
-    whole = Reference(values, (values + 1, values + 2), values + 3, values + 4, terms=5, sums=True)
+    whole = Reference(values, (values + 1, values + 2), values + 3, values + 4, values + 5, sums=True)
     piece = whole.columns(1, 3).rows(slice(1, 2))
     assert torch.equal(piece.bound, whole.bound[1:2, 1:3])
     assert torch.equal(piece.variance, whole.variance[1:2, 1:3])
-    assert piece.systematic is not None
+    assert piece.systematic is not None and piece.grain is not None
     assert torch.equal(piece.systematic, values[1:2, 1:3] + 4)
-    assert (piece.terms, piece.sums) == (5, True)
+    assert torch.equal(piece.grain, values[1:2, 1:3] + 5)
+    assert piece.sums
 
 
 def test_allowed_short_operands_widen_the_floor():

@@ -193,7 +193,7 @@ def test_a_damaged_file_is_refused_with_the_reason(saved, change, reason):
 def test_files_that_are_no_records(tmp_path):
     """A missing file, a text, and a folder."""
     (tmp_path / "text").write_text("hello")
-    for name, reason in (("missing", "can't be read"), ("text", "no record of outputs"), (".", "can't be read")):
+    for name, reason in (("missing", "can't be read"), ("text", "no record of outputs"), (".", "is no record")):
         with pytest.raises(InvalidInput, match=reason):
             load_outputs(tmp_path / name)
 
@@ -223,3 +223,12 @@ def test_nothing_is_left_behind(model):
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
     assert all(module.training for module in model.modules())
     model.eval()
+
+
+def test_the_folder_of_a_record_will_do(model, tmp_path):
+    """What `noisescope record` wrote on the suspect system holds the same logits, bit for bit."""
+    folder = ns.record(ns.wrap(model), output=tmp_path / "x.record", prompts=[[3, 4, 5, 6], [5, 6, 7, 8]]).path
+    found = load_outputs(folder, subject=model)
+    assert found.prompts == ((3, 4, 5, 6), (5, 6, 7, 8))
+    assert np.array_equal(found.logits, record_outputs(model, prompts=found.prompts).logits)
+    assert load_outputs(folder, like=record_outputs(model, prompts=found.prompts)).model == found.model

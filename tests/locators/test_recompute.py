@@ -25,7 +25,7 @@ def again(operator, callee, *args, rows=64, y=None, **kwargs):
     with torch.no_grad():
         y = callee(*args, **kwargs) if y is None else y
         recomputed = recompute(operator, callee, args, kwargs, y, Rows(rows, 0))
-    return recomputed, judge(recomputed.y, recomputed.reference, bits=operator != "softmax")
+    return recomputed, judge(recomputed.y, recomputed.reference, probabilities=operator == "softmax")
 
 
 CALLS = {

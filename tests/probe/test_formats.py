@@ -18,8 +18,8 @@ INF, NAN = math.inf, math.nan
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # OCP MX v1.0, table of FP4 values, codes 0..7
 PLAIN = [Format(name) for name in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")]
 SCALED = [
-    *(Format(n, g) for n in ("int8", "int4", "fp8_e4m3", "fp8_e5m2") for g in ("tensor", "channel", "token")),
-    *(Format(n, "group", 24) for n in ("int8", "int4", "fp8_e4m3", "fp8_e5m2")),
+    *(Format(n, g) for n in ("int8", "int4", "int3", "fp8_e4m3", "fp8_e5m2") for g in ("tensor", "channel", "token")),
+    *(Format(n, "group", 24) for n in ("int8", "int4", "int3", "fp8_e4m3", "fp8_e5m2")),
     Format("mxfp4"),
     Format("nvfp4"),
 ]

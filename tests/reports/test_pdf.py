@@ -41,6 +41,7 @@ from noisescope.reports.document import (
 )
 from noisescope.reports.figures import COLOURS
 from noisescope.reports.pdf import to_pdf
+from noisescope.reports.report import Report
 from noisescope.reports.typesetting import FONTS, Ruler, Run
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
@@ -472,6 +473,18 @@ def test_a_missing_fpdf2_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "noisescope.reports.pdf")
     with pytest.raises(MissingExtra, match="pip install 'fpdf2"):
         importlib.import_module("noisescope.reports.pdf")
+
+
+def test_without_fpdf2_the_other_forms_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that can't draw a PDF still saves its report, unless a PDF was asked for."""
+    monkeypatch.setitem(sys.modules, "fpdf", None)
+    monkeypatch.delitem(sys.modules, "noisescope.reports.pdf")
+    report = Report({"run": {}})
+    monkeypatch.setattr(report, "document", lambda: document_of(Paragraph("text")))
+    with pytest.warns(UserWarning, match="no report.pdf was written.*fpdf2"):
+        assert [path.name for path in report.save(tmp_path)] == ["report.json", "report.md", "report.html"]
+    with pytest.raises(MissingExtra, match="fpdf2"):
+        report.save(tmp_path, formats=["pdf"])
 
 
 def test_no_font_file_is_left_open() -> None:

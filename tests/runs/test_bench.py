@@ -302,7 +302,7 @@ def test_experts_and_mixed_lengths_are_screened_alike_in_any_batch(monkeypatch: 
     """Rows sorted by expert belong to nobody: their mean per token is the same whatever the batch."""
     sums = []
     for parts in (1, 5):
-        monkeypatch.setattr("noisescope.runs.measures.SCREEN_PARTS", parts)
+        monkeypatch.setattr("noisescope.runs.screens.SCREEN_PARTS", parts)
         where = Injection(Gaussian(1.0), phases={"forward"})
         (result,) = measured(
             material(),

@@ -11,11 +11,16 @@ import typer
 import typer.core
 
 from noisescope import __version__
+from noisescope.cli.compare import compare_devices
 from noisescope.cli.demo import run_demo
 from noisescope.cli.diagnose import diagnose_model
+from noisescope.cli.experiment import experiment
+from noisescope.cli.gate import gate_model
 from noisescope.cli.inspect import inspect_model
 from noisescope.cli.locate import locate_fault
 from noisescope.cli.passport import passport_of_device
+from noisescope.cli.plan import plan
+from noisescope.cli.record import record_device
 from noisescope.cli.report import draw_report
 from noisescope.cli.robustness import robustness_of_model
 from noisescope.cli.runs import runs
@@ -71,7 +76,12 @@ app.command("robustness")(robustness_of_model)
 app.command("inspect")(inspect_model)
 app.command("locate")(locate_fault)
 app.command("passport")(passport_of_device)
+app.command("record")(record_device)
+app.command("compare")(compare_devices)
+app.command("gate")(gate_model)
 app.command("report")(draw_report)
+app.add_typer(experiment, name="experiment")
+app.add_typer(plan, name="plan")
 app.add_typer(runs, name="runs")
 
 

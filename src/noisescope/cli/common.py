@@ -15,6 +15,7 @@ from noisescope.errors import InvalidInput
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or id, a .gguf or .pt file, or demo.")
 ]
+ReportPath = Annotated[Path, typer.Argument(metavar="REPORT", help="A run's folder, or a report.json.")]
 Data = Annotated[
     Path | None,
     typer.Option("--data", help="JSONL, JSON, CSV or Parquet. Default: the demo's own, else built-in text."),
@@ -39,6 +40,8 @@ Address = Annotated[str | None, typer.Option("--address", help="Of a Ray cluster
 SliceSamples = Annotated[int, typer.Option("--slice", help="Samples in one forward; fewer need less memory.")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+OtherModel = Annotated[str | None, typer.Option("--model", help="Default: the report's.")]
+OtherData = Annotated[Path | None, typer.Option("--data", help="Default: the report's.")]
 
 
 def load_subject(
@@ -51,6 +54,12 @@ def load_subject(
 
     logging.disable_progress_bar()
     return load(model, device=device, dtype=dtype, device_map=device_map, revision=revision, trust_remote_code=trust)
+
+
+def subject_of_report(report: Any, model: str | None, *, dtype: str | None, **loading: Any) -> Any:
+    """The model that a report is of, in the dtype it was measured in; or another one."""
+    source, measured_in = report["run"]["model"]["source"], report["run"]["conditions"]["dtype"]
+    return load_subject(model or source, dtype=dtype or measured_in, **loading)
 
 
 @contextmanager
@@ -94,6 +103,16 @@ def numbers(text: str, what: str) -> tuple[float, ...]:
         raise InvalidInput(f"{what} must be numbers with commas between, such as 0,0.05,0.10; got {text!r}") from None
 
 
+def layers(text: str | None) -> tuple[int, ...] | None:
+    """ "9,10" as layers; None where none were given."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InvalidInput(f"layers must be whole numbers with commas between, such as 9,10; got {text!r}") from None
+
+
 def names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
 
@@ -129,6 +148,17 @@ def say_files(report: Any, paths: list[Path]) -> None:
     )
     for path in paths:
         typer.echo(f"  {path}")
+
+
+def percent_span(row: Any) -> str:
+    """An estimate of a share: "91.4 % [89.5, 93.0]"."""
+    if not row:
+        return ""
+    if row["value"] is None:
+        return str(row.get("note", ""))
+    if row["low"] is None or row["high"] is None:
+        return f"{100 * row['value']:.1f} %"
+    return f"{100 * row['value']:.1f} % [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
 
 
 def _span(finding: Any) -> str:

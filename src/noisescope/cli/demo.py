@@ -14,6 +14,7 @@ from noisescope.findings import percent
 
 SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
 HELD_OUT = 100
+BITS = 5
 BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # what is put in, and has to be found
 FAULT = "int4"  # 4-bit integers with one scale a tensor
 
@@ -26,7 +27,8 @@ def run_demo(
 ) -> None:
     """Everything on the bundled model, in a minute.
 
-    Diagnoses it, puts the findings to the test with a simulated fault, writes the reports.
+    Diagnoses it, puts the findings to the test with a simulated fault, plans its precision, finds a fault, and writes
+    the reports.
 
     \b
     noisescope demo
@@ -71,7 +73,10 @@ def demonstrate(asked: dict[str, Any], *, as_json: bool = False) -> None:
             output=output,
         )
         if not as_json:
-            typer.echo("3. breaking one operation on purpose, and looking for it without a reference", err=True)
+            typer.echo(f"3. planning {BITS} bits a weight, and measuring what that costs", err=True)
+        report = api.with_precision_planned(subject, report, BITS)
+        if not as_json:
+            typer.echo("4. breaking one operation on purpose, and looking for it without a reference", err=True)
         report = api.with_fault_located(subject, report, BROKEN, output=output)
     paths = report.save(output)
     if as_json:
@@ -94,6 +99,11 @@ def say_check(report: Any) -> None:
         where = f"layers {row['start_layer']} to {row['end_layer']}"
         right = f"{percent(row['baseline_acc'])} -> {percent(row['noisy_acc'])} right"
         typer.echo(f"  {where:<16} {right}  {says[row['role']]}".rstrip())
+    plan, rivals = report["precision_plan"], []
+    if plan["seeds_rule_kl"] is not None:
+        rivals.append(f"{plan['seeds_rule_kl']:.3g} by the bit rule of the original method notes")
+    rivals.append(f"{plan['random']['median_kl']:.3g} by the median of {plan['random']['n']} random plans")
+    typer.echo(f"\nplanned at {plan['average_bits']:.2f} bits a weight: KL {plan['kl']:.3g} ({', '.join(rivals)})")
     found = report["locate"]
     typer.echo(f"\nbroken on purpose: {found['simulated']}; located in {found['forwards']:g} forwards:")
     for suspect in found["suspects"][:1]:

@@ -16,16 +16,18 @@ MOST_SUSPECTS = 5
 
 def locate_fault(
     model: common.Model,
-    method: Annotated[str, typer.Option("--method", help="auto, audit, srdd or fingerprint.")] = "auto",
+    method: Annotated[
+        str, typer.Option("--method", help="auto, audit, relations, replay, srdd, fingerprint.")
+    ] = "auto",
     simulate: Annotated[
         str | None,
         typer.Option("--simulate", help="A fault to look for, such as dead_zone:0.3@10 or gain:0.01@3/linear."),
     ] = None,
     failure: Annotated[
-        Path | None, typer.Option("--failure", help="With fingerprint: outputs recorded on the suspect system.")
+        Path | None, typer.Option("--failure", help="With fingerprint: the suspect system's record.")
     ] = None,
     reference: Annotated[
-        Path | None, typer.Option("--reference", help="With fingerprint: outputs recorded on a good one.")
+        Path | None, typer.Option("--reference", help="A good device's record: whole tensors are replayed here.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts and checks.")] = 0,
     device: common.Device = "cpu",
@@ -44,10 +46,13 @@ def locate_fault(
     noisescope locate path/to/model --device cuda
     noisescope locate demo --simulate gain:0.01@7/linear        a fault put in, and looked for
     noisescope locate demo --simulate stuck_bit:bit=12@3/softmax --dtype bfloat16
+    noisescope locate demo --method relations                   by laws of arithmetic: no weights, no host
     noisescope locate demo --method srdd
+    noisescope locate path/to/model --device npu --reference gpu.record      modules on a good device's inputs
 
     No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
-    inputs it really had. Exit code 1 where something computes wrongly (with --simulate: where the fault was not found).
+    inputs it really had; auto also tries relations where the audit could not look. Exit code 1 where something
+    computes wrongly (with --simulate: where the fault was not found).
     """
     from noisescope.faults import faulty, parse_fault
     from noisescope.locators.locate import locate
@@ -95,8 +100,15 @@ def say_verdict(verdict: Any) -> None:
 def _seen(seen: Any) -> str:
     if not isinstance(seen, dict):
         return str(seen)
-    return ", ".join(f"{key.replace('_', ' ')} {value:g}" if isinstance(value, (int, float)) else f"{key} {value}"
-                     for key, value in seen.items())  # fmt: skip
+    return ", ".join(f"{key.replace('_', ' ')} {_size(value)}" for key, value in seen.items())
+
+
+def _size(value: Any) -> str:
+    """A number; of relations the size of a class of faults, relative to the rms, where 0 is a single bit."""
+    if isinstance(value, dict):
+        value = value["size"]
+        return "not visible" if value is None else "any" if value == 0 else f"{value:.2g}"
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 def _channels(suspect: Any) -> str:

@@ -34,7 +34,6 @@ def draw_report(
     noisescope report out/report.json --figures
     noisescope report --schema
     """
-    from noisescope.reports.report import Report
     from noisescope.reports.schema import schema as schema_of_reports
 
     if schema:
@@ -42,7 +41,7 @@ def draw_report(
         return
     if run is None:
         raise InvalidInput("RUN is missing: give a run's folder or a report.json (`noisescope runs list` shows some)")
-    report = stored_report(run) or Report.load(run)
+    report = load_report(run)
     target = output or (run if run.is_dir() else run.parent)
     paths = report.save(target, formats=names(formats) or ())
     if figures:
@@ -53,8 +52,16 @@ def draw_report(
         typer.echo(str(path))
 
 
+def load_report(run: Path) -> Report:
+    """The report of a run's folder, or of a report.json."""
+    from noisescope.reports.report import Report
+
+    return stored_report(run) or Report.load(run)
+
+
 def stored_report(run: Path) -> Report | None:
     """The report that a finished run keeps in its store, if there is one."""
+    from noisescope.reports.phases import PhasesReport
     from noisescope.reports.report import Report
     from noisescope.runs.store import FILE, Store
 
@@ -64,4 +71,7 @@ def stored_report(run: Path) -> Report | None:
         about = store.about()
     if "report" not in about and not (run / "report.json").exists():
         raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
-    return Report.checked(about["report"], str(run)) if "report" in about else None
+    if "report" not in about:
+        return None
+    kind = PhasesReport if "hypotheses" in about["report"] else Report
+    return kind.checked(about["report"], str(run))

@@ -105,15 +105,5 @@ def say_levels(report: Any) -> None:
         if row.get("error"):
             typer.echo(f"{row['noise_level']:>8g}  failed: {row['error']}")
             continue
-        cells = [_span(row["accuracy"]), _span(row.get("retention"))]
+        cells = [common.percent_span(row["accuracy"]), common.percent_span(row.get("retention"))]
         typer.echo(f"{row['noise_level']:>8g}  {cells[0]:>24}  {cells[1]:>24}  {row.get('band', '')}")
-
-
-def _span(row: Any) -> str:
-    if not row:
-        return ""
-    if row["value"] is None:
-        return str(row.get("note", ""))
-    if row["low"] is None or row["high"] is None:
-        return f"{100 * row['value']:.1f} %"
-    return f"{100 * row['value']:.1f} % [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"

@@ -73,10 +73,12 @@ def resume_run(folder: Folder) -> None:
     """Go on with a run that was interrupted: the same command again."""
     from noisescope.cli.demo import demonstrate
     from noisescope.cli.diagnose import run_diagnosis
+    from noisescope.cli.experiment import run_phases
     from noisescope.cli.robustness import run_robustness
 
     command = _about(folder).get("command")
     commands = {"demo": demonstrate, "diagnose": run_diagnosis, "robustness": run_robustness}
+    commands["experiment phases"] = run_phases
     if not command or command.get("name") not in commands:
         raise InvalidInput(
             f"{folder} was made from Python, not by a command: call the same function again with output={str(folder)!r}"

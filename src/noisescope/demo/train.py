@@ -17,11 +17,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -31,15 +29,11 @@ from noisescope.demo import problems, tokenizer
 from noisescope.demo.evaluate import evaluate
 from noisescope.demo.problems import Problem
 from noisescope.demo.tokenizer import BOS, EOS, PAD
+from noisescope.demo.training_data import NO_VALUE, SENTENCES, Batch, training_set
 
-TEST_SEED, CALIBRATION_SEED, TRAIN_SEED = 1_000_003, 1_000_033, 7_000
-TRAIN_STEPS, TRAIN_WEIGHTS = (1, 2, 3, 4), (1, 2, 3, 4)  # easy problems first teach the single operations
-LENGTH = 64  # tokens of the longest problem with its answer, rounded up
-CHUNK = 10_000  # problems a worker makes at a time, with a seed of their own
-SENTENCES = max(problems.STEPS) + 1  # the opening and one for each operation
-STORY, RUNNING = 0.1, 0.5  # weights of the losses beside the answer's 1
-WARM_UP, LOG_EVERY = 500, 100
-NO_VALUE = 255
+TEST_SEED, CALIBRATION_SEED = 1_000_003, 1_000_033
+STORY = 0.1  # weight of the story's loss beside the answer's 1
+LOG_EVERY = 100
 
 Compiler = Callable[[nn.Module], Any]
 
@@ -54,24 +48,11 @@ class Settings:
     steps: int = 2700
     batch: int = 512
     rate: float = 2e-3
+    warm_up: int = 500  # steps
+    running: float = 0.5  # weight of the losses of the running value
     seconds: float = 3600.0  # training ends by then at the latest, with a learning rate that falls sooner
     tests: int = 1000
     calibrations: int = 256
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Problems as numbers, uint8: tokens [N, LENGTH], and for each sentence where it ends and the value then."""
-
-    tokens: Tensor
-    ends: Tensor  # [N, SENTENCES]
-    values: Tensor  # [N, SENTENCES], NO_VALUE where the story has fewer sentences
-
-    def pick(self, rows: Tensor) -> Batch:
-        return Batch(self.tokens[rows].long(), self.ends[rows].long(), self.values[rows].long())
-
-    def to(self, device: str) -> Batch:
-        return Batch(self.tokens.to(device), self.ends.to(device), self.values.to(device))
 
 
 def make_model(layers: int, width: int, vocabulary: int) -> LlamaForCausalLM:
@@ -93,44 +74,6 @@ def make_model(layers: int, width: int, vocabulary: int) -> LlamaForCausalLM:
         pad_token_id=PAD,
     )
     return LlamaForCausalLM(config)
-
-
-def encode(items: Sequence[Problem]) -> Batch:
-    """<bos> prompt answer <eos>, padded on the right."""
-    core = tokenizer.make().backend_tokenizer
-    stop = core.token_to_id(".")
-    tokens = torch.full((len(items), LENGTH), PAD, dtype=torch.uint8)
-    ends = torch.zeros(len(items), SENTENCES, dtype=torch.uint8)
-    values = torch.full((len(items), SENTENCES), NO_VALUE, dtype=torch.uint8)
-    texts = core.encode_batch([f"{item.prompt} {item.answer}" for item in items])
-    for row, (item, text) in enumerate(zip(items, texts, strict=True)):
-        ids = [*text.ids, EOS]
-        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.uint8)
-        stops = [position for position, token in enumerate(ids) if token == stop]
-        ends[row, : len(stops)] = torch.tensor(stops, dtype=torch.uint8)
-        values[row, : len(stops)] = torch.tensor(item.values, dtype=torch.uint8)
-    return Batch(tokens, ends, values)
-
-
-def training_problems(chunk: int, count: int, without: frozenset[str]) -> list[Problem]:
-    source = problems.stream(TRAIN_SEED + chunk, steps=TRAIN_STEPS, weights=TRAIN_WEIGHTS, without=without)
-    return [next(source) for _ in range(count)]
-
-
-def _chunk(job: tuple[int, int, frozenset[str]]) -> list[Any]:
-    """As numpy arrays, which go from process to process as bytes: tensors would fill /dev/shm."""
-    batch = encode(training_problems(*job))
-    return [batch.tokens.numpy(), batch.ends.numpy(), batch.values.numpy()]
-
-
-def training_set(count: int, without: frozenset[str], *, workers: int) -> Batch:
-    jobs = [(chunk, min(CHUNK, count - start), without) for chunk, start in enumerate(range(0, count, CHUNK))]
-    if workers > 1:
-        with Pool(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            parts = pool.map(_chunk, jobs, chunksize=1)
-    else:
-        parts = [_chunk(job) for job in jobs]
-    return Batch(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)))
 
 
 def _as_it_is(block: nn.Module) -> nn.Module:
@@ -185,38 +128,75 @@ class Losses(nn.Module):
         return losses
 
 
+class Fitting:
+    """A model in training, a step at a time. The state after a step can be kept, and taken up again by another."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, data: Batch, settings: Settings, *, device: str, compiler: Compiler = _as_it_is
+    ) -> None:
+        self.model, self.data, self.settings, self.device = model, data, settings, device
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.losses = Losses(model, tokenizer.make().convert_tokens_to_ids("?"), compiler).to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.losses.parameters(), lr=settings.rate, weight_decay=0.05, betas=(0.9, 0.98), fused=self.on_gpu
+        )
+        self.order = torch.Generator().manual_seed(settings.steps)
+        self.step = 0
+
+    def advance(self, progress: float | None = None) -> dict[str, Tensor]:
+        """One step: the parts of the loss, and "gradient_norm" before clipping.
+
+        The learning rate and the losses follow the share of the run that is over after this step.
+        """
+        settings = self.settings
+        progress = (self.step + 1) / settings.steps if progress is None else progress
+        rate = settings.rate * min(1.0, (self.step + 1) / settings.warm_up, max(0.005, 1.25 * (1 - progress)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        rows = torch.randint(0, len(self.data.tokens), (settings.batch,), generator=self.order)
+        with torch.autocast("cuda" if self.on_gpu else "cpu", torch.bfloat16, enabled=self.on_gpu):  # slow on a CPU
+            parts = self.losses(self.data.pick(rows.to(self.device)))
+        loss = parts["answer"] + STORY * parts["story"]
+        if progress < 0.8 and settings.running:
+            values = [part for name, part in parts.items() if name.startswith("value")]
+            loss = loss + settings.running * torch.stack(values).mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.losses.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        return {**parts, "gradient_norm": norm}
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on."""
+        return {
+            "step": self.step,
+            "losses": self.losses.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "order": self.order.get_state(),
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.losses.load_state_dict(state["losses"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.order.set_state(state["order"].cpu())
+
+
 def fit(model: LlamaForCausalLM, data: Batch, settings: Settings, *, device: str) -> list[dict[str, Any]]:
     """Train in place; returns a line of losses now and then."""
     started = time.monotonic()
-    question = tokenizer.make().convert_tokens_to_ids("?")
     compiler = functools.partial(torch.compile, dynamic=False) if device == "cuda" else _as_it_is
-    losses = Losses(model, question, compiler).to(device)
-    optimizer = torch.optim.AdamW(
-        losses.parameters(), lr=settings.rate, weight_decay=0.05, betas=(0.9, 0.98), fused=device == "cuda"
-    )
-    order = torch.Generator().manual_seed(settings.steps)
+    fitting = Fitting(model, data, settings, device=device, compiler=compiler)
     lines: list[dict[str, Any]] = []
-    step, progress = 0, 0.0
+    progress = 0.0
     while progress < 1:
-        progress = max((step + 1) / settings.steps, (time.monotonic() - started) / settings.seconds)
-        rate = settings.rate * min(1.0, (step + 1) / WARM_UP, max(0.005, 1.25 * (1 - progress)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = data.pick(torch.randint(0, len(data.tokens), (settings.batch,), generator=order).to(device))
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # slow on a CPU
-            parts = losses(batch)
-        loss = parts["answer"] + STORY * parts["story"]
-        if progress < 0.8:
-            values = [part for name, part in parts.items() if name.startswith("value")]
-            loss = loss + RUNNING * torch.stack(values).mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(losses.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if step % LOG_EVERY == 0 or progress >= 1:
+        progress = max((fitting.step + 1) / settings.steps, (time.monotonic() - started) / settings.seconds)
+        parts = fitting.advance(progress)
+        if fitting.step % LOG_EVERY == 0 or progress >= 1:
             seconds = round(time.monotonic() - started)
-            lines.append({"step": step, "seconds": seconds, **{name: round(p.item(), 4) for name, p in parts.items()}})
+            numbers = {name: round(part.item(), 4) for name, part in parts.items()}
+            lines.append({"step": fitting.step, "seconds": seconds, **numbers})
             print(lines[-1], flush=True)
     return lines
 

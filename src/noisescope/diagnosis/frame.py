@@ -83,6 +83,8 @@ class Frame:
     metric: str = "accuracy"  # the one that degradation and bands are taken of
     chance: float = 0.0  # the task's accuracy by guessing
     doubtful: frozenset[str] = frozenset()  # operators that the model may or may not compute: trying tells
+    whole: tuple[Slice, ...] = ()  # the test samples again, every token of them scored: see gauge.py
+    names: tuple[str, ...] = ()  # a hash of each test sample's tokens: the same sample in another set has the same
 
     @cached_property
     def present(self) -> frozenset[str]:
@@ -114,6 +116,11 @@ class Frame:
             noise = dataclasses.replace(noise, scale=scale)
         aim.setdefault("operators", frozenset(self.settings.layer_operators))
         return Injection(noise, phases=frozenset({"forward"}), **aim)
+
+    @cached_property
+    def over_whole(self) -> Frame:
+        """The same questions, asked of every token."""
+        return dataclasses.replace(self, test=self.whole, measure="score", measure_settings={})
 
     # -- questions
 

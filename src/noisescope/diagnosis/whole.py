@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from noisescope.diagnosis import channels, dashboard, layers, operators, screen
+from noisescope.diagnosis import channels, dashboard, formats, gauge, layers, operators, screen
 from noisescope.diagnosis.frame import Frame
 from noisescope.diagnosis.summary import could_not_see, executive_summary, findings, recommendations
 from noisescope.trials import Results, Trial
@@ -23,13 +23,13 @@ def propose(frame: Frame, results: Results) -> list[Trial]:
     screened = screen.conclude(frame, results) if frame.measure != "custom" else None
     levels = frame.settings.levels
     if "operator" in levels:
-        trials += operators.propose(frame, results)
+        trials += operators.propose(frame, results) + gauge.propose(frame, results)
     if "layer" in levels:
         trials += layers.propose(frame, results, screened)
     if "channel" in levels:
         trials += channels.propose(frame, results, screened)
     trials += dashboard.propose(frame, results, screened)
-    return trials
+    return trials + formats.propose(frame)
 
 
 def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -45,6 +45,8 @@ def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[
     sections["correlations"] = dashboard.correlations(
         frame, sections["layer_analysis"], sections["metrics"], sections["channel_analysis"]
     )
+    sections["format_scores"] = formats.conclude(frame, results)
+    sections["gate"] = gauge.conclude(frame, results) if "operator" in levels else None
     found = findings(frame, sections)
     wanted = recommendations(frame, sections)
     limits = could_not_see(frame, sections, list(notes))

@@ -23,8 +23,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "FaultInjectionTestGenerator": "hardware",
+    "AdaptiveAQN": "adaptive",
     "IntegratedDiagnostic": "integrated",
     "MetricsDashboard": "dashboard",
+    "RobustnessMonitor": "monitor",
     "ActivationCapture": "activations",
     "ChannelOutlierDetector": "detector",
     "capture_layer_output": "activations",
@@ -48,6 +51,10 @@ _HOMES = {
     "estimate_hessian_trace": "formulas",
     "correlate_layer_and_channel_sensitivity": "agreement",
     "validate_metric_correlations": "agreement",
+    "plan_hardware_migration": "hardware",
+    "apply_smoothquant_scaling": "precision",
+    "assign_precision": "precision",
+    "generate_mixed_precision_config": "precision",
     "plot_sensitivity_heatmap": "plot",
 }
 
@@ -56,6 +63,7 @@ __all__ = [*_HOMES]
 if TYPE_CHECKING:
     from noisescope.diagnostic.activations import ActivationCapture as ActivationCapture
     from noisescope.diagnostic.activations import capture_layer_output as capture_layer_output
+    from noisescope.diagnostic.adaptive import AdaptiveAQN as AdaptiveAQN
     from noisescope.diagnostic.agreement import (
         correlate_layer_and_channel_sensitivity as correlate_layer_and_channel_sensitivity,
     )
@@ -72,16 +80,22 @@ if TYPE_CHECKING:
     from noisescope.diagnostic.formulas import compute_sparsity as compute_sparsity
     from noisescope.diagnostic.formulas import estimate_fim_diagonal as estimate_fim_diagonal
     from noisescope.diagnostic.formulas import estimate_hessian_trace as estimate_hessian_trace
+    from noisescope.diagnostic.hardware import FaultInjectionTestGenerator as FaultInjectionTestGenerator
+    from noisescope.diagnostic.hardware import plan_hardware_migration as plan_hardware_migration
     from noisescope.diagnostic.integrated import IntegratedDiagnostic as IntegratedDiagnostic
     from noisescope.diagnostic.levels import find_critical_threshold as find_critical_threshold
     from noisescope.diagnostic.levels import identify_avalanche_points as identify_avalanche_points
     from noisescope.diagnostic.levels import operator_level_diagnosis as operator_level_diagnosis
     from noisescope.diagnostic.levels import operator_sensitivity_analysis as operator_sensitivity_analysis
     from noisescope.diagnostic.levels import sliding_window_diagnosis as sliding_window_diagnosis
+    from noisescope.diagnostic.monitor import RobustnessMonitor as RobustnessMonitor
     from noisescope.diagnostic.outliers import detect_outliers as detect_outliers
     from noisescope.diagnostic.outliers import detect_outliers_fisher as detect_outliers_fisher
     from noisescope.diagnostic.outliers import detect_outliers_quantile as detect_outliers_quantile
     from noisescope.diagnostic.plot import plot_sensitivity_heatmap as plot_sensitivity_heatmap
+    from noisescope.diagnostic.precision import apply_smoothquant_scaling as apply_smoothquant_scaling
+    from noisescope.diagnostic.precision import assign_precision as assign_precision
+    from noisescope.diagnostic.precision import generate_mixed_precision_config as generate_mixed_precision_config
 
 
 def __getattr__(name: str) -> Any:

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from noisescope.api.smoothing import smooth_outliers
 from noisescope.diagnosis import channels
 from noisescope.diagnosis.frame import Array, Frame
 from noisescope.diagnostic.activations import ActivationCapture
-from noisescope.diagnostic.asking import Question, Row, ask, subject_of
+from noisescope.diagnostic.asking import Question, Row, ask, batches_of, subject_of
 from noisescope.diagnostic.outliers import outlier_row, site_label
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.findings import LIMITS
 from noisescope.model import Subject
+from noisescope.quantisation.smoothing import Smoothed
 from noisescope.sites import Site
 from noisescope.trials import Result, Results, Trial
 
@@ -82,6 +84,17 @@ class ChannelOutlierDetector:
             "total_channels": sum(row["total_channels"] for row in self._rows.values()),
         }
         return {"summary": summary, "per_layer": self.outlier_channels}
+
+    def apply_smoothquant_scaling(self, alpha: float = 0.5) -> Smoothed:
+        """A copy of the model, smoothed where outliers are made and where they are read: in the block after."""
+        self.get_report()  # asks for statistics where there are none
+        made = {row["layer"] for row in self.outlier_channels.values() if isinstance(row["layer"], int)}
+        if not made:
+            raise InvalidInput(
+                f"no channel is {self.quantile_threshold:g} times the median: there is nothing to smooth"
+            )
+        places = frozenset(made | {layer + 1 for layer in made})
+        return smooth_outliers(self.subject, batches_of(self.calibration_data), alpha=alpha, places=places)
 
 
 def _propose_capture(frame: Frame, results: Results) -> list[Trial]:

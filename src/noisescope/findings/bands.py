@@ -173,6 +173,17 @@ LIMITS: dict[str, float] = {
     "fault_nan_rate": 0.001,
     "fault_recovery_steps": 5.0,
     "fp16_maximum": 65504.0,
+    "parting_factor": 3.0,  # two devices part where they differ by more than so many times what came in, or round-off
+    "affordable_nats": 0.01,  # what a layer's difference between two devices may cost
+}
+
+# Relative L2 by which two healthy devices may differ in one operator on the same inputs: two unit round-offs in 16 bits
+# (an output is rounded once), 32 in float32 and float64 (sums of some thousand products).
+ROUND_OFF: dict[str, float] = {
+    "float64": 32 * 2.0**-53,
+    "float32": 32 * 2.0**-24,
+    "float16": 2 * 2.0**-11,
+    "bfloat16": 2 * 2.0**-8,
 }
 
 # Adaptive noise in training, by the degradation of a layer: (half the scale above, twice the scale below).

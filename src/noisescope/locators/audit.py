@@ -49,20 +49,21 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         raise InvalidInput(f"rows must be at least 2, got {rows}")
     model, tokenizer, anatomy = _parts_of(subject)
     ledger = Ledger(anatomy, rows=rows, seed=seed)
+    if model is not getattr(subject, "model", subject):
+        ledger.remarks.append("a compiled model is looked at as it runs uncompiled: its own fused kernels are not seen")
     batches = batches_for(model, tokenizer, inputs, seed)
     with _evaluating(model):
         every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         for number, batch in enumerate(batches):
-            _run(ledger, model, anatomy, batch, opened=every if number % 2 else frozenset(), first=number == 0)
-        _run(ledger, model, anatomy, batches[0], opened=frozenset(), repeated=True)
-        for _ in range(_TRIES):
-            hidden = ledger.passing_in_attention()
-            if not hidden:
-                break
-            _run(ledger, model, anatomy, batches[0], opened=hidden)
+            opened = every if number % 2 else frozenset[str]()
+            _run(ledger, model, anatomy, batch, number, opened=opened, keeping_prints=number == 0)
+        _run(ledger, model, anatomy, batches[0], 0, opened=frozenset(), repeated=True)
+        for attempt in range(_TRIES):  # a fault that always shows is caught at once, if an operator inside has it
+            for number, hidden in ledger.hidden_in_attention(passing_only=attempt > 0).items():
+                _run(ledger, model, anatomy, batches[number], number, opened=hidden)
         inside = ledger.suspects_inside_attention()
         if inside:  # was it old data of the first batch? Only these are opened, so that all before them is as it was
-            _run(ledger, model, anatomy, batches[0], opened=inside)
+            _run(ledger, model, anatomy, batches[0], 0, opened=inside)
     return ledger.verdict()
 
 
@@ -91,12 +92,13 @@ def _run(
     model: nn.Module,
     anatomy: Anatomy,
     batch: Batch,
+    number: int,
     *,
     opened: frozenset[str],
-    first: bool = False,
+    keeping_prints: bool = False,
     repeated: bool = False,
 ) -> None:
-    ledger.begin(keeping_prints=first, repeated=repeated)
+    ledger.begin(number, keeping_prints=keeping_prints, repeated=repeated)
     with Watch(model, anatomy, ledger, opened=opened):
         model(**batch)
     ledger.end()

@@ -14,6 +14,7 @@ from noisescope.locators import lanes
 from noisescope.locators.pattern import Evidence, Pattern
 
 _MOST = 0.95  # of the wrong elements that a pattern must explain
+_DEAD_SHARE = 0.01  # of the largest value: the smallest dead zone
 _SPARSE = 0.05  # wrong elements in a channel, at most, for spikes
 _PRODUCTS = ("linear", "matmul", "bmm")
 
@@ -51,6 +52,16 @@ def _nan_to_zero(e: Evidence) -> Pattern | None:
     return Pattern("nan to zero", 0.95, f"{int(lost.sum())} results should not be finite") if whole > _MOST else None
 
 
+def _cut_off(e: Evidence) -> Pattern | None:
+    """An activation that is 0 or its input where its gate is nearly shut or open."""
+    if e.operator not in ("silu", "gelu") or e.x is None or not bool(e.bad.any()):
+        return None
+    given, x = e.y[e.bad], e.x[e.bad]
+    cut = torch.where(x < 0, given == 0, given == x)
+    limit = float(x.abs().min())
+    return Pattern("function table", 0.9, f"0 or its input beyond +-{limit:.3g}") if bool(cut.all()) else None
+
+
 def _dead_zone(e: Evidence) -> Pattern | None:
     """Zeros where the value is below a limit, and none of the values above it is wrong."""
     if not bool(e.bad.any()) or not bool((e.y[e.bad] == 0).all()):
@@ -64,8 +75,11 @@ def _dead_zone(e: Evidence) -> Pattern | None:
     if int(below.sum()) > 0.02 * int(e.bad.sum()):
         return None
     negative = e.bad & (e.values < 0)
-    keeps_sign = bool(negative.any()) and bool(torch.signbit(e.native[negative]).double().mean() > 0.5)
-    if keeps_sign or limit <= 2.0**e.form.least:
+    if bool(negative.any()):
+        flushed = bool(torch.signbit(e.native[negative]).double().mean() > 0.5)
+    else:  # no sign to tell them apart: a dead zone is a share of the largest value, what is flushed is next to nothing
+        flushed = limit < _DEAD_SHARE * float(e.values[inside & e.fits].abs().max())
+    if flushed or limit <= 2.0**e.form.least:
         return Pattern("flush to zero", 0.9, f"values below {limit:.3g} are 0 and keep their sign")
     return Pattern("dead zone", 0.9, f"values below {limit:.3g} are 0, those above are right")
 
@@ -224,6 +238,7 @@ def _remaining(e: Evidence) -> Pattern | None:
 
 _PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _nan_to_zero,
+    _cut_off,
     _dead_zone,
     _saturation,
     _dead_lane,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,33 +70,27 @@ class Reference:
     bounds: tuple[Tensor, ...]
     spread: Tensor | None = None
     systematic: Tensor | None = None
-    terms: int = 1  # that each sum has
+    grain: Tensor | None = None  # spacing of the largest number that may have cancelled to a value: see `sum_grain`
     exact: bool = False  # equal bit by bit, or wrong
     sums: bool = False  # errors of long sums are unlike from row to row; those of a function of few bits are not
 
     def columns(self, start: int, stop: int) -> Reference:
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[:, start:stop]
-
-        bounds = tuple(bound[:, start:stop] for bound in self.bounds)
-        return dataclasses.replace(
-            self,
-            values=self.values[:, start:stop],
-            bounds=bounds,
-            spread=cut(self.spread),
-            systematic=cut(self.systematic),
-        )
+        return self._cut((slice(None), slice(start, stop)))
 
     def rows(self, rows: Tensor | slice) -> Reference:
+        return self._cut(rows)
+
+    def _cut(self, where: Any) -> Reference:
         def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[rows]
+            return None if tensor is None else tensor[where]
 
         return dataclasses.replace(
             self,
-            values=self.values[rows],
-            bounds=tuple(bound[rows] for bound in self.bounds),
+            values=self.values[where],
+            bounds=tuple(bound[where] for bound in self.bounds),
             spread=cut(self.spread),
             systematic=cut(self.systematic),
+            grain=cut(self.grain),
         )
 
     @property
@@ -127,11 +122,12 @@ def sum_spread(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
     return ROUNDING_STD * u * math.sqrt(terms + 1) * (squares.double() + values.square()).sqrt()
 
 
-def grain(reference: Reference) -> Tensor | None:
-    """Below this, bits of a sum say nothing: what cancels leaves zeros. 16 spacings of its largest partial sums."""
-    if reference.spread is None or not reference.sums:
-        return None
-    return 16 * reference.spread / (ROUNDING_STD * math.sqrt(reference.terms + 1))
+def sum_grain(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
+    """Spacing of the largest partial sum that any order of summation can have: what cancels leaves zeros below it.
+
+    Every partial sum is at most sum |x_k w_k| <= sqrt(K) S (Cauchy and Schwarz); numbers up to a have spacing 2 u a.
+    """
+    return 2 * u * ((terms + 1) * (squares.double() + values.square())).sqrt()
 
 
 def shortened(y: Tensor) -> float:

@@ -7,7 +7,7 @@ non-finite    NaN or Inf on one side only
 rms           mean (e / sigma)^2 above 1.5, significantly: noise smaller than an ulp
 signed        mean error along the value's sign, or along +1, in ulps: a rounding mode, a small gain or offset; for the
               whole output and for each channel. Healthy rounding leaves 0.01 to 0.02 ulp (density falls within a cell)
-bits          a bit that never changes in a channel where it should: a stuck bit, a short output path
+bits          a bit that never changes in a channel where it should: a stuck bit, a short output path (stuck_bits.py)
 exact         any difference, where the relation is exact
 ============  ==================================================================================================
 
@@ -20,11 +20,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.locators.floors import Format, Reference, grain, number_format
+from noisescope.locators.floors import Format, Reference, number_format
+from noisescope.locators.stuck_bits import looks, stuck_channels
 
 SLACK = 2.0  # on the limits of roundings, which add up only at worst
 Z_ELEMENT = 7.0
@@ -32,8 +32,6 @@ Z_MEAN = 6.5  # 8e-11 two-sided: for up to 10^7 means (channels of all operators
 RMS_LIMIT = 1.5  # of mean (e / sigma)^2
 MEAN_SHARE = 0.05  # ulp that the whole output's mean may be off; float32 sums: twice that
 CHANNEL_SHARE = 0.1  # ulp for the mean of one channel
-_BIT_ROWS = 40  # rows in which a bit must stay the same to be called stuck: 2^-31 by chance where a fifth is left out
-_BIT_SHARE = 0.25
 _PIECE = 1 << 20
 _MEAN_ROWS = 1024
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -78,8 +76,8 @@ def tolerance(reference: Reference) -> Tensor:
     return limit if reference.spread is None else limit + Z_ELEMENT * reference.spread
 
 
-def judge(y: Tensor, reference: Reference, *, bits: bool = True) -> Judgement:
-    """All tests on one output [R, C]; `bits=False` where single channels may hold 0 or 1 for ever (a softmax)."""
+def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Judgement:
+    """All tests on one output [R, C]; of `probabilities` (a softmax) channels may hold 0 or 1 for ever."""
     form = number_format(y.dtype)
     result = Judgement(elements=y.numel())
     if reference.exact:
@@ -106,8 +104,10 @@ def judge(y: Tensor, reference: Reference, *, bits: bool = True) -> Judgement:
         result.looks += part.numel() + 2 * part.shape[1] + 4
     result.visible_element = max(medians)
     _judge_means(Means(*torch.cat(means, 1)), by_row, y[rows], reference.sums, form, result)
-    if len(rows) >= _BIT_ROWS:
-        _judge_bits(y[rows], reference.rows(rows), form, result, by_channel=bits)
+    whole, channels = stuck_channels(y[rows], reference.rows(rows), below_one=probabilities)
+    result.looks += looks(y.shape[1], y.dtype)
+    result.raise_to("bits", math.inf if whole or channels else 0.0)
+    result.channels.update(channels)
     return result
 
 
@@ -254,45 +254,3 @@ def _alike(y: Tensor) -> Tensor:
     cell = new.long().cumsum(0) - 1
     sizes = torch.zeros(y.shape, dtype=torch.float64).scatter_add_(0, cell, torch.ones(y.shape, dtype=torch.float64))
     return sizes.square().sum(0)
-
-
-def _judge_bits(y: Tensor, reference: Reference, form: Format, result: Judgement, *, by_channel: bool) -> None:
-    """Bits that never change, in a channel or in the whole output, though they do in the reference so rounded."""
-    values, coarse = reference.values, grain(reference)
-    given, expected = (t.contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy() for t in (y, values.to(y.dtype)))
-    size = values.abs()
-    usable = ((size > 2.0 ** (form.least + form.bits)) & (size < (math.inf if by_channel else 0.9))).numpy()
-    lowest = np.zeros(given.shape)
-    if coarse is not None:
-        lowest = (coarse / form.ulp(values)).log2().clamp(0, 64).nan_to_num(64).numpy()
-    result.looks += (given.shape[1] + 1) * 8 * given.itemsize
-    flat = tuple(array.reshape(-1, 1) for array in (given, expected, usable, lowest))
-    if _stuck(*flat).any():
-        result.strengths["bits"] = math.inf
-    if by_channel:
-        stuck = _stuck(given, expected, usable, lowest)
-        if stuck.any():
-            result.strengths["bits"] = math.inf
-            result.channels.update(np.flatnonzero(stuck).tolist())
-
-
-def _stuck(given: np.ndarray, expected: np.ndarray, usable: np.ndarray, lowest: np.ndarray) -> np.ndarray:
-    """Columns with a bit that all usable rows share though a quarter of them should not.
-
-    Sums that cancel leave zeros (and never ones) in their low bits: a bit that is always 0 counts from `lowest` on, and
-    the fifth of the rows that cancel most is left out.
-    """
-    enough = usable.sum(0) >= _BIT_ROWS
-    most = np.quantile(lowest, 0.8, axis=0, method="lower")
-    clear = usable & (lowest <= most)
-    stuck = np.zeros(given.shape[1], dtype=bool)
-    ones = np.bitwise_and.reduce(given, 0, where=usable) & ~np.bitwise_and.reduce(expected, 0, where=usable)
-    zeros = ~np.bitwise_or.reduce(given, 0, where=clear) & np.bitwise_or.reduce(expected, 0, where=clear)
-    for held, other, rows, least in ((ones, 0, usable, 0.0), (zeros, 1, clear, most)):
-        present = int(np.bitwise_or.reduce(held, where=enough)) if len(held) else 0
-        for bit in (bit for bit in range(8 * given.itemsize) if (present >> bit) & 1):
-            columns = np.flatnonzero(((held >> bit) & 1) * enough * (least <= bit))
-            # A bit that all but one row share may differ there by healthy rounding: a quarter of the rows must.
-            differ = (((expected[:, columns] >> bit) & 1) == other) & rows[:, columns]
-            stuck[columns[differ.sum(0) > _BIT_SHARE * rows[:, columns].sum(0)]] = True
-    return stuck

@@ -64,8 +64,6 @@ def _lanes(e: Evidence) -> tuple[tuple[int, ...], float, bool]:
 def _short_operands(e: Evidence) -> int | None:
     """How many bits of mantissa the operands seem to have had: 10 is TF32, 7 is bfloat16."""
     assert e.operands is not None
-    if e.form.bits < 11:
-        return None
     a, b = e.operands
     columns = slice(0, _MOST_COLUMNS)
     exact = a @ b[..., columns].double()

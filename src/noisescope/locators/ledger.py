@@ -32,6 +32,7 @@ class Alarm:
     """The strongest alarm at one site."""
 
     site: Site
+    batch: int
     order: int
     judgement: Judgement
     pattern: Pattern
@@ -74,19 +75,21 @@ class Ledger:
         self.power: dict[str, Power] = {}
         self.unseen: dict[str, set[Site]] = {}
         self.unsteady: set[Site] = set()
+        self.remarks: list[str] = []
         self.checksums = 0
         self.looks = 0
         self.forwards = 0
         self._prints: dict[Site, tuple[bytes, bytes]] = {}
         self._keeping = False
         self._repeated = False
+        self._batch = 0
         self._count = 0
         self._patterns = 0
 
     # -- forwards
 
-    def begin(self, *, keeping_prints: bool, repeated: bool) -> None:
-        self._keeping, self._repeated = keeping_prints, repeated
+    def begin(self, batch: int, *, keeping_prints: bool, repeated: bool) -> None:
+        self._batch, self._keeping, self._repeated = batch, keeping_prints, repeated
         self._count = self._patterns = 0
         self.forwards += 1
         self.residuals.next_pass()
@@ -140,7 +143,7 @@ class Ledger:
         return before[1] != prints[1] or site in self.alarms
 
     def _judge(self, site: Site, recomputed: Recomputed, order: int, *, add: str = "") -> None:
-        judgement = judge(recomputed.y, recomputed.reference, bits=site.operator != "softmax")
+        judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.looks += judgement.looks
         if not recomputed.reference.exact or site.operator == "embedding":
             self.power.setdefault(site.operator, Power()).add(site, judgement)
@@ -159,7 +162,7 @@ class Ledger:
         if add:
             pattern.details["add"] = add
         stale = before is not None and before.stale
-        self.alarms[site] = Alarm(site, order, judgement, pattern, evidence.kept(), stale)
+        self.alarms[site] = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale)
 
     # -- conclusions
 
@@ -167,11 +170,17 @@ class Ledger:
         """Attention modules of which an operator inside is under suspicion."""
         return frozenset(s.module for s in self.alarms if s.component == "attention" and s.operator in _INSIDE)
 
-    def passing_in_attention(self) -> frozenset[str]:
-        """Fused attention that was wrong and is not so each time, while no operator inside it was caught yet."""
+    def hidden_in_attention(self, *, passing_only: bool) -> dict[int, frozenset[str]]:
+        """By batch, fused attention that was wrong there while no operator inside it was caught yet.
+
+        `passing_only`: only where it is not wrong in the same way each time.
+        """
         inside = self.suspects_inside_attention()
-        fused = {s.module for s in self.alarms if s.operator == _FUSED and s in self.unsteady}
-        return frozenset(fused - inside)
+        found: dict[int, frozenset[str]] = {}
+        for site, alarm in self.alarms.items():
+            if site.operator == _FUSED and site.module not in inside and (site in self.unsteady or not passing_only):
+                found[alarm.batch] = found.get(alarm.batch, frozenset()) | {site.module}
+        return found
 
     def verdict(self) -> Verdict:
         if not self.power:
@@ -181,9 +190,10 @@ class Ledger:
         alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
         suspects = ranked(self._suspect(alarm, rank) for rank, alarm in enumerate(alarms))
         notes = self._notes()
-        verdict = "faulty" if suspects else "undecided" if self._blind() else "healthy"
+        unseen = tuple(site for sites in self.unseen.values() for site in sites if site.component != "router")
+        verdict = "faulty" if suspects else "undecided" if unseen else "healthy"
         visible = {operator: power.to_dict() for operator, power in self.power.items()}
-        return Verdict(verdict, "audit", suspects, visible, float(self.forwards), self.looks, tuple(notes))
+        return Verdict(verdict, "audit", suspects, visible, float(self.forwards), self.looks, tuple(notes), unseen)
 
     def _suspect(self, alarm: Alarm, rank: int) -> Suspect:
         judgement, pattern = alarm.judgement, alarm.pattern
@@ -218,11 +228,8 @@ class Ledger:
         fused = {s.module for s in self.unsteady if s.operator == _FUSED}
         return site in self.unsteady or (site.operator in _INSIDE and site.module in fused)
 
-    def _blind(self) -> bool:
-        return any(site.component != "router" for sites in self.unseen.values() for site in sites)
-
     def _notes(self) -> list[str]:
-        notes = []
+        notes = list(self.remarks)
         for reason, sites in self.unseen.items():
             first = min(sites, key=lambda site: place_order(site.place))
             more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""

@@ -11,7 +11,7 @@ from noisescope.errors import InvalidInput, unknown
 from noisescope.locators.verdict import Verdict
 from noisescope.model import Subject
 
-METHODS = ("auto", "audit", "srdd", "fingerprint")
+METHODS = ("auto", "audit", "relations", "replay", "srdd", "fingerprint")
 
 
 def locate(
@@ -29,10 +29,13 @@ def locate(
         verdict.verdict                                   # "healthy", "faulty" or "undecided"
         verdict.suspects[0].site.place, verdict.suspects[0].fault_class, verdict.smallest_visible
 
-    audit (and auto, for now) recomputes every operator on the host from its own inputs; srdd is the original method
-    notes' scan; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in this
-    model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given. The
-    model runs in the caller's thread, inside whatever scopes are open.
+    audit recomputes every operator on the host from its own inputs; relations calls modules again and checks the laws
+    that healthy arithmetic obeys, without weights or a host; auto is the audit, and relations where there are operators
+    that it could not judge. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
+    each module that device's inputs and compares what comes out. srdd is the original method notes' scan; fingerprint
+    compares `failure`, outputs recorded on the suspect system, with simulated faults in this model (and `reference`,
+    those of a good one). No data is needed: `inputs` are built-in prompts unless given. The model runs in the caller's
+    thread, inside whatever scopes are open.
     """
     if method not in METHODS:
         raise unknown("method", method, METHODS)
@@ -45,11 +48,40 @@ def locate(
         from noisescope.locators.fingerprint import fingerprint
 
         return fingerprint(subject, failure, reference)
+    if method == "replay" and reference is None:
+        raise InvalidInput("a replay needs the record of a good device as `reference`: record it with detail full")
+    if method == "replay" or (method == "auto" and reference is not None):
+        from noisescope.locators.replay import replay
+
+        found = replay(subject, reference, seed=seed)
+        return found if method == "replay" else dataclasses.replace(found, method="auto: replay")
     if method == "srdd":
         from noisescope.locators.scans import scans
 
         return scans(subject, seed=seed)
+    if method == "relations":
+        from noisescope.locators.relations import relations
+
+        return relations(subject, inputs, seed=seed)
     from noisescope.locators.audit import audit
 
     found = audit(subject, inputs, seed=seed)
-    return found if method == "audit" else dataclasses.replace(found, method="auto: audit")
+    return found if method == "audit" else _sure(found, subject, inputs, seed)
+
+
+def _sure(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:
+    """The audit's verdict; where it is undecided, with that of relations on the places it could not judge."""
+    if audited.verdict != "undecided":
+        return dataclasses.replace(audited, method="auto: audit")
+    from noisescope.locators.relations import relations
+
+    more = relations(subject, inputs, sites=audited.unseen, seed=seed)
+    visible = {f"{operator}, by relations": seen for operator, seen in more.smallest_visible.items()}
+    return dataclasses.replace(
+        more,
+        method="auto: audit, relations",
+        smallest_visible={**audited.smallest_visible, **visible},
+        forwards=audited.forwards + more.forwards,
+        checked=audited.checked + more.checked,
+        notes=(*audited.notes, *more.notes),
+    )

@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from noisescope.anatomy import dissect
+from noisescope.comparison.records import read_record
 from noisescope.errors import InvalidInput
-from noisescope.locators.prompts import COUNT, LENGTH, Prompts, device_of, last_logits, parts_of, prompt_ids
+from noisescope.locators.prompts import COUNT, LENGTH, Prompts, last_logits, parts_of, prompt_ids
 from noisescope.model import Subject
 from noisescope.runs.fingerprints import model_fingerprint
+from noisescope.runs.forwards import device_name, dtype_of
 
 FORMAT, VERSION = "noisescope outputs", 1
 _TEXTS = ("format", "model", "architecture", "dtype", "device", "prompts_hash", "logits_hash")
@@ -87,20 +88,23 @@ def record_outputs(
     logits, _ = last_logits(model, chosen)
     kept = logits.numpy().astype(np.float32)
     return OutputRecord(
-        kept, chosen, model_fingerprint(model), anatomy.architecture, _dtype_of(model), _device_words(device_of(model))
+        kept, chosen, model_fingerprint(model), anatomy.architecture, dtype_of(model), device_name(model)
     )
 
 
 def load_outputs(
     path: str | Path, *, subject: Subject | nn.Module | None = None, like: OutputRecord | None = None
 ) -> OutputRecord:
-    """A saved record; refused with the reason where the file is broken, or is not about `subject`, or not about the
-    model and the prompts of `like`."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidInput(f"{path} can't be read: {error.strerror or error}") from error
-    record = _parsed(content, str(path))
+    """A saved record, or the folder that `noisescope record` wrote; refused with the reason where it is broken, or is
+    not about `subject`, or not about the model and the prompts of `like`."""
+    if Path(path).is_dir():
+        record = _from_folder(path)
+    else:
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"{path} can't be read: {error.strerror or error}") from error
+        record = _parsed(content, str(path))
     if subject is not None:
         check_model(record, parts_of(subject)[0], str(path))
     if like is not None:
@@ -110,17 +114,22 @@ def load_outputs(
 
 def check_model(record: OutputRecord, model: nn.Module, what: str = "the record") -> None:
     """Refuse a record of another model."""
-    if record.model == model_fingerprint(model):
+    check_fingerprint(record.model, record.architecture, record.dtype, model, what)
+
+
+def check_fingerprint(fingerprint: str, architecture: str, dtype: str, model: nn.Module, what: str) -> None:
+    """Refuse what was recorded of another model."""
+    if fingerprint == model_fingerprint(model):
         return
     here = dissect(model).architecture
-    if record.architecture == here and record.dtype != _dtype_of(model):
+    if architecture == here and dtype != dtype_of(model):
         raise InvalidInput(
-            f"{what} was recorded in {record.dtype}, but the model here computes in {_dtype_of(model)}: load the model "
-            f"with dtype={record.dtype!r}, or record again"
+            f"{what} was recorded in {dtype}, but the model here computes in {dtype_of(model)}: load the model "
+            f"with dtype={dtype!r}, or record again"
         )
     raise InvalidInput(
-        f"{what} is about another model ({record.architecture}, {record.dtype}, fingerprint {record.model[:12]}) than "
-        f"this one ({here}): weights or config differ. Record the outputs of this model, or load that one"
+        f"{what} is about another model ({architecture}, {dtype}, fingerprint {fingerprint[:12]}) than this one "
+        f"({here}): weights or config differ. Record the outputs of this model, or load that one"
     )
 
 
@@ -142,16 +151,16 @@ def check_alike(record: OutputRecord, other: OutputRecord, what: str = "the reco
         )
 
 
-def _dtype_of(model: nn.Module) -> str:
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return str(dtype).removeprefix("torch.")
-
-
-def _device_words(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-
-
 # -- reading
+
+
+def _from_folder(path: str | Path) -> OutputRecord:
+    record = read_record(path)
+    logits = record.logits()
+    if logits is None:
+        raise InvalidInput(f"{path} holds no logits: it is no record of a language model")
+    kept = logits.astype(np.float32)
+    return OutputRecord(kept, record.prompts, record.model, record.architecture, record.dtype, record.device)
 
 
 def _parsed(content: bytes, path: str) -> OutputRecord:

@@ -16,6 +16,7 @@ from noisescope.locators.floors import (
     number_format,
     rounded_once,
     shortened,
+    sum_grain,
     sum_spread,
     work_roundoff,
 )
@@ -90,10 +91,10 @@ def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     a_squared = a.square().float()
     step = max(1, _PIECE // max(1, w.shape[-1]))
     for start in range(0, len(w), step):
-        part = w[start : start + step].double()
-        total, partial = _partial_sums(a, part.T)
+        part = w[start : start + step]
+        total, partial = _partial_sums(a, part.double().T)
         values[:, start : start + step] = total
-        squares[:, start : start + step] = a_squared @ part.square().float().T + partial.float()
+        squares[:, start : start + step] = a_squared @ part.float().square_().T + partial.float()
     return values, squares
 
 
@@ -105,23 +106,26 @@ def _partial_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.matmul(a[..., : edges[1]], b[..., : edges[1], :])
     squares = total.square()
     for start, stop in itertools.pairwise(edges[1:]):
-        total = total + torch.matmul(a[..., start:stop], b[..., start:stop, :])
-        squares += total.square()
-    return total, squares / parts
+        total += torch.matmul(a[..., start:stop], b[..., start:stop, :])
+        squares.addcmul_(total, total)
+    return total, squares.div_(parts)
 
 
 def _sum_reference(
     values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: float = 0.0
 ) -> Reference:
     """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
-    spread = sum_spread(terms, squares, values, work_roundoff(dtype))
+    u = work_roundoff(dtype)
+    spread = sum_spread(terms, squares, values, u)
+    grain = sum_grain(terms, squares, values, max(u, short))
     if short:
         spread = (spread.square() + short**2 * squares.double()).sqrt()
     bounds: tuple[Tensor, ...] = ()
     if added is not None:
         bounds = (rounded_once(values, dtype),)  # some kernels round the product before they add
+        grain = grain + 2 * bounds[0]
         values = values + added
-    return Reference(values, (rounded_once(values, dtype), *bounds), spread, terms=terms, sums=True)
+    return Reference(values, (rounded_once(values, dtype), *bounds), spread, grain=grain, sums=True)
 
 
 def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: float) -> Tensor:
@@ -273,6 +277,7 @@ def attention(
     spread = (spread + values.square() * weight.sum(-1, keepdim=True)).clamp_min(0)
     pv = torch.matmul(p.square(), v.square())
     spread = spread + form.u**2 / 3 * pv + sum_spread(p.shape[-1], pv, values, u).square()
+    grain = sum_grain(p.shape[-1], pv, values, u)
     # A row that may look nowhere gives what its kernel likes, and a kernel may skip NaN that the mask shuts out.
     seen = (~shut.all(-1) & values.isfinite().all(-1)).reshape(-1)
 
@@ -280,7 +285,8 @@ def attention(
         return t.reshape(-1, t.shape[-1])[seen]
 
     values = flat(values)
-    reference = Reference(values, (rounded_once(values, dtype),), flat(spread.sqrt()), terms=p.shape[-1], sums=True)
+    bounds = (rounded_once(values, dtype),)
+    reference = Reference(values, bounds, flat(spread.sqrt()), grain=flat(grain), sums=True)
     return Recomputed(flat(out), reference, total_rows=len(seen))
 
 

@@ -3,8 +3,7 @@ are run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,10 @@ from noisescope.data import built_in
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.probe.door import unwrap
-
-Prompts = tuple[tuple[int, ...], ...]  # token ids
+from noisescope.runs.forwards import Prompts as Prompts
+from noisescope.runs.forwards import device_of as device_of
+from noisescope.runs.forwards import evaluating as evaluating
+from noisescope.runs.forwards import last_of
 
 COUNT, LENGTH = 24, 16  # of built-in prompts and of their tokens
 
@@ -26,20 +27,6 @@ def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
     if isinstance(subject, Subject):
         return unwrap(subject.model), subject.tokenizer, subject.anatomy
     return unwrap(subject), None, dissect(subject)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout; each module back in its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
@@ -55,18 +42,13 @@ def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
 
 
 def _forward(model: nn.Module, ids: Tensor) -> Tensor:
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        y: Any = model(input_ids=ids, decoder_input_ids=ids)
-    else:
-        y = model(ids)
-    logits = getattr(y, "logits", y)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
+    logits = last_of(model, ids)
+    if logits is None:
         raise InvalidInput(
             f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: outputs are recorded of "
             "language models"
         )
-    last = logits[:, -1].detach().to("cpu")
+    last = logits.to("cpu")
     return last if last.dtype == torch.float64 else last.float()
 
 
@@ -114,7 +96,3 @@ def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: in
     lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
     drawn = torch.randint(lowest, vocabulary, (count, length), generator=generator, device="cpu")
     return tuple(tuple(row) for row in drawn.tolist())
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))

@@ -106,8 +106,10 @@ def _norm(
     scaled = normal.abs() * gain
     function = 8 * u * scaled
     bounds = [rounded_once(values, out.dtype), rounded_once(normal, x.dtype) * gain, function]
+    grain = None
     if b is not None:
         bounds.append(rounded_once(values - b, out.dtype))
+        grain = 2 * bounds[-1]  # the bias may cancel it
     spread = sum_spread(width, torch.zeros_like(scaled), scaled, u)
     if formula.centred:  # the mean's error, in units of the normalised x
         root = wide.square().mean(-1, keepdim=True).sqrt() * normal.square().mean(-1, keepdim=True).sqrt()
@@ -115,7 +117,8 @@ def _norm(
         spread = spread + 0.5 * u * math.sqrt(width) * gain * (root / deviation.clamp_min(1e-300))
     # The gain has few bits: 129/128 times a number of 8 bits is rounded down more often than up, 0.03 ulp on average.
     systematic = _FUNCTION_SHARE * function + _GAIN_SHARE * rounded_once(values, out.dtype)
-    return Recomputed(out, Reference(values, tuple(bounds), spread, systematic), x=wide, total_rows=total)
+    reference = Reference(values, tuple(bounds), spread, systematic, grain)
+    return Recomputed(out, reference, x=wide, total_rows=total)
 
 
 def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -251,7 +254,10 @@ def _fused_attention(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows)
     query, key, value = (argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value")))
     mask, causal = argument(args, kwargs, 3, "attn_mask"), argument(args, kwargs, 5, "is_causal", default=False)
     scale = argument(args, kwargs, 6, "scale")
-    return products.attention(query, key, value, mask, y, rows, is_causal=bool(causal), scale=scale)
+    again = products.attention(query, key, value, mask, y, rows, is_causal=bool(causal), scale=scale)
+    if not len(again.y):
+        raise Unseen("all its rows hold NaN, or may look nowhere")
+    return again
 
 
 Again = Callable[[Any, Any, Any, Tensor, Rows], Recomputed]

@@ -78,6 +78,7 @@ class Verdict:
     forwards: float = 0.0  # forward-equivalents on the device
     checked: int = 0  # sites or relations looked at: the multiplicity behind the threshold
     notes: tuple[str, ...] = ()
+    unseen: tuple[Site, ...] = ()  # operators that could not be judged: with them, no verdict is "healthy"
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
@@ -92,6 +93,7 @@ class Verdict:
             "forwards": self.forwards,
             "checked": self.checked,
             "notes": list(self.notes),
+            "unseen": [str(site) for site in self.unseen],
         }
 
 

@@ -19,7 +19,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,58 @@ class _Heard:
         return {s: SiteSums(total, part) for s, total, part in zip(self.sites, totals, parts, strict=True)}
 
 
-class Screen(Door):
+class Listener(Door):
+    """A door behind which gradients of random directions at the logits are heard; weights are frozen meanwhile."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        self.samples: Tensor | None = None  # ids [B] of the batch that runs now
+        self.tokens: Tensor | None = None  # scored tokens [B] of each
+        self.starts: list[Tensor] = []  # where gradients begin: the embeddings
+        self._frozen: list[nn.Parameter] = []
+
+    def __enter__(self) -> Self:
+        self._open()
+        self._frozen = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self.starts = []
+        self._close()
+
+    def score(self, logits: Tensor, scored: Tensor, keys: Tensor, *, draws: int, seed: int) -> None:
+        """Send random gradients from the scored rows of logits [R, V] back, `draws` times.
+
+        scored [N] are rows, keys [N] name them by (sample, position), so that a draw does not depend on what else is in
+        the batch.
+        """
+        if not self.starts:
+            raise UnsupportedModel("no embedding was seen, so gradients have nowhere to begin: call with token ids")
+        for draw in range(draws):
+            gradient = fisher_factor(logits.detach(), scored, keys, seed * 1_000_003 + draw)
+            torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
+            del gradient
+            self.take_in()
+        self.starts = []
+
+    def take_in(self) -> None:
+        """What to do with what one backward told."""
+        raise NotImplementedError
+
+    def tokens_of(self, like: Tensor) -> Tensor:
+        """Scored tokens [B] of each sample, at least 1, as numbers of the same kind as `like`."""
+        assert self.samples is not None
+        tokens = torch.ones(self.samples.numel()) if self.tokens is None else self.tokens
+        return tokens.to(like.device, like.dtype).clamp_min(1)
+
+
+class Screen(Listener):
     """A door that watches gradients.
 
     with Screen(model, injection) as screen, torch.enable_grad():
@@ -84,26 +135,12 @@ class Screen(Door):
         self.sums: dict[Site, SiteSums] = {}  # after the scope
         self.heard: list[tuple[Site, Tensor]] = []  # squares [B, C] of each site in the backward that runs now
         self._sums: dict[tuple[torch.device, tuple[Site, ...]], _Heard] = {}
-        self.samples: Tensor | None = None  # ids [B] of the batch that runs now
-        self.tokens: Tensor | None = None  # scored tokens [B] of each
         self.lost: set[Site] = set()  # sites whose value was changed in place before its gradient came
-        self.starts: list[Tensor] = []  # where gradients begin: the embeddings
-        self._frozen: list[nn.Parameter] = []
-
-    def __enter__(self) -> Screen:
-        self._open()
-        self._frozen = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in self._frozen:
-            parameter.requires_grad_(False)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        self.starts = []
-        self._close()
+        super().__exit__(kind, error, trace)
         for heard in self._sums.values():
             for site, found in heard.sums().items():
                 self.sums[site] = found if site not in self.sums else _added(self.sums[site], found)
@@ -111,25 +148,11 @@ class Screen(Door):
             raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
-        wanted = self.where.selects(unit.site(operator))
-        return Tap(self, unit, operator, counted=wanted) if wanted or operator == "embedding" else None
+        if self.where.selects(unit.site(operator)):
+            return Tap(self, unit, operator)
+        return Start(self, unit, operator) if operator == "embedding" else None
 
-    def score(self, logits: Tensor, scored: Tensor, keys: Tensor, *, draws: int, seed: int) -> None:
-        """Send random gradients from the scored rows of logits [R, V] back, `draws` times.
-
-        scored [N] are rows, keys [N] name them by (sample, position), so that a draw does not depend on what else is in
-        the batch.
-        """
-        if not self.starts:
-            raise UnsupportedModel("no embedding was seen, so gradients have nowhere to begin: call with token ids")
-        for draw in range(draws):
-            gradient = fisher_factor(logits.detach(), scored, keys, seed * 1_000_003 + draw)
-            torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
-            del gradient
-            self._take_in()
-        self.starts = []
-
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """Add what one backward told, all sites of a device at once."""
         assert self.samples is not None
         heard, self.heard = self.heard, []
@@ -147,12 +170,6 @@ class Screen(Door):
             else:
                 known.channels += channels
             known.samples.append((self.samples, table))
-
-    def tokens_of(self, like: Tensor) -> Tensor:
-        """Scored tokens [B] of each sample, at least 1, as numbers of the same kind as `like`."""
-        assert self.samples is not None
-        tokens = torch.ones(self.samples.numel()) if self.tokens is None else self.tokens
-        return tokens.to(like.device, like.dtype).clamp_min(1)
 
 
 def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Tensor:
@@ -174,25 +191,36 @@ def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Te
     return gradient
 
 
-class Tap(Watcher):
+class Start(Watcher):
+    """Lets gradients begin at an embedding's output."""
+
+    def __init__(self, listener: Listener, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.listener = listener
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        if self.operator == "embedding" and torch.is_grad_enabled() and not y.requires_grad:
+            y = y.detach().requires_grad_(True)
+            self.listener.starts.append(y)
+        return y
+
+
+class Tap(Start):
     """Lets an output pass and listens for its gradient."""
 
-    def __init__(self, screen: Screen, unit: Unit, operator: str, *, counted: bool) -> None:
-        super().__init__(unit, operator)
+    def __init__(self, screen: Screen, unit: Unit, operator: str) -> None:
+        super().__init__(screen, unit, operator)
         self.screen = screen
-        self.counted = counted
 
     def on_output(
         self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
     ) -> Any:
         if isinstance(y, tuple):
             return (self.on_output(y[0], context, occurrence, fresh=fresh), *y[1:])
-        if not torch.is_grad_enabled():
-            return y
-        if self.operator == "embedding" and not y.requires_grad:
-            y = y.detach().requires_grad_(True)
-            self.screen.starts.append(y)
-        if not self.counted or not y.requires_grad or context.recomputing:
+        y = super().on_output(y, context, occurrence, fresh=fresh, storage=storage)
+        if not torch.is_grad_enabled() or not y.requires_grad or context.recomputing:
             return y
         site = self.unit.site(self.operator, occurrence=occurrence)
         value, version = y.detach(), y._version

@@ -1,13 +1,23 @@
-"""Settings of `noisescope.noisy_ops` from environment variables, and a script run under them."""
+"""Settings of `noisescope.noisy_ops` from environment variables, and a script run under them.
+
+Launchers start one process a device. Processes draw different noise: the rank (NOISESCOPE_RANK, else RANK, as torchrun
+and Ray's trainers set it) is part of the seed. Those that share samples (tensor parallel) need one NOISESCOPE_RANK.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from noisescope import noisy_ops
 from noisescope.errors import InvalidInput, NoisescopeError
@@ -15,6 +25,7 @@ from noisescope.noisy_ops.state import Settings, state
 from noisescope.probe.noise import Gaussian
 
 _ALIASED = ("ENABLED", "SCALE", "TYPE", "ALL_OPS", "FORWARD_ONLY", "BACKWARD_ONLY")
+_TALLY_SECONDS = 5.0
 _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
@@ -62,10 +73,49 @@ def read_environment(*, enabled: bool = False) -> None:
         kind = _read("TYPE", _error_type)
         all_ops, seed = _read("ALL_OPS", _flag), _read("SEED", int)
         wanted = _read("ENABLED", _flag)
+        state.change(training_only=bool(_read("TRAINING_ONLY", _flag)))
         if enabled if wanted is None else wanted:
             noisy_ops.enable_noisy_ops(
-                0.05 if scale is None else scale, kind or "relative_gaussian", bool(all_ops), seed
+                0.05 if scale is None else scale, kind or "relative_gaussian", bool(all_ops), _ranked(seed)
             )
+            _read("TALLY", lambda folder: keep_tally(Path(folder)))
+
+
+def rank() -> int:
+    """This process's number among those that see different samples."""
+    own = _read("RANK", int)
+    return int(os.environ.get("RANK") or 0) if own is None else int(own)
+
+
+def _ranked(seed: int | None) -> int | None:
+    """A seed of this process alone; process 0 has the seed itself."""
+    number = rank()
+    if number == 0:
+        return seed
+    return (torch.initial_seed() if seed is None else seed) + (number << 64)
+
+
+def keep_tally(folder: Path) -> None:
+    """Write this process's counts into a file of the folder: now, every few seconds, and at the end.
+
+    A worker may be killed without a word, so the end alone is too late. `training.launch.confirm` reads the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"rank{rank()}-{os.getpid()}.json"
+
+    def write() -> None:
+        counts = state.counts("total").get("", {"forward": 0, "backward": 0})
+        part = file.with_suffix(f".{threading.get_ident()}")
+        part.write_text(json.dumps({"rank": rank(), **counts}), "utf-8")
+        part.replace(file)
+
+    def write_on() -> None:
+        while True:
+            write()
+            time.sleep(_TALLY_SECONDS)
+
+    atexit.register(write)
+    threading.Thread(target=write_on, name="noisescope-tally", daemon=True).start()
 
 
 def say_at_exit() -> None:

@@ -49,6 +49,7 @@ class Settings:
     operators: frozenset[str] | None = None
     operator_scales: Mapping[str, float] = field(default_factory=dict)
     layer_scales: Mapping[Place, float] = field(default_factory=dict)
+    training_only: bool = False  # no noise where no gradients are recorded
 
     @property
     def off(self) -> bool:
@@ -173,7 +174,8 @@ class State:
                     f"{type(root).__name__} is called for the first time since enable_noisy_ops() inside a scope of "
                     "noisescope, and scopes are left in reverse order: call it once before that scope"
                 )
-            probe = Probe(root, injection, anatomy=anatomy, check=False)
+            gradients_only = self.settings.training_only
+            probe = Probe(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
             probe.forwards = self.forwards  # a module closed and opened again must not repeat its noise
             probe.__enter__()
             self.probes.append(probe)

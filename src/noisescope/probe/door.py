@@ -64,6 +64,10 @@ class Door:
         """What a block is to give without being run; RUN runs it."""
         return RUN
 
+    def sleeps(self) -> bool:
+        """Whether a call that starts now passes by as if the door were shut."""
+        return False
+
     # -- opening and closing
 
     def _open(self) -> None:
@@ -177,6 +181,10 @@ class Door:
     def unname_rows(self) -> None:
         """Back to rows known by (forward number, row)."""
         self._named = None
+
+    def number_from(self, number: int) -> None:
+        """Number the forwards that follow from here on: what unnamed rows draw is a function of that number."""
+        self.forwards = number
 
     def new_context(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Context:
         if threading.get_ident() != self.thread:

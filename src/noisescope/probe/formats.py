@@ -7,7 +7,7 @@ format              scale                                                   valu
 ==================  ======================================================  =======================================
 bf16, fp16          none                                                    torch's cast there and back
 fp8_e4m3, fp8_e5m2  none, or s = a / M (M = 448, 57344) with a granularity  s * fp8(clamp(x / s, -M, M))
-int8, int4          s = a / Q, Q = 2^(b-1) - 1 = 127, 7                     s * clamp(round(x / s), -Q, Q)
+int8, int4, int3    s = a / Q, Q = 2^(b-1) - 1 = 127, 7, 3                  s * clamp(round(x / s), -Q, Q)
 mxfp4               s = 2^(floor(log2 a) - 2) as E8M0, blocks of 32         s * e2m1(x / s)
 nvfp4               s = t * e4m3((a / 6) / t), blocks of 16,                s * e2m1(x / s)
                     t = (a of the whole tensor) / (448 * 6)
@@ -44,15 +44,17 @@ _ALIASES = {
     "fp8_e5m2": ("e5m2", "float8_e5m2"),
     "int8": ("i8",),
     "int4": ("i4",),
+    "int3": ("i3",),
     "mxfp4": ("mx_fp4", "mxfp4_e2m1"),
     "nvfp4": ("nv_fp4", "nvfp4_e2m1"),
 }
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_INT_MAX = {"int8": 127.0, "int4": 7.0}
+_INT_MAX = {"int8": 127.0, "int4": 7.0, "int3": 3.0}
 _BLOCK = {"mxfp4": 32, "nvfp4": 16}
-_ELEMENT_BITS = {"bf16": 16, "fp16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8, "int8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4}
+_ELEMENT_BITS = {"bf16": 16, "fp16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8}
+_ELEMENT_BITS |= {"int8": 8, "int4": 4, "int3": 3, "mxfp4": 4, "nvfp4": 4}
 _GRANULARITIES = ("tensor", "channel", "token", "group")
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
@@ -100,13 +102,18 @@ class Format:
         """``tensor`` rounded to this format; of ``draw`` only ``draw.tensor`` is read (is it a weight?)."""
         return quantise(tensor, self, weight=getattr(draw, "tensor", "output") == "weight")
 
+    @property
+    def element_bits(self) -> int:
+        """Bits of one value without its share of a scale: the number in the format's name."""
+        return _ELEMENT_BITS[self.name]
+
     def bits(self) -> float:
         """Stored bits per value, with the scales where their share does not depend on the tensor's shape.
 
         A scale takes 8 bits in mxfp4 (E8M0) and nvfp4 (E4M3), and 16 in other groups.
         """
         scale = 0 if self.group_size is None else 8 if self.name in _BLOCK else 16
-        return _ELEMENT_BITS[self.name] + scale / (self.group_size or 1)
+        return self.element_bits + scale / (self.group_size or 1)
 
 
 def quantise(tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False) -> torch.Tensor:

@@ -6,6 +6,7 @@ import fnmatch
 import warnings
 from types import TracebackType
 
+import torch
 from torch import nn
 
 from noisescope.anatomy import Anatomy, Unit
@@ -13,6 +14,7 @@ from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
 from noisescope.injection import Injection
 from noisescope.probe.aims import Aim
 from noisescope.probe.door import Door
+from noisescope.probe.stand_in import in_backward
 from noisescope.probe.tally import SiteCount, Tally
 from noisescope.sites import GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
 
@@ -36,7 +38,13 @@ class Probe(Door):
     """A door that injects."""
 
     def __init__(
-        self, model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None, check: bool = True
+        self,
+        model: nn.Module,
+        injection: Injection,
+        *,
+        anatomy: Anatomy | None = None,
+        check: bool = True,
+        gradients_only: bool = False,
     ) -> None:
         super().__init__(model, anatomy)
         self.injection = injection
@@ -44,6 +52,7 @@ class Probe(Door):
         self._counts: dict[tuple[str, Place, str], SiteCount] = {}
         self._ran: set[tuple[str, str]] = set()
         self._check = check  # on leaving; `noisy_ops` has several models and asks them together
+        self.gradients_only = gradients_only  # no noise in forwards that record no gradients: evaluation, generation
         self._check_aim()
 
     def __enter__(self) -> Tally:
@@ -75,6 +84,11 @@ class Probe(Door):
         except BaseException:
             self.injection = previous
             raise
+
+    def sleeps(self) -> bool:
+        """Decided where a forward starts: inside it, checkpointing may run blocks without gradients at first."""
+        started = self.context is not None or in_backward()
+        return self.gradients_only and not started and not torch.is_grad_enabled()
 
     def aim_at(self, unit: Unit, operator: str) -> Aim | None:
         if not self.injection.selects(unit.site(operator)):
@@ -126,7 +140,7 @@ class Probe(Door):
                 raise InvalidInput(f"layer {layer} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}")
         names = {unit.module for unit in self.anatomy.units}
         for pattern in self.injection.modules or ():
-            if not fnmatch.filter(names, pattern):
+            if pattern not in names and not fnmatch.filter(names, pattern):
                 raise NothingInjected(
                     f"modules: {pattern!r} matches no operator's module; `noisescope inspect -v` lists them"
                 )

@@ -91,6 +91,8 @@ class StandIn:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.door.sleeps():
+            return self.original(*args, **kwargs)
         if self.root:
             return self._run_root(args, kwargs)
         return self._run_inner(args, kwargs)

@@ -76,13 +76,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over a number, with intervals: accuracy at noise levels."""
+    """Values over a number, with intervals: accuracy at noise levels. `limit` is a line that none should pass."""
 
     key: str
     title: str
     across: str
     unit: str
     points: tuple[tuple[float, Bar], ...]
+    limit: float | None = None
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,11 @@ def _curve(axes: Axes, curve: Curve) -> int:
         _plain_numbers(axes.xaxis)
     values: list[Any] = [bar.cell.value for _, bar in points]
     axes.plot(across, values, color=COLOURS[""], marker="o", markersize=4, linewidth=1.4, zorder=5)
-    _legend(axes, _whiskers(axes, points))
+    entries = _whiskers(axes, points)
+    if curve.limit is not None:
+        colour = COLOURS["critical"]
+        entries.append(axes.axhline(curve.limit, color=colour, linewidth=1.0, linestyle="--", label="limit"))
+    _legend(axes, entries)
     axes.set_xlabel(_short(curve.across, 80))
     axes.set_ylabel(_short(curve.unit))
     axes.grid(color=PALE, linewidth=0.5)

@@ -213,6 +213,24 @@ def correlations(report: Row) -> Iterable[Section]:
     yield Section("correlations", "Correlations", (Table("correlations", head, body),))
 
 
+def formats(report: Row) -> Iterable[Section]:
+    """What one number format for all weights would cost; plans mix them."""
+    section = report.get("format_scores")
+    if not section or not section["uniform"]:
+        return
+    body = tuple(
+        (text(name), _whole(row["bits"]), plain(row["effective_bits"]), plain(row["predicted_kl"]))
+        for name, row in section["uniform"].items()
+    )
+    told = (
+        "Predicted from the rounding error that each weight really has, and added up over the linears of all blocks; "
+        "above a few tenths of a nat only the order is to be trusted. `noisescope plan precision` mixes formats, and "
+        "measures."
+    )
+    head = ("format of every linear", "bits", "bits with scales", "KL predicted")
+    yield Section("formats", "Number formats for the weights", (Paragraph(told), Table("formats", head, body)))
+
+
 # -- cells
 
 _DIVERGENCE = ("KL injected", "KL predicted")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from noisescope.errors import InvalidInput, unknown
+from noisescope.errors import InvalidInput, MissingExtra, unknown
 from noisescope.reports.document import Document
 from noisescope.reports.markdown import to_markdown
 from noisescope.reports.sections import document_of
@@ -63,9 +64,12 @@ class Report(Mapping[str, Any]):
         """Whether two reports say the same, whenever and wherever they were made."""
         return {k: v for k, v in self.items() if k != "run"} == {k: v for k, v in other.items() if k != "run"}
 
-    def save(self, folder: str | Path, *, name: str = "report", formats: Iterable[str] = FORMATS) -> list[Path]:
-        """Write report.json, .md, .html and .pdf (or those of `formats`) into a folder; the paths."""
-        wanted = tuple(dict.fromkeys(formats))
+    def save(self, folder: str | Path, *, name: str = "report", formats: Iterable[str] | None = None) -> list[Path]:
+        """Write report.json, .md, .html and .pdf (or those of `formats`) into a folder; the paths.
+
+        Without `formats` a PDF that this machine can't draw is left out with a warning: the numbers are in the others.
+        """
+        wanted = tuple(dict.fromkeys(FORMATS if formats is None else formats))
         if not wanted:
             raise InvalidInput(f"no format is left: choose from {', '.join(FORMATS)}")
         for form in wanted:
@@ -76,7 +80,15 @@ class Report(Mapping[str, Any]):
         draw = {"json": self.to_json, "md": self.to_markdown, "html": self.to_html, "pdf": self.to_pdf}
         try:
             target.mkdir(parents=True, exist_ok=True)
-            return [_write(target / f"{name}.{form}", draw[form]()) for form in wanted]
+            paths = []
+            for form in wanted:
+                try:
+                    paths.append(_write(target / f"{name}.{form}", draw[form]()))
+                except MissingExtra as missing:
+                    if formats is not None:
+                        raise
+                    warnings.warn(f"no {name}.{form} was written: {missing}", stacklevel=2)
+            return paths
         except OSError as error:
             raise InvalidInput(
                 f"can't write into {folder}: {error.strerror or error}. Choose another with -o"

@@ -13,6 +13,7 @@ Schema = dict[str, Any]
 NUMBER: Schema = {"type": "number"}
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
+PLACE: Schema = {"type": ["integer", "string"]}  # a block's index, or embed, lm_head ...
 EVIDENCE: Schema = {"enum": ["injected", "predicted", "captured", "failed", "absent", "none"]}
 
 
@@ -260,9 +261,37 @@ CHECK = record(
 )
 
 
+FORMAT_SCORES = record(
+    {
+        "n": COUNT,
+        "modules": listed(
+            record(
+                {
+                    "module": TEXT,
+                    "place": COUNT,
+                    "parameters": COUNT,
+                    "formats": named(
+                        record(
+                            {
+                                "bits": COUNT,
+                                "effective_bits": NUMBER,
+                                "predicted_kl": NUMBER,
+                                "standard_error": maybe(NUMBER),
+                            }
+                        )
+                    ),
+                }
+            )
+        ),
+        "uniform": named(record({"bits": COUNT, "effective_bits": NUMBER, "predicted_kl": NUMBER})),
+    },
+    {"error": TEXT},
+)
+
+
 SUSPECT = record(
     {
-        "place": {"type": ["integer", "string"]},
+        "place": PLACE,
         "operator": TEXT,
         "module": TEXT,
         "channels": listed(COUNT),
@@ -284,8 +313,89 @@ LOCATE = record(
         "forwards": NUMBER,
         "checked": COUNT,
         "notes": listed(TEXT),
+        "unseen": listed(TEXT),
     },
     {"simulated": TEXT, "elements_changed": COUNT},
+)
+
+MIGRATION = record(
+    {
+        "priorities": listed(
+            record(
+                {
+                    "priority": {"enum": [1, 2, 3]},
+                    "layers": listed(COUNT),
+                    "places": listed(TEXT),
+                    "precision": named(TEXT),
+                    "validation": TEXT,
+                    "max_mape": maybe(NUMBER),
+                    "evidence": listed(
+                        record(
+                            {
+                                "place": PLACE,
+                                "reasons": listed(TEXT),
+                                "nats": NUMBER,
+                                "loss": maybe(NUMBER),
+                                "largest_activation": maybe(NUMBER),
+                            }
+                        )
+                    ),
+                }
+            )
+        ),
+        "fallback": TEXT,
+        "notes": listed(TEXT),
+    }
+)
+
+PRECISION_PLAN = record(
+    {
+        "method": TEXT,
+        "assignment": named(TEXT),
+        "counts": named(COUNT),
+        "average_bits": NUMBER,
+        "effective_bits": NUMBER,
+        "megabytes": NUMBER,
+        "predicted_kl": NUMBER,
+        "kl": NUMBER,
+        "uniform_kl": maybe(NUMBER),
+        "uniform_format": maybe(TEXT),
+        "seeds_rule_kl": maybe(NUMBER),
+        "seeds_rule_bits": maybe(NUMBER),
+        "random": record({"n": COUNT, "median_kl": maybe(NUMBER)}),
+        "rows": listed(
+            record(
+                {
+                    "name": TEXT,
+                    "average_bits": NUMBER,
+                    "effective_bits": NUMBER,
+                    "predicted_kl": NUMBER,
+                    "kl": ref("estimate"),
+                    "accuracy": ref("estimate"),
+                },
+                closed=False,
+            )
+        ),
+        "data": record({"samples": COUNT}, closed=False),
+        "notes": listed(TEXT),
+        "note": TEXT,
+    }
+)
+
+PER_SAMPLE = named(listed(maybe(NUMBER)))  # by operator
+
+GATE = record(
+    {
+        "samples": listed(TEXT),
+        "noise": TEXT,
+        "seeds": listed(COUNT),
+        "metric": TEXT,
+        "chance": NUMBER,
+        "predicted_kl": PER_SAMPLE,
+        "kl": PER_SAMPLE,
+        "accuracy": PER_SAMPLE,
+        "nonfinite": COUNT,
+    }
 )
 
 
@@ -304,10 +414,14 @@ def schema() -> Schema:
             "channel_analysis": maybe(CHANNELS),
             "metrics": METRICS,
             "correlations": named(ref("correlation")),
+            "format_scores": maybe(FORMAT_SCORES),
+            "gate": maybe(GATE),
             "findings": listed(ref("finding")),
             "recommendations": listed(
                 record({"priority": TEXT, "component": TEXT, "issue": TEXT, "action": TEXT})
             ),
+            "migration_plan": MIGRATION,
+            "precision_plan": PRECISION_PLAN,
             "check": CHECK,
             "locate": LOCATE,
             "robustness": record({"operators": listed(TEXT), "levels": listed(LEVEL)}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noisescope.reports import levels
+from noisescope.reports import actions, levels
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Table, Verdict
 from noisescope.reports.words import Row, band, estimate, percent, plain, text, tone
 
@@ -19,8 +19,9 @@ def document_of(report: Row) -> Document:
     """The order a reader needs: verdict, what to do, the evidence, the method, the limits."""
     sections: list[Section] = []
     if "executive_summary" in report:
-        evidence = (levels.operators, levels.layers, levels.channels, levels.metrics, levels.correlations)
-        parts = (summary, recommendations, check, locate, *evidence)
+        evidence = (levels.operators, levels.layers, levels.channels, levels.formats)
+        advice = (recommendations, actions.migration, actions.precision, check, locate)
+        parts = (summary, *advice, *evidence, levels.metrics, levels.correlations)
         sections += [section for part in parts for section in part(report)]
     if "robustness" in report:
         sections += robustness(report)

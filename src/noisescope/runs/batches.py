@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,6 +38,14 @@ class Material:
 
 def _facts(sequence: Sequence) -> tuple[object, ...]:
     return (sequence.sample, sequence.ids, sequence.start, sequence.final, sequence.choice)
+
+
+def whole_samples(material: Material) -> Material:
+    """The same samples with every token scored, as texts are; of several choices, the right one."""
+    labels = material.labels or (0,) * len(material)
+    groups = zip(material.encoded.sequences, labels, strict=True)
+    chosen = [(replace(group[label], start=1, final=1, choice=0),) for group, label in groups]
+    return Material(Encoded(tuple(chosen), 0, sum(len(one.ids) for (one,) in chosen)), "text")
 
 
 @dataclass(frozen=True)

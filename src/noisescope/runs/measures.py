@@ -12,19 +12,15 @@ from torch import Tensor
 
 from noisescope import tasks
 from noisescope.errors import InvalidInput
-from noisescope.metrics.fisher import Screen
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import inject
 from noisescope.runs.batches import Batch, Material
 from noisescope.runs.gather import Gathered, tokens_compared
-from noisescope.sites import Site, place_order
+from noisescope.runs.screens import formats, screen, site_facts, site_order
 from noisescope.trials import Result, Slice, Trial
 
 if TYPE_CHECKING:
     from noisescope.runs.bench import Bench, Finish
-
-
-SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
 
 
 def score(bench: Bench, trial: Trial) -> Finish:
@@ -107,61 +103,6 @@ def custom(bench: Bench, trial: Trial) -> Result:
     return Result(tuple(group[0].sample for group in groups), {"accuracy": tuple(numbers)})
 
 
-def screen(bench: Bench, trial: Trial) -> Result:
-    """Fisher sums of every site: see metrics/fisher.py. They are for noise of scale 1 and summed over scored tokens."""
-    assert trial.injection is not None
-    part = trial.slice
-    draws, seed = int(trial.settings["draws"]), int(trial.settings["seed"])
-    scope = Screen(bench.model, trial.injection, anatomy=bench.anatomy)
-    tokens: dict[int, int] = {}
-    with scope, torch.enable_grad():
-        for batch in bench.batches(part, size=max(1, (part.stop - part.start) // SCREEN_PARTS), whole=True):
-            scope.samples = batch.rows
-            scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
-            logits = bench.forward(batch)
-            scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
-            scope.score(logits, scored, keys, draws=draws, seed=seed)
-            del logits
-            bench.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
-            for owner in batch.whole.owners.tolist():
-                tokens[owner] = tokens.get(owner, 0) + 1
-    return _screen_result(scope, bench.materials[part.data], part, tokens, draws)
-
-
-def _screen_result(scope: Screen, material: Material, part: Slice, tokens: dict[int, int], draws: int) -> Result:
-    groups = material.encoded.sequences[part.start : part.stop]
-    samples = tuple(group[0].sample for group in groups)
-    position = {sample: i for i, sample in enumerate(samples)}
-    sites = sorted(scope.sums, key=_site_order)
-    table = np.zeros((len(sites), len(samples)))
-    channels: list[np.ndarray] = []
-    for row, site in enumerate(sites):
-        sums = scope.sums[site]
-        for name, value in sums.samples.items():
-            table[row, position[name % (1 << 40)]] += value / draws
-        channels.append((sums.channels / draws).float().cpu().numpy())
-    counted = np.array([tokens[i] for i in range(len(samples))], dtype=np.float64)
-    facts = {"sites": [_site_facts(site, len(c)) for site, c in zip(sites, channels, strict=True)], "draws": draws}
-    facts["lost"] = sorted(str(site) for site in scope.lost)
-    arrays = {"sums": table, "tokens": counted, "channels": np.concatenate(channels)}
-    return Result(samples, {}, facts, arrays)
-
-
-def _site_order(site: Site) -> tuple[Any, ...]:
-    return (place_order(site.place), site.module, site.operator, site.occurrence)
-
-
-def _site_facts(site: Site, channels: int) -> dict[str, Any]:
-    return {
-        "operator": site.operator,
-        "place": site.place,
-        "module": site.module,
-        "component": site.component,
-        "occurrence": site.occurrence,
-        "channels": channels,
-    }
-
-
 def capture_channels(bench: Bench, trial: Trial) -> Result:
     """Statistics of every channel over the slice, in memory for the channels alone."""
     part = trial.slice
@@ -178,11 +119,11 @@ def capture_channels(bench: Bench, trial: Trial) -> Result:
             bench.forwards += len(batch.ids)
     facts: dict[str, Any] = {"sites": []}
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in ("max", "mean", "mean_abs", "std", "q50", "q99")}
-    for site in sorted(captured.statistics, key=_site_order):
+    for site in sorted(captured.statistics, key=site_order):
         statistics = captured.statistics[site]
         assert statistics.maximum is not None and statistics.mean is not None and statistics.mean_abs is not None
         assert statistics.std is not None and statistics.histogram is not None
-        entry = _site_facts(site, len(statistics.maximum))
+        entry = site_facts(site, len(statistics.maximum))
         entry["count"] = statistics.count
         entry["sparsity"] = statistics.histogram.share_below(1e-6)
         entry["relative_sparsity"] = statistics.relative_sparsity()
@@ -279,4 +220,5 @@ MEASURES: dict[str, Callable[[Bench, Trial], Result | Finish]] = {
     "capture": capture_channels,
     "curvature": curvature,
     "gradients": gradients,
+    "formats": formats,
 }

@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS trials (
     seconds REAL NOT NULL,
     finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
 );
+CREATE TABLE IF NOT EXISTS gates (number INTEGER PRIMARY KEY, result TEXT NOT NULL);
 """
 
 
@@ -153,6 +154,14 @@ class Store(Mapping[str, Result]):
         """Keep facts about the run itself: the command's settings, versions, dates."""
         for key, value in facts.items():
             self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (key, json.dumps(value)))
+
+    def add_gate(self, result: Mapping[str, Any]) -> None:
+        """Keep what a gate said, after those before it."""
+        self._db.execute("INSERT INTO gates (result) VALUES (?)", (json.dumps(result, allow_nan=False),))
+
+    def gates(self) -> list[dict[str, Any]]:
+        """What gates said, the oldest first."""
+        return [json.loads(text) for (text,) in self._db.execute("SELECT result FROM gates ORDER BY number")]
 
     def close(self) -> None:
         self._db.close()

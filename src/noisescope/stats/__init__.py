@@ -12,12 +12,14 @@ from noisescope.stats.intervals import (
 )
 from noisescope.stats.looks import holm, p_no_difference, simultaneous_level, smallest_detectable
 from noisescope.stats.ranks import Correlation, correlation, split_half_agreement
+from noisescope.stats.trimmed import Shift, trimmed_shift
 
 __all__ = [
     "NOT_MEASURABLE",
     "UNBOUNDED",
     "Correlation",
     "Estimate",
+    "Shift",
     "correlation",
     "degradation",
     "difference",
@@ -31,4 +33,5 @@ __all__ = [
     "simultaneous_level",
     "smallest_detectable",
     "split_half_agreement",
+    "trimmed_shift",
 ]

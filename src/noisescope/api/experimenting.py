@@ -1,0 +1,207 @@
+"""The experiment of phases wired together: the bundled model's problems, the store, processes, verdicts, a report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from noisescope.demo.task import Arithmetic, arithmetic
+from noisescope.errors import InvalidInput
+from noisescope.model import load
+from noisescope.preparation import Options, versions
+from noisescope.reports.phases import PhasesReport
+from noisescope.runs.execute import Silent
+from noisescope.runs.store import Store
+from noisescope.sites import Place
+from noisescope.training import adaptive
+from noisescope.training.criteria import ceilings, criteria, main_arms, theory
+from noisescope.training.hypotheses import Outcome, arm_row, judge
+from noisescope.training.phases import Arm, Design, Job
+from noisescope.training.workers import run_all
+from noisescope.trials import Result, content_id
+
+SCHEMA_VERSION = 1
+ARMS = ("none", "both", "forward", "backward")
+PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
+
+
+def phases(
+    *,
+    arms: Sequence[str] = ARMS,
+    seeds: int = 5,
+    start: str = "bundled",
+    noise_scale: float = 0.05,
+    noise_levels: Sequence[float] = (0.0, 0.05, 0.10),
+    samples: int = 1000,
+    noise_seeds: int = 2,
+    operators: Sequence[str] = ("gemm",),
+    device: str = "cpu",
+    seconds: float | None = None,
+    options: Options | None = None,
+    **training: Any,
+) -> PhasesReport:
+    """Train the bundled model's task under several kinds of noise, and ask each trained model under noise.
+
+    `training` goes to the task: steps, batch, rate, examples, layers, width. What is done is kept in options.output;
+    the same call goes on from there, also after `seconds` were up. Nothing is kept without a folder.
+    """
+    options = options or Options()
+    if seeds < 1 or samples < 1 or noise_seeds < 1:
+        raise InvalidInput("seeds, samples and noise_seeds must be at least 1")
+    task = arithmetic(start, tests=samples, **training)
+    chosen = tuple(Arm.of(text, noise_scale) for text in arms)
+    started = time.time()
+    with Store(options.output) as store, _work_folder(options.output) as folder:
+        if options.retry_failed:
+            store.forget_failures()
+        design = Design(
+            task=task,
+            arms=chosen,
+            seeds=tuple(range(seeds)),
+            levels=tuple(noise_levels),
+            noise_seeds=noise_seeds,
+            operators=frozenset(operators),
+            factors=_factors(task, store) if any(arm.kind == "adaptive" for arm in chosen) else {},
+            device=device,
+        )
+        asked = _asked(design, noise_scale, start)
+        store.note(asked=asked, **({} if options.command is None else {"command": options.command}))
+        _settle(design, store, folder, options, started + (seconds or float("inf")))
+        report = PhasesReport({**conclude(design, store, noise_scale), "run": {**asked, **_run_facts(store, started)}})
+        if options.output is not None:
+            store.note(report=report.data)
+    return report
+
+
+def _settle(design: Design, store: Store, folder: Path, options: Options, deadline: float) -> None:
+    """Train what the store does not have."""
+    wanted = [(trial, arm, seed) for trial, arm, seed in design.trials() if trial.id not in store]
+    if not wanted:
+        return
+    progress = options.progress or Silent()
+    progress.wave(len(wanted))
+    task: Any = design.task
+    cache = folder / f"problems-{content_id([task.settings.examples, task.settings.tests])[:12]}.npz"
+    task.prepare(cache, workers=options.workers)
+    jobs = [
+        Job(design, arm, seed, cache, folder / f"{trial.id[:16]}.checkpoint", deadline) for trial, arm, seed in wanted
+    ]
+    for job, result, seconds in run_all(
+        jobs, workers=options.workers, executor=options.executor, address=options.address
+    ):
+        if result is not None:
+            trial = design.trial(job.arm, job.seed)
+            store.put(trial, result, seconds)
+            progress.step(trial, result, seconds)
+
+
+def conclude(design: Design, store: Store, scale: float) -> dict[str, Any]:
+    """The report's sections from what is in the store."""
+    found: dict[str, dict[int, Outcome]] = {str(arm): {} for arm in design.arms}
+    failures: list[str] = []
+    missing = 0
+    for trial, arm, seed in design.trials():
+        result = store.get(trial.id)
+        if result is None:
+            missing += 1
+        elif result.failed:
+            failures.append(f"{arm}, seed {seed}: {result.error}")
+        else:
+            found[str(arm)][seed] = outcome(result, design.levels)
+    rows = judge(criteria(main_arms(design.arms, scale), design.levels, scale), found)
+    trained = sum(map(len, found.values()))
+    arms = [arm_row(name, runs, design.levels) for name, runs in found.items() if runs]
+    known = {(arm["name"], level): arm["accuracy"][f"{level:g}"]["value"] for arm in arms for level in design.levels}
+    notes = [f"failed: {failure}" for failure in failures] + ceilings(rows, known)
+    if missing:
+        notes.append(f"{missing} of {len(design.trials())} trainings are not done yet: run the same command again")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "arms": arms,
+        "seeds": list(design.seeds),
+        "n": design.task.samples,
+        "levels": list(design.levels),
+        "trained": {"done": trained, "of": len(design.trials())},
+        "hypotheses": rows,
+        "theory": theory(rows),
+        "could_not_see": notes,
+    }
+
+
+def outcome(result: Result, levels: Sequence[float]) -> Outcome:
+    """A stored row as the statistics need it."""
+    columns: dict[float, list[Any]] = {level: [] for level in levels}
+    for name, values in result.values.items():
+        columns[float(name.partition("/")[0])].append(values)
+    answers = {level: np.asarray(values, dtype=np.float64).T for level, values in columns.items()}
+    return Outcome(answers, result.facts["curve"], result.facts["training_injections"])
+
+
+def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:
+    """Of each layer of the bundled model, by its predicted KL; kept in the store, for a trial's id holds them."""
+    from noisescope.api.diagnosing import diagnose
+
+    known = store.about().get("factors")
+    if known is None:
+        report = diagnose(load("demo"), effort="screen", levels=("layer",), samples=PROFILED)
+        known = {str(layer): factor for layer, factor in adaptive.from_report(report).items()}
+        store.note(factors=known)
+    if task.start == "scratch" and len(known) != task.settings.layers:
+        raise InvalidInput(
+            f"an adaptive arm takes its factors from the bundled model of {len(known)} layers, and the model to train "
+            f"has {task.settings.layers}: train one of {len(known)}, or leave the arm out"
+        )
+    return {int(layer): factor for layer, factor in known.items()}
+
+
+@contextlib.contextmanager
+def _work_folder(output: str | Path | None) -> Iterator[Path]:
+    """Where training problems and checkpoints lie: what can be made again, apart from the store."""
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="noisescope-") as name:
+            yield Path(name)
+        return
+    folder = Path(output) / "work"
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+
+
+def _asked(design: Design, scale: float, start: str) -> dict[str, Any]:
+    task: Any = design.task
+    return {
+        "model": {"source": f"the bundled model's task, {start}"},
+        "data": {"source": task.data_name(), "samples": task.samples},
+        "settings": {
+            "arms": [str(arm) for arm in design.arms],
+            "seeds": len(design.seeds),
+            "noise_scale": scale,
+            "noise_levels": list(design.levels),
+            "noise_seeds": design.noise_seeds,
+            "operators": sorted(design.operators),
+            "factors": {str(layer): factor for layer, factor in design.factors.items()},
+            "training": dataclasses.asdict(task.settings),
+        },
+        "device": design.device,
+    }
+
+
+def _run_facts(store: Store, started: float) -> dict[str, Any]:
+    return {
+        "cost": {
+            "seconds": time.time() - started,
+            "training_seconds": sum(store.seconds.values()),
+            "trials": len(store),
+        },
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "host": platform.node(),
+    }

@@ -1,0 +1,176 @@
+"""Fault tests carried out with the simulator: what is lost, what is not finite, when it recovers, who notices."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noisescope import stats
+from noisescope.diagnosis.frame import Array, Settings
+from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.faults.simulator import FaultScope, faulty
+from noisescope.faults.text import parse_fault
+from noisescope.locators.locate import locate
+from noisescope.model import Subject
+from noisescope.plans.fault_tests import FaultTest, could_not_run, judge
+from noisescope.preparation import Prepared, prepare
+from noisescope.probe.noise import Gaussian
+from noisescope.runs.bench import Bench
+from noisescope.runs.stepping import stepwise
+from noisescope.tasks import Sequence
+
+SHORTEST = 4  # tokens: one before the fault, one with it, its prediction, and one after
+AFTER = 8  # steps that are watched after a fault of one step; 5 are allowed for recovery
+
+
+def run_fault_tests(
+    subject: Subject,
+    tests: Iterable[FaultTest],
+    data: Any = None,
+    *,
+    samples: int = 32,
+    max_tokens: int = 256,
+    told: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """A row for each test: its verdict, every criterion with its number, what was measured. `told` gets each at once.
+
+    Every sample is a request of its own: a forward, or for faults that last one step, a generation token by token in
+    which the fault hits one token. The score is the task's, with and without the fault on the same samples.
+    """
+    noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
+    prepared = prepare(
+        subject,
+        data,
+        settings=noiseless,
+        samples=samples,
+        calibration_samples=0,
+        max_tokens=max_tokens,
+        slice_samples=1,
+    )
+    rows = []
+    runner = _Runner(subject, prepared)
+    for test in tests:
+        started = time.perf_counter()
+        try:
+            row = judge(test, runner.measured(test))
+        except NoisescopeError as error:  # a fused operator, a place that this model lacks: the other tests go on
+            row = could_not_run(test, str(error))
+        rows.append({**row, "seconds": time.perf_counter() - started})
+        told(rows[-1])
+    return rows
+
+
+class _Runner:
+    """The model with and without faults; clean answers are computed once."""
+
+    def __init__(self, subject: Subject, prepared: Prepared) -> None:
+        self.subject = subject
+        self.prepared = prepared
+        self.frame = prepared.frame
+        material = prepared.materials[0]
+        labels = material.labels or (0,) * len(material)
+        chosen = [group[label] for group, label in zip(material.encoded.sequences, labels, strict=True)]
+        self.sequences = [sequence for sequence in chosen if len(sequence.ids) >= SHORTEST]
+        self.whole_answers = material.kind in ("answer", "chat")
+        self._clean: Array | None = None
+        self._clean_steps: dict[int, Tensor] = {}
+
+    def measured(self, test: FaultTest) -> dict[str, Any]:
+        """What the test's criteria ask for."""
+        faults = list(test.parameters["faults"])
+        found = self._stepped(faults) if "recovery_time" in test.acceptance_criteria else self._asked(faults)
+        if "detection_required" in test.acceptance_criteria:
+            found |= self._located(faults)
+        return found
+
+    @contextlib.contextmanager
+    def _broken(self, faults: list[str]) -> Iterator[list[FaultScope]]:
+        with contextlib.ExitStack() as stack:
+            anatomy = self.subject.anatomy
+            yield [stack.enter_context(faulty(self.subject.model, fault, anatomy=anatomy)) for fault in faults]
+
+    # -- whole requests
+
+    def _asked(self, faults: list[str]) -> dict[str, Any]:
+        if self._clean is None:
+            self._clean, _ = self._answers()
+        with self._broken(faults) as scopes:
+            scores, broken = self._answers()
+        tokens = self.prepared.about["data"]["scored_tokens"]
+        loss = stats.degradation(self._clean, scores, chance=self.frame.chance)
+        changed = sum(scope.changed for scope in scopes)
+        return {"degradation": loss.to_dict(), "nan_rate": broken / tokens, "changed": changed}
+
+    def _answers(self) -> tuple[Array, int]:
+        """The metric of each sample, 0 for a broken one, and how many tokens were not finite."""
+        scores, broken = [], 0
+        with Bench(self.subject, self.prepared.materials) as bench:
+            bench.reuse = False  # a fault may sit in any block
+            for trial in self.frame.ask(None):
+                result = bench.run(trial)
+                if result.failed:
+                    raise NoisescopeError(result.error)
+                scores.append(result.values[self.frame.metric][0] or 0.0)
+                broken += int(result.values["nonfinite"][0] or 0)
+        return np.array(scores), broken
+
+    # -- token by token
+
+    def _stepped(self, faults: list[str]) -> dict[str, Any]:
+        """The fault hits one token; answers and recovery are of what follows it."""
+        if not self.sequences:
+            raise InvalidInput(f"recovery needs samples of at least {SHORTEST} tokens")
+        clean, faulted, slowest, broken, tokens, changed = [], [], 0, 0, 0, 0
+        for number, sequence in enumerate(self.sequences):
+            first = max(1, len(sequence.ids) - AFTER - 2)
+            if number not in self._clean_steps:
+                self._clean_steps[number] = self._predicted(sequence, first)
+            before = self._clean_steps[number]
+            with self._broken(faults) as scopes:
+                after = self._predicted(sequence, first)
+            changed += sum(scope.changed for scope in scopes)
+            clean.append(self._right(sequence, before, first))
+            faulted.append(self._right(sequence, after, first))
+            slowest = max(slowest, _recovered(before, after))
+            broken, tokens = broken + int((after < 0).sum()), tokens + len(after)
+        loss = stats.degradation(clean, faulted, chance=self.frame.chance)
+        return {
+            "degradation": loss.to_dict(),
+            "nan_rate": broken / tokens,
+            "recovery_steps": slowest,
+            "changed": changed,
+        }
+
+    def _predicted(self, sequence: Sequence, first: int) -> Tensor:
+        """The likeliest token at each step [steps]; -1 where the output is not finite."""
+        logits = stepwise(self.subject.model, sequence.ids, first)
+        return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).cpu()
+
+    def _right(self, sequence: Sequence, predicted: Tensor, first: int) -> float:
+        """Of the tokens that decide accuracy and come after the fault: whether all are right, or the share that is."""
+        begin = max(sequence.final, first + 2)  # forward 1 has the fault, and predicts ids[first + 1]
+        right = (predicted[begin - first :] == torch.tensor(sequence.ids[begin:])).double()
+        return float(right.min() if self.whole_answers else right.mean())
+
+    # -- who notices
+
+    def _located(self, faults: list[str]) -> dict[str, Any]:
+        with self._broken(faults):
+            verdict = locate(self.subject)
+        places = {parse_fault(fault)[1].place for fault in faults}
+        suspect = verdict.suspects[0] if verdict.suspects else None
+        found = verdict.verdict == "faulty" and suspect is not None and suspect.site.place in places
+        said = verdict.verdict if suspect is None else f"{verdict.verdict}: {suspect.site}, {suspect.fault_class}"
+        return {"detected": found, "located": f"says {said}"}
+
+
+def _recovered(clean: Tensor, faulted: Tensor) -> int:
+    """Steps after the faulty one until the likeliest token is the clean one again, and stays it."""
+    wrong = (clean[2:] != faulted[2:]).nonzero()
+    return int(wrong.max()) + 1 if len(wrong) else 0

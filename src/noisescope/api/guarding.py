@@ -1,0 +1,139 @@
+"""Whether a model got worse than its baseline: measured, decided, kept."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from noisescope.api.reported import data_of
+from noisescope.diagnosis import gauge, operators
+from noisescope.diagnosis.frame import GROUP, Frame
+from noisescope.errors import InvalidInput, NoisescopeError, unknown
+from noisescope.findings import LIMITS
+from noisescope.model import Subject
+from noisescope.plans.gate import decide
+from noisescope.preparation import Options, prepare_diagnosis
+from noisescope.probe.noise import Gaussian
+from noisescope.reports.report import Report
+from noisescope.reports.trend import trend
+from noisescope.runs.store import Store
+from noisescope.trials import Results, Trial
+
+SCHEMA_VERSION = 1
+EFFORTS = ("screen", "standard")
+
+
+def gate(
+    subject: Subject,
+    baseline: Mapping[str, Any] | str | Path,
+    data: Any = None,
+    *,
+    samples: int = 50,
+    seeds: int | Sequence[int] | None = None,
+    effort: str = "screen",
+    worse_than: float = LIMITS["gate_worse_than_baseline"],
+    max_degradation: float = LIMITS["gate_degradation"],
+    max_tokens: int = 256,
+    slice_samples: int = 50,
+    step: int | None = None,
+    options: Options | None = None,
+) -> dict[str, Any]:
+    """The verdict on a model beside the report of an earlier one: plans/gate.py says how it is decided.
+
+    `effort` "screen" predicts what noise does in every operator and injects it into all products once a seed;
+    "standard" injects it into every operator, so that the limit on the accuracy holds for each. `data` is the
+    baseline's unless given; of the same samples every number is compared in pairs. Seeds are the baseline's, too.
+    """
+    report = Report.load(baseline) if isinstance(baseline, (str, Path)) else baseline
+    before = _kept(report)
+    started = time.perf_counter()
+    now = gauged(
+        subject,
+        data_of(report) if data is None else data,
+        noise_scale=report["run"]["settings"]["noise_scale"],
+        metric=before["metric"],
+        samples=samples,
+        seeds=before["seeds"] if seeds is None else seeds,
+        effort=effort,
+        max_tokens=max_tokens,
+        slice_samples=slice_samples,
+        options=options,
+    )
+    floor = float(report["run"]["kl_floor"])
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": subject.source,
+        "baseline": {"model": report["run"]["model"]["source"], "finished": report["run"]["finished"]},
+        "step": step,
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": time.perf_counter() - started,
+        **decide(before, now, worse_than=worse_than, max_degradation=max_degradation, kl_floor=floor),
+    }
+
+
+def gauged(
+    subject: Subject,
+    data: Any,
+    *,
+    noise_scale: float = 0.05,
+    effort: str = "screen",
+    options: Options | None = None,
+    **measured: Any,
+) -> dict[str, Any]:
+    """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
+    if effort not in EFFORTS:
+        raise unknown("effort", effort, EFFORTS)
+    prepared = prepare_diagnosis(
+        subject,
+        data,
+        perturbation=Gaussian(noise_scale),
+        levels=("operator",),
+        operators=(GROUP,) if effort == "screen" else gauge.OPERATORS,
+        **measured,
+    )
+    found = prepared.run(_Gauge(), options or Options())
+    if found["gate"] is None:
+        raise NoisescopeError(f"the model could not be measured: {found['error']}")
+    return dict(found["gate"])
+
+
+class _Gauge:
+    """The pair of this question."""
+
+    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+        return gauge.propose(frame, results) + operators.propose(frame, results)
+
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[str, Any]:
+        clean = frame.over_whole.answer(results, None)
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "gate": gauge.conclude(frame, results),
+            "error": "" if clean is None else clean.error,
+        }
+
+
+def keep(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
+    """Add a verdict to the history in a folder, and draw the trend of all of them again; the paths of the figures."""
+    from noisescope.reports.figures import save_figures
+
+    with Store(folder) as store:
+        store.add_gate(result)
+        history = store.gates()
+    return save_figures(trend(history), Path(folder) / "trend")
+
+
+def _kept(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The baseline's own numbers; refused where there are none, or where they are of another noise."""
+    section: Mapping[str, Any] | None = report.get("gate")
+    if section is None:
+        raise InvalidInput(
+            "this report has no numbers for a gate: it was made by an earlier noisescope, by a metric of your own, or "
+            "without the operator level. Make the baseline again: noisescope diagnose MODEL -o baseline"
+        )
+    noise = repr(Gaussian(report["run"]["settings"]["noise_scale"]))
+    if section["noise"] != noise:
+        raise InvalidInput(f"a gate repeats {noise}, and this baseline was measured under {section['noise']}")
+    return section

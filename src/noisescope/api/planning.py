@@ -1,0 +1,141 @@
+"""Precision plans from a report, carried out on the model and measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from noisescope.api.reported import data_of
+from noisescope.data import DataSet, read_data
+from noisescope.diagnosis import formats as scored
+from noisescope.diagnosis.frame import Settings
+from noisescope.errors import InvalidInput
+from noisescope.model import Subject
+from noisescope.plans.bit_rule import layer_sensitivity, rule_plan
+from noisescope.plans.precision import Budget, Module, Plan, modules_of, optimal_plan, random_plans, uniform_plan
+from noisescope.plans.verification import Verification
+from noisescope.preparation import Options, prepare
+from noisescope.probe.noise import Gaussian
+from noisescope.quantisation.fake import UNTOUCHED, plan_injection
+from noisescope.reports.report import Report
+
+RULE, RANDOM = "bit rule", "random"
+
+
+def plan_precision(
+    report: Mapping[str, Any],
+    budget: Budget,
+    *,
+    granularity: str = "module",
+    formats: Iterable[str] | None = None,
+) -> Plan:
+    """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
+    return optimal_plan(modules_of(report, formats), budget, granularity=granularity)
+
+
+def verify_precision(
+    subject: Subject,
+    data: Any,
+    report: Mapping[str, Any],
+    plan: Plan,
+    *,
+    formats: Iterable[str] | None = None,
+    random: int = 32,
+    seed: int = 0,
+    samples: int = 64,
+    max_tokens: int = 256,
+    options: Options | None = None,
+) -> dict[str, Any]:
+    """The plan carried out by fake quantisation: KL and accuracy beside uniform, rule and random plans.
+
+    `data` None is the report's. Samples are those after the ones that formats were scored on, where there are more.
+    Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
+    """
+    modules = modules_of(report, formats)
+    missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
+    if missing:
+        raise InvalidInput(
+            f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
+        )
+    rivals, notes = _rivals(report, modules, plan)
+    drawn = random_plans(modules, plan.average_bits, random, seed=seed)
+    plans = {"plan": plan, **rivals, **{f"{RANDOM} {i}": one for i, one in enumerate(drawn)}}
+    prepared = prepare(
+        subject,
+        _unseen(data_of(report) if data is None else data, samples),
+        settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
+        samples=samples,
+        calibration_samples=0,
+        max_tokens=max_tokens,
+        slice_samples=samples,
+    )
+    injections = {name: plan_injection(one.assignment) for name, one in plans.items()}
+    measured = prepared.run(Verification(injections), options or Options())
+    rows = [_row(name, one, measured["verification"][name]) for name, one in plans.items()]
+    return {**_result(plan, rows), "data": measured["run"]["data"], "notes": [*notes, *measured["could_not_see"]]}
+
+
+def with_precision_planned(
+    subject: Subject, report: Report, average_bits: float, *, random: int = 16, samples: int = 64
+) -> Report:
+    """The report, and a precision plan carried out on its model."""
+    plan = plan_precision(report, Budget(average_bits))
+    measured = verify_precision(subject, None, report, plan, random=random, samples=samples)
+    rows = [row for row in measured["rows"] if not row["name"].startswith(RANDOM)]
+    found = {**plan.to_dict(), "counts": plan.counts(), **measured, "rows": rows}
+    found["data"] = {name: measured["data"][name] for name in ("samples", "scored_tokens", "fingerprint")}
+    return Report({**report, "precision_plan": found})
+
+
+def _rivals(report: Mapping[str, Any], modules: Sequence[Module], plan: Plan) -> tuple[dict[str, Plan], list[str]]:
+    """Uniform plans of every format offered, and the rule of the original method notes."""
+    offered = [name for name in modules[0].choices if name != UNTOUCHED]
+    found = {f"uniform {name}": uniform_plan(modules, name) for name in offered}
+    sensitivity = layer_sensitivity(report)
+    if not sensitivity:
+        return found, ["the bit rule has nothing to go by: the loss of no window could be measured"]
+    found[RULE] = rule_plan(modules_of(report), sensitivity, plan.average_bits)
+    return found, [found[RULE].note] if found[RULE].note else []
+
+
+def _row(name: str, plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "average_bits": plan.average_bits,
+        "effective_bits": plan.effective_bits,
+        "predicted_kl": plan.predicted_kl,
+        **measured,
+    }
+
+
+def _result(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers a reader asks for first, and all rows."""
+    kl = {row["name"]: row["kl"]["value"] for row in rows}
+    uniform = [row for row in rows if row["name"].startswith("uniform")]
+    fits = [row for row in uniform if row["average_bits"] <= plan.average_bits + 1e-9]
+    best = min(fits, key=lambda row: (-row["average_bits"], row["kl"]["value"]), default=None)
+    drawn = [kl[row["name"]] for row in rows if row["name"].startswith(RANDOM)]
+    return {
+        "average_bits": plan.average_bits,
+        "effective_bits": plan.effective_bits,
+        "kl": kl["plan"],
+        "predicted_kl": plan.predicted_kl,
+        "uniform_kl": None if best is None else best["kl"]["value"],
+        "uniform_format": None if best is None else best["name"].removeprefix("uniform "),
+        "seeds_rule_kl": kl.get(RULE),
+        "seeds_rule_bits": next((row["average_bits"] for row in rows if row["name"] == RULE), None),
+        "random": {"n": len(drawn), "median_kl": statistics.median(drawn) if drawn else None},
+        "rows": list(rows),
+    }
+
+
+def _unseen(data: Any, samples: int) -> Any:
+    """Samples behind those that formats were scored on; all of them where the data holds no more."""
+    if isinstance(data, (str, Path)):
+        data = read_data(data, limit=scored.SAMPLES + samples)
+    if isinstance(data, DataSet) and len(data.items) > scored.SAMPLES:
+        return replace(data, items=data.items[scored.SAMPLES :])
+    return data

@@ -1,0 +1,78 @@
+"""SmoothQuant tried out on a model: scales folded into a copy, and what that does for 8-bit weights and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noisescope.api.reported import data_of
+from noisescope.diagnosis.effects import estimate
+from noisescope.errors import InvalidInput
+from noisescope.model import Subject
+from noisescope.plans.smoothing import recommendations
+from noisescope.preparation import material_of
+from noisescope.quantisation.smoothing import W8A8, Smoothed, rounded_kl, smooth
+from noisescope.runs.bench import input_device
+
+
+def token_batches(subject: Subject, data: Any, samples: int, max_tokens: int, *, which: str) -> list[Tensor]:
+    """Token ids [1, T] of each sequence, whatever form data comes in."""
+    material = material_of(subject, data, samples, max_tokens, which=which)[0]
+    device = input_device(subject.model)
+    return [
+        torch.tensor([s.ids], device=device) for group in material.encoded.sequences for s in group if len(s.ids) > 1
+    ]
+
+
+def smooth_outliers(
+    subject: Subject,
+    calibration: Any = None,
+    *,
+    alpha: float | None = None,
+    places: frozenset[int] | None = None,
+    samples: int = 16,
+    max_tokens: int = 256,
+) -> Smoothed:
+    """A smoothed copy of the model, whose own is left alone; `alpha` None searches one a fold, `places` None is all."""
+    batches = token_batches(subject, calibration, samples, max_tokens, which="calibration")
+    return smooth(subject.model, batches, alpha=alpha, places=places, anatomy=subject.anatomy)
+
+
+def plan_smoothquant(
+    subject: Subject,
+    report: Mapping[str, Any],
+    data: Any = None,
+    *,
+    alpha: float | None = None,
+    target: str = "W8A8",
+    samples: int = 32,
+    max_tokens: int = 256,
+) -> dict[str, Any]:
+    """SmoothQuant carried out on a copy: W8A8 KL before and after, and advice for each module with outliers.
+
+    `data` None is the report's. The first half of the samples calibrates, on the other half the KL is measured.
+    """
+    recommendations(report, (), target=target)  # refuses a report without channels before the work begins
+    given = data_of(report) if data is None else data
+    batches = token_batches(subject, given, samples, max_tokens, which="test")
+    if len(batches) < 2:
+        raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
+    half = len(batches) // 2
+    smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
+    before = rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy)
+    after = rounded_kl(smoothed.model, subject.model, batches[half:], W8A8)
+    folds = [fold.to_dict() for fold in smoothed.folds]
+    kl = {"before": estimate(np.array(before)), "after": estimate(np.array(after))}
+    return {
+        "scheme": "W8A8: int8 weights with a scale each output channel, int8 activations with a scale each token",
+        "alpha": alpha,
+        "kl": kl,
+        "gain": kl["before"]["value"] / max(kl["after"]["value"], 1e-30),
+        "float_error": smoothed.float_error,
+        "folds": folds,
+        "recommendations": recommendations(report, folds, target=target),
+    }

@@ -1,0 +1,115 @@
+"""Every site of two records side by side, and whether it parts: differs by more than what came in explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from noisescope.comparison.measures import Measures, Sums, from_sketches
+from noisescope.comparison.records import Record, name_of
+from noisescope.errors import InvalidInput
+from noisescope.findings import LIMITS, ROUND_OFF, band
+from noisescope.sites import Place, Site
+
+
+@dataclass(frozen=True)
+class Row:
+    """One site on both sides."""
+
+    site: Site
+    measures: Measures
+    expected: float  # relative L2 that comes in, or that round-off makes: what a healthy site may have, up to a factor
+    parts: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        found = self.measures
+        return {
+            "place": self.site.place,
+            "operator": self.site.operator,
+            "module": self.site.module,
+            **found.to_dict(),
+            "bands": {
+                "mae": band("mae", found.mae),
+                "mape": band("mape", found.mape),
+                "pearson": band("pearson", found.pearson),
+            },
+            "expected": self.expected,
+            "parts": self.parts,
+            "detail": "full" if found.elements else "sketch",
+        }
+
+
+def measured(a: Record, b: Record, notes: list[str]) -> tuple[list[tuple[Site, Measures]], dict[Site, Sums]]:
+    """Measures of every common site in the order of `a`, from whole tensors where both sides have them."""
+    theirs = {name_of(site): number for number, site in enumerate(b.sites)}
+    left, right = a.sketches(), b.sketches()
+    numbers = a.numbers()
+    found: list[tuple[Site, Measures]] = []
+    by_site: dict[Site, Sums] = {}
+    apart = 0
+    for number, site in enumerate(a.sites):
+        other = theirs.get(name_of(site))
+        if other is None:
+            apart += 1
+            continue
+        sums = _summed(a, b, number, other)
+        if sums is not None:
+            by_site[site] = sums
+            found.append((site, sums.measures()))
+        elif left is not None and right is not None:
+            found.append((site, from_sketches(left[number], right[other], numbers)))
+    if apart or len(b.sites) > len(a.sites):
+        notes.append(f"{len(found)} sites are compared; {a.path} has {len(a.sites)}, {b.path} has {len(b.sites)}")
+    if not found:
+        raise InvalidInput("the records share sites, but no tensor of the same shape: were other inputs given?")
+    return found, by_site
+
+
+def _summed(a: Record, b: Record, number: int, other: int) -> Sums | None:
+    """Sums over whole tensors; None where one side has only a sketch, or another shape."""
+    if a.count != b.count:
+        return None
+    sums = Sums()
+    for batch in a.batches:
+        mine, its = a.whole(number, batch.first, batch.count), b.whole(other, batch.first, batch.count)
+        if mine is None or its is None or mine.values.shape != its.values.shape:
+            return None
+        left, right = (np.asarray(side.values, dtype=np.float64) for side in (mine, its))
+        sums.add(batch.first, left, right, mine.dtype)
+    return sums
+
+
+def judged(measured: list[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
+    """Each site against what came in: the largest error of the place before it, and of its own place so far.
+
+    Sites of the place before have the same operators, so what those amplify in a healthy model is known from there.
+    """
+    floor = ROUND_OFF.get(dtype, ROUND_OFF["float32"])
+    before = here = 0.0
+    place: Place | None = None
+    for site, found in measured:
+        if site.place != place:
+            before, here, place = here, 0.0, site.place
+        expected = max(floor, before, here)
+        size = found.relative_l2
+        yield Row(site, found, expected, size > LIMITS["parting_factor"] * expected)
+        here = max(here, size if math.isfinite(size) else 1.0)
+
+
+def piled_up(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+    """The error that has piled up in each block's output, and the block's factor."""
+    last: float | None = None
+    for row in rows:
+        if row.site.operator != "residual":
+            continue
+        size = row.measures.relative_l2
+        yield {"layer": row.site.place, "relative_l2": _plain(size), "growth": _plain(size / last) if last else None}
+        last = size
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None

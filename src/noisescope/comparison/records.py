@@ -1,0 +1,192 @@
+"""A record read back: what one device computed on fixed prompts (written by runs/recording.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noisescope.comparison.tensor_files import Numbers, TensorFile
+from noisescope.errors import InvalidInput
+from noisescope.sites import Site
+
+FORMAT, VERSION = "noisescope record", 1
+_NEEDED = {"model": dict, "dtype": str, "sketch": dict, "prompts": list, "sites": list, "batches": list}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts first, first + 1, ... of one length, and their tensors by name: "sketch", "logits", "3.output" ..."""
+
+    first: int
+    count: int
+    length: int
+    read: Callable[[str], Numbers | None]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one device computed; sites are in the order they ran. Arrays are read when asked for."""
+
+    path: str
+    model: str  # fingerprint of its numbers, dtype included; "" where it is not known
+    architecture: str
+    dtype: str
+    prompts: tuple[tuple[int, ...], ...]  # token ids; () where they are not known
+    sites: tuple[Site, ...]
+    batches: tuple[Batch, ...]
+    sketch: tuple[int, int] | None  # seed and version; None where there are no sketches
+    about: dict[str, Any] = field(default_factory=dict, repr=False)  # device, versions, data ... for the reader
+
+    @property
+    def count(self) -> int:
+        """Prompts, or the one batch of a dump that does not tell them."""
+        return sum(batch.count for batch in self.batches)
+
+    @property
+    def prompts_hash(self) -> str:
+        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
+
+    @property
+    def device(self) -> str:
+        return str(self.about.get("device", "unknown device"))
+
+    def sketches(self) -> NDArray[np.float64] | None:
+        """[sites, prompts, numbers]; prompts with fewer numbers than others are filled up with zeros."""
+        found = [batch.read("sketch") for batch in self.batches]
+        arrays = [one.values for one in found if one is not None]
+        if not arrays:
+            return None
+        whole = np.zeros((len(self.sites), self.count, max(array.shape[2] for array in arrays)))
+        for batch, array in zip(self.batches, arrays, strict=True):
+            whole[:, batch.first : batch.first + batch.count, : array.shape[2]] = array
+        return whole
+
+    def numbers(self) -> int:
+        """How many numbers the sketches of one site have, over all prompts."""
+        found = [(batch.count, batch.read("sketch")) for batch in self.batches]
+        return sum(count * one.values.shape[2] for count, one in found if one is not None)
+
+    def logits(self) -> NDArray[np.float64] | None:
+        """The last token's [prompts, vocabulary]."""
+        found = [batch.read("logits") for batch in self.batches]
+        arrays = [np.asarray(one.values, dtype=np.float64) for one in found if one is not None]
+        return np.concatenate(arrays) if len(arrays) == len(self.batches) else None
+
+    def by_token(self, name: str) -> list[NDArray[np.float64]] | None:
+        """Figures of the blocks' outputs, one array [blocks, tokens] a prompt: "sum", "max" or "channel"."""
+        rows: list[NDArray[np.float64]] = []
+        for batch in self.batches:
+            found = batch.read(f"token_{name}")
+            if found is None:
+                return None
+            rows.extend(np.asarray(found.values[:, row], dtype=np.float64) for row in range(batch.count))
+        return rows
+
+    def whole(self, site: int, first: int, count: int = 1, tensor: str = "output") -> Numbers | None:
+        """A tensor of full detail, [prompts first to first + count, ...]; None where only a sketch was kept."""
+        parts = []
+        for batch in self.batches:
+            start, stop = max(first, batch.first), min(first + count, batch.first + batch.count)
+            if start < stop:
+                found = batch.read(f"{site}.{tensor}")
+                if found is None:
+                    return None
+                parts.append(Numbers(found.values[start - batch.first : stop - batch.first], found.dtype))
+        if len(parts) == 1:
+            return parts[0]
+        return Numbers(np.concatenate([part.values for part in parts]), parts[0].dtype)
+
+
+def read_record(path: str | Path) -> Record:
+    """A record from its folder; refused with the reason where it is broken, unfinished or of another version."""
+    folder = Path(path)
+    about = _about(folder)
+    sites = tuple(Site(**facts) for facts in about["sites"])
+    batches = tuple(_batch(folder, one) for one in about["batches"])
+    prompts = tuple(tuple(prompt) for prompt in about["prompts"])
+    model, sketch = about["model"], about["sketch"]
+    return Record(
+        str(folder),
+        str(model.get("fingerprint", "")),
+        str(model.get("architecture", "")),
+        about["dtype"],
+        prompts,
+        sites,
+        batches,
+        (sketch["seed"], sketch["version"]),
+        about,
+    )
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    file = folder / "record.json"
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        unfinished = folder.is_dir() and any(folder.glob("*.safetensors"))
+        reason = "it was never finished: record again" if unfinished else "`noisescope record` writes one"
+        raise InvalidInput(f"{folder} is no record, it holds no record.json: {reason}") from None
+    except OSError as error:
+        raise InvalidInput(f"{file} can't be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InvalidInput(f"{file} is truncated or damaged: {error}. Copy it again, or record again") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise InvalidInput(f"{file} is no record of noisescope: it does not say {FORMAT!r}")
+    if about.get("version") != VERSION:
+        raise InvalidInput(
+            f"{file} has version {about.get('version')!r} of the format; this noisescope reads {VERSION}"
+        )
+    for name, kind in _NEEDED.items():
+        if not isinstance(about.get(name), kind):
+            raise InvalidInput(f"{file}: {name!r} is missing or no {kind.__name__}: damaged, record again")
+    return about
+
+
+def _batch(folder: Path, facts: dict[str, Any]) -> Batch:
+    files: list[TensorFile] = []
+
+    def read(name: str) -> Numbers | None:
+        if not files:  # checksums are looked at when the first tensor is wanted, once
+            files.extend(TensorFile(folder / one["name"], one["bytes"], one["sha256"]) for one in facts["files"])
+        return next((found for file in files if (found := file.read(name)) is not None), None)
+
+    for one in facts["files"]:
+        if not (folder / one["name"]).is_file():
+            raise InvalidInput(f"{folder} lacks {one['name']}: copy the whole folder again, or record again")
+    return Batch(facts["first"], facts["count"], facts["length"], read)
+
+
+def name_of(site: Site) -> tuple[str, str, int]:
+    """What two records know a site by; other tools' dumps don't tell components."""
+    return (site.operator, site.module, site.occurrence)
+
+
+def check_comparable(a: Record, b: Record) -> None:
+    """Refuse two records that can't be subtracted."""
+    if a.model and b.model and a.model != b.model:
+        reason = "weights or config differ"
+        if a.architecture == b.architecture and a.dtype != b.dtype:
+            reason = f"one computed in {a.dtype}, the other in {b.dtype}: record both with one --dtype"
+        raise InvalidInput(
+            f"{b.path} is about another model ({b.architecture}, {b.dtype}, fingerprint {b.model[:12]}) than {a.path} "
+            f"({a.architecture}, {a.dtype}, {a.model[:12]}): {reason}"
+        )
+    if a.prompts and b.prompts and a.prompts != b.prompts:
+        raise InvalidInput(
+            f"{b.path} was recorded on other prompts ({len(b.prompts)}, hash {b.prompts_hash[:12]}) than {a.path} "
+            f"({len(a.prompts)}, {a.prompts_hash[:12]}): record both on the same data, --samples and --max-tokens"
+        )
+    if a.sketch is not None and b.sketch is not None and a.sketch != b.sketch:
+        raise InvalidInput(
+            f"{b.path} has sketches of version {b.sketch[1]} and seed {b.sketch[0]}, {a.path} of version {a.sketch[1]} "
+            f"and seed {a.sketch[0]}: they can't be subtracted. Record both with one version of noisescope"
+        )
+    if not set(map(name_of, a.sites)) & set(map(name_of, b.sites)):
+        raise InvalidInput(f"{a.path} and {b.path} have no site in common: nothing to compare")

@@ -1,0 +1,129 @@
+"""The bundled model's problems as a task of the experiment with noise in training (`noisescope experiment phases`).
+
+From scratch, or on from the bundled model. Answers are judged teacher-forced: greedy decoding gives the answer exactly
+where each of its tokens, the end among them, is the likeliest after the right tokens before it. So one forward says
+what generation would, with the same draws of noise token by token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from noisescope.demo import folder, problems, tokenizer, train, training_data
+from noisescope.errors import unknown
+
+STARTS = ("bundled", "scratch")
+HELD_OUT = 256  # problems on which the loss is followed while training, from the calibration's seed
+_EVALUATED = 500  # problems in one forward
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What is learned, how long, and on how many held-out problems it is asked. Nothing here depends on the machine."""
+
+    settings: train.Settings
+    start: str = "bundled"
+
+    def __post_init__(self) -> None:
+        if self.start not in STARTS:
+            raise unknown("start", self.start, STARTS)
+
+    @property
+    def steps(self) -> int:
+        return self.settings.steps
+
+    @property
+    def samples(self) -> int:
+        return self.settings.tests
+
+    def prepare(self, cache: Path, *, workers: int) -> None:
+        """Make the training problems once, for all processes."""
+        if not cache.exists():
+            tests = {item.prompt for item in self._tests()}
+            calibration = {item.prompt for item in self._calibration()}
+            data = training_data.training_set(self.settings.examples, frozenset(tests | calibration), workers=workers)
+            np.savez_compressed(cache, tokens=data.tokens, ends=data.ends, values=data.values)
+
+    def begin(self, seed: int, *, device: str, cache: Path) -> train.Fitting:
+        """A model before its first step: weights (from scratch) and the order of problems are those of the seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            fitting = train.Fitting(
+                self._model().to(device), _training_data(cache, device), self.settings, device=device
+            )
+        fitting.order.manual_seed(seed)
+        return fitting
+
+    @torch.no_grad()
+    def held_out_loss(self, fitting: train.Fitting) -> float:
+        """The answer's loss on problems that are not trained on."""
+        batch = _encoded(train.CALIBRATION_SEED, HELD_OUT, fitting.device)
+        return float(fitting.losses(batch.pick(torch.arange(HELD_OUT, device=fitting.device)))["answer"])
+
+    @torch.no_grad()
+    def right(self, model: nn.Module, name_rows: Callable[[Iterable[int]], None] = lambda samples: None) -> list[bool]:
+        """Whether each test problem is answered; `name_rows` is told which problems the next forward holds."""
+        device = str(next(model.parameters()).device)
+        tokens = _encoded(train.TEST_SEED, self.settings.tests, device).tokens.long()
+        question = tokenizer.make().convert_tokens_to_ids("?")
+        found: list[bool] = []
+        for start in range(0, len(tokens), _EVALUATED):
+            part = tokens[start : start + _EVALUATED]
+            name_rows(range(start, start + len(part)))
+            found += _answered(model(input_ids=part, use_cache=False).logits, part, question).tolist()
+        return found
+
+    def data_name(self) -> str:
+        """What tells this task's test problems from others."""
+        return f"arithmetic, seed {train.TEST_SEED}, {self.settings.tests} problems"
+
+    def _model(self) -> LlamaForCausalLM:
+        if self.start == "bundled":
+            model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder(), dtype=torch.float32))
+            model.load_state_dict(load_file(folder() / "model.safetensors"), strict=False)  # the head is the embedding
+            return model
+        return train.make_model(self.settings.layers, self.settings.width, len(tokenizer.make()))
+
+    def _tests(self) -> list[problems.Problem]:
+        return problems.held_out(self.settings.tests, train.TEST_SEED)
+
+    def _calibration(self) -> list[problems.Problem]:
+        return problems.held_out(HELD_OUT, train.CALIBRATION_SEED)
+
+
+def arithmetic(start: str, *, steps: int | None = None, rate: float | None = None, **settings: int) -> Arithmetic:
+    """The task with the settings that suit its start: a short, gentle run on from the bundled model, or a full one."""
+    base = train.Settings(steps=600, rate=3e-4, warm_up=50, running=0.0, examples=200_000)
+    if start == "scratch":
+        base = train.Settings(examples=400_000)
+    given = {"steps": steps, "rate": rate, **settings}
+    chosen = replace(base, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    return Arithmetic(replace(chosen, warm_up=min(chosen.warm_up, max(1, chosen.steps // 5))), start)
+
+
+def _answered(logits: Tensor, tokens: Tensor, question: int) -> Tensor:
+    """[B]: whether every token after the question mark, up to the end, is the likeliest; tokens [B, T]."""
+    target = tokens[:, 1:]
+    answer = ((tokens[:, :-1] == question).cumsum(1) > 0) & (target != tokenizer.PAD)
+    return ((logits[:, :-1].argmax(-1) == target) | ~answer).all(1)
+
+
+@functools.lru_cache(maxsize=4)
+def _training_data(cache: Path, device: str) -> training_data.Batch:
+    with np.load(cache) as arrays:
+        parts = [torch.from_numpy(arrays[name]) for name in ("tokens", "ends", "values")]
+    return training_data.Batch(*parts).to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _encoded(seed: int, count: int, device: str) -> training_data.Batch:
+    return training_data.encode(problems.held_out(count, seed)).to(device)

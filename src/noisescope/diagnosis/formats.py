@@ -1,0 +1,70 @@
+"""What number formats would cost each linear, as the diagnosis measures it for precision plans."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from noisescope.diagnosis.effects import Row
+from noisescope.diagnosis.frame import Frame
+from noisescope.trials import Results, Trial
+
+FORMATS = ("bf16", "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
+SAMPLES = 16  # a second sample tells more than a second draw on the same one, at the same cost
+
+
+def formats_trial(frame: Frame) -> Trial | None:
+    """None in a screen, without the layer level, and where the metric is the caller's own."""
+    if frame.few is None or frame.settings.effort == "screen" or "layer" not in frame.settings.levels:
+        return None
+    part = dataclasses.replace(frame.few, stop=min(SAMPLES, frame.test[-1].stop))
+    return Trial(frame.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})
+
+
+def propose(frame: Frame) -> list[Trial]:
+    trial = formats_trial(frame)
+    return [] if trial is None else [trial]
+
+
+def conclude(frame: Frame, results: Results) -> Row | None:
+    """Predicted KL per token of each format at each linear alone, mean of the samples with its standard error."""
+    trial = formats_trial(frame)
+    found = None if trial is None else results.get(trial.id)
+    if found is None:
+        return None
+    if found.failed:
+        return {"n": 0, "modules": [], "uniform": {}, "error": found.error}
+    predicted = found.arrays["predicted"]  # [modules, formats, samples]
+    count = predicted.shape[2]
+    mean = predicted.mean(2)
+    error = predicted.std(2, ddof=1) / np.sqrt(count) if count > 1 else np.full_like(mean, np.nan)
+    rows = []
+    for i, about in enumerate(found.facts["modules"]):
+        scores = {
+            name: {
+                "bits": bits,
+                "effective_bits": about["effective_bits"][name],
+                "predicted_kl": float(mean[i, j]),
+                "standard_error": float(error[i, j]) if count > 1 else None,
+            }
+            for j, (name, bits) in enumerate(found.facts["formats"])
+        }
+        rows.append({"module": about["module"], "place": about["place"], "parameters": about["parameters"],
+                     "formats": scores})  # fmt: skip
+    return {"n": count, "modules": rows, "uniform": _uniform(rows)}
+
+
+def _uniform(rows: list[Row]) -> Row:
+    """One format for all linears: its bits, and the predicted KL of all of them together (predictions add up)."""
+    weights = sum(row["parameters"] for row in rows)
+    found: Row = {}
+    for name in rows[0]["formats"] if rows else ():
+        scores = [row["formats"][name] for row in rows]
+        stored = sum(row["parameters"] * row["formats"][name]["effective_bits"] for row in rows)
+        found[name] = {
+            "bits": scores[0]["bits"],
+            "effective_bits": stored / weights,
+            "predicted_kl": sum(score["predicted_kl"] for score in scores),
+        }
+    return found

@@ -1,0 +1,152 @@
+"""Which layers to validate first on new hardware, in which precision, and how: from the evidence of a report.
+
+    priority 1   layers that surely lose a tenth of the accuracy or more under noise, that all windows of an avalanche
+                 point share, whose noise moves the output three times as far as the median layer's, or that have
+                 channels 50 times the median, or not finite: compared in full, MAPE below 5 %
+    priority 2   the other layers of an avalanche point, a sure loss of a twentieth, one and a half times the median
+                 layer's nats, or channels 20 times the median: spot-checked, MAPE below 10 %
+    priority 3   all others: standard formats, nothing special
+
+Outliers are those of linears: a massive channel of the residual stream stays in it to the end, so it tells no layer
+from another. Within a priority the dearest comes first. Places outside the blocks (embed, lm_head) are ranked, too.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from noisescope.errors import InvalidInput
+from noisescope.findings import ADVICE, BANDS, LIMITS, percent
+from noisescope.plans.evidence import cost, sure_loss
+
+Row = dict[str, Any]
+Report = Mapping[str, Any]
+COSTLY = (3.0, 1.5)  # times the median layer's nats: priorities 1 and 2
+HEADROOM = 0.5  # of FP16's range may be used by what was captured: other inputs go further
+REFERENCE, TARGET = "reference.record", "target.record"
+
+
+def plan_migration(report: Report, *, path: str = "report.json", device: str = "cuda") -> Row:
+    """Priorities with their evidence, precision and validation, and the commands to run next.
+
+    `path` is where the report lies and `device` what the new machine calls its accelerator: both go into the commands.
+    """
+    if not (report.get("layer_analysis") or {}).get("layers"):
+        raise InvalidInput(
+            "a migration plan needs the layer level: noisescope diagnose MODEL --level operator,layer,channel"
+        )
+    ranked = rank_places(report)
+    return {**ranked, "commands": list(_commands(report, ranked["priorities"], path, device))}
+
+
+def rank_places(report: Report) -> Row:
+    """Priorities with their evidence, precision and validation: what a report of layers says by itself."""
+    section = report["layer_analysis"]
+    rows = {row["layer"]: row for row in section["layers"]} | section["places"]
+    median = statistics.median(cost(row) for row in section["layers"])
+    ranked = [_judged(report, place, row, median) for place, row in rows.items()]
+    ranked.sort(key=lambda entry: (entry["priority"], -(entry["loss"] or 0.0), -entry["nats"]))
+    priorities = [_priority(number, [e for e in ranked if e["priority"] == number]) for number in (1, 2, 3)]
+    predicted = not any(row.get("evidence") == "injected" for row in rows.values())
+    return {
+        "priorities": priorities,
+        "fallback": ADVICE["divergence"],
+        "notes": ["ranked by predictions alone: diagnose with --effort standard to confirm them"] if predicted else [],
+    }
+
+
+def _judged(report: Report, place: Any, row: Mapping[str, Any], median: float) -> Row:
+    """A layer's priority and every reason for it, the gravest first."""
+    found = sorted(_reasons(report, place, row, median))
+    nats, loss = cost(row), sure_loss(row)
+    largest = max((info["global_max"] for _, info in _captured(report, place)), default=None)
+    return {
+        "place": place,
+        "priority": min((priority for priority, _ in found), default=3),
+        "reasons": [reason for _, reason in found],
+        "nats": nats,
+        "loss": loss,
+        "largest_activation": largest,
+    }
+
+
+def _reasons(report: Report, place: Any, row: Mapping[str, Any], median: float) -> Iterable[tuple[int, str]]:
+    """(priority, reason) of everything that speaks for looking at a layer."""
+    for point in report["executive_summary"]["avalanche_points"]:
+        first, last = point["start"], point["end"]
+        common = point.get("common") or (first, last)
+        if isinstance(place, int) and first <= place <= last:
+            inner = common[0] <= place <= common[1]
+            lost = f"avalanche point L{first}-{last}: {percent(point['degradation'])} of the accuracy lost"
+            yield (1, lost) if inner else (2, f"beside the core of {lost}")
+    loss, (moderate, high, _) = sure_loss(row), BANDS["degradation"].limits
+    if loss is not None and loss >= moderate:
+        yield 1 if loss >= high else 2, f"noise in it alone costs {percent(loss)} of the accuracy"
+    nats = cost(row)
+    if median and nats >= COSTLY[1] * median:
+        words = f"noise in it moves the output by {nats:.3g} nats, {nats / median:.1f} x the median layer"
+        yield 1 if nats >= COSTLY[0] * median else 2, words
+    for name, info in _captured(report, place):
+        if info["nonfinite_channels"]:
+            yield 1, f"{name}: {info['nonfinite_channels']} channels are not finite"
+        if info["operator"] == "linear" and info["band"] in ("HIGH", "CRITICAL"):
+            channels = (
+                f"{name}: {info['num_outliers']} outlier channels, the largest {info['max_ratio']:.0f} x the median"
+            )
+            yield 1 if info["band"] == "CRITICAL" else 2, channels
+
+
+def _captured(report: Report, place: Any) -> list[tuple[str, Any]]:
+    """(name, row) of each module of a layer whose channels were captured."""
+    rows = (report.get("channel_analysis") or {}).get("per_layer", {})
+    return [(name, info) for name, info in rows.items() if info["layer"] == place]
+
+
+def _priority(number: int, entries: Sequence[Row]) -> Row:
+    first, second = LIMITS["migration_mape"], LIMITS["migration_mape_second"]
+    validation = {
+        1: f"compare every operator of these layers between both machines: MAPE below {first:.0%}",
+        2: f"compare the outputs of these layers: MAPE below {second:.0%}",
+        3: "nothing special: the end-to-end score will do",
+    }
+    layers = [entry["place"] for entry in entries if isinstance(entry["place"], int)]
+    return {
+        "priority": number,
+        "layers": layers,
+        "places": [entry["place"] for entry in entries if not isinstance(entry["place"], int)],
+        "precision": {str(entry["place"]): _precision(number, entry["largest_activation"]) for entry in entries},
+        "validation": validation[number],
+        "max_mape": {1: first, 2: second, 3: None}[number],
+        "evidence": [{name: value for name, value in entry.items() if name != "priority"} for entry in entries],
+    }
+
+
+def _precision(priority: int, largest: float | None) -> str:
+    """FP16 has the finer steps, and only where what was captured stays far below 65504."""
+    if priority == 3:
+        return "INT8 or BF16"
+    fits = largest is not None and largest < HEADROOM * LIMITS["fp16_maximum"]
+    return "FP16" if priority == 1 and fits else "BF16"
+
+
+def _commands(report: Report, priorities: Sequence[Row], path: str, device: str) -> Iterable[Row]:
+    run = report["run"]
+    model, source = shlex.quote(run["model"]["source"]), run["data"]["source"]
+    data = "" if source in ("demo", "built-in text", "tokenised batches") else f" --data {shlex.quote(source)}"
+    first, second = (",".join(map(str, sorted(entry["layers"]))) for entry in priorities[:2])
+    whole = f" --full-layers {first}" if first else ""
+    record = f"noisescope record {model}{data}{whole}"
+    here, there, both = "the machine that is right", "the new machine", "either machine, with both records"
+    yield {"where": here, "command": f"{record} -o {REFERENCE}"}
+    yield {"where": there, "command": f"{record} --device {device} -o {TARGET}"}
+    report_path = shlex.quote(path)
+    for layers, limit in ((first, "migration_mape"), (second, "migration_mape_second")):
+        if layers:
+            asked = f"--layers {layers} --max-mape {LIMITS[limit]:g} --sensitivity {report_path}"
+            yield {"where": both, "command": f"noisescope compare {REFERENCE} {TARGET} {asked}"}
+    yield {"where": f"{there}, where a comparison fails", "command": f"noisescope locate {model} --device {device}"}
+    tests = f"noisescope plan fault-tests {report_path} --run"
+    yield {"where": "either machine: what the weakest places stand", "command": tests}

@@ -1,0 +1,241 @@
+"""Precision plans: a number format for each linear, at the least predicted KL that a budget allows.
+
+Predicted KL adds up over modules (quantisation/scores.py), so the best plan is a multiple-choice knapsack: one format a
+module, the sum of costs least, weighted sums of bits, bytes or milliseconds within their limits. HiGHS solves it.
+
+Bits are nominal, averaged over the weights of the planned linears: those of the blocks, lm_head excluded. Bits with
+scales are reported beside it (`effective_bits`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noisescope.errors import InvalidInput, unknown
+
+Array = NDArray[np.float64]
+
+GRANULARITIES = ("module", "layer")
+GAP = 1e-4  # the plan found is within this share of the best there is
+SECONDS = 30.0  # the solver gives what it has by then
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A format for one module, and what it costs."""
+
+    bits: float
+    effective_bits: float
+    predicted_kl: float
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear to plan for."""
+
+    name: str
+    place: int
+    parameters: int
+    choices: Mapping[str, Choice]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of a plan; at least one.
+
+    `latency` has milliseconds by module and format; under "*" they are for a million weights, for modules not named.
+    """
+
+    average_bits: float | None = None
+    megabytes: float | None = None  # of the planned weights with their scales, 10^6 bytes
+    milliseconds: float | None = None
+    latency: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits = {"average_bits": self.average_bits, "megabytes": self.megabytes, "milliseconds": self.milliseconds}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        if not given:
+            raise InvalidInput(f"a plan needs a limit: one of {', '.join(limits)}")
+        for name, limit in given.items():
+            if not math.isfinite(limit) or limit <= 0:
+                raise InvalidInput(f"{name} must be a number above 0, got {limit}")
+        if (self.milliseconds is None) != (not self.latency):
+            raise InvalidInput("a latency limit needs both: milliseconds, and a table of them by module and format")
+
+    def milliseconds_of(self, module: Module, name: str) -> float:
+        row = self.latency.get(module.name)
+        share = 1.0 if row is not None else module.parameters / 1e6
+        row = self.latency.get("*", {}) if row is None else row
+        if name not in row:
+            raise InvalidInput(f"the latency table has no {name!r} for {module.name}, nor under '*'")
+        return float(row[name]) * share
+
+    def limits(self, modules: Sequence[Module]) -> list[tuple[str, float, list[dict[str, float]]]]:
+        """(name, limit, what each format of each module takes of it)."""
+        found: list[tuple[str, float, list[dict[str, float]]]] = []
+        weights = sum(module.parameters for module in modules)
+        if self.average_bits is not None:
+            share = [{f: c.bits * m.parameters / weights for f, c in m.choices.items()} for m in modules]
+            found.append(("average_bits", self.average_bits, share))
+        if self.megabytes is not None:
+            size = [{f: c.effective_bits * m.parameters / 8e6 for f, c in m.choices.items()} for m in modules]
+            found.append(("megabytes", self.megabytes, size))
+        if self.milliseconds is not None:
+            time = [{f: self.milliseconds_of(m, f) for f in m.choices} for m in modules]
+            found.append(("milliseconds", self.milliseconds, time))
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A format for each module, with what it comes to."""
+
+    method: str
+    assignment: Mapping[str, str]  # module -> format
+    average_bits: float
+    effective_bits: float
+    megabytes: float
+    predicted_kl: float
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "assignment": dict(self.assignment)}
+
+    def counts(self) -> dict[str, int]:
+        """How many modules have each format."""
+        names = list(self.assignment.values())
+        return {name: names.count(name) for name in sorted(set(names))}
+
+
+def modules_of(report: Mapping[str, Any], formats: Iterable[str] | None = None) -> tuple[Module, ...]:
+    """The linears that a report has format scores of, with those formats alone that are wanted."""
+    section = report.get("format_scores") or {}
+    rows = section.get("modules") or []
+    if not rows:
+        reason = f" ({section['error']})" if section.get("error") else ""
+        raise InvalidInput(
+            f"the report has no format scores{reason}: run `noisescope diagnose` with --effort standard and the layer "
+            "level (both are the defaults)"
+        )
+    wanted = tuple(rows[0]["formats"]) if formats is None else tuple(formats)
+    for name in wanted:
+        if name not in rows[0]["formats"]:
+            raise unknown("format", name, rows[0]["formats"])
+    if not wanted:
+        raise InvalidInput(f"no format is left: choose from {', '.join(rows[0]['formats'])}")
+    return tuple(
+        Module(
+            row["module"],
+            row["place"],
+            row["parameters"],
+            {
+                name: Choice(score["bits"], score["effective_bits"], score["predicted_kl"])
+                for name, score in row["formats"].items()
+                if name in wanted
+            },
+        )
+        for row in rows
+    )
+
+
+def plan_of(modules: Sequence[Module], assignment: Mapping[str, str], method: str, note: str = "") -> Plan:
+    """An assignment with its sums."""
+    chosen = [(module, module.choices[assignment[module.name]]) for module in modules]
+    weights = sum(module.parameters for module in modules)
+    effective = sum(module.parameters * choice.effective_bits for module, choice in chosen) / weights
+    return Plan(
+        method,
+        {module.name: assignment[module.name] for module in modules},
+        sum(module.parameters * choice.bits for module, choice in chosen) / weights,
+        effective,
+        effective * weights / 8e6,
+        sum(choice.predicted_kl for _, choice in chosen),
+        note,
+    )
+
+
+def uniform_plan(modules: Sequence[Module], name: str) -> Plan:
+    return plan_of(modules, {module.name: name for module in modules}, f"uniform {name}")
+
+
+def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str = "module") -> Plan:
+    """The assignment of least predicted KL within the budget; with "layer", one format for all linears of a block."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    if granularity not in GRANULARITIES:
+        raise unknown("granularity", granularity, GRANULARITIES)
+    groups = _groups(modules, granularity)
+    formats = list(modules[0].choices)
+    count, width = len(groups), len(formats)
+    costs = np.array([[sum(modules[i].choices[f].predicted_kl for i in g) for f in formats] for g in groups])
+    one_each = csr_array((np.ones(count * width), (np.repeat(np.arange(count), width), np.arange(count * width))))
+    constraints = [LinearConstraint(one_each, 1, 1)]
+    for what, limit, taken in budget.limits(modules):
+        table = np.array([[sum(taken[i][f] for i in g) for f in formats] for g in groups])
+        least = float(table.min(1).sum())
+        if least > limit * (1 + 1e-9):
+            raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats come to {least:.4g}")
+        constraints.append(LinearConstraint(csr_array(table.reshape(1, -1) / limit), -np.inf, 1))
+    found = milp(
+        (costs / costs.mean()).ravel()
+        if costs.any()
+        else costs.ravel(),  # of size 1: the solver's tolerances are absolute
+        integrality=np.ones(count * width),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+    )
+    if found.x is None:
+        raise InvalidInput(f"no plan was found: {found.message}")
+    chosen = found.x.reshape(count, width).argmax(1)
+    assignment = {modules[i].name: formats[c] for group, c in zip(groups, chosen, strict=True) for i in group}
+    note = "" if found.status == 0 else f"the best found in {SECONDS:g} s; it may not be the best there is"
+    return plan_of(modules, assignment, f"optimal by {granularity}", note)
+
+
+def _groups(modules: Sequence[Module], granularity: str) -> list[list[int]]:
+    """Indices of modules that share a format."""
+    if granularity == "module":
+        return [[i] for i in range(len(modules))]
+    places = sorted({module.place for module in modules})
+    return [[i for i, module in enumerate(modules) if module.place == place] for place in places]
+
+
+def random_plans(
+    modules: Sequence[Module], average_bits: float, count: int, *, seed: int = 0, tolerance: float = 0.02
+) -> list[Plan]:
+    """Assignments drawn from the same formats, with that many bits on average: what a plan has to beat.
+
+    Each starts with a format drawn for every module; then modules drawn at random change to a format drawn at random
+    where that brings the average nearer, until it is within `tolerance`.
+    """
+    rng = np.random.default_rng(seed)
+    formats = list(modules[0].choices)
+    bits = np.array([modules[0].choices[name].bits for name in formats])
+    share = np.array([module.parameters for module in modules], dtype=np.float64)
+    share /= share.sum()
+    if not bits.min() - tolerance <= average_bits <= bits.max() + tolerance:
+        raise InvalidInput(f"formats of {bits.min():g} to {bits.max():g} bits can't average {average_bits:g}")
+    plans = []
+    for _ in range(count):
+        drawn = rng.integers(len(formats), size=len(modules))
+        average = float(share @ bits[drawn])
+        for _ in range(1000 * len(modules)):
+            if abs(average - average_bits) <= tolerance:
+                break
+            i, name = rng.integers(len(modules)), rng.integers(len(formats))
+            changed = average + share[i] * (bits[name] - bits[drawn[i]])
+            if abs(changed - average_bits) < abs(average - average_bits):
+                drawn[i], average = name, changed
+        else:
+            raise InvalidInput(f"no random plan came within {tolerance:g} of {average_bits:g} bits: modules too large")
+        assignment = {module.name: formats[choice] for module, choice in zip(modules, drawn, strict=True)}
+        plans.append(plan_of(modules, assignment, "random"))
+    return plans

@@ -1,0 +1,195 @@
+"""SmoothQuant: outlier channels of activations moved into the weights that read them, before both are rounded.
+
+    s_j = max|X_j|^alpha / max|W_j|^(1 - alpha),    X' = X / s,   W' = W s        (Xiao et al. 2023, arXiv 2211.10438)
+
+X_j is channel j of the linears' input on calibration data, W_j column j of all linears that read it. The division is
+folded into what gives X (folds.py), so that the model computes the same in floating point. alpha is fixed, or searched
+for each fold: the one whose rounded linears come nearest to the exact ones, "leave it alone" among the candidates.
+AWQ (Lin et al. 2024) has the same form for rounded weights alone: s_j = mean|X_j|^alpha.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.anatomy import Anatomy, Unit, dissect
+from noisescope.errors import InvalidInput, UnsupportedModel
+from noisescope.injection import Injection
+from noisescope.metrics.divergence import kl_divergence
+from noisescope.probe.formats import Format, quantise
+from noisescope.probe.inject import inject
+from noisescope.quantisation.folds import Calls, Fold, find_folds, fold_in, gathered, spread
+from noisescope.quantisation.scores import is_planned, weight_of
+
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+ROWS = 256  # tokens of the calibration data on which candidates are compared
+LARGEST_FLOAT_ERROR = (
+    1e-3  # relative L2 of the logits, above which a fold was not exact after all (float32: about 1e-6)
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is rounded to what."""
+
+    name: str
+    weight: Format
+    activation: Format | None
+
+
+W8A8 = Scheme("W8A8", Format("int8", "channel"), Format("int8", "token"))
+W8A8_TENSOR = Scheme("W8A8, one scale a tensor", Format("int8", "tensor"), Format("int8", "tensor"))
+W4A16 = Scheme("W4A16", Format("int4", "group", 64), None)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What was done at one fold. Errors are of the rounded linears that read it, relative, squared."""
+
+    fold: Fold
+    alpha: float | None  # None: left alone
+    largest_scale: float
+    gains: dict[str, float]  # by how much a method divides the error: SmoothQuant, AWQ, scales of their own
+
+    def to_dict(self) -> dict[str, Any]:
+        about = {"source": self.fold.source, "targets": list(self.fold.targets), "place": self.fold.place}
+        return {**about, "alpha": self.alpha, "largest_scale": self.largest_scale, "gains": self.gains}
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """A copy of the model with its outliers folded away."""
+
+    model: nn.Module
+    folds: tuple[Folded, ...]
+    float_error: float  # relative L2 of the logits against the original's
+
+
+def smooth(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    *,
+    alpha: float | None = None,
+    places: frozenset[int] | None = None,
+    anatomy: Anatomy | None = None,
+) -> Smoothed:
+    """A smoothed copy; `batches` are token ids [B, T] without padding. `alpha` None searches; `places` None is all."""
+    if alpha is not None and not 0 <= alpha <= 1:
+        raise InvalidInput(f"alpha must be from 0 (all to the activations) to 1 (all to the weights), got {alpha}")
+    anatomy = anatomy or dissect(model)
+    found = [fold for fold in find_folds(model, batches[0], anatomy) if places is None or fold.place in places]
+    if not found:
+        raise UnsupportedModel("no norm or linear was found into which scales could be folded")
+    inputs = _inputs(model, batches, {fold.targets[0] for fold in found}, anatomy)
+    smoothed = copy.deepcopy(model)
+    done = []
+    for fold in found:
+        largest, rows = inputs[fold.targets[0]]
+        done.append(_fold(smoothed, fold, largest, rows, alpha))
+    with torch.no_grad():
+        before, after = (one(input_ids=batches[0], use_cache=False).logits.float() for one in (model, smoothed))
+    error = float((after - before).norm() / before.norm())
+    if error > LARGEST_FLOAT_ERROR and before.dtype == torch.float32 and _is_float32(model):
+        raise UnsupportedModel(
+            f"folding changed the model's own output by {error:.2g}: this architecture can't be smoothed"
+        )
+    return Smoothed(smoothed, tuple(done), error)
+
+
+def _is_float32(model: nn.Module) -> bool:
+    return next(model.parameters()).dtype == torch.float32
+
+
+def _inputs(
+    model: nn.Module, batches: Sequence[Tensor], names: set[str], anatomy: Anatomy
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(largest |x| of each channel [in], some rows [<= ROWS, in]) of what linears are given."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    each = -(-ROWS // len(batches))  # rows of a batch
+
+    def seen(unit: Unit, callee: Any, x: Tensor, y: Any) -> None:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        largest, some = rows.abs().amax(0), rows[:: max(1, -(-len(rows) // each))]
+        if unit.module in found:
+            known = found[unit.module]
+            largest, some = torch.maximum(known[0], largest), torch.cat([known[1], some])
+        found[unit.module] = (largest, some)
+
+    with Calls(model, lambda unit, _: unit.module in names, anatomy) as calls, torch.no_grad():
+        calls.seen = seen
+        for ids in batches:
+            model(input_ids=ids, use_cache=False)
+    return found
+
+
+def _fold(model: nn.Module, fold: Fold, largest: Tensor, rows: Tensor, alpha: float | None) -> Folded:
+    """Choose scales for one fold, put them in, and say what they and their rivals gain."""
+    modules = dict(model.named_modules())
+    weights = [weight_of(modules[name]).float() for name in fold.targets]
+    columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    x_max, w_max = gathered(fold, largest), gathered(fold, columns)
+    means = gathered(fold, rows.abs().mean(0))
+
+    def error(scheme: Scheme, scales: Tensor | None) -> float:
+        return sum(rounding_error(rows, w, scheme, None if scales is None else spread(fold, scales)) for w in weights)
+
+    plain = error(W8A8, None)
+    tried = {a: smoothing_scales(x_max, w_max, a) for a in ((alpha,) if alpha is not None else ALPHAS)}
+    errors = {a: error(W8A8, scales) for a, scales in tried.items()}
+    best = min(errors, key=lambda a: errors[a])
+    wanted = alpha is not None or errors[best] < plain
+    done = wanted and fold_in(model, fold, tried[best].to(next(model.parameters()).dtype))
+    awq = min(error(W4A16, awq_scales(means, a)) for a in (*ALPHAS, 0.0))
+    gains = {
+        "SmoothQuant": plain / max(errors[best], 1e-30) if done else 1.0,
+        "AWQ": error(W4A16, None) / max(awq, 1e-30),
+        "per-channel": error(W8A8_TENSOR, None) / max(plain, 1e-30),
+    }
+    return Folded(fold, best if done else None, float(tried[best].max()) if done else 1.0, gains)
+
+
+def smoothing_scales(x_max: Tensor, w_max: Tensor, alpha: float) -> Tensor:
+    """SmoothQuant's scales [C]; 1 for channels that carry nothing."""
+    scales = x_max.pow(alpha) / w_max.clamp_min(1e-5).pow(1 - alpha)
+    return torch.where((x_max > 0) & (w_max > 0), scales, torch.ones_like(scales)).clamp(1e-5, 1e5)
+
+
+def awq_scales(means: Tensor, alpha: float) -> Tensor:
+    """AWQ's scales [C], brought to a geometric middle of 1 as its authors do."""
+    scales = means.clamp_min(1e-4).pow(alpha)
+    return scales / (scales.max() * scales.min()).sqrt()
+
+
+def rounding_error(x: Tensor, weight: Tensor, scheme: Scheme, scales: Tensor | None) -> float:
+    """|| x W^T - Q(x / s) Q(W s)^T ||^2 over || x W^T ||^2; x [N, in], weight [out, in], scales [in]."""
+    exact = x @ weight.T
+    given, held = (x, weight) if scales is None else (x / scales, weight * scales)
+    rounded = given if scheme.activation is None else quantise(given, scheme.activation)
+    error = rounded @ quantise(held, scheme.weight, weight=True).T - exact
+    return float(error.square().sum() / exact.square().sum().clamp_min(1e-30))
+
+
+def rounded_kl(
+    model: nn.Module, exact: nn.Module, batches: Sequence[Tensor], scheme: Scheme = W8A8, anatomy: Anatomy | None = None
+) -> list[float]:
+    """KL(exact || model with all linears of its blocks rounded), mean over the tokens of each batch."""
+    anatomy = anatomy or dissect(model)
+    names = tuple(unit.module for unit in anatomy.units if is_planned(unit))
+    found = []
+    with ExitStack() as scopes, torch.no_grad():
+        clean = [exact(input_ids=ids, use_cache=False).logits[:, :-1] for ids in batches]
+        for tensor, fmt in (("weight", scheme.weight), ("input", scheme.activation)):
+            if fmt is not None:
+                aim = Injection(fmt, modules=names, operators={"linear"}, tensor=tensor, phases={"forward"})  # type: ignore[arg-type]
+                scopes.enter_context(inject(model, aim, anatomy=anatomy))
+        for ids, logits in zip(batches, clean, strict=True):
+            rounded = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            found.append(float(kl_divergence(logits.flatten(0, 1), rounded.flatten(0, 1)).double().mean()))
+    return found

@@ -1,0 +1,67 @@
+"""Checks as JUnit XML, which GitHub, GitLab and Jenkins show beside a build."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from noisescope.errors import InvalidInput, unknown
+
+VERDICTS = ("pass", "fail", "undecided")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check. What could not be decided is a skipped case: neither green nor red."""
+
+    name: str
+    verdict: str
+    message: str
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise unknown("verdict", self.verdict, VERDICTS)
+
+
+def to_junit(suite: str, cases: Sequence[Case]) -> str:
+    """One suite of cases; a case's message stands in its output, too, so that passing ones show their numbers."""
+    counts = {verdict: sum(case.verdict == verdict for case in cases) for verdict in VERDICTS}
+    attributes = {
+        "name": suite,
+        "tests": str(len(cases)),
+        "failures": str(counts["fail"]),
+        "skipped": str(counts["undecided"]),
+        "errors": "0",
+        "time": f"{sum(case.seconds for case in cases):.3f}",
+    }
+    root = ET.Element("testsuites")
+    parent = ET.SubElement(root, "testsuite", attributes)
+    for case in cases:
+        naming = {"classname": suite, "name": _printable(case.name), "time": f"{case.seconds:.3f}"}
+        element = ET.SubElement(parent, "testcase", naming)
+        if case.verdict != "pass":
+            kind = "failure" if case.verdict == "fail" else "skipped"
+            ET.SubElement(element, kind, {"message": _printable(case.message)})
+        ET.SubElement(element, "system-out").text = _printable(case.message)
+    ET.indent(root)
+    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def write_junit(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Rows with a name, a verdict, a message and perhaps seconds, as a file; its path."""
+    cases = [Case(row["name"], row["verdict"], row["message"], row.get("seconds", 0.0)) for row in rows]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_junit(suite, cases), encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another with --junit") from error
+    return path
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which XML 1.0 can't hold."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "?" for sign in text)

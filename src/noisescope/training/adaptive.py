@@ -1,0 +1,106 @@
+"""Per-layer factors of the noise from a sensitivity report: brittle layers get less, sturdy ones more. No torch.
+
+Two rules are those of the original method notes, by name; both look at degradations (the share of the accuracy that
+noise in the layer takes), which the notes' limits are stated in. The third is smooth: to second order a layer's noise
+costs K m^2 nats, where K is its predicted (or injected) KL at the common scale and m its factor. Equal cost in every
+layer, at the total that uniform noise has, is
+
+    m_l = sqrt(mean K / K_l).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from noisescope.errors import InvalidInput, unknown
+from noisescope.sites import Place
+
+RULES = {
+    "methodology": (0.05, 0.15),
+    "summary": (0.02, 0.10),
+}  # degradation: below the first double, above the second half
+LIMITS = (0.25, 4.0)  # factors of the smooth rule: a layer that seems to cost nothing is not given all the noise
+
+
+def ruled(degradations: Mapping[int, float | None], rule: str = "methodology") -> dict[Place, float]:
+    """0.5 for layers above the rule's upper limit, 2.0 below its lower one, 1.0 between; 1.0 where nothing is known.
+
+    >>> ruled({0: 0.2, 1: 0.1, 2: 0.01})
+    {0: 0.5, 1: 1.0, 2: 2.0}
+    """
+    if rule not in RULES:
+        raise unknown("adaptive rule", rule, RULES)
+    low, high = RULES[rule]
+    return {
+        layer: 1.0 if loss is None or low <= loss <= high else 0.5 if loss > high else 2.0
+        for layer, loss in degradations.items()
+    }
+
+
+def equalised(costs: Mapping[int, float], limits: tuple[float, float] = LIMITS) -> dict[Place, float]:
+    """Factors with which each layer costs the same KL, at the total cost of uniform noise, within `limits`.
+
+    >>> equalised({0: 4.0, 1: 4.0, 2: 4.0})
+    {0: 1.0, 1: 1.0, 2: 1.0}
+    """
+    if not costs or any(not math.isfinite(cost) or cost < 0 for cost in costs.values()) or not any(costs.values()):
+        raise InvalidInput(f"costs must be finite KLs of at least 0, one above 0; got {dict(costs)}")
+    low, high = limits
+
+    def factors(level: float) -> dict[Place, float]:
+        return {layer: min(max(math.sqrt(level / cost), low), high) if cost else high for layer, cost in costs.items()}
+
+    total = math.fsum(costs.values())
+    below, above = 0.0, total  # what one layer may cost; what all cost together grows with it
+    for _ in range(100):
+        level = (below + above) / 2
+        spent = math.fsum(factors(level)[layer] ** 2 * cost for layer, cost in costs.items())
+        below, above = (level, above) if spent < total else (below, level)
+    return {layer: round(factor, 6) for layer, factor in factors((below + above) / 2).items()}
+
+
+def layer_degradations(report: Mapping[str, Any]) -> dict[int, float | None]:
+    """Degradation of each layer: its own injection where there is one, else the mean of the windows that hold it."""
+    section = _layers(report)
+    windows = [(row["start_layer"], row["end_layer"], _value(row, "degradation")) for row in section["windows"]]
+    found: dict[int, float | None] = {}
+    for row in section["layers"]:
+        layer = row["layer"]
+        around = [loss for start, end, loss in windows if start <= layer <= end and loss is not None]
+        own = _value(row, "degradation")
+        found[layer] = own if own is not None else math.fsum(around) / len(around) if around else None
+    return found
+
+
+def layer_costs(report: Mapping[str, Any]) -> dict[int, float]:
+    """KL of each layer at the report's scale: predicted by the screen, or injected where every layer was."""
+    rows = _layers(report)["layers"]
+    for key in ("predicted_kl", "kl"):
+        values = {row["layer"]: _value(row, key) for row in rows}
+        known = {layer: value for layer, value in values.items() if value is not None}
+        if known and len(known) == len(rows):
+            return known
+    raise InvalidInput("the report has no KL for every layer: run noisescope diagnose with --level layer")
+
+
+def from_report(report: Mapping[str, Any], rule: str = "equalised") -> dict[Place, float]:
+    """Factors by the smooth rule, or by one of the original method notes' ("methodology", "summary")."""
+    if rule == "equalised":
+        return equalised(layer_costs(report))
+    if rule not in RULES:
+        raise unknown("adaptive rule", rule, ["equalised", *RULES])
+    return ruled(layer_degradations(report), rule)
+
+
+def _layers(report: Mapping[str, Any]) -> Any:
+    section = report.get("layer_analysis")
+    if not section:
+        raise InvalidInput("the report has no layer analysis: run noisescope diagnose with --level layer")
+    return section
+
+
+def _value(row: Mapping[str, Any], key: str) -> float | None:
+    value = (row.get(key) or {}).get("value")
+    return None if value is None else float(value)

@@ -1,0 +1,223 @@
+"""The experiment of phases: the same training under no noise, forward noise, backward noise or both, asked under noise.
+
+An arm is a kind of training noise; arm x seed is one trial, kept when it ends, and taken up from a checkpoint when it
+was broken off.
+All arms of a seed start from the same weights and see the same data in the same order, and every trained model is asked
+the same problems under the same draws of noise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from noisescope.errors import InvalidInput, unknown
+from noisescope.injection import Injection, checked_scale
+from noisescope.probe.draws import ENGINE_VERSION
+from noisescope.probe.inject import inject
+from noisescope.probe.noise import Gaussian
+from noisescope.sites import PHASES, Place, canonical_operator
+from noisescope.training import schedules
+from noisescope.training.aqn import AQN, OperatorNoise, TrainingNoise, derived, noise
+from noisescope.training.norm_noise import NormNoise
+from noisescope.trials import Conditions, Result, Slice, Trial
+
+KINDS = ("none", "both", "forward", "backward", "adaptive", "norm")
+NORM_SCALE = 0.01  # QeRL's start
+LOOKS = 40  # times that loss and gradient norm are noted in a run
+CHECKPOINTS = 4  # in a run, so that a killed process loses at most a quarter of it
+_ASKED = 0xA5C  # apart from the training's seeds
+
+
+class Fitting(Protocol):
+    """A model in training, a step at a time."""
+
+    model: nn.Module
+    step: int
+
+    def advance(self) -> Mapping[str, Any]: ...
+    def state(self) -> dict[str, Any]: ...
+    def resume(self, state: dict[str, Any]) -> None: ...
+
+
+class Task(Protocol):
+    """What is learned and asked: a value that travels to other processes."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
+    def prepare(self, cache: Path, *, workers: int) -> None: ...
+    def begin(self, seed: int, *, device: str, cache: Path) -> Any: ...
+    def held_out_loss(self, fitting: Any) -> float: ...
+    def right(self, model: nn.Module, name_rows: Callable[[Iterable[int]], None] = ...) -> list[bool]: ...
+    def data_name(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Noise in training, by name: KIND[@SCALE][:SCHEDULE], such as "forward", "both@0.025", "norm@0.01:staged"."""
+
+    kind: str
+    scale: float
+    schedule: str = "constant"
+
+    @classmethod
+    def of(cls, text: str, scale: float) -> Arm:
+        """From its name; `scale` is that of arms that name none."""
+        body, _, schedule = text.strip().partition(":")
+        kind, at, number = body.partition("@")
+        if kind not in KINDS:
+            raise unknown("arm", kind, KINDS)
+        try:
+            own = float(number) if at else NORM_SCALE if kind == "norm" else scale
+        except ValueError:
+            raise InvalidInput(f"arm {text!r}: the scale after @ must be a number, such as forward@0.025") from None
+        if schedule and schedule not in schedules.KINDS:
+            raise unknown("schedule", schedule, schedules.KINDS)
+        if kind == "none":
+            return cls(kind, 0.0)
+        return cls(kind, checked_scale(own, f"scale of arm {text!r}"), schedule or "constant")
+
+    def __str__(self) -> str:
+        falls = "" if self.schedule == "constant" else f":{self.schedule}"
+        return self.kind if self.kind == "none" else f"{self.kind}@{self.scale:g}{falls}"
+
+    def aqn(self, steps: int, seed: int, operators: frozenset[str], factors: Mapping[Place, float]) -> AQN | None:
+        """The arm's noise for a run; `factors` are those of adaptive arms."""
+        if self.kind == "none":
+            return None
+        falling = schedules.named(self.schedule, self.scale, steps)
+        if self.kind == "norm":
+            return AQN(NormNoise(), falling, seed)
+        phases = frozenset(PHASES) if self.kind in ("both", "adaptive") else frozenset({self.kind})
+        return AQN(OperatorNoise(operators, phases), falling, seed, factors if self.kind == "adaptive" else {})
+
+
+@dataclass(frozen=True)
+class Design:
+    """Which arms are trained how often, and how they are asked."""
+
+    task: Task
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    levels: tuple[float, ...]
+    noise_seeds: int = 2
+    operators: frozenset[str] = frozenset({"gemm"})
+    factors: Mapping[Place, float] = field(default_factory=dict)  # of adaptive arms
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operators", frozenset(canonical_operator(name) for name in self.operators))
+        levels = (checked_scale(level, "noise level") for level in self.levels)
+        object.__setattr__(self, "levels", tuple(sorted({0.0, *levels})))  # retention needs the clean one
+        if len(set(map(str, self.arms))) < len(self.arms) or not self.arms or not self.seeds:
+            raise InvalidInput(f"arms and seeds must be given, each arm once; got {', '.join(map(str, self.arms))}")
+        if any(arm.kind == "adaptive" for arm in self.arms) and not self.factors:
+            raise InvalidInput("an adaptive arm needs factors of layers: training.from_report(report)")
+
+    def trial(self, arm: Arm, seed: int) -> Trial:
+        """What arm x seed is, as a value: its id finds it in a store, whichever machine trained it."""
+        device = torch.device(self.device).type
+        settings = {
+            "arm": str(arm),
+            "aqn": arm.aqn(self.task.steps, seed, self.operators, self.factors),
+            "task": self.task,
+            "seed": seed,
+            "levels": self.levels,
+            "noise_seeds": self.noise_seeds,
+            "operators": self.operators,
+        }
+        conditions = Conditions(type(self.task).__name__, "float32", device, "as trained", ENGINE_VERSION)
+        return Trial(conditions, "train", Slice(self.task.data_name(), 0, self.task.samples), None, settings)
+
+    def trials(self) -> list[tuple[Trial, Arm, int]]:
+        """All of them, seed by seed: a run that is cut short has whole comparisons."""
+        return [(self.trial(arm, seed), arm, seed) for seed in self.seeds for arm in self.arms]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trial as a process gets it."""
+
+    design: Design
+    arm: Arm
+    seed: int
+    cache: Path  # the task's data
+    checkpoint: Path
+    deadline: float = math.inf  # by time.time()
+
+
+def run(job: Job) -> Result | None:
+    """Train and ask; None where the time was up first, and the checkpoint has what was done."""
+    if time.time() >= job.deadline:
+        return None
+    design, task = job.design, job.design.task
+    fitting: Fitting = task.begin(job.seed, device=design.device, cache=job.cache)
+    curve: list[dict[str, float]] = []
+    before = dict.fromkeys(PHASES, 0)  # injections up to the checkpoint
+    if job.checkpoint.exists():
+        kept = torch.load(job.checkpoint, map_location=design.device, weights_only=True)
+        fitting.resume(kept["fitting"])
+        curve, before = kept["curve"], kept["injections"]
+    aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
+    scope = contextlib.nullcontext() if aqn is None else noise(fitting.model, aqn, rank=0, step=fitting.step)
+    with scope as scoped:
+        while fitting.step < task.steps:
+            if scoped is not None:
+                scoped.at(fitting.step)
+            parts = fitting.advance()
+            if _due(fitting.step, task.steps, LOOKS):
+                numbers = {"loss": parts["answer"].item(), "gradient_norm": parts["gradient_norm"].item()}
+                curve.append({"step": fitting.step, **numbers, "held_out": task.held_out_loss(fitting)})
+            late = time.time() >= job.deadline
+            if fitting.step < task.steps and (late or _due(fitting.step, task.steps, CHECKPOINTS)):
+                state = {"fitting": fitting.state(), "curve": curve, "injections": _added(before, scoped)}
+                part = job.checkpoint.with_suffix(".part")
+                torch.save(state, part)
+                part.replace(job.checkpoint)
+                if late:
+                    return None
+    result = ask(design, fitting.model, curve, _added(before, scoped))
+    job.checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def _added(before: dict[str, int], scope: TrainingNoise | None) -> dict[str, int]:
+    return before if scope is None else {phase: before[phase] + getattr(scope.tally, phase) for phase in PHASES}
+
+
+def ask(design: Design, model: nn.Module, curve: list[dict[str, float]], injections: dict[str, int]) -> Result:
+    """Every test problem at every level: a column "LEVEL/NOISE SEED" of 0 and 1 each."""
+    columns: dict[str, tuple[float, ...]] = {}
+    fired: dict[str, int] = {}
+    for level in design.levels:
+        if level == 0:
+            columns["0/0"] = tuple(map(float, design.task.right(model)))
+            continue
+        for number in range(design.noise_seeds):
+            injection = Injection(
+                Gaussian(level),
+                operators=design.operators,
+                phases=frozenset({"forward"}),
+                seed=derived(_ASKED, number),
+            )
+            probe = inject(model, injection)
+            with probe as tally:
+                columns[f"{level:g}/{number}"] = tuple(map(float, design.task.right(model, probe.rows)))
+            fired[f"{level:g}/{number}"] = tally.forward
+    facts = {"curve": curve, "training_injections": injections, "asking_injections": fired}
+    return Result(tuple(range(len(columns["0/0"]))), columns, facts)
+
+
+def _due(step: int, steps: int, times: int) -> bool:
+    """Whether a step is one of `times` that are spread evenly over a run, the last among them."""
+    return step * times // steps > (step - 1) * times // steps

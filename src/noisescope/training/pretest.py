@@ -1,0 +1,65 @@
+"""Before training under noise: what noise does to the gradients, phase by phase. Seconds instead of a training.
+
+If backward noise were what regularises and forward noise what makes robust, backward noise should move the gradient at
+least as much as forward noise does. This measures both: the ratio of norms, whose bands are the original method notes',
+and the distance between noisy and clean gradient relative to the clean one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope import stats
+from noisescope.errors import InvalidInput
+from noisescope.findings import band
+from noisescope.sites import PHASES
+from noisescope.training.aqn import AQN, OperatorNoise, noise
+from noisescope.training.schedules import Constant
+
+WAYS = {"forward": frozenset({"forward"}), "backward": frozenset({"backward"}), "both": frozenset(PHASES)}
+
+
+def gradient_pretest(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Any],
+    *,
+    noise_scale: float = 0.05,
+    operators: frozenset[str] = frozenset({"gemm"}),
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """For noise forward, backward and both: ratio of gradient norms and relative change, over batches.
+
+    Each batch has draws of its own. The model's own `.grad` is not touched.
+    """
+    if not batches:
+        raise InvalidInput("give at least one batch")
+    clean = [_gradient(model, loss, batch) for batch in batches]
+    found = {}
+    for way, phases in WAYS.items():
+        aqn = AQN(OperatorNoise(operators, phases), Constant(noise_scale), seed)
+        ratios, changes = [], []
+        with noise(model, aqn, rank=0) as scope:
+            for number, (batch, before) in enumerate(zip(batches, clean, strict=True)):
+                scope.at(number)
+                after = _gradient(model, loss, batch)
+                ratios.append(float(after.norm() / before.norm()))
+                changes.append(float((after - before).norm() / before.norm()))
+        ratio = stats.mean(ratios)
+        found[way] = {
+            "ratio": ratio.to_dict(),
+            "band": band("gradient_ratio", ratio.value),
+            "change": stats.mean(changes).to_dict(),
+        }
+    return found
+
+
+def _gradient(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
+    """All of it, as one vector on the device."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    slopes = torch.autograd.grad(loss(model, batch), parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([slope.flatten().float() for slope in slopes])

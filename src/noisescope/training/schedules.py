@@ -1,0 +1,161 @@
+"""Schedules: the scale of the noise as a pure function of the training step. No state, no torch.
+
+A schedule is a value and a function step -> scale; any callable of that form will do. Steps count from 0, and behind
+its last step a schedule keeps its end, so that a resumed or prolonged run meets no surprise.
+
+Exponential decay can't reach 0. Where `end` is 0 it falls as towards a hundredth of `start` (the ratio of QeRL's own
+settings, 0.01 to 0.0001) and is exactly 0 at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from noisescope.errors import InvalidInput, unknown
+from noisescope.injection import checked_scale
+
+Schedule = Callable[[int], float]
+
+TAIL = 0.01  # of `start`: where an exponential decay to 0 leaves off
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same scale at every step."""
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", checked_scale(self.scale, "scale"))
+
+    def __call__(self, step: int) -> float:
+        _checked_step(step)
+        return self.scale
+
+
+@dataclass(frozen=True)
+class _Ramp:
+    """From `start` at step 0 to `end` at step `steps` - 1."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", checked_scale(self.start, "start"))
+        object.__setattr__(self, "end", checked_scale(self.end, "end"))
+        _checked_count(self.steps, "steps")
+
+    def __call__(self, step: int) -> float:
+        if _checked_step(step) == 0:
+            return self.start
+        return self.end if step >= self.steps - 1 else self._between(step / (self.steps - 1))
+
+    def _between(self, share: float) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Linear(_Ramp):
+    """start + (end - start) t."""
+
+    def _between(self, share: float) -> float:
+        return self.start + (self.end - self.start) * share
+
+
+@dataclass(frozen=True)
+class Cosine(_Ramp):
+    """end + (start - end) (1 + cos pi t) / 2: slow at both ends."""
+
+    def _between(self, share: float) -> float:
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True)
+class Exponential(_Ramp):
+    """start (end / start)^t."""
+
+    def _between(self, share: float) -> float:
+        return geometric(self.start, self.end, share)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """QeRL's staged decay: no noise during a warm-up, then `stages` plateaus falling geometrically from start to end.
+
+    warm_up is the share of steps without noise; None is the original's 1 / (stages + 1). With `epochs` above 1 the run
+    of `steps` is cut into that many equal parts, and the warm-up and the stages start anew in each ("epoch-aware").
+    One stage is a constant `start`. Where there are fewer steps than stages, each step is a stage, still from start to
+    end. Behind `steps` the last stage goes on.
+
+    QeRL (2025): sigma_k = start (end / start)^((k - 1) / (K - 1)), k = 1 ... K.
+    """
+
+    start: float
+    end: float
+    steps: int
+    stages: int = 10
+    warm_up: float | None = None
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", checked_scale(self.start, "start"))
+        object.__setattr__(self, "end", checked_scale(self.end, "end"))
+        for name in ("steps", "stages", "epochs"):
+            _checked_count(getattr(self, name), name)
+        if self.warm_up is not None and not 0 <= self.warm_up < 1:
+            raise InvalidInput(f"warm_up is a share of the steps, from 0 to below 1; got {self.warm_up}")
+
+    def __call__(self, step: int) -> float:
+        at, length = self._in_epoch(_checked_step(step))
+        share = 1 / (self.stages + 1) if self.warm_up is None else self.warm_up
+        quiet = min(int(length * share), length - 1)  # at least one step has noise
+        if at < quiet:
+            return 0.0
+        noisy = length - quiet
+        stages = min(self.stages, noisy)
+        stage = min(stages - 1, (at - quiet) * stages // noisy)
+        if stage == 0:
+            return self.start
+        return self.end if stage == stages - 1 else geometric(self.start, self.end, stage / (stages - 1))
+
+    def _in_epoch(self, step: int) -> tuple[int, int]:
+        """The step within its epoch, and that epoch's length."""
+        epochs = min(self.epochs, self.steps)
+        epoch = min(
+            epochs - 1, ((step + 1) * epochs - 1) // self.steps
+        )  # the last with epoch * steps // epochs <= step
+        start, stop = epoch * self.steps // epochs, (epoch + 1) * self.steps // epochs
+        return step - start, stop - start
+
+
+KINDS = {"constant": Constant, "linear": Linear, "exponential": Exponential, "cosine": Cosine, "staged": Staged}
+
+
+def named(kind: str, scale: float, steps: int) -> Schedule:
+    """A schedule by name for a run of `steps`: those that fall do so from `scale` to a hundredth of it."""
+    if kind not in KINDS:
+        raise unknown("schedule", kind, KINDS)
+    if kind == "constant":
+        return Constant(scale)
+    falling: Callable[[float, float, int], Schedule] = KINDS[kind]
+    return falling(scale, scale * TAIL, steps)
+
+
+def geometric(start: float, end: float, share: float) -> float:
+    """start (end / start)^share between the ends; an end of 0 stands for a hundredth of the other."""
+    low_start, low_end = start or end * TAIL, end or start * TAIL
+    return low_start * (low_end / low_start) ** share if low_start else 0.0
+
+
+def _checked_step(step: int) -> int:
+    if step < 0:
+        raise InvalidInput(f"steps count from 0, got {step}")
+    return step
+
+
+def _checked_count(value: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInput(f"{what} must be an int of at least 1, got {value!r}")

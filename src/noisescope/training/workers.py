@@ -1,0 +1,91 @@
+"""Trials of the experiment in this process, in several, or on Ray; what ends is handed over at once.
+
+A model as small as the bundled one keeps a GPU waiting for its next operation most of the time, so several processes
+share one: `workers` is a number of processes, not of devices. Each computes with one thread, as this process does when
+it works alone, so that the numbers on a CPU do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import torch
+
+from noisescope.errors import InvalidInput, MissingExtra
+from noisescope.runs.cluster import first_line, joined
+from noisescope.training.phases import Job, run
+from noisescope.trials import Result
+
+Ended = tuple[Job, Result | None, float]  # None: the time was up; seconds
+
+
+def attempt(job: Job) -> tuple[Result | None, float]:
+    """A job's result, its error as a row, or None where the time was up."""
+    started = time.perf_counter()
+    try:
+        result = run(job)
+    except Exception as error:  # a failed training is a row of the experiment, too
+        result = Result(error=f"{type(error).__name__}: {first_line(error)}")
+    return result, time.perf_counter() - started
+
+
+def run_all(
+    jobs: Sequence[Job], *, workers: int, executor: str = "local", address: str | None = None
+) -> Iterator[Ended]:
+    """Every job as it ends."""
+    if workers < 1:
+        raise InvalidInput(f"--workers must be at least 1, got {workers}")
+    if executor == "ray":
+        return _on_ray(jobs, workers, address)
+    return _here(jobs) if workers == 1 or len(jobs) < 2 else _in_processes(jobs, workers)
+
+
+def _here(jobs: Sequence[Job]) -> Iterator[Ended]:
+    with _one_thread():
+        for job in jobs:
+            yield (job, *attempt(job))
+
+
+def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
+    """Fresh processes: a forked one can't use a GPU that its parent has touched."""
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(jobs)), fresh, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running = {pool.submit(attempt, job): job for job in jobs}
+        try:
+            for done in as_completed(running):
+                yield (running[done], *done.result())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _on_ray(jobs: Sequence[Job], workers: int, address: str | None) -> Iterator[Ended]:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtra("--executor ray needs Ray: pip install 'noisescope[ray]'") from error
+    with joined(ray, address, workers):
+        devices = {"num_gpus": 1 / workers} if jobs and jobs[0].design.device.startswith("cuda") else {}
+        remote: Callable[..., object] = ray.remote(num_cpus=1, max_retries=1, **devices)(_alone).remote
+        running = {remote(job): job for job in jobs}
+        while running:
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            yield (running.pop(done), *ray.get(done))
+
+
+def _alone(job: Job) -> tuple[Result | None, float]:
+    torch.set_num_threads(1)
+    return attempt(job)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

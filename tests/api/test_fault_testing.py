@@ -1,0 +1,109 @@
+"""Fault tests carried out on a tiny model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.api.fault_testing import run_fault_tests
+from noisescope.model import Subject
+from noisescope.plans.fault_tests import FaultTest
+from noisescope.runs.stepping import stepwise
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return ns.load("tiny:llama")
+
+
+@pytest.fixture(scope="module")
+def data(subject: Subject) -> list[dict[str, torch.Tensor]]:
+    """Long prompts, of whose tokens the last is the model's own answer."""
+    ids = torch.randint(3, 64, (12, 14), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        answers = subject.model(ids).logits[:, -1:].argmax(-1)
+    labels = torch.cat([torch.full_like(ids, -100), answers], 1)
+    return [{"input_ids": torch.cat([ids, answers], 1), "labels": labels}]
+
+
+def case(faults: list[str], **criteria: Any) -> FaultTest:
+    return FaultTest("T", "something", "t", {"faults": faults}, criteria)
+
+
+def run(subject: Subject, data: Any, *tests: FaultTest) -> list[dict[str, Any]]:
+    return run_fault_tests(subject, tests, data, samples=12)
+
+
+def test_steps_give_what_a_whole_forward_gives(subject):
+    """Token by token with the cache, the same predictions."""
+    ids = torch.arange(5, 17)
+    with torch.no_grad():
+        whole = subject.model(ids[None]).logits[0]
+    assert torch.allclose(stepwise(subject.model, ids.tolist(), 4), whole[3:-1], atol=1e-5)
+
+
+def test_losses_are_measured(subject, data):
+    """A fault that wipes out a block's output costs accuracy; one that changes nothing decides nothing."""
+    rows = run(
+        subject,
+        data,
+        case(["dead_lane:channels=all@1/residual"], max_degradation=0.05),
+        case(["dead_zone:0@1"], max_degradation=0.05),
+    )
+    assert [row["verdict"] for row in rows] == ["fail", "undecided"]
+    assert rows[0]["criteria"][0]["value"] > 0.5 and "changed nothing" in rows[1]["message"]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_outputs_that_are_not_finite_are_counted(subject, data):
+    """A gain beyond the range of float32 makes every token NaN or infinite."""
+    (row,) = run(subject, data, case(["gain:1e39@*/residual"], max_nan_rate=0.001))
+    assert row["verdict"] == "fail" and row["criteria"][0]["value"] == pytest.approx(1.0)
+
+
+def test_a_fault_of_one_step_recovers_or_not(subject, data):
+    """A block wiped out for one token stays in the cache; a small gain for one token is forgotten."""
+    wiped, small = run(
+        subject,
+        data,
+        case(["dead_lane:channels=all,start=1,duration=1@0/residual"], recovery_time="< 5 steps"),
+        case(["gain:1e-6,start=1,duration=1@0/residual"], recovery_time="< 5 steps"),
+    )
+    assert small["verdict"] == "pass" and small["criteria"][0]["value"] == 0
+    assert wiped["criteria"][0]["value"] > small["criteria"][0]["value"]
+
+
+def test_faults_are_to_be_found(subject, data):
+    """The locator is asked while the fault is in, and must name its layer."""
+    (row,) = run(
+        subject,
+        data,
+        case(
+            ["stuck_lane:1,channels=3@1/linear/model.layers.1.mlp.down_proj"],
+            detection_required=True,
+            max_degradation=1.0,
+        ),
+    )
+    found = {one["criterion"]: one for one in row["criteria"]}
+    assert found["detection_required"]["value"] is True and "down_proj" in found["detection_required"]["message"]
+
+
+def test_a_test_that_can_not_run_does_not_stop_the_others(subject, data):
+    """A place that the model lacks is a row without a verdict; each row is told as it comes."""
+    told: list[Any] = []
+    tests = [case(["gain:1@99"], max_degradation=0.1), case(["gain:1e-7@0"], max_degradation=0.9)]
+    rows = run_fault_tests(subject, tests, data, samples=2, told=told.append)
+    assert rows == told and rows[0]["verdict"] == "undecided" and "could not be carried out" in rows[0]["message"]
+    assert rows[1]["criteria"]
+
+
+def test_the_model_is_left_as_it_was(subject, data):
+    """After all tests it computes what it did before."""
+    ids = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        before = subject.model(ids).logits
+        run(subject, data, case(["spike:50@0"], max_degradation=0.1))
+        assert torch.equal(subject.model(ids).logits, before)

@@ -1,0 +1,82 @@
+"""`noisescope record` and `noisescope compare`: what a user sees, and exit codes that a script can rely on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import noisescope as ns
+from noisescope.cli import app
+
+
+def call(*arguments: Any, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory) -> Path:
+    """The demo's record, and that of one with a fault in layer 7."""
+    folder = tmp_path_factory.mktemp("records")
+    call("record", "demo", "-o", folder / "good.record", "--samples", 4, "--full-layers", "6,7")
+    subject = ns.load("demo")
+    with ns.faulty(subject.model, "gain:0.2@7/linear/down_proj"):
+        ns.record(subject, None, folder / "bad.record", samples=4, full_layers={6, 7})
+    return folder
+
+
+def test_a_record_says_what_it_is(tmp_path: Path) -> None:
+    """Sites, prompts, device and size; with --json for machines."""
+    folder = tmp_path / "x.record"
+    printed = json.loads(call("record", "demo", "-o", folder, "--samples", 2, "--dtype", "bfloat16", "--json").stdout)
+    assert printed["prompts"] == 2 and printed["dtype"] == "bfloat16" and printed["sites"] > 190
+    assert printed["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+    assert "is not empty" in call("record", "demo", "-o", folder, code=2).output
+    assert "whole numbers" in call("record", "demo", "-o", tmp_path / "y", "--full-layers", "six", code=2).output
+
+
+def test_the_fault_is_named(records: Path) -> None:
+    """A verdict, the first site to part, a table with bands."""
+    output = call("compare", records / "good.record", records / "bad.record").output
+    assert "parted. The devices part at linear at block 7 (model.layers.7.mlp.down_proj)" in output
+    assert "parts here" in output and "needs full detail" in output and "nats" in output
+    same = call("compare", records / "good.record", records / "good.record").output
+    assert "identical" in same and "parts here" not in same
+
+
+def test_max_mape_decides_the_exit_code(records: Path, tmp_path: Path) -> None:
+    """1 where it is exceeded, 0 where it holds, 2 where it can't be checked."""
+    pair = (records / "good.record", records / "bad.record")
+    assert "exceeded" in call("compare", *pair, "--layers", "7", "--max-mape", 0.05, code=1).output
+    assert "passed" in call("compare", *pair, "--layers", "6", "--max-mape", 0.05).output
+    assert "MAPE needs full detail" in call("compare", *pair, "--layers", "9", "--max-mape", 0.05, code=2).output
+    file = tmp_path / "c.json"
+    printed = call("compare", *pair, "--layers", "7", "--max-mape", 0.05, "--json", "-o", file, code=1).stdout
+    found = json.loads(printed)
+    assert found == json.loads(file.read_text()) and found["passed"] is False
+    assert found["first_to_part"]["module"] == "model.layers.7.mlp.down_proj"
+
+
+def test_prices_come_from_a_diagnosis(records: Path, tmp_path: Path) -> None:
+    """The report of the same model: what to fix first, and what each layer can afford."""
+    call("diagnose", "demo", "--samples", 4, "--effort", "screen", "--level", "operator,layer", "-o", tmp_path / "out")
+    pair = (records / "good.record", records / "bad.record")
+    output = call("compare", *pair, "--sensitivity", tmp_path / "out" / "report.json", "--affordable", 1e-5).output
+    assert "nats (relative L2" in output and "layer  affordable" in output
+    assert "no report" in call("compare", *pair, "--sensitivity", tmp_path / "none.json", code=2).output
+
+
+def test_a_replay_from_the_command_line(tmp_path: Path) -> None:
+    """`locate --reference` gives modules the record's inputs."""
+    folder = tmp_path / "good.record"
+    call("record", "demo", "-o", folder, "--samples", 2, "--full-layers", "7")
+    assert call("locate", "demo", "--reference", folder).output.startswith("healthy (auto: replay")
+    fault = "gain:0.01@7/linear/down_proj"
+    output = call("locate", "demo", "--reference", folder, "--simulate", fault).output
+    assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "; found" in output
+    assert "is no record" in call("locate", "demo", "--reference", tmp_path, code=2).output

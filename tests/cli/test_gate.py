@@ -1,0 +1,78 @@
+"""`noisescope gate` and `noisescope plan migration|fault-tests` on the bundled model."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from noisescope.cli import app
+from noisescope.reports.report import Report
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory) -> Path:
+    """A quick diagnosis: operators injected, layers predicted."""
+    folder = tmp_path_factory.mktemp("baseline")
+    levels = ("--level", "operator,layer", "--operators", "gemm", "--effort", "screen")
+    code, said = run("diagnose", "demo", "--samples", 6, "--seeds", 1, *levels, "-o", folder)
+    assert code == 0, said
+    return folder
+
+
+def test_the_gate_passes_and_fails(baseline, tmp_path):
+    """The same model passes, with JUnit and history; against a baseline half as sensitive it fails with code 1."""
+    junit, history = tmp_path / "gate.xml", tmp_path / "gates"
+    asked = ("gate", "demo", "--samples", 6, "--max-degradation", 0.9)
+    code, said = run(*asked, "--baseline", baseline / "report.json", "--junit", junit, "--history", history)
+    assert code == 0 and said.startswith("pass: demo") and "would have caught" in said
+    assert ET.parse(junit).getroot()[0].get("failures") == "0" and (history / "trend" / "gate-divergence.png").exists()
+    report = json.loads((baseline / "report.json").read_text())
+    halved = {name: [kl / 2 for kl in values] for name, values in report["gate"]["predicted_kl"].items()}
+    better = Report({**report, "gate": {**report["gate"], "predicted_kl": halved}}).save(tmp_path, formats=["json"])
+    code, said = run(*asked, "--baseline", better[0], "--json")
+    result = json.loads(said)
+    assert code == 1 and result["verdict"] == "fail" and result["worst"]["ratio"]["value"] == pytest.approx(2, rel=1e-3)
+
+
+def test_migration_and_fault_tests(baseline, tmp_path):
+    """Both plans from the report; a test that fails gives code 1, with everything written."""
+    code, said = run("plan", "migration", baseline, "-o", tmp_path / "plan.json", "--device", "npu")
+    assert code == 0 and "priority 1" in said and "--device npu" in said
+    assert json.loads((tmp_path / "plan.json").read_text())["priorities"][0]["layers"][0] == 0
+    code, said = run("plan", "fault-tests", baseline, "--csv", tmp_path / "tests.csv")
+    assert code == 0 and "OP_GEMM" in said and "LAYER_L0-2" in said
+    wanted = ("--run", "--samples", 4, "--junit", tmp_path / "faults.xml", "-o", tmp_path / "out", "--json")
+    code, said = run("plan", "fault-tests", baseline, *wanted)
+    found = json.loads(said)
+    assert code == int(any(row["verdict"] == "fail" for row in found["results"])) == 1
+    assert json.loads((tmp_path / "out" / "fault_tests.json").read_text()) == found
+    assert ET.parse(tmp_path / "faults.xml").getroot()[0].get("tests") == "2"
+
+
+@pytest.mark.parametrize("name", ["github", "gitlab"])
+def test_templates_are_yaml_with_our_command(name):
+    """They need no model, and what they run is spelled as the command is."""
+    code, said = run("gate", "--template", name)
+    assert code == 0 and yaml.safe_load(said)
+    for option in ("--baseline", "--data", "--samples", "--max-degradation", "--junit", "--history"):
+        assert option in said
+
+
+def test_mistakes_are_one_line(tmp_path):
+    """An unknown template, a report that is not there."""
+    code, said = run("gate", "--template", "jenkins")
+    assert code == 2 and "github" in said
+    code, said = run("gate", "demo", "--baseline", tmp_path / "none.json")
+    assert code == 2 and "no report" in said and "Traceback" not in said
+    code, said = run("plan", "migration", tmp_path / "none.json")
+    assert code == 2 and "no report" in said

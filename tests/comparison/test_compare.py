@@ -1,0 +1,185 @@
+"""Two devices compared: where they part, round-off that is called so, limits that hold, and prices in nats."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.errors import InvalidInput
+from noisescope.testing import tiny_model
+
+LAYERS = 4
+PROMPTS = [[(7 * p + 5 * t) % 60 + 3 for t in range(32)] for p in range(8)]
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return ns.wrap(tiny_model("llama", layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def good(subject, tmp_path_factory):
+    return ns.record(subject, output=tmp_path_factory.mktemp("good") / "a", prompts=PROMPTS, detail="full")
+
+
+@pytest.fixture
+def broken(subject, tmp_path):
+    """Records the model with a fault in it."""
+
+    def record(fault: str, **options):
+        with ns.faulty(subject.model, fault, anatomy=subject.anatomy):
+            return ns.record(subject, output=tmp_path / f"{len(list(tmp_path.iterdir()))}", prompts=PROMPTS, **options)
+
+    return record
+
+
+def test_a_device_is_identical_to_itself(subject, good, tmp_path):
+    """No site parts, whatever the batches; nothing costs anything."""
+    again = ns.record(subject, output=tmp_path / "b", prompts=PROMPTS, detail="full", batch=8)
+    found = ns.compare(good, again, max_mape=0.0)
+    assert (found.verdict, found.first, found.passed) == ("identical", None, True)
+    assert found.logits == {"kl": 0.0, "worst_kl": 0.0, "agreement": 1.0, "max_error": 0.0, "n": 8}
+    assert found.tokens == () and len(found.rows) == len(good.sites)
+
+
+@pytest.mark.parametrize("detail", ["sketch", "full"])
+@pytest.mark.parametrize("scale", [3e-7, 1e-6])
+def test_round_off_is_called_round_off(subject, good, tmp_path, detail, scale):
+    """Errors of a few ulps in every operator grow from layer to layer and part nowhere."""
+    noise = ns.Injection(ns.Gaussian(scale), operators={"linear", "norm", "silu"}, seed=1)
+    with ns.inject(subject.model, noise):
+        other = ns.record(subject, output=tmp_path / "b", prompts=PROMPTS, detail=detail, batch=3)
+    found = ns.compare(good, other)
+    assert found.verdict == "round-off" and "looks like round-off only" in found.words
+    assert [block["layer"] for block in found.blocks] == list(range(LAYERS))
+    assert 0 < found.blocks[-1]["relative_l2"] < 20 * scale
+
+
+FAULTS = [
+    ("gain:0.01@2/linear/down_proj", (2, "linear", "model.layers.2.mlp.down_proj")),
+    ("bias:0.3@0/linear/q_proj", (0, "linear", "model.layers.0.self_attn.q_proj")),
+    ("dead_zone:0.3@1", (1, "residual", "model.layers.1")),
+    ("exp_table@3/softmax", (3, "attention", "model.layers.3.self_attn")),
+    ("gain:0.01@1/silu", (1, "silu", "model.layers.1.mlp.act_fn")),
+    ("gain:0.01@2/norm/post_attention_layernorm", (2, "norm", "model.layers.2.post_attention_layernorm")),
+    ("swapped_channels@lm_head", (("lm_head"), "linear", "lm_head")),
+]
+
+
+@pytest.mark.parametrize(("fault", "where"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_a_fault_on_one_side_is_named(good, broken, fault, where):
+    """Layer, operator and module, from sketches alone and from whole tensors."""
+    for detail in ("sketch", "full"):
+        found = ns.compare(good, broken(fault, detail=detail))
+        assert found.verdict == "parted"
+        assert (found.first.site.place, found.first.site.operator, found.first.site.module) == where
+        assert str(found.first.site) in found.words
+
+
+def test_sketches_agree_with_whole_tensors(good, broken):
+    """Relative L2 and cosine of every site that differs, within 10 % and 0.01."""
+    other = broken("gain:0.05@1/linear/down_proj", detail="full")
+    exact = ns.compare(good, other)
+    told = ns.compare(good, broken("gain:0.05@1/linear/down_proj"))
+    pairs = [(a.measures, b.measures) for a, b in zip(exact.rows, told.rows, strict=True) if a.measures.relative_l2 > 0]
+    assert len(pairs) > 20 and all(b.mae is None and b.relative_error < 0.05 for _, b in pairs)
+    errors = [b.relative_l2 / a.relative_l2 - 1 for a, b in pairs]
+    assert max(map(abs, errors)) < 0.2 and np.sqrt(np.mean(np.square(errors))) < 0.1  # 248 numbers a site
+
+
+def test_nan_on_one_side_parts(good, broken):
+    """A NaN is never lost in an average, and JSON stays JSON."""
+    found = ns.compare(good, broken("stuck_bit:bit=30@2/linear/up_proj", detail="full"))
+    assert found.verdict == "parted" and found.first.site.place == 2
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_the_mape_decides(good, broken):
+    """Of the chosen layers, where whole tensors are; a sketch is no pass."""
+    other = broken("gain:0.2@2/linear/down_proj", full_layers={1, 2})
+    assert ns.compare(good, other, layers=[1], max_mape=0.05).passed is True
+    found = ns.compare(good, other, layers=[2], max_mape=0.05)
+    assert found.passed is False and found.worst_mape.measures.mape > 0.05
+    assert {row.site.place for row in found.rows} == {2}
+    partly = ns.compare(good, other, max_mape=0.05)
+    assert partly.passed is False and any("the others are sketches" in note for note in partly.notes)
+    with pytest.raises(InvalidInput, match="MAPE needs full detail"):
+        ns.compare(good, other, layers=[3], max_mape=0.05)
+    with pytest.raises(InvalidInput, match="no site of layers"):
+        ns.compare(good, other, layers=[9])
+
+
+def test_logits_are_compared_as_distributions(subject, good, broken):
+    """KL(reference || other) of the last token in nats, as torch computes it."""
+    other = broken("gain:0.2@2/linear/down_proj")
+    found = ns.compare(good, other).logits
+    p, q = (torch.tensor(record.logits()).log_softmax(-1) for record in (good, other))
+    kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    assert found["kl"] == pytest.approx(float(kl.mean())) and found["worst_kl"] == pytest.approx(float(kl.max()))
+
+
+def test_tokens_are_ranked(subject, good, tmp_path):
+    """A prompt that one side computed wrongly is named, also from sketches."""
+    for detail in ("sketch", "full"):
+        hook = subject.model.get_submodule("model.layers.1").register_forward_hook(_only_prompt_five)
+        other = ns.record(subject, output=tmp_path / detail, prompts=PROMPTS, detail=detail, batch=8)
+        hook.remove()
+        found = ns.compare(good, other)
+        assert found.tokens[0]["prompt"] == 5 and found.tokens[0]["token"] >= 9
+        assert found.tokens[0]["id"] == PROMPTS[5][found.tokens[0]["token"]]
+
+
+def _only_prompt_five(module, args, y):
+    changed = y.clone()
+    changed[5, 9] *= 1.5
+    return changed
+
+
+def report(model: str, scale: float = 0.1) -> dict:
+    """The parts of a diagnosis that prices come from: layer 2 is a hundred times as sensitive as the others."""
+    rows = [
+        {"layer": layer, "operator": operator, "predicted_kl": {"value": (1.0 if layer == 2 else 0.01) * scale**2}}
+        for layer in range(LAYERS)
+        for operator in ("linear", "matmul", "norm")
+    ]
+    run = {"model": {"fingerprint": model, "architecture": "x"}, "settings": {"noise_scale": scale}}
+    return {"schema_version": 1, "run": run, "layer_analysis": {"map": rows}}
+
+
+def test_differences_have_a_price(good, broken):
+    """KL = k r^2; the dearest first, and only what is far off, sensitive and too dear is to be fixed first."""
+    other = broken("gain:0.5@2/linear/down_proj", detail="full")
+    found = ns.compare(good, other, sensitivity=report(good.model)).crossing
+    linears = [row.measures.relative_l2 for row in ns.compare(good, other).rows if row.site.place == 2]
+    top = found.cells[0]
+    assert (top.layer, top.operator, top.fix_first) == (2, "linear", True)
+    assert top.nats == pytest.approx(top.relative_l2**2) and top.relative_l2 <= max(linears)
+    assert {(cell.layer, cell.fix_first) for cell in found.fix_first} == {(2, True)}
+    allowed = {row["layer"]: row for row in found.tolerances}
+    assert allowed[2]["affordable_relative_l2"] == pytest.approx(math.sqrt(0.01 / 3))
+    assert allowed[0]["affordable_relative_l2"] == pytest.approx(math.sqrt(0.01 / 0.03))
+    assert (allowed[0]["within"], allowed[2]["within"]) == (True, False)
+
+
+def test_reports_that_do_not_fit_are_refused(good):
+    """Another model's, and one without a map."""
+    with pytest.raises(InvalidInput, match="sensitivity report is about another model"):
+        ns.compare(good, good, sensitivity=report("f" * 64))
+    with pytest.raises(InvalidInput, match="no map of layers"):
+        ns.compare(good, good, sensitivity={**report(good.model), "layer_analysis": None})
+    with pytest.raises(InvalidInput, match="above 0"):
+        ns.compare(good, good, sensitivity=report(good.model), affordable=0)
+
+
+def test_a_comparison_is_saved_as_it_is(good, broken, tmp_path):
+    """The file holds `to_dict`, and every row its bands."""
+    found = ns.compare(good, broken("gain:0.2@2/linear/down_proj", detail="full"))
+    saved = json.loads(found.save(tmp_path / "c.json").read_text())
+    assert saved == json.loads(json.dumps(found.to_dict()))
+    assert saved["first_to_part"]["place"] == 2 and saved["sites"][0]["bands"]["mape"] == "EXCELLENT"
+    assert saved["sides"]["a"]["dtype"] == "float32"

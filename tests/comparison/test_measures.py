@@ -1,0 +1,105 @@
+"""Measures of difference against slow, obvious formulas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noisescope.comparison.measures import Sums, from_sketches, spacing
+
+
+def pair(seed: int, scale: float, shape=(3, 5, 8)) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    a = draw.standard_normal(shape)
+    return a, a + scale * draw.standard_normal(shape)
+
+
+def measured(a, b, dtype="float32", pieces=1):
+    sums = Sums()
+    for first, (x, y) in enumerate(zip(np.array_split(a, pieces), np.array_split(b, pieces), strict=True)):
+        sums.add(first * len(x), x, y, dtype)
+    return sums
+
+
+@given(st.integers(0, 1000), st.floats(1e-6, 2.0))
+def test_measures_are_what_their_names_say(seed, scale):
+    """Whether the tensors come at once or prompt by prompt."""
+    a, b = pair(seed, scale)
+    found = measured(a, b, pieces=1).measures()
+    d = np.abs(a - b)
+    rms = np.sqrt((a**2).mean())
+    assert found.mae == pytest.approx(d.mean())
+    assert found.mape == pytest.approx((d / np.maximum(np.abs(a), 0.1 * rms)).mean())
+    assert found.mape_notes == pytest.approx((d / (np.abs(a) + 1e-8)).mean())
+    assert found.pearson == pytest.approx(np.corrcoef(a.ravel(), b.ravel())[0, 1], abs=1e-9)
+    assert found.cosine == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+    assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a))
+    assert found.max_error == d.max()
+    split = measured(a, b, pieces=3).measures()
+    assert (split.mae, split.relative_l2, split.max_ulp) == pytest.approx((found.mae, found.relative_l2, found.max_ulp))
+    assert split.where == found.where
+
+
+def test_the_largest_error_is_found_where_it_lies():
+    """Prompt, token and channel; and whether the channel is an outlier."""
+    a, b = pair(0, 0.0)
+    b[2, 4, 3] += 7.0
+    where = measured(a, b).measures().where
+    assert (where.prompt, where.token, where.channel) == (2, 4, 3) and not where.outlier_channel
+    a[:, :, 3] += 1000.0
+    b = a.copy()
+    b[1, 0, 3] += 7.0
+    found = measured(a, b)
+    assert found.measures().where.outlier_channel
+    assert max(found.tokens, key=found.tokens.get) == (1, 0)
+
+
+def test_elements_near_zero_do_not_rule():
+    """One element of 1e-7 that is off by 1e-3: the notes' MAPE explodes, the honest one does not."""
+    a, _ = pair(1, 0.0)
+    a[0, 0, 0] = 1e-7
+    b = a.copy()
+    b[0, 0, 0] += 1e-3
+    found = measured(a, b).measures()
+    assert found.mape_notes > 10 and found.mape < 1e-3
+
+
+@given(
+    st.floats(-1e30, 1e30).filter(lambda v: v == 0 or abs(v) > 1e-30),
+    st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
+)
+def test_an_ulp_is_the_distance_to_the_next_number(value, name):
+    """Of the tensor's own dtype, subnormals included."""
+    dtype = getattr(torch, name)
+    number = torch.tensor(value, dtype=torch.float64).to(dtype)
+    if not number.isfinite() or number.abs() == torch.finfo(dtype).max:
+        return
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[number.element_size()]
+    following = (number.abs().view(whole) + 1).view(dtype)
+    assert float(spacing(np.array(float(number)), name)) == float(following) - abs(float(number))
+
+
+def test_nan_on_one_side_is_infinitely_far():
+    """And on both sides it is nothing."""
+    a, b = pair(2, 0.0)
+    b[0, 0, 0] = np.nan
+    found = measured(a, b).measures()
+    assert math.isinf(found.relative_l2) and found.nonfinite == 1 and found.to_dict()["relative_l2"] is None
+    a[0, 0, 0] = np.nan
+    assert measured(a, b).measures().relative_l2 == 0
+
+
+def test_sketches_tell_sizes_and_nothing_else():
+    """Relative L2 and cosine with their standard error; the rest needs whole tensors."""
+    a, b = pair(3, 0.1, (16, 31))
+    found = from_sketches(a, b, 16 * 31)
+    assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a))
+    assert found.relative_error == pytest.approx(1 / math.sqrt(2 * 496))
+    assert (found.mae, found.mape, found.pearson, found.max_error, found.max_ulp) == (None,) * 5
+    b[0, 0] = np.inf
+    assert math.isinf(from_sketches(a, b, 496).relative_l2)

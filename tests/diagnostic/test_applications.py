@@ -1,0 +1,87 @@
+"""The original method notes' names for migration, fault tests and the monitor."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+
+import pytest
+import torch
+
+from noisescope.diagnostic import (
+    FaultInjectionTestGenerator,
+    IntegratedDiagnostic,
+    MetricsDashboard,
+    RobustnessMonitor,
+    plan_hardware_migration,
+)
+from noisescope.diagnostic.dashboard import hardware_metrics
+from noisescope.errors import InvalidInput
+
+
+@pytest.fixture(scope="module")
+def report(subject, answered):
+    diagnostic = IntegratedDiagnostic(subject, answered)
+    diagnostic.run_full_diagnosis(noise_scale=0.2, window_size=1, seeds=1, effort="standard")
+    return diagnostic.generate_report()
+
+
+def test_migration_ranks_the_hot_layer_first(hot_layer):
+    """The layer that alone says anything is priority 1, by evidence and not by number."""
+    model, batches = hot_layer
+    plan = plan_hardware_migration(model, batches, batches, noise_scale=0.2, window_size=1, seeds=1)
+    assert plan["priority_1_layers"][0] == 2
+    planned = [layer for number in (1, 2, 3) for layer in plan[f"priority_{number}_layers"]]
+    assert sorted(planned) == list(range(6)) and set(plan["recommendations"]) == {"precision", "validation", "fallback"}
+    assert "5%" in plan["recommendations"]["validation"] and plan["full"]["commands"]
+
+
+def test_the_generator_makes_runs_and_exports_cases(report, subject, answered, tmp_path):
+    """The notes' columns, cells of JSON, and verdicts from the simulator."""
+    generator = FaultInjectionTestGenerator(report)
+    cases = generator.generate_test_cases()
+    generator.export_to_csv(cases, tmp_path / "cases.csv")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "cases.csv").read_text(), newline="")))
+    assert [row["test_id"] for row in rows] == [case["test_id"] for case in cases]
+    assert json.loads(rows[0]["parameters"]) == cases[0]["parameters"]
+    results = generator.run_test_cases(subject, answered, cases[:1], samples=8)
+    assert results[0]["verdict"] in ("pass", "fail", "undecided") and results[0]["criteria"]
+
+
+def test_the_monitor_keeps_history_and_alerts(report, subject, answered):
+    """An unchanged checkpoint passes, a more sensitive one fails with the operator named, and both are in the trend."""
+    monitor = RobustnessMonitor(report, max_degradation=0.9)
+    with pytest.raises(InvalidInput, match="check_checkpoint"):
+        monitor.plot_robustness_trend()
+    same = monitor.check_checkpoint(subject, answered, checkpoint_step=100, samples=20)
+    assert same["pass"] and same["warnings"] == [] and monitor.alerts == []
+    sharper = copy.deepcopy(subject.model)
+    with torch.no_grad():
+        sharper.model.norm.weight *= 2
+    worse = monitor.check_checkpoint(sharper, answered, checkpoint_step=200, samples=20)
+    assert not worse["pass"] and {"matmul", "layernorm"} & {row["operator"] for row in worse["warnings"]}
+    assert all(row["current"] > row["baseline"] for row in worse["warnings"])
+    assert [row["checkpoint_step"] for row in monitor.history] == [100, 200]
+    assert {row["checkpoint_step"] for row in monitor.alerts} == {200}
+    lines = monitor.plot_robustness_trend().axes[0].get_lines()
+    assert any(line.get_label() == "limit" for line in lines)
+
+
+def test_two_devices_on_the_dashboard():
+    """A difference near zero does not rule the MAPE; the largest error is looked for in outlier channels."""
+    gpu = torch.ones(4, 10, 8)
+    gpu[..., 0] = 1e-6  # the notes' formula divides by these
+    gpu[..., 5] = 400.0
+    npu = gpu + 0.001
+    npu[0, 0, 5] += 2
+    found = hardware_metrics(gpu, npu)
+    assert found["mape"] < 0.01 < 10 < found["mape_notes"]
+    assert found["max_error"] == pytest.approx(2.001, rel=1e-4) and found["max_error_in_outlier_channel"]
+    assert found["bands"] == {"mae": "NOTICEABLE", "mape": "EXCELLENT", "correlation": "EXCELLENT"}
+    with pytest.raises(InvalidInput, match="shape"):
+        hardware_metrics(gpu, gpu[0])
+    dashboard = MetricsDashboard()
+    dashboard.metrics = {"primary": {"relative_degradation": 0.12}, "hardware": {"mape": 0.2}}
+    assert dashboard.get_risk_assessment().startswith("MODERATE RISK")

@@ -1,0 +1,171 @@
+"""The parts of the laws: readings, statistics of outputs, floors from a module's own answers."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from noisescope.faults import bits
+from noisescope.locators.laws import statistics
+from noisescope.locators.laws.linear import Linear, examine
+from noisescope.locators.laws.readings import exact, floored, period, worse
+from noisescope.locators.laws.roundoff import combination, mean_square_limit, squares_from_split, truncation_share
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_exact_readings_take_nan_and_zero_as_they_are():
+    """NaN equals itself, 0 equals -0, anything else breaks the law; sizes are relative to the rms."""
+    a = torch.tensor([[math.nan, 0.0, 1.0, -3.0]], dtype=torch.float64)
+    assert not exact("R1", a, torch.tensor([[math.nan, -0.0, 1.0, -3.0]], dtype=torch.float64)).broken
+    broken = exact("R1", a, torch.tensor([[math.nan, 0.0, 1.5, -3.0]], dtype=torch.float64))
+    assert broken.broken and broken.share == 0.25 and broken.channels == (2,)
+    assert broken.size == pytest.approx(0.5 / math.sqrt((1.5**2 + 9) / 4))
+
+
+def test_exact_readings_within_round_off_say_so():
+    """What another order of summation may do is told apart from what it may not."""
+    a = normal(4, 8)
+    limit = torch.full_like(a, 1e-6)
+    assert exact("R1", a + 1e-7, a, round_off=limit).within_round_off
+    assert not exact("R1", a + 1e-5, a, round_off=limit).within_round_off
+    assert not exact("R1", a + 1e-7, a).within_round_off
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2.0])
+def test_floored_readings_count_what_is_not_finite(value):
+    """NaN and Inf are beyond every limit, and so is anything beyond a limit that is not a number."""
+    error, limit = torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
+    assert not floored("R18", error, limit, 1.0).broken
+    error[0, 3] = value
+    reading = floored("R18", error, limit, 1.0)
+    assert reading.broken and reading.channels == (3,)
+    assert floored("R18", torch.ones_like(error), limit * math.nan, 1.0).broken
+
+
+def test_the_worse_of_two_readings_keeps_the_larger_floor():
+    """Power is that of the worst call."""
+    one = floored("R18", torch.full((1, 2), 0.5), torch.full((1, 2), 2.0), 1.0)
+    two = floored("R18", torch.full((1, 2), 0.5), torch.full((1, 2), 0.25), 1.0)
+    assert worse(one, two).broken and worse(one, two).floor == 2.0
+
+
+@hypothesis.given(step=st.integers(2, 64), offset=st.integers(0, 63), width=st.integers(8, 512))
+def test_a_lane_s_period_is_found(step, offset, width):
+    """All channels of one lane give its stride; one missing, and they are no lane."""
+    offset %= step
+    channels = list(range(offset, width, step))
+    if len(channels) < 3:
+        assert period(channels, width) is None
+        return
+    assert period(channels, width) == step
+    assert period(channels[:-1], width) is None or len(channels) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_healthy_numbers_have_no_statistics_to_show(dtype):
+    """Normal numbers, also with a massive channel, one near-constant channel and rows that repeat."""
+    y = normal(64, 96)
+    y[:, 3] *= 300
+    y[:, 5] = 40 + 1e-3 * y[:, 5]
+    seen = statistics.look(y.to(dtype))
+    assert not seen.stuck and not seen.gap and not seen.clear_ties
+    assert set(seen.dead) <= {5}  # in 16 bits it is a constant, and nothing but its weights can say why
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [0, 1])
+@pytest.mark.parametrize("lane", [False, True])
+def test_a_stuck_bit_is_seen(dtype, value, lane):
+    """In all channels, and in a single one of 96."""
+    y = normal(64, 96).to(dtype)
+    stuck = bits.stick_bit(y, 1, value)
+    seen = statistics.look(torch.where(torch.arange(96) == 7, stuck, y) if lane else stuck)
+    assert seen.stuck == ((1, value),)
+    assert seen.stuck_channels == ((7,) if lane else ())
+
+
+def test_sums_that_cancel_are_no_stuck_bits():
+    """A float32 channel whose sums cancel ends in zeros for a good reason."""
+    y = normal(64, 96).float()
+    y[:, 4] = ((y[:, 4] + 1000) - 1000).float()
+    assert not statistics.look(y).stuck
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_a_gap_round_zero_is_seen(dtype, share):
+    """Zeros where small numbers should be, in all channels or in some."""
+    y = normal(64, 96)
+    here = torch.arange(96) < 96 * share
+    seen = statistics.look(torch.where(here & (y.abs() < 0.1), 0.0, y).to(dtype))
+    assert seen.gap == pytest.approx(0.1, rel=0.2)
+
+
+def test_structural_zeros_are_no_gap():
+    """Rows of zeros (padding) and exact zeros among numbers of all sizes say nothing."""
+    y = normal(64, 96).float()
+    y[:7] = 0
+    y[20, :40] = 0
+    assert statistics.look(y).gap == 0
+
+
+def test_ties_at_the_top_are_seen():
+    """Saturated numbers pile up in several channels."""
+    assert statistics.look(normal(64, 96).clamp(-2, 2).float()).clear_ties
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(
+    seed=st.integers(0, 10**6),
+    terms=st.sampled_from([32, 96, 256]),
+    massive=st.sampled_from([1.0, 30.0, 1000.0]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_healthy_linear_keeps_its_laws(seed, terms, massive, dtype):
+    """Random weights and inputs, with rows and inner channels of very different size."""
+    x = normal(24, terms, seed=seed) * normal(24, 1, seed=seed + 1).exp()
+    x[:, 0] *= massive
+    weight = (normal(40, terms, seed=seed + 2) / math.sqrt(terms)).to(dtype)
+    x = (x / max(1.0, float(x.abs().max()) / 2000)).to(dtype)
+    found, _ = examine(Linear(lambda z: torch.nn.functional.linear(z, weight), x, terms), None)
+    assert not found.broken, [str(reading) for reading in found.readings if reading.broken]
+
+
+@pytest.mark.parametrize("massive", [1.0, 100.0])
+def test_sums_of_squares_come_from_a_split(massive):
+    """S^2 is right on average, and not much too small anywhere, also where one term is massive."""
+    x, weight = normal(64, 256), normal(80, 256, seed=1)
+    x[:, 0] *= massive
+    mask = torch.rand(256, generator=torch.Generator().manual_seed(2)) < 0.5
+    difference = (x * mask) @ weight.T - (x * ~mask) @ weight.T
+    true = x.square() @ weight.square().T
+    found = squares_from_split(difference, x, torch.arange(64))
+    assert 0.5 < float((found / true).median()) < 4
+    assert float((true / found).max()) < 30
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_truncation_shows_as_a_share_of_one(dtype):
+    """Rounding to nearest gives 0, rounding toward zero 1, within a few standard errors."""
+    exact_values = [normal(64, 96, seed=1), normal(64, 96, seed=2)]
+    exact_values.append(exact_values[0] + exact_values[1])
+    for mode, expected in (("nearest", 0.0), ("toward_zero", 1.0)):
+        outputs = [
+            (v.to(dtype) if mode == "nearest" else bits.round_towards(v, dtype, mode)).double() for v in exact_values
+        ]
+        floor = combination(outputs, [torch.zeros_like(outputs[0])] * 3, 1, dtype)
+        error = outputs[0] + outputs[1] - outputs[2]
+        share, uncertainty = truncation_share(error, outputs, [1, 1, -1], floor, dtype)
+        assert share == pytest.approx(expected, abs=max(0.1, 8 * uncertainty))
+        if mode == "nearest":
+            assert float((error.square() / floor.variance).mean()) < mean_square_limit(error.numel())
+            assert bool((error.abs() <= floor.limit).all())

@@ -1,0 +1,48 @@
+"""The bit rule of the original method notes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from noisescope.diagnostic import assign_precision, generate_mixed_precision_config
+from noisescope.errors import InvalidInput
+from noisescope.plans.bit_rule import bits_by_rule, layer_sensitivity, rule_plan
+from noisescope.plans.precision import Choice, Module
+
+
+def test_limits_decide_and_the_target_adjusts() -> None:
+    """Above 15 % 16 bits, above 5 % 8, else 4; then layers move until the average fits."""
+    profile = {0: 0.2, 1: 0.12, 2: 0.07, 3: 0.01}
+    assert bits_by_rule(profile, 9) == {0: 16, 1: 8, 2: 8, 3: 4}  # as the limits say: 9 on average
+    assert bits_by_rule(profile, 8) == {0: 16, 1: 8, 2: 4, 3: 4}  # the least sensitive of the 8-bit ones is lowered
+    assert bits_by_rule(profile, 10) == {0: 16, 1: 8, 2: 8, 3: 8}
+    assert bits_by_rule({0: 0.01, 1: 0.03, 2: 0.02}, 5) == {0: 4, 1: 8, 2: 4}  # the most sensitive is raised first
+
+
+def test_it_says_when_it_misses_its_target() -> None:
+    """16-bit layers are never lowered: the notes' function warns, a plan has a note."""
+    with pytest.warns(UserWarning, match="10.00 bits on average, 6 were asked for"):
+        assert generate_mixed_precision_config({0: 0.3, 1: 0.01}, target_avg_bits=6) == {0: 16, 1: 4}
+    assert assign_precision({0: 0.01, 1: 0.02}, 6) == {0: 4, 1: 8}
+    modules = [Module(f"m{i}", i, 8, {"bf16": Choice(16, 16, 0), "int4": Choice(4, 4, 1)}) for i in range(2)]
+    assert "misses its target" in rule_plan(modules, {0: 0.3, 1: 0.01}, 6).note
+    with pytest.raises(InvalidInput, match=r"formats of \[8\] bits"):
+        rule_plan(modules, {0: 0.1, 1: 0.01}, 6)
+    with pytest.raises(InvalidInput, match="at least one layer"):
+        bits_by_rule({})
+
+
+def window(start: int, end: int, loss: float | None) -> dict[str, Any]:
+    return {"start_layer": start, "end_layer": end, "degradation": {"value": loss}}
+
+
+def test_windows_are_mapped_onto_layers() -> None:
+    """A layer has the mean loss of the windows that hold it; where one has none, there is no profile."""
+    run = {"model": {"blocks": 4}}
+    windows = [window(0, 1, 0.1), window(1, 2, 0.3), window(2, 3, 0.5)]
+    report = {"run": run, "layer_analysis": {"windows": windows}}
+    assert layer_sensitivity(report) == pytest.approx({0: 0.1, 1: 0.2, 2: 0.4, 3: 0.5})
+    assert layer_sensitivity({"run": run, "layer_analysis": {"windows": [*windows[:2], window(2, 3, None)]}}) == {}
+    assert layer_sensitivity({"run": run, "layer_analysis": None}) == {}

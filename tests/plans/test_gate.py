@@ -1,0 +1,149 @@
+"""The gate's decision on made-up numbers: regressions fail, noise does not, and a gate without power says so."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from noisescope.errors import InvalidInput
+from noisescope.plans.gate import checks, decide
+
+NUMBER = itertools.count()
+
+
+def section(
+    n: int = 50,
+    *,
+    factor: float = 1.0,
+    sd: float = 0.3,
+    seed: int = 0,
+    loss: float = 0.05,
+    clean: float = 0.96,
+    chance: float = 0.0,
+    names: list[str] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Log-normal divergences, as those of real models are, and an accuracy."""
+    draw = np.random.default_rng(seed)
+    dice = draw.random(n)
+    spread = draw.normal(0, sd, (3, n))
+    return {
+        "samples": names or [f"sample {next(NUMBER)}" for _ in range(n)],
+        "noise": "Gaussian(scale=0.05)",
+        "chance": chance,
+        "predicted_kl": {"gemm": [*(0.04 * factor * np.exp(spread[0]))], "softmax": [*(1e-3 * np.exp(spread[1]))]},
+        "kl": {"gemm": [*(0.05 * factor * np.exp(spread[2]))]},
+        "accuracy": {"clean": [*(dice < clean).astype(float)], "gemm": [*(dice < clean * (1 - loss)).astype(float)]},
+        "nonfinite": 0,
+        **more,
+    }
+
+
+def test_unchanged_models_hardly_ever_fail():
+    """Other samples of the same model fail in at most 5 of 100 re-runs, and are decided."""
+    verdicts = [decide(section(seed=2 * i), section(seed=2 * i + 1))["verdict"] for i in range(100)]
+    assert verdicts.count("fail") <= 5 and verdicts.count("pass") >= 95
+
+
+def test_twice_the_limit_is_caught():
+    """A model that diverges 1.4 times as far fails in at least 95 of 100 re-runs on other samples."""
+    results = [decide(section(seed=2 * i), section(seed=2 * i + 1, factor=1.4)) for i in range(100)]
+    assert sum(result["verdict"] == "fail" for result in results) >= 95
+    assert all(result["worst"]["operator"] == "gemm" for result in results if result["verdict"] == "fail")
+
+
+def test_a_large_difference_within_noise_is_no_regression():
+    """Ten samples with a wide spread: a ratio above the limit passes for nothing, and the gate says what it can see."""
+    before, after = section(10, sd=1.5), section(10, sd=1.5, seed=1, factor=1.5)
+    result = decide(before, after)
+    row = result["divergence"][0]
+    assert result["verdict"] == "undecided" and row["ratio"]["low"] < 1 < row["ratio"]["high"]
+    assert row["smallest_detectable"] > 1.4 and "could only have caught" in row["message"]
+
+
+def test_what_is_surely_better_passes_without_power():
+    """An interval that ends below the limit decides, however wide it is."""
+    result = decide(section(12, sd=0.8), section(12, sd=0.8, seed=1, factor=0.1))
+    row = result["divergence"][0]
+    assert row["smallest_detectable"] > 1.4 and row["ratio"]["high"] < 1.2 and row["verdict"] == "pass"
+
+
+def test_a_sure_difference_below_the_limit_passes():
+    """10 % worse, on the same samples, is seen for what it is and allowed."""
+    before = section()
+    after = {**before, "predicted_kl": {"gemm": [1.1 * kl for kl in before["predicted_kl"]["gemm"]]}, "kl": {}}
+    result = decide(before, after)
+    assert result["paired"] and result["verdict"] == "pass"
+    assert result["divergence"][0]["ratio"]["value"] == pytest.approx(1.1)
+    assert result["divergence"][0]["ratio"]["low"] > 1.05
+
+
+def test_the_same_samples_are_paired():
+    """A part of the baseline's samples, in another order, is compared pair by pair: sharper than other samples."""
+    before = section(60, sd=1.0)
+    part = list(range(40))[::-1]
+    after = section(40, names=[before["samples"][i] for i in part])
+    for measure in ("predicted_kl", "kl"):
+        after[measure] = {name: [1.3 * before[measure][name][i] for i in part] for name in before[measure]}
+    paired, apart = decide(before, after), decide(before, {**after, "samples": [f"other {i}" for i in part]})
+    assert paired["paired"] and not apart["paired"]
+    assert paired["verdict"] == "fail" and apart["verdict"] != "fail"
+    assert (
+        paired["divergence"][0]["ratio"]["value"] == pytest.approx(1.3) and paired["divergence"][0]["ratio"]["n"] == 40
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "limit", "verdict"), [(0.4, 0.15, "fail"), (0.2, 0.15, "undecided"), (0.02, 0.3, "pass")]
+)
+def test_the_absolute_limit_is_decided_with_the_interval(loss, limit, verdict):
+    """Surely over fails, surely under passes, and what the interval holds is not sure."""
+    result = decide(section(loss=loss, clean=1.0), section(seed=1, loss=loss, clean=1.0), max_degradation=limit)
+    (row,) = result["limits"]
+    assert row["verdict"] == verdict and result["max_degradation"] == row["degradation"]["value"]
+    assert result["verdict"] == ("fail" if verdict == "fail" else "pass")
+
+
+def test_a_model_at_chance_is_not_robust():
+    """What noise costs can't be measured there: undecided, never passed."""
+    (row,) = decide(section(), section(seed=1, clean=0.25, chance=0.25))["limits"]
+    assert row["degradation"]["value"] is None and row["verdict"] == "undecided" and "chance" in row["message"]
+
+
+def test_outputs_that_are_not_finite_fail():
+    """Where the baseline's were finite; samples without a KL are left out of the ratio and counted."""
+    broken = section(seed=1, nonfinite=3)
+    broken["kl"]["gemm"][:3] = [None] * 3
+    result = decide(section(), broken)
+    assert result["verdict"] == "fail" and result["finite"]["verdict"] == "fail"
+    assert result["divergence"][2]["left_out"] == 3
+    assert decide(section(nonfinite=1), broken)["finite"]["verdict"] == "pass"
+
+
+def test_a_baseline_near_zero_is_no_regression():
+    """Divergences below the floor of the arithmetic are all alike: no ratio is made of them."""
+    before, after = section(), section(seed=1)
+    before["kl"]["gemm"], after["kl"]["gemm"] = [0.0] * 50, [9e-11] * 50
+    assert decide(before, after)["divergence"][2]["ratio"]["value"] == 1.0
+    assert decide(before, after)["verdict"] == "pass"
+
+
+def test_accuracy_is_reported_with_its_power():
+    """A drop it could not have shown decides nothing, and the smallest that would have shown is there."""
+    result = decide(section(), section(seed=1, clean=0.9))
+    clean, noisy = result["accuracy"]
+    assert clean["under_noise_in"] == "clean" and noisy["under_noise_in"] == "gemm"
+    assert clean["difference"]["value"] < 0 and 0.05 < clean["smallest_detectable"] < 0.3
+    assert all(row["name"] and row["message"] for row in checks(result)) and len(checks(result)) == 5
+
+
+def test_strangers_are_refused():
+    """Another noise, or limits that are none."""
+    with pytest.raises(InvalidInput, match="noisescope diagnose"):
+        decide(section(), section(noise="Gaussian(scale=0.1)"))
+    for wrong in ({"worse_than": 0.2}, {"max_degradation": 15}):
+        with pytest.raises(InvalidInput, match="above 1 and between 0 and 1"):
+            decide(section(), section(), **wrong)

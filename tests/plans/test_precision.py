@@ -1,0 +1,157 @@
+"""Precision plans against brute force: as good as there is, within the budget, and quick."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noisescope.errors import InvalidInput
+from noisescope.plans.precision import (
+    Budget,
+    Choice,
+    Module,
+    modules_of,
+    optimal_plan,
+    plan_of,
+    random_plans,
+    uniform_plan,
+)
+
+BITS = {"int3": 3, "int4": 4, "int8": 8}
+
+
+def made_up(count: int, *, seed: int = 0, formats: dict[str, int] = BITS, blocks: int = 4) -> list[Module]:
+    """Modules whose costs fall with the bits, as rounding errors do, and differ a hundredfold."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        size, need = int(rng.integers(1, 9)) * 1000, 10.0 ** rng.uniform(-4, -2)
+        choices = {f: Choice(bits, bits + 0.25, need * 4.0 ** (4 - bits)) for f, bits in formats.items()}
+        found.append(Module(f"layers.{i % blocks}.linear{i}", i % blocks, size, choices))
+    return found
+
+
+def best_by_trying(modules: list[Module], average_bits: float) -> float:
+    weights = sum(m.parameters for m in modules)
+    costs = []
+    for names in itertools.product(BITS, repeat=len(modules)):
+        chosen = [m.choices[name] for m, name in zip(modules, names, strict=True)]
+        bits = sum(m.parameters * c.bits for m, c in zip(modules, chosen, strict=True)) / weights
+        if bits <= average_bits + 1e-9:
+            costs.append(sum(c.predicted_kl for c in chosen))
+    return min(costs)
+
+
+@given(st.integers(0, 1000), st.floats(3, 8))
+def test_no_assignment_is_better(seed: int, average_bits: float) -> None:
+    """Of all assignments within the budget, none has a lower predicted KL; the budget is kept."""
+    modules = made_up(5, seed=seed)
+    plan = optimal_plan(modules, Budget(average_bits))
+    assert plan.average_bits <= average_bits + 1e-6
+    assert plan.predicted_kl <= best_by_trying(modules, average_bits) * (1 + 1e-3)
+
+
+def test_more_bits_never_cost_more() -> None:
+    """A larger budget gives a plan that is at least as good; the smallest possible one is the smallest format."""
+    modules = made_up(40)
+    costs = [optimal_plan(modules, Budget(bits)).predicted_kl for bits in (3.0, 4.0, 5.0, 6.0, 8.0)]
+    assert costs == sorted(costs, reverse=True) and costs[0] > 10 * costs[-1]
+    assert set(optimal_plan(modules, Budget(3.0)).assignment.values()) == {"int3"}
+
+
+def test_size_and_latency_are_budgets_too() -> None:
+    """Megabytes count scales; milliseconds come from a table by module, or for a million weights."""
+    modules = made_up(12)
+    weights = sum(m.parameters for m in modules)
+    plan = optimal_plan(modules, Budget(megabytes=weights * 5.25 / 8e6))
+    assert plan.megabytes <= weights * 5.25 / 8e6 * (1 + 1e-6) and plan.average_bits == pytest.approx(5, abs=0.35)
+    table = {"*": {"int3": 3.0, "int4": 1.0, "int8": 2.0}, modules[0].name: {"int3": 9.0, "int4": 9.0, "int8": 0.0}}
+    quick = optimal_plan(modules, Budget(milliseconds=(weights - modules[0].parameters) / 1e6, latency=table))
+    assert quick.assignment[modules[0].name] == "int8"
+    assert {name for m, name in quick.assignment.items() if m != modules[0].name} == {"int4"}
+    both = optimal_plan(modules, Budget(4.0, milliseconds=2 * weights / 1e6, latency=table))
+    assert both.average_bits <= 4.0 + 1e-6
+
+
+def test_layers_share_a_format() -> None:
+    """With layer granularity a block has one format, at no lower cost than module by module."""
+    modules = made_up(28, blocks=4)
+    plan = optimal_plan(modules, Budget(5.0), granularity="layer")
+    for place in range(4):
+        assert len({plan.assignment[m.name] for m in modules if m.place == place}) == 1
+    assert plan.predicted_kl >= optimal_plan(modules, Budget(5.0)).predicted_kl and plan.average_bits <= 5.0 + 1e-6
+
+
+def test_three_hundred_modules_take_seconds() -> None:
+    """300 modules x 5 formats are solved in under 5 s."""
+    modules = made_up(300, formats={**BITS, "int5": 5, "bf16": 16}, blocks=30)
+    started = time.process_time()
+    plan = optimal_plan(modules, Budget(4.7))
+    assert time.process_time() - started < 5 and plan.note == "" and plan.average_bits <= 4.7 + 1e-6
+
+
+def test_random_plans_have_the_bits_of_the_plan() -> None:
+    """They are within 0.02, differ from each other, and a seed gives the same ones again."""
+    modules = made_up(100)
+    plans = random_plans(modules, 4.6, 32, seed=3)
+    assert all(abs(plan.average_bits - 4.6) <= 0.02 for plan in plans)
+    assert len({tuple(plan.assignment.values()) for plan in plans}) == 32
+    assert [p.assignment for p in random_plans(modules, 4.6, 32, seed=3)] == [p.assignment for p in plans]
+    assert optimal_plan(modules, Budget(4.6)).predicted_kl < 0.5 * np.median([p.predicted_kl for p in plans])
+
+
+def test_sums_of_a_plan() -> None:
+    """Averages are weighted by parameters, and a plan is JSON."""
+    modules = [
+        Module("a", 0, 3000, {"int4": Choice(4, 4.25, 0.5), "int8": Choice(8, 8.25, 0.1)}),
+        Module("b", 1, 1000, {"int4": Choice(4, 4.25, 0.2), "int8": Choice(8, 8.25, 0.0)}),
+    ]
+    plan = plan_of(modules, {"a": "int4", "b": "int8"}, "by hand")
+    assert (plan.average_bits, plan.effective_bits, plan.predicted_kl) == (5.0, 5.25, 0.5)
+    assert plan.megabytes == pytest.approx(4000 * 5.25 / 8e6) and plan.counts() == {"int4": 1, "int8": 1}
+    assert json.loads(json.dumps(plan.to_dict()))["assignment"] == {"a": "int4", "b": "int8"}
+    assert uniform_plan(modules, "int8").average_bits == 8.0
+
+
+def report(formats: dict[str, Any] | None = None) -> dict[str, Any]:
+    scores = {
+        name: {"bits": bits, "effective_bits": bits + 0.25, "predicted_kl": 0.1 / bits, "standard_error": None}
+        for name, bits in (formats or BITS).items()
+    }
+    return {"format_scores": {"n": 4, "modules": [{"module": "a", "place": 0, "parameters": 10, "formats": scores}]}}
+
+
+def test_modules_come_from_the_report() -> None:
+    """With the formats that are wanted."""
+    (module,) = modules_of(report(), ["int4", "int8"])
+    assert module == Module("a", 0, 10, {"int4": Choice(4, 4.25, 0.025), "int8": Choice(8, 8.25, 0.0125)})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: modules_of({}), "no format scores: run `noisescope diagnose`"),
+        (lambda: modules_of({"format_scores": {"modules": [], "error": "out of memory"}}), "out of memory"),
+        (lambda: modules_of(report(), ["int5"]), "'int5'"),
+        (lambda: modules_of(report(), []), "no format is left"),
+        (lambda: Budget(), "needs a limit"),
+        (lambda: Budget(-1.0), "above 0"),
+        (lambda: Budget(milliseconds=3.0), "needs both"),
+        (lambda: optimal_plan(made_up(4), Budget(2.0)), r"average_bits = 2 can't be reached.*3"),
+        (lambda: optimal_plan(made_up(4), Budget(5.0), granularity="block"), "granularity"),
+        (lambda: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": {"int3": 1}})), "no 'int4'"),
+        (lambda: random_plans(made_up(4), 9.0, 1), "can't average 9"),
+        (lambda: random_plans(made_up(1), 4.5, 1), "no random plan"),
+    ],
+)
+def test_mistakes_are_told(call: Any, words: str) -> None:
+    """What came, what is allowed, what to do."""
+    with pytest.raises(InvalidInput, match=words):
+        call()

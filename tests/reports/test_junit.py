@@ -1,0 +1,69 @@
+"""Checks as JUnit XML that other programs can read, and gates over time as curves."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from noisescope.errors import InvalidInput
+from noisescope.reports.document import Curve
+from noisescope.reports.figures import figure_of
+from noisescope.reports.junit import Case, to_junit, write_junit
+from noisescope.reports.trend import trend
+
+
+def test_verdicts_are_what_ci_shows():
+    """Failed is a failure, undecided is skipped, passed keeps its numbers in the output."""
+    cases = [Case("a", "pass", "x 1.0"), Case("b", "fail", "x 1.5"), Case("c", "undecided", "n = 2", 1.5)]
+    (suite,) = ET.fromstring(to_junit("gate", cases))
+    assert [suite.get(name) for name in ("tests", "failures", "skipped", "time")] == ["3", "1", "1", "1.500"]
+    found = {case.get("name"): case for case in suite}
+    assert found["a"].find("failure") is None and found["a"].findtext("system-out") == "x 1.0"
+    assert found["b"].find("failure").get("message") == "x 1.5"
+    assert found["c"].find("skipped").get("message") == "n = 2"
+    with pytest.raises(InvalidInput, match="verdict"):
+        Case("a", "maybe", "")
+
+
+@given(st.text(), st.text())
+def test_any_text_is_xml(name, message):
+    """Control characters, markup and foreign letters: what is written can be read."""
+    (suite,) = ET.fromstring(to_junit("s", [Case(name, "fail", message)]))
+    assert suite[0].find("failure") is not None
+
+
+def test_a_file_that_can_not_be_written(tmp_path):
+    """Folders are made; where that fails, one line says so."""
+    rows = [{"name": "a", "verdict": "pass", "message": "m"}]
+    assert ET.parse(write_junit(tmp_path / "new" / "x.xml", "s", rows)).getroot().tag == "testsuites"
+    with pytest.raises(InvalidInput, match="--junit"):
+        write_junit(tmp_path, "s", rows)
+
+
+def verdict(ratio, loss, step=None):
+    limits = [{"degradation": {"value": loss, "low": 0.0, "high": 0.5, "n": 50}}]
+    return {
+        "step": step,
+        "finished": "2026-01-01",
+        "verdict": "pass",
+        "worst": {"name": "predicted divergence: gemm", "ratio": {"value": ratio, "low": 0.9, "high": 1.4, "n": 50}},
+        "limits": limits if loss is not None else [],
+        "max_degradation": loss,
+        "worse_than": 1.2,
+        "max_degradation_allowed": 0.15,
+    }
+
+
+def test_the_trend_of_gates():
+    """Points at the steps, or in order; the limit is a line; what was not measured is left out."""
+    document = trend([verdict(1.0, 0.1, 500), verdict(1.3, None, 1000)])
+    ratios, losses = (block for block in document.sections[0].blocks if isinstance(block, Curve))
+    assert [(x, bar.cell.value) for x, bar in ratios.points] == [(500, 1.0), (1000, 1.3)] and ratios.limit == 1.2
+    assert [bar.cell.value for _, bar in losses.points] == [0.1, None] and losses.limit == 0.15
+    lines = figure_of(losses).axes[0].get_lines()
+    assert any(line.get_label() == "limit" and set(line.get_ydata()) == {0.15} for line in lines)
+    numbered = trend([verdict(1.0, 0.1)] * 3).sections[0].blocks[0]
+    assert isinstance(numbered, Curve) and [x for x, _ in numbered.points] == [1, 2, 3] and numbered.across == "gate"

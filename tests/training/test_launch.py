@@ -1,0 +1,77 @@
+"""Noise in spawned workers, by environment variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from noisescope.errors import InvalidInput, NothingInjected
+from noisescope.training import launch
+
+WORKER = """
+import json, torch
+from noisescope import noisy_ops
+from noisescope.testing import tiny_model
+model, tokens = tiny_model("llama"), torch.arange(1, 13).reshape(2, 6)
+with torch.no_grad():
+    clean = model(tokens).logits.sum().item()
+before = noisy_ops.get_injection_stats()["total_forward"]
+loss = model(tokens, labels=tokens).loss
+loss.backward()
+print(json.dumps([clean, before, loss.item()]))
+"""
+
+
+def worker(rank: int, variables: dict[str, str]) -> list[float]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NOISESCOPE", "VERL"))}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER], env={**clean, **variables, "RANK": str(rank)}, check=True, capture_output=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_workers_differ_and_are_confirmed(tmp_path: Path) -> None:
+    """Two ranks start from the same clean model, train under different noise, and both are counted."""
+    variables = launch.environment(0.1, seed=3, tally=tmp_path, phases=("forward",))
+    first, second = (worker(rank, variables) for rank in range(2))
+    assert first[0] == second[0] and first[1] == second[1] == 0  # nothing fell without gradients
+    assert first[2] != second[2]
+    assert [counts["forward"] for counts in launch.confirm(tmp_path, workers=2).values()] == [19, 19]
+    with pytest.raises(NothingInjected, match="2 of 3 workers"):
+        launch.confirm(tmp_path, workers=3)
+
+
+def test_variables_say_what_was_asked() -> None:
+    """Phases, operators, seed and folder become variables that noisy_ops reads."""
+    found = launch.environment(0.02, phases={"backward"}, operators=["rms_norm", "softmax"], seed=7, tally="x")
+    assert found["NOISESCOPE_BACKWARD_ONLY"] == "1" and "NOISESCOPE_FORWARD_ONLY" not in found
+    assert found["NOISESCOPE_OPERATORS"] == "norm,softmax" and found["NOISESCOPE_SEED"] == "7"
+    assert float(found["NOISESCOPE_SCALE"]) == 0.02 and Path(found["NOISESCOPE_TALLY"]).is_absolute()
+    assert launch.environment(without_gradients=True)["NOISESCOPE_TRAINING_ONLY"] == "0"
+    with pytest.raises(InvalidInput, match="unknown phase"):
+        launch.environment(phases=["sideways"])
+
+
+def test_confirm_says_who_is_missing(tmp_path: Path) -> None:
+    """Too few workers, silent ones, and several with one rank are told apart."""
+
+    def write(name: str, rank: int, forward: int) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rank": rank, "forward": forward, "backward": 0}))
+
+    write("rank0-1", 0, 5)
+    with pytest.raises(NothingInjected, match="1 of 2 workers report"):
+        launch.confirm(tmp_path, workers=2)
+    write("rank1-2", 1, 0)
+    with pytest.raises(NothingInjected, match="rank1-2 injected nothing"):
+        launch.confirm(tmp_path, workers=2)
+    write("rank1-2", 0, 5)
+    with pytest.raises(InvalidInput, match="same rank"):
+        launch.confirm(tmp_path, workers=2)
+    write("rank1-2", 1, 5)
+    assert launch.confirm(tmp_path, workers=2)["rank1-2"]["forward"] == 5
