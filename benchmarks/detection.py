@@ -1,12 +1,14 @@
 """Self-benchmark of fault finding: a blind grid of simulated faults with healthy controls among them.
 
     python benchmarks/detection.py --quick --dtypes float32                       # 1 cell in 20, demo model
-    python benchmarks/detection.py --models demo,SMOLLM2_FOLDER --methods audit,relations,scans,srdd --tag v1 \\
-        --json results/detection.json
+    python benchmarks/detection.py --cells 200 --parts notes,operators --tag v1   # 200 faults of each part
+    python benchmarks/detection.py --models demo,tiny,SMOLLM2_FOLDER --parts control --cells 300 --tag v1
+    python benchmarks/detection.py --models demo,SMOLLM2_FOLDER --methods audit,relations,scans,srdd --tag v1  # all
+    python benchmarks/detection.py --stored --tag v1 --json results/detection.json
 
 The cells are those of detection_grid.py, in an order shuffled once. A locator gets the model with the fault's scope
 open, tokens and a seed, never the cell. Runs are kept in --store (JSONL, keyed by cell, method and --tag): the same
-command goes on where it stopped. --quick, --limit, --seconds and the filters leave cells out and change nothing else.
+command goes on where it stopped. --quick, --cells, --limit, --seconds and the filters leave cells out, nothing else.
 
 A fault's effect is measured apart, at its operator, on the tokens that the locator gets. Faults of an effect over 4 ulp
 anywhere, or whose signed mean or rms is significant, count for the targets; those that changed nothing are no-ops and
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 from detection_effect import effect_of, windows
-from detection_grid import DTYPES, Cell, classes, grid, is_quick
+from detection_grid import DTYPES, Cell, classes, grid, is_quick, sample
 from detection_tables import Row, failures, show, show_failures, summary
 
 import noisescope as ns
@@ -41,7 +43,7 @@ from noisescope.testing import MODELS as TINY
 
 Locator = Callable[[Subject, Any, int], Verdict]  # of the model, token batches (None: built-in text) and a seed
 METHODS = ("audit", "relations", "relations_weights", "scans", "srdd", "auto")
-ZOO = "tiny"  # controls on tiny models of every architecture
+ZOO = "tiny"  # controls on tiny models of every architecture that takes tokens
 
 
 def locators(names: list[str]) -> dict[str, Locator]:
@@ -199,7 +201,8 @@ def chosen(options: argparse.Namespace) -> list[Cell]:
     """The cells that the options leave."""
     models = [name for name in options.models.split(",") if name != ZOO]
     anatomies = {name: outline(name).anatomy for name in models}
-    cells = grid(anatomies, tiny=TINY if ZOO in options.models.split(",") else ())
+    zoo = [name for name in TINY if name != "transformer_encoder"]
+    cells = grid(anatomies, tiny=zoo if ZOO in options.models.split(",") else ())
     families = options.families.split(",") if options.families else []
     for name in families:
         if name not in FAMILIES:
@@ -212,6 +215,7 @@ def chosen(options: argparse.Namespace) -> list[Cell]:
         and (not families or cell.fault is None or cell.fault.family in families)
         and (not options.quick or is_quick(cell))
     ]
+    left = left if options.cells is None else sample(left, options.cells)
     return left[: options.limit]
 
 
@@ -223,17 +227,23 @@ def main() -> None:
     parser.add_argument("--families", help="only these, and controls")
     parser.add_argument("--parts", help="of notes, operators, control")
     parser.add_argument("--quick", action="store_true", help="a fixed subset of the cells")
+    parser.add_argument("--cells", type=int, help="at most so many of each part, spread over the part's axes")
     parser.add_argument("--limit", type=int, help="only the first cells")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of processor time, then print what there is")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tag", default="dev", help="version of the code: rows of another tag are run again")
     parser.add_argument("--store", type=Path, default=Path("scratch/detection.jsonl"))
+    parser.add_argument("--stored", action="store_true", help="tally the store's runs of this tag, run nothing")
     parser.add_argument("--failures", type=int, default=0, help="print so many of them in full")
     parser.add_argument("--json", type=Path, help="summary and rows")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
+    if options.stored:
+        rows = [row for row in read(options.store).values() if row["tag"] == options.tag]
+        _conclude(rows, list(dict.fromkeys(row["method"] for row in rows)), options)
+        return
     methods = locators(options.methods.split(","))
     cells = chosen(options)
     loaded: dict[tuple[str, str], Subject] = {}
@@ -244,15 +254,21 @@ def main() -> None:
         return loaded[model, dtype]
 
     rows = run(cells, methods, options.store, options.tag, load, seconds=options.seconds)
+    print(f"{len(rows)} of {len(cells) * len(methods)} runs")
+    _conclude(rows, list(methods), options)
+
+
+def _conclude(rows: list[Row], methods: list[str], options: argparse.Namespace) -> None:
     machine = torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine()
-    print(f"torch {torch.__version__}, {machine}; {len(rows)} of {len(cells) * len(methods)} runs, tag {options.tag}")
+    print(f"torch {torch.__version__}, {machine}; {len(rows)} runs, tag {options.tag}")
     found = [summary(rows, name) for name in methods]
     for each in found:
         show(each)
-    show_failures(failures(rows), options.failures)
+    bad = failures(rows)
+    show_failures(bad, options.failures)
     if options.json:
-        head = {"torch": torch.__version__, "machine": machine, "tag": options.tag, "cells": len(cells)}
-        options.json.write_text(json.dumps({**head, "summaries": found, "rows": rows}, indent=1))
+        head = {"torch": torch.__version__, "machine": machine, "tag": options.tag, "runs": len(rows)}
+        options.json.write_text(json.dumps({**head, "summaries": found, "failures": bad}, indent=1))
 
 
 if __name__ == "__main__":

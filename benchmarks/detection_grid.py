@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ PROMPTS = 10**6
 REPEATS = 3  # blocks on which a family of one operator is tried with the same settings
 
 Settings = dict[str, Any]
+Axis = Callable[[Any], Any]  # what a cell has on one axis of the grid
 
 _SHARES: list[Settings] = [{"magnitude": m} for m in (0.01, 0.05, 0.1, 0.3)]
 _GAINS: list[Settings] = [{"magnitude": m} for m in (0.001, 0.003, 0.01, 0.1)]
@@ -154,6 +155,34 @@ def grid(models: dict[str, Anatomy], dtypes: Iterable[str] = DTYPES, *, tiny: It
 def is_quick(cell: Cell) -> bool:
     """Whether a cell is of the small grid: a fixed share of the whole, chosen by hash."""
     return int(_hash("quick", cell.id), 16) % QUICK == 0
+
+
+def sample(cells: list[Cell], count: int) -> list[Cell]:
+    """At most `count` cells of each part, spread evenly over what the part varies, always the same ones.
+
+    Operators: every family and dtype takes turns, within them the operators, then blocks and sizes by hash. Notes:
+    every family, density and size takes turns, within them dtypes. Controls: models, within them dtypes.
+    """
+    axes: dict[str, tuple[Axis, ...]] = {
+        "operators": (lambda c: (c.fault.family, c.dtype), lambda c: c.where.operator),
+        "notes": (lambda c: (c.fault.family, c.density, c.severity), lambda c: c.dtype),
+        "control": (lambda c: c.model, lambda c: c.dtype),
+    }
+    chosen = []
+    for part, by in axes.items():
+        chosen += _in_turn([cell for cell in cells if cell.part == part], by)[:count]
+    return sorted(chosen, key=lambda cell: _hash("order", cell.id))
+
+
+def _in_turn(cells: list[Cell], axes: tuple[Axis, ...]) -> list[Cell]:
+    """The groups of the first axis take turns, each in the order that the other axes give it."""
+    if not axes:
+        return cells
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(axes[0](cell), []).append(cell)
+    turns = itertools.zip_longest(*(_in_turn(group, axes[1:]) for group in groups.values()))
+    return [cell for turn in turns for cell in turn if cell is not None]
 
 
 def positions(anatomy: Anatomy) -> list[Position]:

@@ -90,7 +90,7 @@ def summary(rows: list[Row], method: str) -> Row:
     """Everything about one method."""
     mine = [row for row in rows if row["method"] == method]
     parts = split(mine)
-    faults, controls = parts["fault"], parts["control"]
+    faults, controls = parts["fault"], [row for row in parts["control"] if not row["error"]]
     alarms = sum(row["alarm"] for row in controls)
     undecided = sum(row["verdict"] == "undecided" for row in controls)
     acting = faults + parts["small"]

@@ -1,0 +1,123 @@
+"""What `locate` costs, and what it says of a healthy device: this one, in three number formats.
+
+    python benchmarks/locate.py --device cuda --passport results/passport_cpu.json --json results/locate_h200.json
+
+Healthy runs differ in model, dtype and prompts; each must come out "healthy". Costs are of `auto` on Qwen2.5-1.5B's
+shape (random weights: what is timed and checked is arithmetic) on a GPU, on the model of --model otherwise. Passports
+are taken here and, with --passport, compared with another device's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import noisescope as ns
+from diagnosis import qwen
+from noisescope.locators.passport import take_passport
+from noisescope.locators.passport_diff import diff, say
+from noisescope.locators.passport_file import read_passport, write_passport
+from noisescope.testing import tiny_model
+
+DTYPES = ("float32", "bfloat16", "float16")
+TINY = ("llama", "gpt2", "mixtral", "gemma2", "gpt_neox", "opt")
+
+
+def subjects(device: str) -> dict[str, Any]:
+    """Healthy models by name: the bundled one, and small ones of other architectures."""
+    found: dict[str, Any] = {f"demo {dtype}": ns.load("demo", device=device, dtype=dtype) for dtype in DTYPES}
+    for kind in TINY:
+        for dtype in DTYPES:
+            model = tiny_model(kind, layers=4).to(device, getattr(torch, dtype)).eval()
+            found[f"{kind} {dtype}"] = ns.wrap(model)
+    return found
+
+
+def healthy_runs(device: str, method: str, seeds: int) -> dict[str, Any]:
+    """Verdicts of healthy models; every alarm with its reason."""
+    verdicts: Counter[str] = Counter()
+    alarms: list[dict[str, Any]] = []
+    for name, subject in subjects(device).items():
+        for seed in range(seeds):
+            verdict = ns.locate(subject, method=method, seed=seed)
+            verdicts[verdict.verdict] += 1
+            if verdict.verdict != "healthy":
+                alarms.append({"model": name, "seed": seed, "verdict": verdict.verdict, "why": _why(verdict)})
+    return {"method": method, "n": sum(verdicts.values()), **verdicts, "alarms": alarms}
+
+
+def _why(verdict: Any) -> str:
+    first = verdict.suspects[0] if verdict.suspects else None
+    return " ".join(verdict.notes) if first is None else f"{first.site}: {first.fault_class}: {first.evidence}"
+
+
+def cost(subject: ns.Subject, name: str, dtype: str) -> dict[str, Any]:
+    """Seconds and forward-equivalents of `auto`, the second time it is asked."""
+    ns.locate(subject, seed=1)
+    start = time.perf_counter()
+    verdict = ns.locate(subject)
+    return {
+        "model": name,
+        "dtype": dtype,
+        "layers": len(subject.anatomy.blocks),
+        "seconds": time.perf_counter() - start,
+        "forwards": verdict.forwards,
+        "verdict": verdict.verdict,
+        "why": "" if verdict.verdict == "healthy" else _why(verdict),
+    }
+
+
+def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
+    if options.device == "cpu":
+        return [cost(ns.load(options.model, dtype="bfloat16"), Path(options.model).name, "bfloat16")]
+    found = []
+    for dtype in DTYPES:
+        subject = qwen(options.device)
+        subject.model.to(getattr(torch, dtype))
+        found.append(cost(ns.wrap(subject.model), "Qwen2.5-1.5B's shape", dtype))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="demo", help="whose cost is measured on a CPU")
+    parser.add_argument("--seeds", type=int, default=10, help="prompts of each healthy model")
+    parser.add_argument("--methods", default="auto", help="with commas")
+    parser.add_argument("--passport", type=Path, help="another device's passport, to compare with")
+    parser.add_argument("--save-passport", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    name = torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.processor() or "CPU"
+    results: dict[str, Any] = {
+        "machine": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "costs": costs(options),
+    }
+    print(json.dumps(results["costs"], indent=1), flush=True)
+    results["healthy"] = [healthy_runs(options.device, method, options.seeds) for method in options.methods.split(",")]
+    print(json.dumps(results["healthy"], indent=1), flush=True)
+    passport = take_passport(options.device)
+    if options.save_passport:
+        write_passport(passport, options.save_passport)
+    if options.passport:
+        results["passport_difference"] = say(diff(read_passport(options.passport), passport)).splitlines()
+        print("\n".join(results["passport_difference"]))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
