@@ -11,23 +11,21 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from noisescope.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit, dissect
+from noisescope.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.errors import InvalidInput
 from noisescope.locators.inputs import Batch, batches_for
 from noisescope.locators.ledger import Ledger
+from noisescope.locators.prompts import evaluating, parts_of
 from noisescope.locators.recompute import first_tensor, host_arithmetic
 from noisescope.locators.residuals import Recorder
 from noisescope.locators.verdict import Verdict
 from noisescope.model import Subject
 from noisescope.probe.aims import CallWatcher, Context
-from noisescope.probe.door import Door, unwrap
+from noisescope.probe.door import Door
 
 PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
 FUSED = "attention"
@@ -47,12 +45,12 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
     """
     if rows < 2:
         raise InvalidInput(f"rows must be at least 2, got {rows}")
-    model, tokenizer, anatomy = _parts_of(subject)
+    model, tokenizer, anatomy = parts_of(subject)
     ledger = Ledger(anatomy, rows=rows, seed=seed)
     if model is not getattr(subject, "model", subject):
         ledger.remarks.append("a compiled model is looked at as it runs uncompiled: its own fused kernels are not seen")
     batches = batches_for(model, tokenizer, inputs, seed)
-    with _evaluating(model):
+    with evaluating(model):
         every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         for number, batch in enumerate(batches):
             opened = every if number % 2 else frozenset[str]()
@@ -65,26 +63,6 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         if inside:  # was it old data of the first batch? Only these are opened, so that all before them is as it was
             _run(ledger, model, anatomy, batches[0], 0, opened=inside)
     return ledger.verdict()
-
-
-def _parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
-    if isinstance(subject, Subject):
-        return unwrap(subject.model), subject.tokenizer, subject.anatomy
-    return unwrap(subject), None, dissect(subject)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, each module back in its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _run(
