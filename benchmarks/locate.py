@@ -65,7 +65,7 @@ def cost(subject: ns.Subject, name: str, dtype: str) -> dict[str, Any]:
     ns.locate(subject, seed=1)
     start = time.perf_counter()
     verdict = ns.locate(subject)
-    return {
+    found = {
         "model": name,
         "dtype": dtype,
         "layers": len(subject.anatomy.blocks),
@@ -74,6 +74,8 @@ def cost(subject: ns.Subject, name: str, dtype: str) -> dict[str, Any]:
         "verdict": verdict.verdict,
         "why": "" if verdict.verdict == "healthy" else _why(verdict),
     }
+    print(json.dumps(found), flush=True)
+    return found
 
 
 def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -106,7 +108,6 @@ def main() -> None:
         "transformers": transformers.__version__,
         "costs": costs(options),
     }
-    print(json.dumps(results["costs"], indent=1), flush=True)
     results["healthy"] = [healthy_runs(options.device, method, options.seeds) for method in options.methods.split(",")]
     print(json.dumps(results["healthy"], indent=1), flush=True)
     passport = take_passport(options.device)

@@ -110,21 +110,22 @@ def main() -> None:
         logits = model(tokens, use_cache=False).logits[:, :-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
-    tables = []
+    result = {"machine": machine, "torch": torch.__version__, "transformers": transformers.__version__}
+    tables: list[dict[str, Any]] = []
+
+    def tell(title: str, rows: list[dict[str, Any]], targets: dict[str, float]) -> None:
+        show(title, rows, targets)
+        tables.append({"case": title, "rows": rows})
+        if options.json:
+            options.json.write_text(json.dumps({**result, "tables": tables}, indent=1) + "\n", "utf-8")
+
     if cuda:
         title = "Qwen2.5-1.5B's shape, bfloat16, 8 x 512, forward and backward, CUDA-graph replay"
-        rows = replay(model, step, options.pairs)
-        show(title, rows, TARGETS)
-        tables.append({"case": title, "rows": rows})
+        tell(title, replay(model, step, options.pairs), TARGETS)
         title, seconds = "the same, eager, with at(step) (no target)", _sync
     else:
         title, seconds = "the bundled model, float32, 8 x 64, forward and backward (no target)", host_seconds
-    rows = eager(model, step, seconds, options.pairs)
-    show(title, rows, {})
-    tables.append({"case": title, "rows": rows})
-    if options.json:
-        result = {"machine": machine, "torch": torch.__version__, "transformers": transformers.__version__}
-        options.json.write_text(json.dumps({**result, "tables": tables}, indent=1) + "\n", "utf-8")
+    tell(title, eager(model, step, seconds, options.pairs), {})
 
 
 if __name__ == "__main__":

@@ -108,6 +108,10 @@ def test_what_is_no_record_is_refused(copy, tmp_path):
     rewritten(copy, version=1, sites=None)
     with pytest.raises(InvalidInput, match="'sites' is missing"):
         read_record(copy)
+    for part in ({"sites": [{"operator": "linear"}]}, {"sites": [], "batches": [{"first": 0, "files": [{}]}]}):
+        rewritten(copy, **part)
+        with pytest.raises(InvalidInput, match=r"record.json is damaged"):
+            read_record(copy)
     rewritten(copy, format="another")
     with pytest.raises(InvalidInput, match="is no record of noisescope"):
         read_record(copy)

@@ -108,21 +108,21 @@ def read_record(path: str | Path) -> Record:
     """A record from its folder; refused with the reason where it is broken, unfinished or of another version."""
     folder = Path(path)
     about = _about(folder)
-    sites = tuple(Site(**facts) for facts in about["sites"])
-    batches = tuple(_batch(folder, one) for one in about["batches"])
-    prompts = tuple(tuple(prompt) for prompt in about["prompts"])
-    model, sketch = about["model"], about["sketch"]
-    return Record(
-        str(folder),
-        str(model.get("fingerprint", "")),
-        str(model.get("architecture", "")),
-        about["dtype"],
-        prompts,
-        sites,
-        batches,
-        (sketch["seed"], sketch["version"]),
-        about,
-    )
+    try:
+        model, sketch = about["model"], about["sketch"]
+        return Record(
+            str(folder),
+            str(model.get("fingerprint", "")),
+            str(model.get("architecture", "")),
+            about["dtype"],
+            tuple(tuple(prompt) for prompt in about["prompts"]),
+            tuple(Site(**facts) for facts in about["sites"]),
+            tuple(_batch(folder, one) for one in about["batches"]),
+            (sketch["seed"], sketch["version"]),
+            about,
+        )
+    except (KeyError, TypeError) as error:
+        raise InvalidInput(f"{folder / 'record.json'} is damaged ({error!r}): copy it again, or record again") from None
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -150,16 +150,17 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def _batch(folder: Path, facts: dict[str, Any]) -> Batch:
+    told = [(folder / one["name"], one["bytes"], one["sha256"]) for one in facts["files"]]
     files: list[TensorFile] = []
 
     def read(name: str) -> Numbers | None:
         if not files:  # checksums are looked at when the first tensor is wanted, once
-            files.extend(TensorFile(folder / one["name"], one["bytes"], one["sha256"]) for one in facts["files"])
+            files.extend(TensorFile(*one) for one in told)
         return next((found for file in files if (found := file.read(name)) is not None), None)
 
-    for one in facts["files"]:
-        if not (folder / one["name"]).is_file():
-            raise InvalidInput(f"{folder} lacks {one['name']}: copy the whole folder again, or record again")
+    for path, _, _ in told:
+        if not path.is_file():
+            raise InvalidInput(f"{folder} lacks {path.name}: copy the whole folder again, or record again")
     return Batch(facts["first"], facts["count"], facts["length"], read)
 
 
