@@ -113,6 +113,24 @@ def test_a_model_at_chance_is_not_robust():
     assert row["degradation"]["value"] is None and row["verdict"] == "undecided" and "chance" in row["message"]
 
 
+def test_a_model_that_answers_nothing_fails():
+    """However little noise changes what it says; a drop that may be chance does not."""
+    result = decide(section(), section(seed=1, clean=0.0))
+    assert result["verdict"] == "fail" and result["clean_score"]["verdict"] == "fail"
+    assert "0.0 % now" in result["clean_score"]["message"]
+    assert decide(section(), section(seed=1, clean=0.9))["clean_score"]["verdict"] == "pass"
+    assert decide(section(clean=0.0), section(seed=1))["clean_score"]["verdict"] == "undecided"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_handful_of_samples_has_no_power(n):
+    """What it says that it would have caught is no smaller than what it catches."""
+    result = decide(section(n), section(n, seed=1))
+    assert result["verdict"] == "undecided"
+    caught = result["divergence"][0]["smallest_detectable"]
+    assert caught is None or caught > 1.4
+
+
 def test_outputs_that_are_not_finite_fail():
     """Where the baseline's were finite; samples without a KL are left out of the ratio and counted."""
     broken = section(seed=1, nonfinite=3)
@@ -137,7 +155,7 @@ def test_accuracy_is_reported_with_its_power():
     clean, noisy = result["accuracy"]
     assert clean["under_noise_in"] == "clean" and noisy["under_noise_in"] == "gemm"
     assert clean["difference"]["value"] < 0 and 0.05 < clean["smallest_detectable"] < 0.3
-    assert all(row["name"] and row["message"] for row in checks(result)) and len(checks(result)) == 5
+    assert all(row["name"] and row["message"] for row in checks(result)) and len(checks(result)) == 6
 
 
 def test_strangers_are_refused():

@@ -37,7 +37,11 @@ def report(**changed: Any) -> dict[str, Any]:
     captured["layers.2.mlp"] = module(2, "linear", "HIGH", 30.0)
     captured["layers.5 (residual)"] = module(5, "residual", "CRITICAL", 900.0)
     return {
-        "run": {"model": {"source": "my models/llama"}, "data": {"source": "gsm8k.jsonl"}},
+        "run": {
+            "model": {"source": "my models/llama"},
+            "data": {"source": "gsm8k.jsonl"},
+            "conditions": {"dtype": "bfloat16"},
+        },
         "executive_summary": {
             "avalanche_points": [
                 {"start": 9, "end": 11, "common": [10, 10], "degradation": 0.25, "layer_range": "L9-11"}
@@ -89,8 +93,12 @@ def test_commands_are_commands():
     records, compares = ([c for c in commands if c[1] == name] for name in ("record", "compare"))
     assert [c[2] for c in records] == ["my models/llama"] * 2 and all("gsm8k.jsonl" in c for c in records)
     assert {c[c.index("-o") + 1] for c in records} == set(compares[0][2:4])
-    assert [c[c.index("--layers") + 1] for c in compares] == ["1,10", "2,3,6,9,11"]
-    assert [c[c.index("--max-mape") + 1] for c in compares] == ["0.05", "0.1"] and "my out/report.json" in compares[0]
+    assert "my out/report.json" in compares[0] and "--layers" not in compares[0]
+    assert [c[c.index("--layers") + 1] for c in compares[1:]] == ["1,10", "2,3,6,9,11"]
+    assert [c[c.index("--max-mape") + 1] for c in compares[1:]] == ["0.05", "0.1"]
+    # MAPE needs whole tensors of every layer it is asked for, and one dtype on both machines
+    assert all(c[c.index("--full-layers") + 1] == "1,2,3,6,9,10,11" for c in records)
+    assert all(c[c.index("--dtype") + 1] == "bfloat16" for c in records)
 
 
 def test_predictions_say_what_they_are():

@@ -6,6 +6,9 @@ the limit (1.2) and its interval leaves 1 out: a difference within noise is no r
 for all rows together (Bonferroni). Where a ratio of twice the limit (1.4) could have been missed, and the interval does
 not rule it out either, the row is undecided: a gate without power says so.
 
+Two limits are absolute, and fail a model that is surely beyond: what noise may cost of its score, and what the score
+without noise may have lost since the baseline.
+
 Samples that both measured are compared pair by pair, others as two independent sets.
 """
 
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from noisescope.findings import LIMITS, percent
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
 MEASURES = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
 POWER = 0.8  # of what a row says that it would have caught
+_HOPELESS = math.log(1000)  # a ratio that nobody needs statistics for
 Section = Mapping[str, Any]
 Pairs = tuple[list[int], list[int]] | None  # the places of the same samples on both sides; None: other samples
 
@@ -51,10 +54,10 @@ def decide(
     ]
     limits = _limits(candidate, max_degradation)
     scores = [name for name in candidate["accuracy"] if name in baseline["accuracy"]]
-    finite = _finite(baseline, candidate)
+    finite, kept = _finite(baseline, candidate), _clean_score(baseline, candidate, pairs, max_degradation)
     losses = [row["degradation"]["value"] for row in limits if row["degradation"]["value"] is not None]
     return {
-        "verdict": _overall(divergence, [*divergence, *limits, finite]),
+        "verdict": _overall(divergence, [*divergence, *limits, finite, kept]),
         "worse_than": worse_than,
         "max_degradation_allowed": max_degradation,
         "max_degradation": max(losses, default=None),
@@ -64,13 +67,14 @@ def decide(
         "divergence": divergence,
         "limits": limits,
         "finite": finite,
+        "clean_score": kept,
         "accuracy": [_accuracy(baseline, candidate, name, pairs) for name in scores],
     }
 
 
 def checks(decided: Row) -> list[Row]:
     """All that was decided, each with its name, verdict and message."""
-    return [*decided["divergence"], *decided["limits"], decided["finite"]]
+    return [*decided["divergence"], *decided["limits"], decided["finite"], decided["clean_score"]]
 
 
 def _overall(divergence: list[Row], decided: list[Row]) -> str:
@@ -141,21 +145,21 @@ def _divergence(
         return {**row, "ratio": nothing, "smallest_detectable": None, "verdict": UNDECIDED, "message": told}
     level = stats.simultaneous_level(looks)
     shift = stats.trimmed_shift(u, v, paired=pairs is not None)
-    change, smallest = shift.estimate(level).to_dict(), shift.smallest_detectable(level, POWER)
+    change = shift.estimate(level).to_dict()
     row["baseline"], row["candidate"] = float(np.exp(np.median(u))), float(np.exp(np.median(v)))
     row["ratio"] = {**change, **{end: _exp(change[end]) for end in ("value", "low", "high")}}
-    row["smallest_detectable"] = None if smallest is None else _caught(smallest, looks, worse_than)
+    row["smallest_detectable"] = _caught(shift, level, worse_than)
     row["verdict"] = _verdict(row["ratio"], row["smallest_detectable"], worse_than)
     row["message"] = _told(row, worse_than)
     return row
 
 
-def _caught(smallest: float, looks: int, worse_than: float) -> float:
-    """The ratio found with POWER: its interval must leave 1 out (`smallest`, of log KL), and it must pass the limit."""
-    normal = NormalDist()
-    z_power = normal.inv_cdf(POWER)
-    error = smallest / (normal.inv_cdf((1 + stats.simultaneous_level(looks)) / 2) + z_power)
-    return max(math.exp(smallest), worse_than * math.exp(z_power * error))
+def _caught(shift: stats.Shift, level: float, worse_than: float) -> float | None:
+    """The ratio found with POWER: its interval must leave 1 out, and it must pass the limit. None: hardly any."""
+    smallest = shift.smallest_detectable(level, POWER)
+    if smallest is None or smallest > _HOPELESS:
+        return None
+    return max(math.exp(smallest), worse_than * math.exp(shift.excess(POWER)))
 
 
 def _verdict(ratio: Row, caught: float | None, worse_than: float) -> str:
@@ -185,8 +189,23 @@ def _limits(candidate: Section, limit: float) -> list[Row]:
     return rows
 
 
+def _clean_score(baseline: Section, candidate: Section, pairs: Pairs, limit: float) -> Row:
+    """Without noise: a model that surely lost more than the limit of what its baseline scored fails, robust or not.
+
+    The divergence of a model that answers nothing right may be small. Short of that, the score does not decide.
+    """
+    found = _accuracy(baseline, candidate, CLEAN, pairs)
+    before, change = found["baseline"]["value"], found["difference"]
+    row: Row = {"name": "score without noise", "limit": limit}
+    if not before or change["high"] is None:
+        return {**row, "verdict": UNDECIDED, "message": f"the change of the score is {stats.NOT_MEASURABLE}"}
+    row["verdict"] = FAIL if change["high"] < -limit * before else PASS
+    told = f"{percent(before)} before, {percent(found['candidate']['value'])} now"
+    return {**row, "message": f"{told}; fails where surely more than {limit:.0%} of it is lost"}
+
+
 def _accuracy(baseline: Section, candidate: Section, name: str, pairs: Pairs) -> Row:
-    """The metric on both sides: reported with the smallest drop it could have shown, never decided by."""
+    """The metric on both sides, with the smallest drop it could have shown."""
     x, y = (_values(section, "accuracy", name) for section in (baseline, candidate))
     if pairs is None:
         change = unpaired(x, y).to_dict()

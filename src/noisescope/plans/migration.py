@@ -136,17 +136,25 @@ def _commands(report: Report, priorities: Sequence[Row], path: str, device: str)
     run = report["run"]
     model, source = shlex.quote(run["model"]["source"]), run["data"]["source"]
     data = "" if source in ("demo", "built-in text", "tokenised batches") else f" --data {shlex.quote(source)}"
-    first, second = (",".join(map(str, sorted(entry["layers"]))) for entry in priorities[:2])
-    whole = f" --full-layers {first}" if first else ""
-    record = f"noisescope record {model}{data}{whole}"
+    first, second = (sorted(entry["layers"]) for entry in priorities[:2])
+    whole = f" --full-layers {_listed(sorted(first + second))}" if first or second else ""
+    dtype = f"--dtype {run['conditions']['dtype']}"  # the same on both machines, whatever each would choose
     here, there, both = "the machine that is right", "the new machine", "either machine, with both records"
+    record = f"noisescope record {model}{data} {dtype}{whole}"
     yield {"where": here, "command": f"{record} -o {REFERENCE}"}
     yield {"where": there, "command": f"{record} --device {device} -o {TARGET}"}
     report_path = shlex.quote(path)
+    compare = f"noisescope compare {REFERENCE} {TARGET}"
+    yield {"where": f"{both}: everything", "command": f"{compare} --sensitivity {report_path}"}
     for layers, limit in ((first, "migration_mape"), (second, "migration_mape_second")):
         if layers:
-            asked = f"--layers {layers} --max-mape {LIMITS[limit]:g} --sensitivity {report_path}"
-            yield {"where": both, "command": f"noisescope compare {REFERENCE} {TARGET} {asked}"}
-    yield {"where": f"{there}, where a comparison fails", "command": f"noisescope locate {model} --device {device}"}
+            asked = f"--layers {_listed(layers)} --max-mape {LIMITS[limit]:g}"
+            yield {"where": both, "command": f"{compare} {asked}"}
+    locate = f"noisescope locate {model} {dtype} --device {device}"
+    yield {"where": f"{there}, where a comparison fails", "command": locate}
     tests = f"noisescope plan fault-tests {report_path} --run"
     yield {"where": "either machine: what the weakest places stand", "command": tests}
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ",".join(map(str, layers))

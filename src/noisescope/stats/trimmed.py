@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 from scipy import special
@@ -37,13 +36,19 @@ class Shift:
         """With Student's interval; none where nothing varied."""
         if not self.error:
             return Estimate(self.value, None, None, self.n, level)
-        half = float(special.stdtrit(self.freedom, (1 + checked_level(level)) / 2)) * self.error
+        half = self._quantile((1 + checked_level(level)) / 2) * self.error
         return Estimate(self.value, self.value - half, self.value + half, self.n, level)
 
     def smallest_detectable(self, level: float = 0.95, power: float = 0.8) -> float | None:
         """The smallest difference whose interval would leave 0 out with probability `power`."""
-        normal = NormalDist()
-        return (normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)) * self.error or None
+        return (self._quantile((1 + level) / 2) + self._quantile(power)) * self.error or None
+
+    def excess(self, power: float = 0.8) -> float:
+        """How far above a limit the truth must lie for the value to pass that limit with probability `power`."""
+        return self._quantile(power) * self.error
+
+    def _quantile(self, share: float) -> float:
+        return float(special.stdtrit(self.freedom, share))
 
 
 def trimmed_shift(x: Array, y: Array, *, paired: bool) -> Shift:
