@@ -55,12 +55,20 @@ def test_words_and_files(folder: Path, tmp_path: Path) -> None:
     """Without --verify nothing is loaded or claimed; exports are written; layers share a format."""
     said = call("precision", folder / "report.json", "--average-bits", 4.5, "--granularity", "layer", *FORMATS)
     assert "optimal by layer: 4." in said and "predicted only: --verify" in said
-    recipe = tmp_path / "recipe.yaml"
+    recipe = tmp_path / "missing" / "folder" / "recipe.yaml"
     found = json.loads(
         call("precision", folder, "--max-megabytes", 1, *FORMATS, "--export", "llm-compressor", "-o", recipe, "--json")
     )
     assert found["megabytes"] <= 1 and found["kl"] is None and found["verified"] is False
     assert "QuantizationModifier" in recipe.read_text()
+    assert any("96 inputs are no multiple of 64" in note for note in found["notes"])  # the demo's width
+    said = call("precision", folder, "--average-bits", 5, *FORMATS, "--export", "torchao", "-o", recipe)
+    assert "note: model.layers.0." in said and "groups of 32" in said
+    plan = tmp_path / "other" / "migration.json"
+    call("migration", folder, "-o", plan)
+    assert json.loads(plan.read_text())["priorities"]
+    (tmp_path / "file").write_text("")
+    assert "can't write" in call("migration", folder, "-o", tmp_path / "file" / "plan.json", code=2)
     assert "belong together" in call("precision", folder, "--average-bits", 5, "--export", "json", code=2)
     assert "needs a limit" in call("precision", folder, code=2)
     table = tmp_path / "table.json"
@@ -72,9 +80,19 @@ def test_words_and_files(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_few_samples_are_told(folder: Path, tmp_path: Path) -> None:
+    """Data with no more samples than formats are scored on: the plan is measured on them, and a note says so."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps({"text": f"{i} + {i} = {2 * i}"}) + "\n" for i in range(10, 14)))
+    said = call("precision", folder, "--average-bits", 5, *FORMATS, "--verify", "--random", 0, "--data", few)
+    assert "measured on 4 samples" in said
+    assert "note: the data holds 4 samples, no more than the 16 that formats are scored on" in said
+
+
+@pytest.mark.slow
 def test_smoothquant(folder: Path, tmp_path: Path) -> None:
     """KL before and after with n, the float error, and what was asked for in a file."""
-    out = tmp_path / "smooth.json"
+    out = tmp_path / "missing" / "smooth.json"
     said = call("smoothquant", folder, "--samples", 8, "--max-tokens", 64, "-o", out)
     found = json.loads(out.read_text())
     assert "folds smoothed" in said and found["float_error"] < 1e-5 and found["kl"]["after"]["n"] == 4

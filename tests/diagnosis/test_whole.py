@@ -146,7 +146,7 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
         }
         return Result((), {}, {"traces": traces})
     if trial.measure == "formats":
-        module = {"module": "layers.0.mlp.up", "place": 0, "parameters": 64}
+        module = {"module": "layers.0.mlp.up", "place": 0, "parameters": 64, "inputs": 8}
         module["effective_bits"] = {"int8": 8.5, "int4": 4.5}
         predicted = np.array([[[1e-4, 3e-4], [1e-2, 3e-2]]])  # [modules, formats, samples]
         return Result((), {}, {"modules": [module], "formats": [["int8", 8], ["int4", 4]]}, {"predicted": predicted})
@@ -363,6 +363,7 @@ def test_format_scores_are_means_of_the_samples_with_their_error() -> None:
     """Each module and format has its KL; a screen has none; a failure is told and hides nothing else."""
     report, _, _ = diagnosed(harmless)
     (row,) = report["format_scores"]["modules"]
+    assert row["inputs"] == 8
     assert row["formats"]["int4"] == {
         "bits": 4, "effective_bits": 4.5, "predicted_kl": pytest.approx(2e-2), "standard_error": pytest.approx(1e-2)
     }  # fmt: skip

@@ -26,26 +26,66 @@ def test_the_tables(ratio: float, target: str, method: Any) -> None:
     assert method_for(ratio, target) == method
 
 
-def fold(source: str, target: str, place: int, gain: float) -> dict[str, Any]:
+LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+
+
+def fold(source: str, targets: tuple[str, ...], place: int, gain: float, norm: int | None = None) -> dict[str, Any]:
+    block = f"layers.{place}."
     gains = {"SmoothQuant": gain, "AWQ": 1.0, "per-channel": 2.0}
-    return {"source": source, "targets": [target], "place": place, "gains": gains}
+    names = [block + target for target in targets]
+    return {"source": block + source, "targets": names, "place": place, "norm": norm, "gains": gains}
+
+
+def folds_of(place: int, *, second: int = 1) -> list[dict[str, Any]]:
+    """Those of a block; each has a gain of its own, which tells it."""
+    return [
+        fold("norm1", ("attn.q", "attn.k", "attn.v"), place, 10.0 * place + 1, 0),
+        fold("norm2", ("mlp.gate", "mlp.up"), place, 10.0 * place + 2, second),
+        fold("attn.v", ("attn.o",), place, 10.0 * place + 3),
+        fold("mlp.up", ("mlp.down",), place, 10.0 * place + 4),
+    ]
+
+
+def smoothquant_gains(folds: list[dict[str, Any]]) -> dict[str, float | None]:
+    rows = {f"layers.{b}.{name}": {"layer": b, "operator": "linear"} for b in (0, 1) for name in LINEARS}
+    rows |= {f"layers.{b} (residual)": {"layer": b, "operator": "residual"} for b in (0, 1)}
+    rows["lm_head"] = {"layer": "lm_head", "operator": "linear"}
+    report = {"channel_analysis": {"per_layer": {name: {**row, "max_ratio": 60.0} for name, row in rows.items()}}}
+    found = recommendations(report, folds)
+    return {row["component"]: row["gains"].get("SmoothQuant") for row in found}
 
 
 def test_gains_are_of_what_reads_the_channels() -> None:
-    """A linear has those of its own fold, the residual stream those of the next block; small ratios have no row."""
+    """Of the linears that a module's outputs go to, never of those that give its inputs."""
+    found = smoothquant_gains([*folds_of(0), *folds_of(1)])
+    assert found == {
+        **dict.fromkeys(found),
+        "layers.0.attn.v": 3, "layers.0.attn.o": 2, "layers.0.mlp.up": 4, "layers.0.mlp.down": 12,
+        "layers.0 (residual)": 12,  # the larger of the two norms'
+        "layers.1.attn.v": 13, "layers.1.attn.o": 12, "layers.1.mlp.up": 14,
+    }  # fmt: skip
+
+
+def test_side_by_side_nothing_is_read_in_the_same_block() -> None:
+    """Where attention and MLP run in parallel, both add to what the next block reads."""
+    found = smoothquant_gains([*folds_of(0, second=0), *folds_of(1, second=0)])
+    assert found["layers.0.attn.o"] == found["layers.0.mlp.down"] == 12
+    assert found["layers.1.attn.o"] is None
+
+
+def test_rows_and_refusals() -> None:
+    """The largest ratio first, small ones have no row; a report without channels is told."""
     rows = {
-        "layers.0.up_proj": {"layer": 0, "max_ratio": 60.0},
-        "layers.0 (residual)": {"layer": 0, "max_ratio": 30.0},
-        "layers.1.q_proj": {"layer": 1, "max_ratio": 3.0},
+        "layers.0 (residual)": {"layer": 0, "operator": "residual", "max_ratio": 30.0},
+        "layers.0.mlp.up": {"layer": 0, "operator": "linear", "max_ratio": 60.0},
+        "layers.1.attn.q": {"layer": 1, "operator": "linear", "max_ratio": 3.0},
     }
-    folds = [fold("layers.0.up_proj", "layers.0.down_proj", 0, 5.0), fold("layers.1.norm", "layers.1.q_proj", 1, 1.5)]
-    found = recommendations({"channel_analysis": {"per_layer": rows}}, folds)
+    found = recommendations({"channel_analysis": {"per_layer": rows}}, [*folds_of(0), *folds_of(1)])
     assert [(row["component"], row["method"], row["alpha"], row["best"]) for row in found] == [
-        ("layers.0.up_proj", "SmoothQuant", 0.75, "SmoothQuant"),
-        ("layers.0 (residual)", "per-channel", None, "per-channel"),
+        ("layers.0.mlp.up", "SmoothQuant", 0.75, "SmoothQuant"),
+        ("layers.0 (residual)", "per-channel", None, "SmoothQuant"),
     ]
-    assert [row["gains"]["SmoothQuant"] for row in found] == [5.0, 1.5]
     with pytest.raises(InvalidInput, match="channel level"):
-        recommendations({}, folds)
+        recommendations({}, [])
     with pytest.raises(InvalidInput, match="'W2A2'"):
         method_for(60, "W2A2")

@@ -9,12 +9,13 @@ import torch
 
 import noisescope as ns
 from noisescope.anatomy import dissect
+from noisescope.diagnosis import formats as diagnosed
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.metrics.divergence import kl_divergence
 from noisescope.metrics.fisher import fisher_factor
 from noisescope.probe.formats import quantise
 from noisescope.quantisation.fake import plan_injection
-from noisescope.quantisation.formats import WEIGHT_FORMATS, effective_bits, weight_format
+from noisescope.quantisation.formats import GROUP, UNTOUCHED, WEIGHT_FORMATS, effective_bits, weight_format
 from noisescope.quantisation.scores import FormatScreen, is_planned, weight_of
 from noisescope.testing import tiny_model
 
@@ -109,6 +110,19 @@ def test_bits_with_and_without_scales() -> None:
     assert [WEIGHT_FORMATS[name].element_bits for name in wanted] == [16, 8, 8, 4, 4, 4, 3]
     with pytest.raises(InvalidInput, match="'int5'"):
         weight_format("int5")
+
+
+def test_a_short_last_group_has_a_scale() -> None:
+    """96 inputs are two groups of 64 (4.33 bits, not 4.25), 40 are two blocks of 32."""
+    assert effective_bits("int4", 96) == pytest.approx(4 + 2 * 16 / 96)
+    assert effective_bits("mxfp4", 40) == pytest.approx(4 + 2 * 8 / 40)
+    assert effective_bits("bf16", 96) == 16
+
+
+def test_interpreting_knows_the_same_formats() -> None:
+    """The torch-free side lists names and group by itself; the two lists are one."""
+    assert tuple(WEIGHT_FORMATS) == diagnosed.FORMATS
+    assert (UNTOUCHED, GROUP) == (diagnosed.UNTOUCHED, diagnosed.GROUP)
 
 
 def test_weights_are_out_by_in() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from noisescope.anatomy import dissect
 from noisescope.diagnostic import ChannelOutlierDetector, apply_smoothquant_scaling
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.quantisation.folds import find_folds
 from noisescope.quantisation.smoothing import W8A8, rounded_kl, rounding_error, smooth, smoothing_scales
 from noisescope.testing import tiny_model
@@ -64,6 +64,34 @@ def test_the_float_output_stays(name: str, alpha: float) -> None:
         key for key, value in smoothed.model.state_dict().items() if not torch.equal(value, model.state_dict()[key])
     ]
     assert done and len(changed) >= 2 * len(done)  # something was really moved
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_stay_16_bits(name: str, dtype: torch.dtype) -> None:
+    """Folded in float32, given back in the model's own dtype, and moved by round-off alone."""
+    model = tiny_model(name, initializer_range=0.1).to(dtype)
+    smoothed = smooth(model, BATCHES, alpha=0.5)
+    assert {p.dtype for p in smoothed.model.parameters()} == {dtype}
+    assert 0 < smoothed.float_error < 10 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folds_that_change_the_output_are_refused(dtype: torch.dtype) -> None:
+    """Here the residual stream reads the norm, too; in 16 bits as in 32."""
+    model = tiny_model("bloom", apply_residual_connection_post_layernorm=True).to(dtype)
+    with pytest.raises(UnsupportedModel, match="in float32: this architecture can't be smoothed"):
+        smooth(model, BATCHES, alpha=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "norms"), [("llama", [0, 1, 0, 1]), ("gpt2", [0, 1, 0, 1]), ("gpt_neox", [0, 0, 0, 0])]
+)
+def test_norms_know_what_was_added_before(name: str, norms: list[int]) -> None:
+    """The MLP's norm reads what attention added, but not where the two run side by side."""
+    model = tiny_model(name)
+    folds = find_folds(model, IDS, dissect(model))
+    assert [fold.norm for fold in folds if fold.norm is not None] == norms
 
 
 def test_outliers_cost_less_when_smoothed() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from noisescope.demo.practice import practice
 from noisescope.demo.task import Arithmetic, arithmetic
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, unknown
 from noisescope.model import load
 from noisescope.preparation import Options, versions
 from noisescope.reports.phases import PhasesReport
@@ -31,6 +32,7 @@ from noisescope.trials import Result, content_id
 
 SCHEMA_VERSION = 1
 ARMS = ("none", "both", "forward", "backward")
+METHODS = ("supervised", "grpo")
 PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
 
 
@@ -38,6 +40,7 @@ def phases(
     *,
     arms: Sequence[str] = ARMS,
     seeds: int = 5,
+    method: str = "supervised",
     start: str = "bundled",
     noise_scale: float = 0.05,
     noise_levels: Sequence[float] = (0.0, 0.05, 0.10),
@@ -52,12 +55,13 @@ def phases(
     """Train the bundled model's task under several kinds of noise, and ask each trained model under noise.
 
     `training` goes to the task: steps, batch, rate, examples, layers, width. What is done is kept in options.output;
-    the same call goes on from there, also after `seconds` were up. Nothing is kept without a folder.
+    the same call goes on from there, also after `seconds` were up. Nothing is kept without a folder. The method "grpo"
+    trains by rewards, through TRL.
     """
     options = options or Options()
     if seeds < 1 or samples < 1 or noise_seeds < 1:
         raise InvalidInput("seeds, samples and noise_seeds must be at least 1")
-    task = arithmetic(start, tests=samples, **training)
+    task = _task(method, start, tests=samples, **training)
     chosen = tuple(Arm.of(text, noise_scale) for text in arms)
     started = time.time()
     with Store(options.output) as store, _work_folder(options.output) as folder:
@@ -80,6 +84,16 @@ def phases(
         if options.output is not None:
             store.note(report=report.data)
     return report
+
+
+def _task(method: str, start: str, **settings: Any) -> Arithmetic:
+    if method not in METHODS:
+        raise unknown("method", method, METHODS)
+    if method == "supervised":
+        return arithmetic(start, **settings)
+    import noisescope.training.grpo  # noqa: F401  without TRL this raises here, not once for each training
+
+    return practice(start, **settings)
 
 
 def _settle(design: Design, store: Store, folder: Path, options: Options, deadline: float) -> None:
@@ -177,6 +191,8 @@ def _work_folder(output: str | Path | None) -> Iterator[Path]:
 
 def _asked(design: Design, scale: float, start: str) -> dict[str, Any]:
     task: Any = design.task
+    details = dataclasses.asdict(task)
+    settings = details.pop("settings")
     return {
         "model": {"source": f"the bundled model's task, {start}"},
         "data": {"source": task.data_name(), "samples": task.samples},
@@ -188,7 +204,7 @@ def _asked(design: Design, scale: float, start: str) -> dict[str, Any]:
             "noise_seeds": design.noise_seeds,
             "operators": sorted(design.operators),
             "factors": {str(layer): factor for layer, factor in design.factors.items()},
-            "training": dataclasses.asdict(task.settings),
+            "training": {"method": task.method, **details, **settings},
         },
         "device": design.device,
     }

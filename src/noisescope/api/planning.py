@@ -19,7 +19,8 @@ from noisescope.plans.precision import Budget, Module, Plan, modules_of, optimal
 from noisescope.plans.verification import Verification
 from noisescope.preparation import Options, prepare
 from noisescope.probe.noise import Gaussian
-from noisescope.quantisation.fake import UNTOUCHED, plan_injection
+from noisescope.quantisation.fake import plan_injection
+from noisescope.quantisation.formats import UNTOUCHED
 from noisescope.reports.report import Report
 
 RULE, RANDOM = "bit rule", "random"
@@ -51,8 +52,8 @@ def verify_precision(
 ) -> dict[str, Any]:
     """The plan carried out by fake quantisation: KL and accuracy beside uniform, rule and random plans.
 
-    `data` None is the report's. Samples are those after the ones that formats were scored on, where there are more.
-    Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
+    `data` None is the report's. Samples are those after the ones that formats were scored on; a note says where there
+    are no more. Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
     """
     modules = modules_of(report, formats)
     missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
@@ -61,11 +62,12 @@ def verify_precision(
             f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
         )
     rivals, notes = _rivals(report, modules, plan)
+    unseen, seen_before = _unseen(data_of(report) if data is None else data, samples)
     drawn = random_plans(modules, plan.average_bits, random, seed=seed)
     plans = {"plan": plan, **rivals, **{f"{RANDOM} {i}": one for i, one in enumerate(drawn)}}
     prepared = prepare(
         subject,
-        _unseen(data_of(report) if data is None else data, samples),
+        unseen,
         settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
         samples=samples,
         calibration_samples=0,
@@ -75,7 +77,11 @@ def verify_precision(
     injections = {name: plan_injection(one.assignment) for name, one in plans.items()}
     measured = prepared.run(Verification(injections), options or Options())
     rows = [_row(name, one, measured["verification"][name]) for name, one in plans.items()]
-    return {**_result(plan, rows), "data": measured["run"]["data"], "notes": [*notes, *measured["could_not_see"]]}
+    return {
+        **_result(plan, rows),
+        "data": measured["run"]["data"],
+        "notes": [*seen_before, *notes, *measured["could_not_see"]],
+    }
 
 
 def with_precision_planned(
@@ -132,10 +138,13 @@ def _result(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _unseen(data: Any, samples: int) -> Any:
-    """Samples behind those that formats were scored on; all of them where the data holds no more."""
+def _unseen(data: Any, samples: int) -> tuple[Any, list[str]]:
+    """Samples behind those that formats were scored on; where the data holds no more, all of them and a note."""
     if isinstance(data, (str, Path)):
         data = read_data(data, limit=scored.SAMPLES + samples)
-    if isinstance(data, DataSet) and len(data.items) > scored.SAMPLES:
-        return replace(data, items=data.items[scored.SAMPLES :])
-    return data
+    if not isinstance(data, DataSet):
+        return data, []
+    if len(data.items) > scored.SAMPLES:
+        return replace(data, items=data.items[scored.SAMPLES :]), []
+    held = f"the data holds {len(data.items)} samples, no more than the {scored.SAMPLES} that formats are scored on"
+    return data, [f"{held}: the plan may be measured on the very samples it was made from. Give more with --data"]

@@ -117,6 +117,16 @@ def names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def written(path: Path, text: str) -> Path:
+    """The path of a text file that was written, its folder made where there was none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
+    return path
+
+
 def say_summary(report: Any, paths: list[Path]) -> None:
     """The first screen: risk, top findings, next step, where the files are."""
     say_findings(report)

@@ -22,6 +22,9 @@ def experiment_phases(
         ),
     ] = "none,both,forward,backward",
     seeds: Annotated[int, typer.Option("--seeds", help="Trainings an arm.")] = 5,
+    method: Annotated[
+        str, typer.Option("--method", help="supervised, or grpo: by rewards, through TRL.")
+    ] = "supervised",
     start: Annotated[str, typer.Option("--start", help="bundled (train on) or scratch.")] = "bundled",
     noise_scale: Annotated[float, typer.Option("--noise-scale", help="Of arms that name none.")] = 0.05,
     noise_levels: Annotated[str, typer.Option("--noise-levels", help="At which models are asked.")] = "0,0.05,0.10",
@@ -29,11 +32,11 @@ def experiment_phases(
     noise_seeds: Annotated[int, typer.Option("--noise-seeds", help="Draws of noise for each problem.")] = 2,
     operators: Annotated[str, typer.Option("--operators", help="What is noised, in training and asking.")] = "gemm",
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Default: 600 from the bundled model, else 2700.")
+        int | None, typer.Option("--steps", help="Default: 600 from the bundled model, else 2700; grpo: 100.")
     ] = None,
-    batch: Annotated[int | None, typer.Option("--batch", help="Problems a step. Default: 512.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Problems a step. Default: 512; grpo: 16.")] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Default: 3e-4 from the bundled model, else 2e-3.")
+        float | None, typer.Option("--rate", help="Default: 3e-4 from the bundled model, else 2e-3; grpo: 2e-5.")
     ] = None,
     examples: Annotated[int | None, typer.Option("--examples", help="Training problems to draw from.")] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="From scratch: blocks. Default: 16.")] = None,
@@ -56,6 +59,7 @@ def experiment_phases(
     \b
     noisescope experiment phases --seeds 5 --device cuda --workers 8 --seconds 500 -o phases
     noisescope experiment phases --arms none,both,forward,forward@0.025,adaptive,norm@0.01,both:staged -o phases
+    noisescope experiment phases --method grpo --seconds 3000 -o grpo
     noisescope experiment phases --start scratch --layers 4 --width 32 --steps 300 --batch 64 --seeds 2 -o small
     """
     asked = {name: value for name, value in locals().items() if name != "as_json"}
@@ -74,6 +78,7 @@ def run_phases(asked: dict[str, Any], *, as_json: bool = False) -> None:
         report = api.phases(
             arms=common.names(asked["arms"]) or (),
             seeds=asked["seeds"],
+            method=asked["method"],
             start=asked["start"],
             noise_scale=asked["noise_scale"],
             noise_levels=common.numbers(asked["noise_levels"], "--noise-levels"),

@@ -10,7 +10,6 @@ import typer
 
 from noisescope.cli import common
 from noisescope.cli.report import load_report
-from noisescope.errors import InvalidInput
 
 
 def plan_fault_tests(
@@ -67,10 +66,10 @@ def plan_fault_tests(
             typer.echo(f"  {test.test_type}: {', '.join(test.parameters['faults'])}")
             typer.echo(f"  accepted: {json.dumps(test.acceptance_criteria)}")
     found = {"tests": [test.to_dict() for test in tests], "results": results}
-    paths = [] if csv is None else [_written(csv, to_csv(tests))]
+    paths = [] if csv is None else [common.written(csv, to_csv(tests))]
     if output is not None:
-        paths.append(_written(output / "fault_tests.csv", to_csv(tests)))
-        paths.append(_written(output / "fault_tests.json", json.dumps(found, indent=1) + "\n"))
+        paths.append(common.written(output / "fault_tests.csv", to_csv(tests)))
+        paths.append(common.written(output / "fault_tests.json", json.dumps(found, indent=1) + "\n"))
     if junit is not None and run:
         from noisescope.reports.junit import write_junit
 
@@ -93,12 +92,3 @@ def say_result(row: dict[str, Any]) -> None:
 
 def say_nothing(row: dict[str, Any]) -> None:
     return
-
-
-def _written(path: Path, text: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
-    return path

@@ -35,7 +35,7 @@ def plan_hardware_migration(
     path = report / "report.json" if report.is_dir() else report
     plan = plan_migration(load_report(report), path=str(path), device=device)
     if output is not None:
-        output.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+        common.written(output, json.dumps(plan, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(plan, indent=1))
         return

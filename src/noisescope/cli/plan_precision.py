@@ -71,8 +71,10 @@ def plan_precision(
     found = load_report(report)
     budget = Budget(average_bits, max_megabytes, max_milliseconds, _table(latency_table))
     chosen = common.names(formats)
-    plan = optimal_plan(modules_of(found, chosen), budget, granularity=granularity)
-    result: dict[str, Any] = {**NO_MEASUREMENT, **plan.to_dict(), "verified": verify}
+    modules = modules_of(found, chosen)
+    plan = optimal_plan(modules, budget, granularity=granularity)
+    exported = None if export is None else export_plan(plan, export, modules)  # refused before the work of --verify
+    result: dict[str, Any] = {**NO_MEASUREMENT, **plan.to_dict(), "verified": verify, "notes": []}
     if verify:
         from noisescope.api.planning import verify_precision
 
@@ -96,8 +98,9 @@ def plan_precision(
                 samples=samples,
                 max_tokens=max_tokens,
             )
-    if output is not None and export is not None:
-        output.write_text(export_plan(plan, export), encoding="utf-8")
+    if output is not None and exported is not None:
+        common.written(output, exported.text)
+        result["notes"] = [*result["notes"], *exported.notes]
     if as_json:
         typer.echo(json.dumps(result, indent=1))
         return
@@ -126,9 +129,15 @@ def say_plan(plan: Any, result: dict[str, Any]) -> None:
     typer.echo("  " + ", ".join(f"{name}: {count} modules" for name, count in plan.counts().items()))
     if plan.note:
         typer.echo(f"note: {plan.note}")
-    if not result["verified"]:
+    if result["verified"]:
+        say_measured(result)
+    else:
         typer.echo("predicted only: --verify carries it out and measures")
-        return
+    for note in result["notes"]:
+        typer.echo(f"note: {note}")
+
+
+def say_measured(result: dict[str, Any]) -> None:
     typer.echo(f"\nmeasured on {result['data']['samples']} samples ({result['data']['scored_tokens']} tokens):")
     typer.echo(f"{'':<18}{'bits':>7}  {'KL (nats a token)':>28}  {'accuracy':>9}")
     for row in result["rows"]:
@@ -141,5 +150,3 @@ def say_plan(plan: Any, result: dict[str, Any]) -> None:
         share = result["kl"] / drawn["median_kl"]
         middle = f"median KL {drawn['median_kl']:.4g} (the plan's is {share:.2f} of it)"
         typer.echo(f"{drawn['n']} random plans of the same bits: {middle}")
-    for note in result["notes"]:
-        typer.echo(f"note: {note}")

@@ -66,7 +66,7 @@ def plan_smoothquant(
             max_tokens=max_tokens,
         )
     if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        common.written(output, json.dumps(result, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ class Arithmetic:
 
     settings: train.Settings
     start: str = "bundled"
+
+    method: ClassVar[str] = "supervised"
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:

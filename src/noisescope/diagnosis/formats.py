@@ -10,7 +10,10 @@ from noisescope.diagnosis.effects import Row
 from noisescope.diagnosis.frame import Frame
 from noisescope.trials import Results, Trial
 
-FORMATS = ("bf16", "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
+# As in quantisation/formats.py, which needs torch; a test holds them together.
+UNTOUCHED = "bf16"
+GROUP = 64  # weights that share a scale, in integer formats
+FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
 SAMPLES = 16  # a second sample tells more than a second draw on the same one, at the same cost
 
 
@@ -50,8 +53,7 @@ def conclude(frame: Frame, results: Results) -> Row | None:
             }
             for j, (name, bits) in enumerate(found.facts["formats"])
         }
-        rows.append({"module": about["module"], "place": about["place"], "parameters": about["parameters"],
-                     "formats": scores})  # fmt: skip
+        rows.append({**{key: value for key, value in about.items() if key != "effective_bits"}, "formats": scores})
     return {"n": count, "modules": rows, "uniform": _uniform(rows)}
 
 

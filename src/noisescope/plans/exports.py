@@ -10,85 +10,132 @@ json            the plan as it is
 
 Modules at 16 bits and lm_head stay as they are. The integers of llm-compressor and torchao use one more level than ours
 (-8 to 7), and GPTQ or AWQ round better than to nearest: the plan says which format, the tool how.
+
+llm-compressor and torchao take whole groups alone. Where 64 does not divide the inputs of a linear, its integers get
+the largest group that divides both (32 for 96 inputs): smaller groups round as well as planned, and have more scales.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from noisescope.diagnosis.formats import GROUP, UNTOUCHED
 from noisescope.errors import InvalidInput, unknown
-from noisescope.plans.precision import Plan
+from noisescope.plans.precision import Module, Plan
 
 TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")
-GROUP = 64
-LEFT_ALONE = "bf16"
+SMALLEST_GROUP = 16  # in smaller ones scales would take more than a bit a weight
+INTEGERS = {"int8": 8, "int4": 4, "int3": 3}
+BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # the format's own
 
-_COMPRESSED: dict[str, dict[str, Any]] = {  # compressed-tensors' quantization arguments of a weight
-    "int8": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
-    "int4": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
-    "int3": {"num_bits": 3, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
-    "fp8_e4m3": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-    "nvfp4": {
-        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
-        "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn",
-    },
-    "mxfp4": {
-        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
-        "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
-    },
+Words = Callable[[int], dict[str, Any]]  # a group -> a format with that group, in a tool's words
+
+
+@dataclass(frozen=True)
+class Export:
+    """The text of a file for a tool, and where it departs from the plan."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A module that a tool is told to round. `group` is of integers; other formats have their own."""
+
+    module: str
+    format: str
+    group: int
+
+
+def _compressed(bits: int) -> Words:
+    """compressed-tensors' quantization arguments of a weight."""
+    about = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
+    return lambda group: {**about, "group_size": group}
+
+
+def _intx(name: str) -> Words:
+    """As torchao.core.config writes its configs."""
+    return lambda group: {
+        "_type": "IntxWeightOnlyConfig",
+        "_version": 2,
+        "_data": {
+            "weight_dtype": {"_type": "torch.dtype", "_data": name},
+            "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": group}},
+        },
+    }
+
+
+def _blocked(bits: int) -> Words:
+    return lambda group: {"num_bits": bits, "block_sizes": {-1: group, "type": "static"}}
+
+
+def _auto(bits: int) -> Words:
+    return lambda group: {"bits": bits, "group_size": group, "sym": True, "data_type": "int"}
+
+
+def _always(**words: Any) -> Words:
+    return lambda group: words
+
+
+_COMPRESSED: dict[str, Words] = {
+    **{name: _compressed(bits) for name, bits in INTEGERS.items()},
+    "fp8_e4m3": _always(num_bits=8, type="float", symmetric=True, strategy="channel"),
+    "nvfp4": _always(
+        num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16,
+        scale_dtype="torch.float8_e4m3fn", zp_dtype="torch.float8_e4m3fn",
+    ),
+    "mxfp4": _always(
+        num_bits=4, type="float", symmetric=True, strategy="group", group_size=32,
+        scale_dtype="torch.uint8", zp_dtype="torch.uint8",
+    ),
 }  # fmt: skip
-_MODELOPT: dict[str, dict[str, Any]] = {
-    "int8": {"num_bits": 8, "block_sizes": {-1: GROUP, "type": "static"}},
-    "int4": {"num_bits": 4, "block_sizes": {-1: GROUP, "type": "static"}},
-    "int3": {"num_bits": 3, "block_sizes": {-1: GROUP, "type": "static"}},
-    "fp8_e4m3": {"num_bits": [4, 3], "axis": 0},
-    "nvfp4": {"num_bits": [2, 1], "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": [4, 3]}},
-    "mxfp4": {"num_bits": [2, 1], "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": [8, 0]}},
+_MODELOPT: dict[str, Words] = {
+    **{name: _blocked(bits) for name, bits in INTEGERS.items()},
+    "fp8_e4m3": _always(num_bits=[4, 3], axis=0),
+    "nvfp4": _always(num_bits=[2, 1], block_sizes={-1: 16, "type": "dynamic", "scale_bits": [4, 3]}),
+    "mxfp4": _always(num_bits=[2, 1], block_sizes={-1: 32, "type": "dynamic", "scale_bits": [8, 0]}),
 }
-_AUTOROUND: dict[str, dict[str, Any]] = {
-    LEFT_ALONE: {"bits": 16, "data_type": "float"},
-    "int8": {"bits": 8, "group_size": GROUP, "sym": True, "data_type": "int"},
-    "int4": {"bits": 4, "group_size": GROUP, "sym": True, "data_type": "int"},
-    "int3": {"bits": 3, "group_size": GROUP, "sym": True, "data_type": "int"},
-    "fp8_e4m3": {"bits": 8, "group_size": -1, "sym": True, "data_type": "fp8"},
-    "nvfp4": {"bits": 4, "group_size": 16, "sym": True, "data_type": "nv_fp4"},
-    "mxfp4": {"bits": 4, "group_size": 32, "sym": True, "data_type": "mx_fp"},
+_AUTOROUND: dict[str, Words] = {
+    **{name: _auto(bits) for name, bits in INTEGERS.items()},
+    "fp8_e4m3": _always(bits=8, group_size=-1, sym=True, data_type="fp8"),
+    "nvfp4": _always(bits=4, group_size=16, sym=True, data_type="nv_fp4"),
+    "mxfp4": _always(bits=4, group_size=32, sym=True, data_type="mx_fp"),
 }
-_TORCHAO: dict[str, dict[str, Any]] = {  # as torchao.core.config writes its configs
-    **{
-        name: {
-            "_type": "IntxWeightOnlyConfig",
-            "_version": 2,
-            "_data": {
-                "weight_dtype": {"_type": "torch.dtype", "_data": name},
-                "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": GROUP}},
-            },
-        }
-        for name in ("int8", "int4", "int3")
-    },
-    "fp8_e4m3": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}},
+_TORCHAO: dict[str, Words] = {
+    **{name: _intx(name) for name in INTEGERS},
+    "fp8_e4m3": _always(_type="Float8WeightOnlyConfig", _version=2, _data={}),
 }
 
 
-def export_plan(plan: Plan, tool: str) -> str:
-    """The text of a file for that tool: YAML where block sizes have integer keys or people edit it, else JSON."""
+def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
+    """A file for that tool: YAML where block sizes have integer keys or people edit it, else JSON.
+
+    `modules` are those that were planned: their widths decide on groups.
+    """
     import yaml
 
     made = {
-        "llm-compressor": _recipe,
-        "modelopt": _modelopt,
-        "autoround": _autoround,
-        "torchao": _torchao,
-        "json": Plan.to_dict,
+        "llm-compressor": (_recipe, _COMPRESSED),
+        "modelopt": (_modelopt, _MODELOPT),
+        "autoround": (_autoround, _AUTOROUND),
+        "torchao": (_torchao, _TORCHAO),
     }
+    if tool == "json":
+        return Export(json.dumps(plan.to_dict(), indent=1) + "\n")
     if tool not in made:
         raise unknown("export", tool, TOOLS)
-    found = made[tool](plan)
+    write, words = made[tool]
+    rounded = _rounded(plan, tool, modules, words)
+    found = write(plan, rounded)
+    notes = _notes(rounded, modules)
     if tool in ("llm-compressor", "modelopt"):
-        text: str = yaml.dump(found, Dumper=_plain_dumper(), sort_keys=False)
-        return text
-    return json.dumps(found, indent=1) + "\n"
+        return Export(yaml.dump(found, Dumper=_plain_dumper(), sort_keys=False), notes)
+    return Export(json.dumps(found, indent=1) + "\n", notes)
 
 
 def _plain_dumper() -> Any:
@@ -102,40 +149,72 @@ def _plain_dumper() -> Any:
     return Plain
 
 
-def _by_format(plan: Plan, tool: str, known: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """Modules of each format that a tool is told of."""
-    found: dict[str, list[str]] = {}
-    for module, name in plan.assignment.items():
-        if name == LEFT_ALONE:
+def _rounded(plan: Plan, tool: str, modules: Sequence[Module], words: dict[str, Words]) -> list[Rounded]:
+    """The modules that a tool is told of, with groups that divide their inputs."""
+    found = []
+    for module in modules:
+        name = plan.assignment[module.name]
+        if name == UNTOUCHED:
             continue
-        if name not in known:
-            raise InvalidInput(f"{tool} has no weight-only {name}: plan with --formats {','.join(known)}")
-        found.setdefault(name, []).append(module)
+        if name not in words:
+            raise InvalidInput(f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *words))}")
+        found.append(Rounded(module.name, name, _group(module, name)))
     return found
 
 
-def _recipe(plan: Plan) -> dict[str, Any]:
-    groups = {
-        name: {"targets": modules, "weights": _COMPRESSED[name]}
-        for name, modules in _by_format(plan, "llm-compressor", _COMPRESSED).items()
-    }
-    kept = [module for module, name in plan.assignment.items() if name == LEFT_ALONE]
+def _group(module: Module, name: str) -> int:
+    """The largest group up to ours that divides a module's inputs."""
+    if module.inputs is None:
+        raise InvalidInput(
+            f"the report does not say how many inputs {module.name} has: run `noisescope diagnose` again"
+        )
+    wanted = BLOCKS.get(name, GROUP)
+    group = math.gcd(wanted, module.inputs)
+    if (name in BLOCKS and group < wanted) or (name in INTEGERS and group < SMALLEST_GROUP):
+        raise InvalidInput(
+            f"{module.name} has {module.inputs} inputs, which groups of {wanted} ({name}) do not divide, and the tools "
+            "take whole groups alone: plan with --formats bf16,fp8_e4m3, which have none, or export json"
+        )
+    return group
+
+
+def _notes(rounded: Sequence[Rounded], modules: Sequence[Module]) -> tuple[str, ...]:
+    """One for each width that our groups do not divide."""
+    inputs = {module.name: module.inputs for module in modules}
+    narrow: dict[tuple[int | None, int], list[str]] = {}
+    for one in rounded:
+        if one.format in INTEGERS and one.group != GROUP:
+            narrow.setdefault((inputs[one.module], one.group), []).append(one.module)
+    return tuple(
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are no multiple of "
+        f"{GROUP}, so the file has groups of {group} there ({16 / group:g} bits of scales a weight)"
+        for (width, group), names in narrow.items()
+    )
+
+
+def _recipe(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
+    groups: dict[str, dict[str, Any]] = {}
+    for one in rounded:
+        key = one.format if one.group == GROUP or one.format not in INTEGERS else f"{one.format}_group_{one.group}"
+        groups.setdefault(key, {"targets": [], "weights": _COMPRESSED[one.format](one.group)})
+        groups[key]["targets"].append(one.module)
+    kept = [module for module, name in plan.assignment.items() if name == UNTOUCHED]
     modifier = {"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head", *kept]}}
     return {"quant_stage": {"quant_modifiers": modifier}}
 
 
-def _modelopt(plan: Plan) -> dict[str, Any]:
+def _modelopt(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
     rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-    for name, modules in _by_format(plan, "modelopt", _MODELOPT).items():
-        rules += [{"quantizer_name": f"{module}.weight_quantizer", "cfg": _MODELOPT[name]} for module in modules]
+    for one in rounded:
+        rules.append({"quantizer_name": f"{one.module}.weight_quantizer", "cfg": _MODELOPT[one.format](one.group)})
     return {"quant_cfg": rules, "algorithm": "max"}
 
 
-def _autoround(plan: Plan) -> dict[str, Any]:
-    return {module: _AUTOROUND[name] for module, name in plan.assignment.items()}
+def _autoround(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
+    kept = {module: {"bits": 16, "data_type": "float"} for module in plan.assignment}
+    return {**kept, **{one.module: _AUTOROUND[one.format](one.group) for one in rounded}}
 
 
-def _torchao(plan: Plan) -> dict[str, Any]:
-    by_format = _by_format(plan, "torchao", _TORCHAO)
-    configs = {module: _TORCHAO[name] for name, modules in by_format.items() for module in modules}
+def _torchao(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
+    configs = {one.module: _TORCHAO[one.format](one.group) for one in rounded}
     return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}

@@ -43,6 +43,7 @@ class Module:
     place: int
     parameters: int
     choices: Mapping[str, Choice]
+    inputs: int | None = None  # weights of an output channel; None: the report does not say
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def modules_of(report: Mapping[str, Any], formats: Iterable[str] | None = None) 
                 for name, score in row["formats"].items()
                 if name in wanted
             },
+            row.get("inputs"),
         )
         for row in rows
     )

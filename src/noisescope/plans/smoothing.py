@@ -8,7 +8,16 @@ above 50                SmoothQuant, alpha 0.75
 10 to 20                watch: one scale a tensor may do
 ======================  ==============================================================================================
 
-For W4A16 it is AWQ, whatever the ratio above 10. Gains are measured on the linears that read the same channels.
+For W4A16 it is AWQ, whatever the ratio above 10. Gains are measured on the linears that read the same channels:
+
+=========================================  ===========================================================================
+outputs of                                 are read by
+=========================================  ===========================================================================
+v_proj, up_proj                            o_proj, down_proj
+a linear that adds to the residual stream  linears behind the norms of the next sub-layer (from the last: next block)
+a block (its residual stream)              linears behind the norms of the next block
+q_proj, k_proj, gate_proj, the last block  no linear of a block as they are: no gain is told
+=========================================  ===========================================================================
 """
 
 from __future__ import annotations
@@ -41,8 +50,7 @@ def recommendations(
 ) -> list[dict[str, Any]]:
     """A row for each module with outliers, the largest first: the notes' method, and the measured gain of each.
 
-    `folds` are rows of `Folded.to_dict`. Gains of a module are those of the fold that it feeds or reads; for a block's
-    residual stream, of the folds of the next block, whose norms read it.
+    `folds` are rows of `Folded.to_dict`; gains are the largest of those whose linears read the module's outputs.
     """
     channels = (report.get("channel_analysis") or {}).get("per_layer")
     if channels is None:
@@ -52,7 +60,7 @@ def recommendations(
         method, alpha = method_for(found["max_ratio"], target)
         if method == "none":
             continue
-        near = _near(name, found, folds)
+        near = _reading(name, found, folds)
         gains = {key: max(fold["gains"][key] for fold in near) for key in near[0]["gains"]} if near else {}
         rows.append(
             {
@@ -68,8 +76,23 @@ def recommendations(
     return sorted(rows, key=lambda row: -row["max_ratio"])
 
 
-def _near(name: str, found: Mapping[str, Any], folds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    touching = [fold for fold in folds if name == fold["source"] or name in fold["targets"]]
-    if touching or not isinstance(found["layer"], int):
-        return touching
-    return [fold for fold in folds if fold["place"] == found["layer"] + 1]
+def _reading(name: str, found: Mapping[str, Any], folds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The folds whose linears read what a module gives."""
+    own = [fold for fold in folds if fold["source"] == name]
+    norms = [fold for fold in folds if fold["norm"] is not None]
+    if own or any(name in fold["targets"] for fold in norms):
+        return own
+    place = found["layer"]
+    next_block = [fold for fold in norms if isinstance(place, int) and fold["place"] == place + 1]
+    if found["operator"] == "residual":
+        return next_block
+    # What is left adds to the residual stream, at the end of the sub-layer whose first linears have the same parent.
+    here = [fold for fold in norms if fold["place"] == place]
+    begun = [fold["norm"] for fold in here if _parent(name) in map(_parent, fold["targets"])]
+    if not begun:
+        return []
+    return [fold for fold in here if fold["norm"] > begun[0]] or next_block
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from noisescope.injection import Injection, Perturbation
-from noisescope.quantisation.formats import weight_format
+from noisescope.quantisation.formats import UNTOUCHED, weight_format
 from noisescope.sites import Site
-
-UNTOUCHED = "bf16"  # 16 bits: the module is left as it is
 
 
 @dataclass(frozen=True)

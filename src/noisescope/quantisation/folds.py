@@ -41,17 +41,22 @@ class Fold:
     place: int
     repeats: int = 1
     head: int = 1  # channels of a head, where heads repeat
+    norm: int | None = None  # of a norm: how often the block had added to the residual stream before it, 0 or 1
 
 
 def find_folds(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> list[Fold]:
     """Every fold of every block, in order of blocks."""
     modules = dict(model.named_modules())
     place = {unit.module: unit.place for unit in anatomy.units}
-    folds = [
-        Fold(norm, tuple(linears), int(place[norm]))
-        for norm, linears in _readers(model, ids, anatomy).items()
-        if isinstance(place[norm], int) and getattr(modules[norm], "weight", None) is not None
-    ]
+    folds: list[Fold] = []
+    stages: dict[int, list[int]] = {}  # of each block: addresses of what its norms are given, in order
+    for norm, (address, linears) in _readers(model, ids, anatomy).items():
+        at = place[norm]
+        if isinstance(at, int) and getattr(modules[norm], "weight", None) is not None:
+            known = stages.setdefault(at, [])
+            if address not in known:  # the norms of parallel attention and MLP are given the same
+                known.append(address)
+            folds.append(Fold(norm, tuple(linears), at, norm=known.index(address)))
     for unit in anatomy.units:
         parent, _, name = unit.module.rpartition(".")
         source = {"o_proj": "v_proj", "down_proj": "up_proj"}.get(name)
@@ -67,18 +72,20 @@ def find_folds(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> list[Fold]:
     return sorted(folds, key=lambda fold: fold.place)
 
 
-def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, list[str]]:
-    """Linears that are given the output of a norm."""
+def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, tuple[int, list[str]]]:
+    """Linears that are given the output of a norm, with the address of what the norm was given; in order of calls."""
     with Calls(model, lambda unit, operator: operator in ("norm", "linear"), anatomy) as flow, torch.no_grad():
         norms: dict[int, str] = {}  # address of a norm's output; unique as long as `kept` holds it
+        inputs: dict[str, int] = {}
         kept: list[Tensor] = []
         found: dict[str, list[str]] = {}
         routed: set[str] = set()  # experts read these, too, through functions that no module stands for
 
         def seen(unit: Unit, callee: Any, x: Tensor, y: Any) -> None:
             if "norm" in unit.operators and isinstance(y, Tensor):
-                kept.append(y)
+                kept.extend((x, y))
                 norms[y.data_ptr()] = unit.module
+                inputs[unit.module] = x.data_ptr()
             elif (norm := norms.get(x.data_ptr())) is not None:
                 if unit.component == "router":
                     routed.add(norm)
@@ -86,7 +93,7 @@ def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, list[
 
         flow.seen = seen
         model(input_ids=ids, use_cache=False)
-    return {norm: linears for norm, linears in found.items() if norm not in routed}
+    return {norm: (inputs[norm], linears) for norm, linears in found.items() if norm not in routed}
 
 
 class Calls(Door):

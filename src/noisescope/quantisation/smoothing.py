@@ -26,13 +26,12 @@ from noisescope.metrics.divergence import kl_divergence
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.inject import inject
 from noisescope.quantisation.folds import Calls, Fold, find_folds, fold_in, gathered, spread
+from noisescope.quantisation.formats import weight_format
 from noisescope.quantisation.scores import is_planned, weight_of
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ROWS = 256  # tokens of the calibration data on which candidates are compared
-LARGEST_FLOAT_ERROR = (
-    1e-3  # relative L2 of the logits, above which a fold was not exact after all (float32: about 1e-6)
-)
+LARGEST_FLOAT_ERROR = 1e-3  # relative L2 of float32 logits above which a fold was not exact after all: usual is 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Scheme:
 
 W8A8 = Scheme("W8A8", Format("int8", "channel"), Format("int8", "token"))
 W8A8_TENSOR = Scheme("W8A8, one scale a tensor", Format("int8", "tensor"), Format("int8", "tensor"))
-W4A16 = Scheme("W4A16", Format("int4", "group", 64), None)
+W4A16 = Scheme("W4A16", weight_format("int4"), None)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,8 @@ class Folded:
     gains: dict[str, float]  # by how much a method divides the error: SmoothQuant, AWQ, scales of their own
 
     def to_dict(self) -> dict[str, Any]:
-        about = {"source": self.fold.source, "targets": list(self.fold.targets), "place": self.fold.place}
+        fold = self.fold
+        about = {"source": fold.source, "targets": list(fold.targets), "place": fold.place, "norm": fold.norm}
         return {**about, "alpha": self.alpha, "largest_scale": self.largest_scale, "gains": self.gains}
 
 
@@ -69,7 +69,7 @@ class Smoothed:
 
     model: nn.Module
     folds: tuple[Folded, ...]
-    float_error: float  # relative L2 of the logits against the original's
+    float_error: float  # relative L2 of the logits against the original's, both in the model's own dtype
 
 
 def smooth(
@@ -80,7 +80,10 @@ def smooth(
     places: frozenset[int] | None = None,
     anatomy: Anatomy | None = None,
 ) -> Smoothed:
-    """A smoothed copy; `batches` are token ids [B, T] without padding. `alpha` None searches; `places` None is all."""
+    """A smoothed copy; `batches` are token ids [B, T] without padding. `alpha` None searches; `places` None is all.
+
+    Scales are folded in, and the output compared, in float32: in 16 bits round-off would hide a fold that is not exact.
+    """
     if alpha is not None and not 0 <= alpha <= 1:
         raise InvalidInput(f"alpha must be from 0 (all to the activations) to 1 (all to the weights), got {alpha}")
     anatomy = anatomy or dissect(model)
@@ -88,23 +91,43 @@ def smooth(
     if not found:
         raise UnsupportedModel("no norm or linear was found into which scales could be folded")
     inputs = _inputs(model, batches, {fold.targets[0] for fold in found}, anatomy)
-    smoothed = copy.deepcopy(model)
+    smoothed = _in_float32(model)
+    before = _logits(smoothed, batches[0])
     done = []
     for fold in found:
         largest, rows = inputs[fold.targets[0]]
         done.append(_fold(smoothed, fold, largest, rows, alpha))
-    with torch.no_grad():
-        before, after = (one(input_ids=batches[0], use_cache=False).logits.float() for one in (model, smoothed))
-    error = float((after - before).norm() / before.norm())
-    if error > LARGEST_FLOAT_ERROR and before.dtype == torch.float32 and _is_float32(model):
+    error = _moved(before, _logits(smoothed, batches[0]))
+    if not error <= LARGEST_FLOAT_ERROR:  # NaN is refused, too
         raise UnsupportedModel(
-            f"folding changed the model's own output by {error:.2g}: this architecture can't be smoothed"
+            f"folding changed the model's own output by {error:.2g} in float32: this architecture can't be smoothed"
         )
-    return Smoothed(smoothed, tuple(done), error)
+    for folded, given in zip(_numbers(smoothed), _numbers(model), strict=True):
+        folded.data = folded.data.to(given.dtype)
+    return Smoothed(smoothed, tuple(done), _moved(_logits(model, batches[0]), _logits(smoothed, batches[0])))
 
 
-def _is_float32(model: nn.Module) -> bool:
-    return next(model.parameters()).dtype == torch.float32
+def _in_float32(model: nn.Module) -> nn.Module:
+    """A copy whose 16-bit parameters and buffers are float32."""
+    copied = copy.deepcopy(model)
+    for tensor in _numbers(copied):
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor.data = tensor.data.float()
+    return copied
+
+
+def _numbers(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _moved(before: Tensor, after: Tensor) -> float:
+    return float((after - before).norm() / before.norm())
 
 
 def _inputs(
@@ -145,7 +168,7 @@ def _fold(model: nn.Module, fold: Fold, largest: Tensor, rows: Tensor, alpha: fl
     errors = {a: error(W8A8, scales) for a, scales in tried.items()}
     best = min(errors, key=lambda a: errors[a])
     wanted = alpha is not None or errors[best] < plain
-    done = wanted and fold_in(model, fold, tried[best].to(next(model.parameters()).dtype))
+    done = wanted and fold_in(model, fold, tried[best])
     awq = min(error(W4A16, awq_scales(means, a)) for a in (*ALPHAS, 0.0))
     gains = {
         "SmoothQuant": plain / max(errors[best], 1e-30) if done else 1.0,

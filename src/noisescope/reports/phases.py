@@ -133,8 +133,14 @@ def _arms(report: Row) -> Iterator[Block]:
 
 def _method(report: Row) -> Iterator[Block]:
     run, training = report["run"], report["run"]["settings"]["training"]
+    practised = (
+        f" by GRPO (TRL), with {training['completions']} completions a problem and a reward for exact answers, from "
+        f"the bundled model with noise of {percent(training['wear'])} written into its weights"
+        if "completions" in training
+        else ""
+    )
     yield Paragraph(
-        f"Each model was trained for {training['steps']} steps of {training['batch']} problems at a rate of "
+        f"Each model was trained{practised} for {training['steps']} steps of {training['batch']} problems at a rate of "
         f"{training['rate']:g} on {run['device']}. All arms of a seed share their first weights and the order of their "
         "data; all models answer the same problems under the same draws of noise, teacher-forced, which is what greedy "
         "decoding would give. Intervals of arms take trainings and problems as two random samples; those of criteria "

@@ -280,7 +280,8 @@ FORMAT_SCORES = record(
                             }
                         )
                     ),
-                }
+                },
+                {"inputs": COUNT},
             )
         ),
         "uniform": named(record({"bits": COUNT, "effective_bits": NUMBER, "predicted_kl": NUMBER})),

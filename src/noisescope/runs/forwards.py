@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """Arguments of a forward that keeps no key-value cache, which calls made twice would fill twice."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own forward takes anything
+    return {"use_cache": False} if "use_cache" in inspect.signature(inner.forward).parameters else {}
 
 
 def device_of(model: nn.Module) -> torch.device:

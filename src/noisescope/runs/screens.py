@@ -87,7 +87,7 @@ def formats(bench: Bench, trial: Trial) -> Result:
     for site in sites:
         outputs, inputs = weight_of(modules[site.module]).shape
         effective = {name: effective_bits(name, inputs) for name in names}
-        about = {"module": site.module, "place": site.place, "parameters": outputs * inputs}
+        about = {"module": site.module, "place": site.place, "parameters": outputs * inputs, "inputs": inputs}
         facts["modules"].append({**about, "effective_bits": effective})
     return Result(samples, {}, facts, {"predicted": predicted})
 

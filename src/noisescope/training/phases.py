@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ class Fitting(Protocol):
 
 class Task(Protocol):
     """What is learned and asked: a value that travels to other processes."""
+
+    method: ClassVar[str]  # "supervised": step by step here; "grpo": by TRL, for which a task has more (demo.practice)
 
     @property
     def steps(self) -> int: ...
@@ -156,10 +158,33 @@ class Job:
     deadline: float = math.inf  # by time.time()
 
 
+class Trained(NamedTuple):
+    """What a training leaves."""
+
+    model: nn.Module
+    curve: list[dict[str, float]]
+    injections: dict[str, int]  # by phase
+
+
 def run(job: Job) -> Result | None:
     """Train and ask; None where the time was up first, and the checkpoint has what was done."""
     if time.time() >= job.deadline:
         return None
+    if job.design.task.method == "grpo":
+        from noisescope.training import grpo  # needs TRL
+
+        trained: Trained | None = grpo.train(job)
+    else:
+        trained = train(job)
+    if trained is None:
+        return None
+    result = ask(job.design, *trained)
+    job.checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def train(job: Job) -> Trained | None:
+    """A step after the other, on from the checkpoint if there is one; None where the time was up."""
     design, task = job.design, job.design.task
     fitting: Fitting = task.begin(job.seed, device=design.device, cache=job.cache)
     curve: list[dict[str, float]] = []
@@ -175,20 +200,18 @@ def run(job: Job) -> Result | None:
             if scoped is not None:
                 scoped.at(fitting.step)
             parts = fitting.advance()
-            if _due(fitting.step, task.steps, LOOKS):
+            if due(fitting.step, task.steps, LOOKS):
                 numbers = {"loss": parts["answer"].item(), "gradient_norm": parts["gradient_norm"].item()}
                 curve.append({"step": fitting.step, **numbers, "held_out": task.held_out_loss(fitting)})
             late = time.time() >= job.deadline
-            if fitting.step < task.steps and (late or _due(fitting.step, task.steps, CHECKPOINTS)):
+            if fitting.step < task.steps and (late or due(fitting.step, task.steps, CHECKPOINTS)):
                 state = {"fitting": fitting.state(), "curve": curve, "injections": _added(before, scoped)}
                 part = job.checkpoint.with_suffix(".part")
                 torch.save(state, part)
                 part.replace(job.checkpoint)
                 if late:
                     return None
-    result = ask(design, fitting.model, curve, _added(before, scoped))
-    job.checkpoint.unlink(missing_ok=True)
-    return result
+    return Trained(fitting.model, curve, _added(before, scoped))
 
 
 def _added(before: dict[str, int], scope: TrainingNoise | None) -> dict[str, int]:
@@ -218,6 +241,6 @@ def ask(design: Design, model: nn.Module, curve: list[dict[str, float]], injecti
     return Result(tuple(range(len(columns["0/0"]))), columns, facts)
 
 
-def _due(step: int, steps: int, times: int) -> bool:
+def due(step: int, steps: int, times: int) -> bool:
     """Whether a step is one of `times` that are spread evenly over a run, the last among them."""
     return step * times // steps > (step - 1) * times // steps

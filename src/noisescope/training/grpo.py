@@ -1,0 +1,123 @@
+"""A training of the experiment of phases by TRL's GRPO.
+
+The policy answers each problem several times, an exact answer is worth 1, and answers above their group's mean become
+likelier. Noise falls where gradients are recorded (`callback`): on the policy's forward and backward, not on the
+generation that is rewarded. A training takes minutes and has no checkpoints: one that is broken off starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from noisescope.errors import MissingExtra
+from noisescope.sites import PHASES
+from noisescope.training.callback import TrainingNoiseCallback
+from noisescope.training.phases import Job, Trained, due
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise MissingExtra("training by GRPO needs TRL: pip install 'noisescope[trl]'") from error
+
+LOOKS = 10  # times that the held-out loss is noted in a run
+LONGEST_ANSWER = 3  # tokens: two digits and the end
+
+
+def exact(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """The reward: 1 where a completion is the answer and nothing else."""
+    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def train(job: Job) -> Trained:
+    """The arm's model, practised. All arms of a seed have the same problems and random numbers for sampling."""
+    design = job.design
+    task: Any = design.task  # a demo.practice.Practice
+    fitting = task.begin(job.seed, device=design.device, cache=job.cache)
+    aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
+    looks = _Looks(lambda: task.held_out_loss(fitting))
+    with _random_state_kept(), tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
+        trainer = GRPOTrainer(
+            model=fitting.model,
+            processing_class=task.tokenizer(),
+            reward_funcs=exact,
+            args=_config(task, folder, job.seed, on_cpu=torch.device(design.device).type == "cpu"),
+            train_dataset=Dataset.from_list(task.questions(fitting)),
+            callbacks=[looks] if aqn is None else [TrainingNoiseCallback(aqn), looks],
+        )
+        trainer.remove_callback(PrinterCallback)  # standard output is for the report
+        trainer.train()
+    steps = [row for row in trainer.state.log_history if "grad_norm" in row]
+    injections = {phase: steps[-1].get(f"noise_{phase}", 0) for phase in PHASES}
+    return Trained(fitting.model, curve(steps, looks.held_out), injections)
+
+
+def _config(task: Any, folder: str, seed: int, *, on_cpu: bool) -> GRPOConfig:
+    settings = task.settings
+    return GRPOConfig(
+        output_dir=folder,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch * task.completions,
+        num_generations=task.completions,
+        max_completion_length=LONGEST_ANSWER,
+        temperature=task.temperature,
+        learning_rate=settings.rate,
+        warmup_steps=settings.warm_up,
+        seed=seed,
+        use_cpu=on_cpu,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=not on_cpu,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def curve(steps: Sequence[Mapping[str, float]], held_out: Mapping[int, float]) -> list[dict[str, float]]:
+    """A point for each look, with means over the steps since the one before.
+
+    A single step won't do: where every answer of every group is right, or none, its gradient is 0.
+    """
+    points, before = [], 0
+    for step, loss in held_out.items():
+        part = [row for row in steps if before < row["step"] <= step]
+        names = {"loss": "loss", "gradient_norm": "grad_norm", "reward": "reward"}
+        means = {name: fmean(row[theirs] for row in part) for name, theirs in names.items()}
+        points.append({"step": step, **means, "held_out": loss})
+        before = step
+    return points
+
+
+class _Looks(TrainerCallback):  # type: ignore[misc]
+    """Notes the held-out loss, by step."""
+
+    def __init__(self, ask: Callable[[], float]) -> None:
+        self.ask = ask
+        self.held_out: dict[int, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if due(state.global_step, state.max_steps, LOOKS):
+            self.held_out[state.global_step] = self.ask()
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """The Trainer seeds Python, NumPy and torch for the whole process."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
