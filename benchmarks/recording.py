@@ -26,6 +26,7 @@ from overhead import compare, host_seconds, llama, show
 
 import noisescope as ns
 from noisescope.comparison.measures import from_sketches
+from noisescope.comparison.parting import sketched
 from noisescope.comparison.records import Record
 from noisescope.runs.recording import Detail, Recording
 
@@ -126,7 +127,7 @@ def accuracy(device: str, samples: int) -> list[dict[str, Any]]:
 
 def _told(a: Record, b: Record) -> dict[str, Any]:
     exact = {row.site: row.measures.relative_l2 for row in ns.compare(a, b).rows}
-    left, right = a.sketches(), b.sketches()
+    left, right = sketched(a), sketched(b)
     assert left is not None and right is not None
     errors = []
     for number, site in enumerate(a.sites):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,59 @@ def test_max_mape_decides_the_exit_code(records: Path, tmp_path: Path) -> None:
     assert "exceeded" in call("compare", *pair, "--layers", "7", "--max-mape", 0.05, code=1).output
     assert "passed" in call("compare", *pair, "--layers", "6", "--max-mape", 0.05).output
     assert "MAPE needs full detail" in call("compare", *pair, "--layers", "9", "--max-mape", 0.05, code=2).output
-    file = tmp_path / "c.json"
+    file = tmp_path / "new" / "folder" / "c.json"
     printed = call("compare", *pair, "--layers", "7", "--max-mape", 0.05, "--json", "-o", file, code=1).stdout
     found = json.loads(printed)
     assert found == json.loads(file.read_text()) and found["passed"] is False
     assert found["first_to_part"]["module"] == "model.layers.7.mlp.down_proj"
+
+
+def test_what_can_not_be_meant_is_refused(records: Path, tmp_path: Path) -> None:
+    """Layers that the records lack, a limit that is no number, a price without a report, a place that is a file."""
+    pair = (records / "good.record", records / "good.record")
+    refused = {
+        ("--layers", "7,99", "--max-mape", "0.05"): "no site of layers 99 is in both records",
+        ("--max-mape", "nan"): "not below 0; got nan",
+        ("--affordable", "0.1"): "--affordable needs --sensitivity",
+        ("-o", str(records / "good.record" / "record.json" / "x.json")): "can't write",
+    }
+    for options, reason in refused.items():
+        assert reason in " ".join(call("compare", *pair, *options, code=2).output.split())
+
+
+def test_sketches_rank_tokens_without_sizes(tmp_path: Path) -> None:
+    """What the largest of many rough estimates would say is not printed as a size."""
+    subject = ns.load("demo")
+    bad = tmp_path / "bad.record"
+    with ns.faulty(subject.model, "gain:0.2@7/linear/down_proj"):
+        ns.record(subject, None, bad, samples=4)
+    call("record", "demo", "-o", tmp_path / "good.record", "--samples", 4)
+    output = call("compare", tmp_path / "good.record", bad).output
+    assert "tokens that differ most, by sketch (sizes need full detail):" in output
+    assert not any("relative L2" in line for line in output.splitlines() if line.startswith("  token"))
+
+
+@dataclass(frozen=True)
+class NaNChannel:
+    """One channel is NaN in every token."""
+
+    def __call__(self, t: Any, draw: Any) -> Any:
+        t = t.clone()
+        t[..., 3] = float("nan")
+        return t
+
+
+def test_nan_is_printed_as_critical(records: Path, tmp_path: Path) -> None:
+    """With its count; the limit does not hold, and what is NaN on both sides is said."""
+    subject = ns.load("demo")
+    nan = ns.Injection(NaNChannel(), operators={"linear"}, modules=("model.layers.7.mlp.down_proj",))
+    with ns.inject(subject.model, nan):
+        ns.record(subject, None, tmp_path / "nan.record", samples=4, full_layers={6, 7})
+    pair = (records / "good.record", tmp_path / "nan.record")
+    output = call("compare", *pair, "--layers", "7", "--max-mape", 0.05, code=1).output
+    assert "CRITICAL: " in output and "not measurable" in output and "not passed, 2 sites can't be checked" in output
+    both = call("compare", pair[1], pair[1], "--layers", "7", "--max-mape", 0.05).output
+    assert "left out at" in both and "NaN or infinite on both sides, left out" in both
 
 
 def test_prices_come_from_a_diagnosis(records: Path, tmp_path: Path) -> None:

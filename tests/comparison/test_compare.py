@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_a_device_is_identical_to_itself(subject, good, tmp_path):
     again = ns.record(subject, output=tmp_path / "b", prompts=PROMPTS, detail="full", batch=8)
     found = ns.compare(good, again, max_mape=0.0)
     assert (found.verdict, found.first, found.passed) == ("identical", None, True)
-    assert found.logits == {"kl": 0.0, "worst_kl": 0.0, "agreement": 1.0, "max_error": 0.0, "n": 8}
+    assert found.logits == {"kl": 0.0, "worst_kl": 0.0, "agreement": 1.0, "max_error": 0.0, "n": 8, "nonfinite": 0}
     assert found.tokens == () and len(found.rows) == len(good.sites)
 
 
@@ -87,16 +88,90 @@ def test_sketches_agree_with_whole_tensors(good, broken):
     exact = ns.compare(good, other)
     told = ns.compare(good, broken("gain:0.05@1/linear/down_proj"))
     pairs = [(a.measures, b.measures) for a, b in zip(exact.rows, told.rows, strict=True) if a.measures.relative_l2 > 0]
-    assert len(pairs) > 20 and all(b.mae is None and b.relative_error < 0.05 for _, b in pairs)
+    assert len(pairs) > 20 and all(b.mae is None and b.relative_error < 0.07 for _, b in pairs)
     errors = [b.relative_l2 / a.relative_l2 - 1 for a, b in pairs]
     assert max(map(abs, errors)) < 0.2 and np.sqrt(np.mean(np.square(errors))) < 0.1  # 248 numbers a site
 
 
-def test_nan_on_one_side_parts(good, broken):
-    """A NaN is never lost in an average, and JSON stays JSON."""
-    found = ns.compare(good, broken("stuck_bit:bit=30@2/linear/up_proj", detail="full"))
-    assert found.verdict == "parted" and found.first.site.place == 2
+@dataclass(frozen=True)
+class NaNFromToken20:
+    """In the last prompt of a batch."""
+
+    def __call__(self, t, draw):
+        t = t.clone()
+        t[-1, 20:] = float("nan")
+        return t
+
+
+@pytest.fixture(scope="module")
+def with_nan(subject, tmp_path_factory):
+    """Records of the model with NaN in layer 2's down_proj (prompts 3 and 7 of 8), by detail."""
+    nan = ns.Injection(NaNFromToken20(), operators={"linear"}, modules=("model.layers.2.mlp.down_proj",))
+    folder = tmp_path_factory.mktemp("nan")
+    with ns.inject(subject.model, nan):
+        return {
+            detail: ns.record(subject, output=folder / detail, prompts=PROMPTS, detail=detail, batch=4)
+            for detail in ("sketch", "full")
+        }
+
+
+@pytest.mark.parametrize("detail", ["sketch", "full"])
+def test_nan_on_one_side_is_critical(subject, good, with_nan, detail):
+    """It parts, has no figure but its count, is first to fix and within no tolerance; JSON stays JSON."""
+    found = ns.compare(
+        good, with_nan[detail], sensitivity=report(good.model), max_mape=10 if detail == "full" else None
+    )
+    row, measures, width = found.first.to_dict(), found.first.measures, subject.model.config.hidden_size
+    assert found.verdict == "parted" and found.first.site.module == "model.layers.2.mlp.down_proj"
+    count, of = (24 * width, f"of {256 * width} elements") if detail == "full" else (2, "prompts")
+    assert f"{count} {of} are NaN or infinite on one side only, which is critical" in found.words
+    assert row["critical"] and row["parts"] and set(row["bands"].values()) == {"not measurable"}
+    assert {measures.mae, measures.mape, measures.pearson, row["relative_l2"]} == {None}
+    assert measures.nonfinite == count
+    crossing = found.crossing
+    assert [(cell.layer, cell.operator) for cell in crossing.fix_first[:2]] == [(2, "linear"), (2, "residual")]
+    within = {row["layer"]: (row["within"], row["unmeasurable"] > 0) for row in crossing.tolerances}
+    assert within == {0: (True, False), 1: (True, False), 2: (False, True), 3: (False, True)}
+    assert found.passed in (False, None) and found.logits["nonfinite"] == 2 and "2 more have NaN" in found.words
+    assert found.tokens[0]["nonfinite"] and (found.tokens[0]["prompt"], found.tokens[0]["token"]) == (3, 20)
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_nan_on_both_sides_is_told(subject, with_nan):
+    """With its count, and not as round-off; the finite rest is compared."""
+    full, width = with_nan["full"], subject.model.config.hidden_size
+    found = ns.compare(full, full, max_mape=0.05)
+    assert found.verdict == "identical" and found.passed is True and found.first is None
+    assert (
+        "left out at" in found.words and f"{24 * width} of {256 * width} elements at linear at block 2" in found.words
+    )
+    sketched = ns.compare(with_nan["sketch"], with_nan["sketch"])
+    assert "2 prompts at linear at block 2" in sketched.words
+
+
+def test_what_has_nothing_finite_does_not_pass(subject, tmp_path):
+    """NaN everywhere on both sides from some layer on: not measurable, neither round-off nor within a limit."""
+    hook = subject.model.get_submodule("model.layers.2").register_forward_hook(lambda module, args, y: y * math.nan)
+    record = ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, detail="full")
+    hook.remove()
+    found = ns.compare(record, record, max_mape=0.05, sensitivity=report(record.model))
+    assert (found.verdict, found.passed) == ("not measurable", False)
+    assert "norm at block 3" in found.words and "nothing finite is left on either side" in found.words
+    assert ns.compare(record, record, layers=[3], max_mape=0.05).worst_mape is None
+    assert [row["within"] for row in found.crossing.tolerances] == [True, True, True, None]
+    assert found.logits["nonfinite"] == 8 and "can't be compared" in found.words
+    assert found.tokens == () and ns.compare(record, record, layers=[1], max_mape=0.05).passed is True
+
+
+def test_batches_do_not_change_the_mape(subject, tmp_path):
+    """The floor is a tenth of the rms over all prompts, though they were recorded one by one."""
+    good = ns.record(subject, output=tmp_path / "a", prompts=PROMPTS, detail="full", batch=1)
+    with ns.faulty(subject.model, "gain:0.2@2/linear/down_proj", anatomy=subject.anatomy):
+        bad = ns.record(subject, output=tmp_path / "b", prompts=PROMPTS, detail="full", batch=1)
+    for number, row in enumerate(ns.compare(good, bad).rows):
+        a, b = (record.whole(number, 0, len(PROMPTS)).values.astype(np.float64) for record in (good, bad))
+        expected = (np.abs(a - b) / np.maximum(np.abs(a), 0.1 * np.sqrt((a * a).mean()))).mean()
+        assert row.measures.mape == pytest.approx(expected)
 
 
 def test_the_mape_decides(good, broken):
@@ -110,8 +185,14 @@ def test_the_mape_decides(good, broken):
     assert partly.passed is False and any("the others are sketches" in note for note in partly.notes)
     with pytest.raises(InvalidInput, match="MAPE needs full detail"):
         ns.compare(good, other, layers=[3], max_mape=0.05)
-    with pytest.raises(InvalidInput, match="no site of layers"):
-        ns.compare(good, other, layers=[9])
+    for layers in ([9], [1, 9]):
+        with pytest.raises(
+            InvalidInput, match="no site of layers 9 is in both records: choose from the blocks 0, 1, 2, 3"
+        ):
+            ns.compare(good, other, layers=layers, max_mape=0.05)
+    for limit in (math.nan, math.inf, -0.1):
+        with pytest.raises(InvalidInput, match="not below 0; got"):
+            ns.compare(good, other, max_mape=limit)
 
 
 def test_logits_are_compared_as_distributions(subject, good, broken):
@@ -132,6 +213,8 @@ def test_tokens_are_ranked(subject, good, tmp_path):
         found = ns.compare(good, other)
         assert found.tokens[0]["prompt"] == 5 and found.tokens[0]["token"] >= 9
         assert found.tokens[0]["id"] == PROMPTS[5][found.tokens[0]["token"]]
+        size, score = found.tokens[0]["relative_l2"], found.tokens[0]["score"]
+        assert (size > 0 and score is None) if detail == "full" else (size is None and score > 0)
 
 
 def _only_prompt_five(module, args, y):
@@ -172,14 +255,17 @@ def test_reports_that_do_not_fit_are_refused(good):
         ns.compare(good, good, sensitivity=report("f" * 64))
     with pytest.raises(InvalidInput, match="no map of layers"):
         ns.compare(good, good, sensitivity={**report(good.model), "layer_analysis": None})
-    with pytest.raises(InvalidInput, match="above 0"):
-        ns.compare(good, good, sensitivity=report(good.model), affordable=0)
+    for nats in (0, math.nan):
+        with pytest.raises(InvalidInput, match="above 0"):
+            ns.compare(good, good, sensitivity=report(good.model), affordable=nats)
+    with pytest.raises(InvalidInput, match="needs a sensitivity report"):
+        ns.compare(good, good, affordable=0.1)
 
 
 def test_a_comparison_is_saved_as_it_is(good, broken, tmp_path):
     """The file holds `to_dict`, and every row its bands."""
     found = ns.compare(good, broken("gain:0.2@2/linear/down_proj", detail="full"))
-    saved = json.loads(found.save(tmp_path / "c.json").read_text())
+    saved = json.loads(found.save(tmp_path / "new" / "c.json").read_text())
     assert saved == json.loads(json.dumps(found.to_dict()))
     assert saved["first_to_part"]["place"] == 2 and saved["sites"][0]["bands"]["mape"] == "EXCELLENT"
     assert saved["sides"]["a"]["dtype"] == "float32"

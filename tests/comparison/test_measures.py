@@ -21,8 +21,11 @@ def pair(seed: int, scale: float, shape=(3, 5, 8)) -> tuple[np.ndarray, np.ndarr
 
 def measured(a, b, dtype="float32", pieces=1):
     sums = Sums()
-    for first, (x, y) in enumerate(zip(np.array_split(a, pieces), np.array_split(b, pieces), strict=True)):
+    parts = list(zip(np.array_split(a, pieces), np.array_split(b, pieces), strict=True))
+    for first, (x, y) in enumerate(parts):
         sums.add(first * len(x), x, y, dtype)
+    for x, y in parts:
+        sums.add_percent(x, y)
     return sums
 
 
@@ -41,7 +44,8 @@ def test_measures_are_what_their_names_say(seed, scale):
     assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a))
     assert found.max_error == d.max()
     split = measured(a, b, pieces=3).measures()
-    assert (split.mae, split.relative_l2, split.max_ulp) == pytest.approx((found.mae, found.relative_l2, found.max_ulp))
+    for name in ("mae", "mape", "relative_l2", "max_ulp"):
+        assert getattr(split, name) == pytest.approx(getattr(found, name))
     assert split.where == found.where
 
 
@@ -84,22 +88,60 @@ def test_an_ulp_is_the_distance_to_the_next_number(value, name):
     assert float(spacing(np.array(float(number)), name)) == float(following) - abs(float(number))
 
 
-def test_nan_on_one_side_is_infinitely_far():
-    """And on both sides it is nothing."""
+@pytest.mark.parametrize("pair_of_values", [(1.0, np.nan), (np.inf, 1.0), (np.inf, -np.inf), (np.nan, np.inf)])
+def test_nan_on_one_side_is_infinitely_far(pair_of_values):
+    """So is an infinity, or another one; nothing is measured then, and the count is told."""
     a, b = pair(2, 0.0)
-    b[0, 0, 0] = np.nan
-    found = measured(a, b).measures()
-    assert math.isinf(found.relative_l2) and found.nonfinite == 1 and found.to_dict()["relative_l2"] is None
-    a[0, 0, 0] = np.nan
-    assert measured(a, b).measures().relative_l2 == 0
+    a[0, 0, 0], b[0, 0, 0] = pair_of_values
+    sums = measured(a, b)
+    found = sums.measures()
+    assert math.isinf(found.relative_l2) and found.to_dict()["relative_l2"] is None and not found.measurable
+    assert (found.nonfinite, found.nonfinite_both, found.elements) == (1, 0, a.size)
+    assert {getattr(found, name) for name in ("mae", "mape", "mape_notes", "pearson", "cosine", "max_error")} == {None}
+    assert max(sums.tokens, key=sums.tokens.get) == (0, 0) and math.isinf(sums.tokens[0, 0])
+
+
+def test_nan_on_both_sides_is_left_out():
+    """Averages are of the finite rest alone; where none is left nothing is measured."""
+    a, b = pair(2, 0.1)
+    rest = measured(a[:, :, 2:], b[:, :, 2:]).measures()
+    a[:, :, 0] = b[:, :, 0] = np.nan
+    a[:, :, 1] = b[:, :, 1] = np.inf
+    found = measured(a, b, pieces=3).measures()
+    assert (found.nonfinite, found.nonfinite_both, found.elements) == (0, 30, 120)
+    for name in ("relative_l2", "mae", "mape", "mape_notes", "pearson", "cosine", "mean_ulp"):
+        assert getattr(found, name) == pytest.approx(getattr(rest, name)), name
+    nothing = measured(np.full_like(a, np.nan), np.full_like(a, np.nan)).measures()
+    assert nothing.relative_l2 is None and nothing.mape is None and nothing.pearson is None and not nothing.measurable
+
+
+def told(a, b):
+    """From sketches that estimate their tensors' norms without an error."""
+    return from_sketches((a, np.linalg.norm(a, axis=1)), (b, np.linalg.norm(b, axis=1)), a.size)
 
 
 def test_sketches_tell_sizes_and_nothing_else():
     """Relative L2 and cosine with their standard error; the rest needs whole tensors."""
     a, b = pair(3, 0.1, (16, 31))
-    found = from_sketches(a, b, 16 * 31)
+    found = told(a, b)
     assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a))
-    assert found.relative_error == pytest.approx(1 / math.sqrt(2 * 496))
     assert (found.mae, found.mape, found.pearson, found.max_error, found.max_ulp) == (None,) * 5
     b[0, 0] = np.inf
-    assert math.isinf(from_sketches(a, b, 496).relative_l2)
+    found = told(a, b)
+    assert math.isinf(found.relative_l2) and (found.nonfinite, found.cosine) == (1, None)
+    a[0, 0] = np.inf
+    found = told(a, b)
+    assert found.relative_l2 == pytest.approx(0.1, rel=0.2) and (found.nonfinite, found.nonfinite_both) == (0, 1)
+    assert told(np.full_like(a, np.nan), np.full_like(a, np.nan)).relative_l2 is None
+
+
+def test_the_error_of_a_sketch_is_what_it_says():
+    """The standard deviation over many sketches of |d| / |a|; |a| is known."""
+    draw = np.random.default_rng(4)
+    found = []
+    for _ in range(2000):  # a sketch's numbers are sums of many signed elements: normal, whatever was sketched
+        a, d = draw.standard_normal((2, 4, 31))
+        norms = np.full(4, math.sqrt(31))
+        found.append(from_sketches((a, norms), (a + 0.1 * d, norms), 4 * 31))
+    spread = float(np.std([one.relative_l2 for one in found])) / 0.1
+    assert found[0].relative_error == pytest.approx(spread, rel=0.1)

@@ -179,8 +179,10 @@ def test_many_rows_are_sampled_and_checked_by_sums(model, rows):
     assert any("checksums" in note for note in verdict.notes) == (rows == 4)
 
 
-def test_nothing_is_left_behind(model):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_left_behind(dtype):
     """Weights, hooks, training mode, random state and outputs are as before, also after an error."""
+    model = tiny_model("llama", layers=3).to(dtype)
     tokens = torch.arange(3, 19).reshape(2, 8)
     with torch.no_grad():
         before = model(tokens).logits

@@ -82,3 +82,39 @@ def test_relations_are_a_method_of_their_own():
     assert ns.locate(model, method="relations").method == "relations"
     with pytest.raises(InvalidInput, match="relations"):
         ns.locate(model, method="relation")
+
+
+def test_adapters_are_healthy():
+    """A LoRA model by every method that calls modules: its wrapper takes any argument, and still keeps no cache."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("llama"), lora)
+    for method in ("auto", "relations", "srdd"):
+        assert ns.locate(model, method=method).verdict == "healthy", method
+
+
+def test_asking_twice_gives_the_same_answer():
+    """Nothing of the model is changed by being looked at."""
+    model = tiny_model("llama", layers=3)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    verdicts = [ns.locate(model, method=method) for method in ("audit", "audit", "relations", "audit")]
+    assert {verdict.verdict for verdict in verdicts} == {"healthy"}
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_hooks_are_told_of():
+    """What a forward hook changes is no operator's work: the verdict says that it did not look there."""
+    model = tiny_model("llama", layers=2)
+    assert not any("hooks" in note or "compiled" in note for note in ns.locate(model).notes)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, y: 1.02 * y)
+    assert any(note.startswith("modules with forward hooks") and note.endswith(" 1") for note in ns.locate(model).notes)
+
+
+def test_arguments_of_another_method_are_refused():
+    """Rather than left out in silence."""
+    model = tiny_model("llama")
+    with pytest.raises(InvalidInput, match="compares with no other system"):
+        ns.locate(model, method="relations", reference="some.record")
+    for method in ("srdd", "replay"):
+        with pytest.raises(InvalidInput, match="`inputs` are for audit and relations"):
+            ns.locate(model, method=method, inputs=torch.tensor([[1, 2]]), reference=None)

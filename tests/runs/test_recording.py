@@ -50,7 +50,17 @@ def test_sketches_and_logits_are_those_of_the_model(subject, tmp_path):
     told = found.sketches()
     assert told is not None
     assert np.allclose(told[number, 1:, : sketches.SHORT], sketches.sketch(seen["y"], 1).numpy())
+    assert np.allclose(found.sizes()[number, 1:], seen["y"].double().flatten(1).norm(dim=1).numpy())
     assert np.array_equal(found.logits()[1:], logits[:, -1].double().numpy())
+
+
+def test_the_largest_channel_of_each_token_is_told(subject, tmp_path):
+    """Its number and its size, as they are in the blocks' whole outputs."""
+    found = ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, full_layers={1})
+    number = next(at for at, site in enumerate(found.sites) if site.place == 1 and site.operator == "residual")
+    size = np.abs(found.whole(number, 1).values[0])
+    assert np.array_equal(found.by_token("channel")[1][1], size.argmax(-1))
+    assert np.array_equal(found.by_token("max")[1][1], size.max(-1))
 
 
 def test_whole_tensors_keep_their_bits(subject, tmp_path):

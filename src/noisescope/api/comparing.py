@@ -11,7 +11,6 @@ from noisescope.api.msprobe import dump_folder, read_dump
 from noisescope.comparison.compare import Comparison, compare_records
 from noisescope.comparison.records import Record, read_record
 from noisescope.errors import InvalidInput, unknown
-from noisescope.findings import LIMITS
 from noisescope.locators.prompts import prompt_ids
 from noisescope.model import Subject
 from noisescope.preparation import material_of, versions
@@ -86,7 +85,7 @@ def compare(
     layers: Iterable[int] | None = None,
     max_mape: float | None = None,
     sensitivity: Mapping[str, Any] | str | Path | None = None,
-    affordable: float = LIMITS["affordable_nats"],
+    affordable: float | None = None,
 ) -> Comparison:
     """How two devices differ; `a` is the reference.
 
@@ -95,7 +94,7 @@ def compare(
 
     Records are those of `record`, or dumps of msprobe (a folder with dump.json). `layers` limits the rows and what
     `max_mape` is checked on. With the report of a diagnosis of the same model, differences are priced in nats;
-    `affordable` is what one layer's may cost.
+    `affordable` is what one layer's may cost, 0.01 if not given.
     """
     report = Report.load(sensitivity) if isinstance(sensitivity, (str, Path)) else sensitivity
     return compare_records(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from noisescope.errors import InvalidInput
 
 MOST_ROWS = 12
 MOST_CELLS = 5
+MOST_TOKENS = 3
 
 
 def compare_devices(
@@ -26,7 +28,8 @@ def compare_devices(
         Path | None, typer.Option("--sensitivity", help="A diagnosis's report.json of this model: prices in nats.")
     ] = None,
     affordable: Annotated[
-        float | None, typer.Option("--affordable", help="Nats that a layer's difference may cost. Default 0.01.")
+        float | None,
+        typer.Option("--affordable", help="With --sensitivity: nats a layer's difference may cost, default 0.01."),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the comparison there as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
@@ -44,14 +47,15 @@ def compare_devices(
     """
     from noisescope.api import compare
 
-    if max_mape is not None and max_mape < 0:
-        raise InvalidInput(f"--max-mape is a share such as 0.05, got {max_mape}")
-    asked: dict[str, Any] = {} if affordable is None else {"affordable": affordable}
-    found = compare(a, b, layers=common.layers(layers), max_mape=max_mape, sensitivity=sensitivity, **asked)
+    if affordable is not None and sensitivity is None:
+        raise InvalidInput("--affordable needs --sensitivity: a diagnosis's report tells what a difference costs")
+    found = compare(
+        a, b, layers=common.layers(layers), max_mape=max_mape, sensitivity=sensitivity, affordable=affordable
+    )
     if output is not None:
-        found.save(output)
+        common.written(output, found.to_json())
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1))
+        typer.echo(found.to_json(), nl=False)
     else:
         say_comparison(found)
     raise typer.Exit(1 if found.passed is False else 0)
@@ -63,23 +67,44 @@ def say_comparison(found: Any) -> None:
         typer.echo(f"{name}: {side['path']} ({side['architecture']}, {side['dtype']}, {side.get('device', '')})")
     typer.echo(f"\n{found.verdict}. {found.words}\n")
     say_rows(found)
-    for token in found.tokens[:3]:
-        typer.echo(f"token {token['token']} of prompt {token['prompt']}: relative L2 {token['relative_l2']:.2g}")
+    say_tokens(found.tokens)
     if found.crossing is not None:
         say_prices(found.crossing)
     if found.passed is not None:
-        worst = found.worst_mape
-        typer.echo(
-            f"\nlargest MAPE {worst.measures.mape:.3g} at {worst.site}; allowed {found.max_mape:g}: "
-            f"{'passed' if found.passed else 'exceeded'}"
-        )
+        typer.echo(f"\n{_decision(found)}")
     for note in found.notes:
         typer.echo(f"note: {note}")
 
 
+def _decision(found: Any) -> str:
+    worst = found.worst_mape
+    largest = "not measurable" if worst is None else f"{worst.measures.mape:.3g} at {worst.site}"
+    if found.passed:
+        outcome = "passed"
+    elif worst is not None and worst.measures.mape > found.max_mape:
+        outcome = "exceeded"
+    else:
+        outcome = f"not passed, {len(found.unmeasurable)} sites can't be checked for NaN or infinite numbers"
+    return f"largest MAPE {largest}; allowed {found.max_mape:g}: {outcome}"
+
+
+def say_tokens(tokens: Any) -> None:
+    """The tokens that differ most; sizes only where whole tensors tell them."""
+    if not tokens:
+        return
+    by_sketch = all(token["relative_l2"] is None and not token["nonfinite"] for token in tokens)
+    typer.echo("tokens that differ most" + (", by sketch (sizes need full detail):" if by_sketch else ":"))
+    for token in tokens[:MOST_TOKENS]:
+        size = "" if token["relative_l2"] is None else f": relative L2 {token['relative_l2']:.2g}"
+        size = ": NaN or infinite on one side only" if token["nonfinite"] else size
+        typer.echo(f"  token {token['token']} of prompt {token['prompt']}{size}")
+
+
 def say_rows(found: Any) -> None:
     """The first site to part and those with the largest error, in the order they ran."""
-    ranked = sorted(found.rows, key=lambda row: (not row.parts, -row.measures.relative_l2))
+    ranked = sorted(
+        found.rows, key=lambda row: (not row.parts, row.measures.measurable, -(row.measures.relative_l2 or 0))
+    )
     shown = {id(row) for row in ranked[:MOST_ROWS]} | ({id(found.first)} if found.first else set())
     header = ("place", "operator", "module", "rel. L2", "MAPE", "band", "Pearson", "max ulp", "")
     rows = [header, *(_cells(row, row is found.first) for row in found.rows if id(row) in shown)]
@@ -92,16 +117,27 @@ def say_rows(found: Any) -> None:
 
 def _cells(row: Any, first: bool) -> tuple[str, ...]:
     found = row.measures
-    size = f"{found.relative_l2:.2g}" if found.elements else f"~{found.relative_l2:.2g}"
+    sign = "" if found.elements else "~"
+    size = "-" if found.relative_l2 is None else f"{sign}{found.relative_l2:.2g}"
     mape = "-" if found.mape is None else f"{found.mape:.2g}"
-    mark = "parts here" if first else "apart" if row.parts else ""
-    if found.where is not None and found.where.outlier_channel:
-        mark = f"{mark} max in outlier channel {found.where.channel}".strip()
-    bands = row.to_dict()["bands"]
-    band = bands["mape"] if found.mape is not None else "needs full detail"
+    band = row.to_dict()["bands"]["mape"] if found.elements or not found.measurable else "needs full detail"
     pearson = "-" if found.pearson is None else f"{found.pearson:.5f}"
     ulps = "-" if found.max_ulp is None else f"{found.max_ulp:.3g}"
+    mark = "; ".join(_marks(row, first))
     return (str(row.site.place), row.site.operator, row.site.module, size, mape, band, pearson, ulps, mark)
+
+
+def _marks(row: Any, first: bool) -> Iterator[str]:
+    """What a row's figures don't tell."""
+    found = row.measures
+    if row.parts:
+        yield "parts here" if first else "apart"
+    if found.nonfinite:
+        yield f"CRITICAL: {found.nonfinite} {found.counted} NaN or infinite on one side only"
+    if found.nonfinite_both:
+        yield f"{found.nonfinite_both} {found.counted} NaN or infinite on both sides, left out"
+    if found.where is not None and found.where.outlier_channel:
+        yield f"max in outlier channel {found.where.channel}"
 
 
 def say_prices(crossing: Any) -> None:
@@ -110,12 +146,14 @@ def say_prices(crossing: Any) -> None:
     dear = [cell for cell in crossing.cells if cell.nats is not None][:MOST_CELLS]
     for cell in dear:
         mark = "  fix first" if cell.fix_first else ""
-        typer.echo(
-            f"  layer {cell.layer} {cell.operator}: {cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, "
-            f"affordable {cell.affordable:.2g}){mark}"
-        )
+        if math.isinf(cell.nats):
+            price = "infinitely far apart, no price"
+        else:
+            price = f"{cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, affordable {cell.affordable:.2g})"
+        typer.echo(f"  layer {cell.layer} {cell.operator}: {price}{mark}")
     typer.echo("  " + "  ".join(("layer", "affordable", "has", "within")))
     for row in crossing.tolerances:
         has = "-" if row["relative_l2"] is None else f"{row['relative_l2']:.2g}"
         within = {True: "yes", False: "no", None: "-"}[row["within"]]
-        typer.echo(f"  {row['layer']:>5}  {row['affordable_relative_l2']:>10.2g}  {has:>7}  {within}")
+        broken = f"  {row['unmeasurable']} sites not measurable" if row["unmeasurable"] else ""
+        typer.echo(f"  {row['layer']:>5}  {row['affordable_relative_l2']:>10.2g}  {has:>7}  {within}{broken}")

@@ -70,7 +70,7 @@ def locate_fault(
     changed = None if fault is None else scope.changed
     found = {**verdict.to_dict(), **({} if changed is None else {"simulated": simulate, "elements_changed": changed})}
     if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        common.written(output, json.dumps(found, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from noisescope.comparison.crossing import Crossing, crossed
-from noisescope.comparison.measures import Array, Sums
+from noisescope.comparison.measures import Array, Sums, plain
 from noisescope.comparison.parting import Row, judged, measured, piled_up
 from noisescope.comparison.records import Record, check_comparable
+from noisescope.comparison.words import in_words, verdict_of
 from noisescope.errors import InvalidInput
-from noisescope.findings import LIMITS, percent
+from noisescope.findings import LIMITS
 from noisescope.sites import Site
 
 SCHEMA_VERSION = 1
@@ -25,7 +26,11 @@ _WORST_TOKENS = 5
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two devices differ. `verdict` is "identical", "round-off" or "parted"; `words` say it in sentences."""
+    """How two devices differ; `words` say it in sentences.
+
+    `verdict` is "identical", "round-off", "parted", or "not measurable" where NaN or infinite numbers on both sides
+    leave nothing to compare at some site.
+    """
 
     verdict: str
     words: str
@@ -42,11 +47,19 @@ class Comparison:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every MAPE is within `max_mape`; None where none was asked for."""
+        """Whether every MAPE is within `max_mape`; None where none was asked for.
+
+        False too where NaN or infinite numbers leave nothing to check: what was not seen has not passed.
+        """
         if self.max_mape is None:
             return None
         worst = None if self.worst_mape is None else self.worst_mape.measures.mape
-        return worst is not None and worst <= self.max_mape and not any(r.measures.nonfinite for r in self.rows)
+        return worst is not None and worst <= self.max_mape and not self.unmeasurable
+
+    @property
+    def unmeasurable(self) -> tuple[Row, ...]:
+        """Rows where NaN or infinite numbers, on one side or on both, leave nothing to measure."""
+        return tuple(row for row in self.rows if not row.measures.measurable)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -66,10 +79,14 @@ class Comparison:
             "notes": list(self.notes),
         }
 
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON."""
+        """Write it as JSON; its folder is made where there is none."""
         target = Path(path)
-        target.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(self.to_json(), encoding="utf-8")
         return target
 
 
@@ -80,67 +97,98 @@ def compare_records(
     layers: Iterable[int] | None = None,
     max_mape: float | None = None,
     sensitivity: Mapping[str, Any] | None = None,
-    affordable: float = LIMITS["affordable_nats"],
+    affordable: float | None = None,
 ) -> Comparison:
     """Compare two records; `a` is the reference.
 
     `layers` limits the rows and the check of `max_mape` to those blocks; where the devices part is sought in all.
-    `sensitivity` is a diagnosis's report of the same model (its dictionary).
+    `sensitivity` is a diagnosis's report of the same model (its dictionary); `affordable` nats, 0.01 if not given, is
+    what a layer's difference may cost by it.
     """
+    if max_mape is not None and not 0 <= max_mape < math.inf:
+        raise InvalidInput(f"the largest MAPE allowed is a share such as 0.05, not below 0; got {max_mape}")
+    if affordable is not None and sensitivity is None:
+        raise InvalidInput("what a difference may cost needs a sensitivity report, which tells what it costs")
     check_comparable(a, b)
-    chosen = None if layers is None else frozenset(layers)
     notes: list[str] = []
     found, by_site = measured(a, b, notes)
     rows = tuple(judged(found, a.dtype))
-    shown = tuple(row for row in rows if chosen is None or row.site.place in chosen)
-    if not shown:
-        raise InvalidInput(f"no site of layers {sorted(chosen or ())} is in both records: see `sites` in record.json")
-    whole = [row for row in shown if row.measures.mape is not None]
-    if max_mape is not None and len(whole) < len(shown) and (chosen is not None or not whole):
-        lacking = sorted({str(row.site.place) for row in shown if row.measures.mape is None})
+    shown = rows if layers is None else _chosen(rows, frozenset(layers))
+    whole = [row for row in shown if row.measures.elements]
+    if max_mape is not None and len(whole) < len(shown) and (layers is not None or not whole):
+        lacking = sorted({str(row.site.place) for row in shown if not row.measures.elements})
         raise InvalidInput(
             f"MAPE needs full detail, and of {', '.join(lacking[:8])} only sketches are in both records: record again "
             "with --detail full, or with --full-layers"
         )
     if max_mape is not None and len(whole) < len(shown):
         notes.append(f"MAPE was checked at {len(whole)} of {len(shown)} sites: the others are sketches")
-    first = next((row for row in rows if row.parts), None)
     logits = _logits(a, b)
     crossing = None
     if sensitivity is not None:
-        crossing = crossed({row.site: row.measures.relative_l2 for row in rows}, sensitivity, a.model, affordable)
+        nats = LIMITS["affordable_nats"] if affordable is None else affordable
+        crossing = crossed({row.site: row.measures for row in rows}, sensitivity, a.model, nats)
     return Comparison(
-        _verdict(rows, logits, first),
-        _words(rows, first, logits, a.dtype),
+        verdict_of(rows, logits),
+        in_words(rows, logits, a.dtype),
         shown,
-        first,
+        next((row for row in rows if row.parts), None),
         tuple(piled_up(rows)),
         logits,
         tuple(_tokens(a, b, by_site)),
         crossing,
-        max(whole, key=lambda row: row.measures.mape or 0.0, default=None),
+        max(
+            (row for row in whole if row.measures.mape is not None),
+            key=lambda row: row.measures.mape or 0,
+            default=None,
+        ),
         max_mape,
         {"a": _side(a), "b": _side(b)},
         tuple(notes),
     )
 
 
+def _chosen(rows: tuple[Row, ...], layers: frozenset[int]) -> tuple[Row, ...]:
+    blocks = sorted({row.site.place for row in rows if isinstance(row.site.place, int)})
+    missing = sorted(layers.difference(blocks))
+    if missing or not layers:
+        raise InvalidInput(
+            f"no site of layers {', '.join(map(str, missing))} is in both records: choose from the blocks "
+            f"{', '.join(map(str, blocks))}"
+        )
+    return tuple(row for row in rows if row.site.place in layers)
+
+
 # -- what both sides say
 
 
 def _tokens(a: Record, b: Record, by_site: Mapping[Site, Sums]) -> list[dict[str, Any]]:
-    """The tokens that differ most: rms over sites of the relative L2, from whole tensors or the blocks' signed sums."""
+    """The tokens that differ most: those with NaN or infinite numbers on one side only, then by size.
+
+    From whole tensors the size is the rms over sites of the relative L2. The blocks' signed sums give a score alone,
+    good for a rank: the largest of many rough estimates are too large.
+    """
     squares: dict[tuple[int, int], list[float]] = {}
     for sums in by_site.values():
         for key, value in sums.tokens.items():
             squares.setdefault(key, []).append(value * value)
-    if not squares:
-        squares = _token_sums(a, b)
-    ranked = sorted(((float(np.mean(values)) ** 0.5, key) for key, values in squares.items()), reverse=True)
+    size_name, other_name = ("relative_l2", "score") if squares else ("score", "relative_l2")
+    squares = squares or _token_sums(a, b)
+    sizes = {key: float(np.mean(values)) ** 0.5 for key, values in squares.items()}
+    ranked = sorted(  # of infinite ones those at more sites first: others inherit it
+        (key for key, size in sizes.items() if size > 0),
+        key=lambda key: (-sizes[key], -squares[key].count(math.inf), key),
+    )
     return [
-        {"prompt": prompt, "token": token, "id": a.prompts[prompt][token] if a.prompts else None, "relative_l2": size}
-        for size, (prompt, token) in ranked[:_WORST_TOKENS]
-        if size > 0
+        {
+            "prompt": prompt,
+            "token": token,
+            "id": a.prompts[prompt][token] if a.prompts else None,
+            size_name: plain(sizes[prompt, token]),
+            other_name: None,
+            "nonfinite": math.isinf(sizes[prompt, token]),
+        }
+        for prompt, token in ranked[:_WORST_TOKENS]
     ]
 
 
@@ -149,8 +197,10 @@ def _token_sums(a: Record, b: Record) -> dict[tuple[int, int], list[float]]:
     left, right = a.by_token("sum"), b.by_token("sum")
     found: dict[tuple[int, int], list[float]] = {}
     for prompt, (mine, its) in enumerate(zip(left or (), right or (), strict=False)):
-        size = np.maximum((mine * mine).mean(1, keepdims=True), 1e-300)  # of a block's usual token
-        relative = np.nan_to_num((mine - its) ** 2 / size, nan=1.0, posinf=1.0)
+        finite, other_finite = np.isfinite(mine), np.isfinite(its)
+        x, y = np.where(finite, mine, 0.0), np.where(finite & other_finite, its, 0.0)
+        size = np.maximum((x * x).mean(1, keepdims=True), 1e-300)  # of a block's usual token
+        relative = np.where(finite & other_finite, (x - y) ** 2 / size, np.where(finite != other_finite, np.inf, 0.0))
         for token in range(relative.shape[1]):
             found[(prompt, token)] = list(map(float, relative[:, token]))
     return found
@@ -162,8 +212,9 @@ def _logits(a: Record, b: Record) -> dict[str, Any] | None:
     if left is None or right is None or left.shape != right.shape:
         return None
     usable = np.isfinite(left).all(1) & np.isfinite(right).all(1)
+    counts = {"n": int(usable.sum()), "nonfinite": int((~usable).sum())}
     if not usable.any():
-        return {"kl": None, "worst_kl": None, "agreement": None, "max_error": None, "n": 0}
+        return {"kl": None, "worst_kl": None, "agreement": None, "max_error": None, **counts}
     left, right = left[usable], right[usable]
     log_p, log_q = _log_softmax(left), _log_softmax(right)
     kl = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(1), 0.0)
@@ -172,7 +223,7 @@ def _logits(a: Record, b: Record) -> dict[str, Any] | None:
         "worst_kl": float(kl.max()),
         "agreement": float((left.argmax(1) == right.argmax(1)).mean()),
         "max_error": float(np.abs(left - right).max()),
-        "n": int(usable.sum()),
+        **counts,
     }
 
 
@@ -180,38 +231,6 @@ def _log_softmax(x: Array) -> Array:
     shifted = x - x.max(1, keepdims=True)
     found: Array = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     return found
-
-
-# -- words
-
-
-def _verdict(rows: Iterable[Row], logits: Mapping[str, Any] | None, first: Row | None) -> str:
-    if first is not None:
-        return "parted"
-    same = all(row.measures.relative_l2 == 0 for row in rows) and (logits is None or logits["max_error"] == 0)
-    return "identical" if same else "round-off"
-
-
-def _words(rows: tuple[Row, ...], first: Row | None, logits: Mapping[str, Any] | None, dtype: str) -> str:
-    end = "" if logits is None or logits["kl"] is None else (
-        f" The next token's distribution differs by {logits['kl']:.2g} nats on average, and the likeliest token is the "
-        f"same in {percent(logits['agreement'])} of {logits['n']} prompts."
-    )  # fmt: skip
-    verdict = _verdict(rows, logits, first)
-    if verdict == "identical":
-        return "The records are identical, bit for bit as far as they go."
-    if first is not None:
-        size = first.measures.relative_l2
-        if math.isfinite(size):
-            what = f"relative L2 {size:.2g}, {size / first.expected:.0f} times what came in"
-        else:
-            what = f"{first.measures.nonfinite} elements are NaN or infinite on one side only"
-        return f"The devices part at {first.site}: {what}. What comes after it inherits that.{end}"
-    worst = max(rows, key=lambda row: row.measures.relative_l2)
-    return (
-        f"The difference looks like round-off only: in {dtype} it grows from layer to layer and jumps nowhere. The "
-        f"largest relative L2 is {worst.measures.relative_l2:.2g}, at {worst.site}.{end}"
-    )
 
 
 def _side(record: Record) -> dict[str, Any]:

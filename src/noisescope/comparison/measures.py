@@ -3,6 +3,9 @@
 MAPE is mean |a - b| / max(|a|, rms(a) / 10), a the reference: elements near 0 would otherwise rule it (a 16-bit model
 may show 22 % in a layer whose relative L2 error is 0.8 %). The original method notes' own formula, with |a| + 1e-8
 below, stands beside it as `mape_notes`. An ulp is the spacing of the tensor's own dtype at the reference's value.
+
+NaN and infinite elements are never averaged away. Where the sides have them at other elements, or of another kind, no
+measure is given and relative L2 is infinite. Where both have the same ones, the measures are of the finite rest.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from numpy.typing import NDArray
 from noisescope.findings import LIMITS
 
 Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Sketch = tuple[Array, Array]  # of one site: numbers [prompts, m] and norms [prompts]
 
 MAPE_FLOOR = 0.1  # of the reference's rms
 _NOTES_FLOOR = 1e-8
@@ -40,9 +45,13 @@ class Where:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one site; None where a sketch can't tell. `relative_error` is the standard error of an estimate."""
+    """Of one site; None where a sketch can't tell, or NaN and infinite elements leave nothing to measure.
 
-    relative_l2: float
+    `relative_error` is the standard error of an estimated relative L2. Non-finite elements are counted; of a sketch the
+    prompts that have some.
+    """
+
+    relative_l2: float | None  # infinite where `nonfinite`, and for anything beside zeros
     cosine: float | None
     relative_error: float = 0.0
     mae: float | None = None
@@ -52,24 +61,34 @@ class Measures:
     max_error: float | None = None
     mean_ulp: float | None = None
     max_ulp: float | None = None
-    nonfinite: int = 0  # elements that are NaN or infinite on one side only
+    nonfinite: int = 0  # NaN or infinite on one side only, or another such value on either
+    nonfinite_both: int = 0  # the same NaN or infinity on both sides: left out of all measures
     elements: int = 0  # looked at; 0 for a sketch
     where: Where | None = None
 
+    @property
+    def measurable(self) -> bool:
+        """Whether something finite can be compared, and no side alone has NaN or infinite elements."""
+        return self.relative_l2 is not None and not self.nonfinite
+
+    @property
+    def counted(self) -> str:
+        """What `nonfinite` and `nonfinite_both` count."""
+        return f"of {self.elements} elements" if self.elements else "prompts"
+
     def to_dict(self) -> dict[str, Any]:
-        plain = {**vars(self), "where": None if self.where is None else self.where.to_dict()}
-        if not math.isfinite(self.relative_l2):
-            plain["relative_l2"] = None
-        return plain
+        where = None if self.where is None else self.where.to_dict()
+        return {**vars(self), "relative_l2": plain(self.relative_l2), "where": where}
 
 
 @dataclass
 class Sums:
-    """Sums over the tensors of one site, prompt by prompt."""
+    """Sums over the tensors of one site, batch by batch: first all by `add`, then all by `add_percent`."""
 
-    n: int = 0
+    elements: int = 0
+    n: int = 0  # finite on both sides
     absolute: float = 0.0
-    percent: float = 0.0
+    percent: float | None = None
     percent_notes: float = 0.0
     ulps: float = 0.0
     max_ulp: float = 0.0
@@ -82,28 +101,35 @@ class Sums:
 
     def add(self, first: int, a: Array, b: Array, dtype: str) -> None:
         """Tensors [B, ..., T, C] of prompts first, first + 1, ... in float64."""
-        usable = np.isfinite(a) & np.isfinite(b)
-        self.nonfinite += int((np.isfinite(a) != np.isfinite(b)).sum())
+        usable, unlike = _usable(a, b), _unlike(a, b)
         a, b = np.where(usable, a, 0.0), np.where(usable, b, 0.0)
         error = np.abs(a - b)
         size = np.abs(a)
-        rms = math.sqrt(float(np.mean(a * a)))
         in_ulps = error / spacing(a, dtype)
-        self.n += a.size
+        self.elements += a.size
+        self.n += int(usable.sum())
+        self.nonfinite += int(unlike.sum())
         self.absolute += float(error.sum())
-        self.percent += float((error / np.maximum(size, max(MAPE_FLOOR * rms, 1e-300))).sum())
         self.percent_notes += float((error / (size + _NOTES_FLOOR)).sum())
         self.ulps += float(in_ulps.sum())
         self.max_ulp = max(self.max_ulp, float(in_ulps.max(initial=0.0)))
         self.moments += (a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.squares += float((error * error).sum())
-        self._place(first, a, b, error)
+        self._place(first, a, b, error, unlike)
         largest = size.reshape(-1, size.shape[-1]).max(0)
         if self.channels is None or self.channels.shape != largest.shape:
             self.channels = largest
         self.channels = np.maximum(self.channels, largest)
 
-    def _place(self, first: int, a: Array, b: Array, error: Array) -> None:
+    def add_percent(self, a: Array, b: Array) -> None:
+        """The same tensors once more: the floor of MAPE is of the rms of all of them."""
+        usable = _usable(a, b)
+        a, b = np.where(usable, a, 0.0), np.where(usable, b, 0.0)
+        floor = MAPE_FLOOR * math.sqrt(self.moments[2] / max(self.n, 1))
+        found = float((np.abs(a - b) / np.maximum(np.abs(a), max(floor, 1e-300))).sum())
+        self.percent = found + (self.percent or 0.0)
+
+    def _place(self, first: int, a: Array, b: Array, error: Array, unlike: Mask) -> None:
         at = np.unravel_index(int(error.argmax()), error.shape)
         if error[at] > self.worst[0]:
             self.worst = (float(error[at]), first + int(at[0]), tuple(map(int, at[1:])), float(a[at]), float(b[at]))
@@ -111,26 +137,30 @@ class Sums:
             return
         others = (*range(1, a.ndim - 2), a.ndim - 1)  # all but the prompt and the token
         relative = np.sqrt((error * error).sum(others) / np.maximum((a * a).sum(others), 1e-300))  # [B, T]
+        relative[unlike.any(others)] = math.inf
         for (row, token), value in np.ndenumerate(relative):
             self.tokens[(first + row, token)] = float(value)
 
     def measures(self) -> Measures:
+        both = self.elements - self.n - self.nonfinite
+        if self.nonfinite or not self.n:
+            size = math.inf if self.nonfinite else None
+            return Measures(size, None, nonfinite=self.nonfinite, nonfinite_both=both, elements=self.elements)
         a, b, aa, bb, ab = self.moments
-        n = max(self.n, 1)
+        n = self.n
         spread = math.sqrt(max(aa - a * a / n, 0.0) * max(bb - b * b / n, 0.0))
-        relative = math.inf if self.nonfinite else relative_size(self.squares, aa)
         return Measures(
-            relative_l2=relative,
+            relative_l2=relative_size(self.squares, aa),
             cosine=_ratio(ab, math.sqrt(aa * bb)),
             mae=self.absolute / n,
-            mape=self.percent / n,
+            mape=None if self.percent is None else self.percent / n,
             mape_notes=self.percent_notes / n,
             pearson=_ratio(ab - a * b / n, spread),
             max_error=self.worst[0],
             mean_ulp=self.ulps / n,
             max_ulp=self.max_ulp,
-            nonfinite=self.nonfinite,
-            elements=self.n,
+            nonfinite_both=both,
+            elements=self.elements,
             where=self._where(),
         )
 
@@ -143,15 +173,26 @@ class Sums:
         return Where(prompt, at[-2] if len(at) > 1 else 0, channel, a, b, bool(outlier))
 
 
-def from_sketches(a: Array, b: Array, numbers: int) -> Measures:
-    """What the sketches [prompts, m] of one site tell; `numbers` of them are no filling."""
-    finite = np.isfinite(a) & np.isfinite(b)
-    one_sided = int((np.isfinite(a) != np.isfinite(b)).any(-1).sum())
-    a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
-    aa, bb, ab = float((a * a).sum()), float((b * b).sum()), float((a * b).sum())
-    relative = math.inf if one_sided else relative_size(float(((a - b) ** 2).sum()), aa)
-    error = 1 / math.sqrt(2 * max(numbers, 1))
-    return Measures(relative, _ratio(ab, math.sqrt(aa * bb)), relative_error=error, nonfinite=one_sided)
+def from_sketches(a: Sketch, b: Sketch, numbers: int) -> Measures:
+    """What the sketches of one site tell; `numbers` of them are no filling.
+
+    From M numbers the norm of the difference has the relative standard error 1 / sqrt(2 M); the norms are exact.
+    """
+    left, right = (np.concatenate([values, norms[:, None]], 1) for values, norms in (a, b))
+    usable, unlike = _usable(left, right).all(-1), _unlike(left, right).any(-1)
+    one_sided = int(unlike.sum())
+    both = int((~usable).sum()) - one_sided
+    if one_sided or not usable.any():
+        return Measures(math.inf if one_sided else None, None, nonfinite=one_sided, nonfinite_both=both)
+    left, right = left[usable], right[usable]
+    squares = float(((left - right)[:, :-1] ** 2).sum())
+    aa, bb = float((left[:, -1] ** 2).sum()), float((right[:, -1] ** 2).sum())
+    return Measures(
+        relative_size(squares, aa),
+        _ratio((aa + bb - squares) / 2, math.sqrt(aa * bb)),
+        relative_error=1 / math.sqrt(2 * numbers * usable.mean()),
+        nonfinite_both=both,
+    )
 
 
 def relative_size(difference: float, whole: float) -> float:
@@ -161,12 +202,27 @@ def relative_size(difference: float, whole: float) -> float:
     return math.sqrt(difference / whole) if whole > 0 else math.inf
 
 
+def plain(value: float | None) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def spacing(values: Array, dtype: str) -> Array:
     """The distance of neighbouring numbers of a dtype at some values."""
     bits, least = _FORMATS.get(dtype, _FORMATS["float32"])
     exponent = np.frexp(values)[1] - 1  # 2^e <= |v| < 2^(e + 1)
     exponent = np.where(values == 0, least, np.maximum(exponent, least))
     found: Array = np.ldexp(1.0, exponent - bits + 1)
+    return found
+
+
+def _usable(a: Array, b: Array) -> Mask:
+    return np.isfinite(a) & np.isfinite(b)
+
+
+def _unlike(a: Array, b: Array) -> Mask:
+    """Not finite on both sides, and not the same NaN or infinity either."""
+    found: Mask = ~_usable(a, b) & (a != b) & ~(np.isnan(a) & np.isnan(b))
     return found
 
 

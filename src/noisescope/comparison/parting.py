@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.comparison.measures import Measures, Sums, from_sketches
-from noisescope.comparison.records import Record, name_of
+from noisescope.comparison.measures import Array, Measures, Sketch, Sums, from_sketches, plain
+from noisescope.comparison.records import Batch, Record, name_of
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, ROUND_OFF, band
 from noisescope.sites import Place, Site
@@ -39,6 +39,7 @@ class Row:
             },
             "expected": self.expected,
             "parts": self.parts,
+            "critical": found.nonfinite > 0,
             "detail": "full" if found.elements else "sketch",
         }
 
@@ -46,7 +47,7 @@ class Row:
 def measured(a: Record, b: Record, notes: list[str]) -> tuple[list[tuple[Site, Measures]], dict[Site, Sums]]:
     """Measures of every common site in the order of `a`, from whole tensors where both sides have them."""
     theirs = {name_of(site): number for number, site in enumerate(b.sites)}
-    left, right = a.sketches(), b.sketches()
+    left, right = sketched(a), sketched(b)
     numbers = a.numbers()
     found: list[tuple[Site, Measures]] = []
     by_site: dict[Site, Sums] = {}
@@ -69,24 +70,40 @@ def measured(a: Record, b: Record, notes: list[str]) -> tuple[list[tuple[Site, M
     return found, by_site
 
 
+def sketched(record: Record) -> list[Sketch] | None:
+    """The sketch of each site; None where there are none (another tool's dump)."""
+    numbers, norms = record.sketches(), record.sizes()
+    return None if numbers is None or norms is None else list(zip(numbers, norms, strict=True))
+
+
 def _summed(a: Record, b: Record, number: int, other: int) -> Sums | None:
     """Sums over whole tensors; None where one side has only a sketch, or another shape."""
     if a.count != b.count:
         return None
     sums = Sums()
     for batch in a.batches:
-        mine, its = a.whole(number, batch.first, batch.count), b.whole(other, batch.first, batch.count)
-        if mine is None or its is None or mine.values.shape != its.values.shape:
+        pair = _pair(a, b, number, other, batch)
+        if pair is None:
             return None
-        left, right = (np.asarray(side.values, dtype=np.float64) for side in (mine, its))
-        sums.add(batch.first, left, right, mine.dtype)
+        sums.add(batch.first, *pair)
+    for left, right, _ in filter(None, (_pair(a, b, number, other, batch) for batch in a.batches)):
+        sums.add_percent(left, right)
     return sums
+
+
+def _pair(a: Record, b: Record, number: int, other: int, batch: Batch) -> tuple[Array, Array, str] | None:
+    """A batch's tensors on both sides in float64, and the dtype they had."""
+    mine, its = a.whole(number, batch.first, batch.count), b.whole(other, batch.first, batch.count)
+    if mine is None or its is None or mine.values.shape != its.values.shape:
+        return None
+    return np.asarray(mine.values, dtype=np.float64), np.asarray(its.values, dtype=np.float64), mine.dtype
 
 
 def judged(measured: list[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
     """Each site against what came in: the largest error of the place before it, and of its own place so far.
 
-    Sites of the place before have the same operators, so what those amplify in a healthy model is known from there.
+    Sites of the place before have the same operators, so what those amplify in a healthy model is known from there. A
+    site where nothing finite is left on either side does not part, and tells nothing of what came in.
     """
     floor = ROUND_OFF.get(dtype, ROUND_OFF["float32"])
     before = here = 0.0
@@ -95,7 +112,7 @@ def judged(measured: list[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
         if site.place != place:
             before, here, place = here, 0.0, site.place
         expected = max(floor, before, here)
-        size = found.relative_l2
+        size = found.relative_l2 or 0.0
         yield Row(site, found, expected, size > LIMITS["parting_factor"] * expected)
         here = max(here, size if math.isfinite(size) else 1.0)
 
@@ -106,10 +123,7 @@ def piled_up(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     for row in rows:
         if row.site.operator != "residual":
             continue
-        size = row.measures.relative_l2
-        yield {"layer": row.site.place, "relative_l2": _plain(size), "growth": _plain(size / last) if last else None}
+        size = plain(row.measures.relative_l2)
+        growth = size / last if size is not None and last else None
+        yield {"layer": row.site.place, "relative_l2": size, "growth": growth}
         last = size
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None

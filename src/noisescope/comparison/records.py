@@ -68,6 +68,12 @@ class Record:
             whole[:, batch.first : batch.first + batch.count, : array.shape[2]] = array
         return whole
 
+    def sizes(self) -> NDArray[np.float64] | None:
+        """The norm of each site's output, [sites, prompts]."""
+        found = [batch.read("size") for batch in self.batches]
+        arrays = [np.asarray(one.values, dtype=np.float64) for one in found if one is not None]
+        return np.concatenate(arrays, axis=1) if arrays else None
+
     def numbers(self) -> int:
         """How many numbers the sketches of one site have, over all prompts."""
         found = [(batch.count, batch.read("sketch")) for batch in self.batches]

@@ -129,6 +129,7 @@ def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
     a, b = (x.detach().cpu().double().reshape(1, -1, x.shape[-1]).numpy() for x in (gpu_activations, npu_activations))
     sums = Sums()
     sums.add(0, a, b, dtype)
+    sums.add_percent(a, b)
     found = sums.measures()
     return {
         "mae": found.mae,

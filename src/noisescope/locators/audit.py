@@ -39,7 +39,7 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         verdict.verdict, verdict.suspects[0].site, verdict.smallest_visible["linear"]
 
     `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
-    default 2 x 64 tokens of built-in text. Operators with more rows (tokens) than `rows` are sampled, and the other
+    default 2 x 32 tokens of built-in text. Operators with more rows (tokens) than `rows` are sampled, and the other
     rows of linears looked at through checksums. `seed` chooses text and samples. The model runs as it is, in this
     thread and inside the scopes that are open; nothing of it is changed.
     """
@@ -47,8 +47,11 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         raise InvalidInput(f"rows must be at least 2, got {rows}")
     model, tokenizer, anatomy = parts_of(subject)
     ledger = Ledger(anatomy, rows=rows, seed=seed)
-    if model is not getattr(subject, "model", subject):
+    if model is not (subject.model if isinstance(subject, Subject) else subject):
         ledger.remarks.append("a compiled model is looked at as it runs uncompiled: its own fused kernels are not seen")
+    hooked = sum(bool(module._forward_hooks or module._forward_pre_hooks) for module in model.modules())
+    if hooked:
+        ledger.remarks.append(f"modules with forward hooks, whose changes are not looked at: {hooked}")
     batches = batches_for(model, tokenizer, inputs, seed)
     with evaluating(model):
         every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)

@@ -44,7 +44,7 @@ class Format:
     def ulp(self, values: Tensor) -> Tensor:
         """Spacing of this format at float64 values; below the normal numbers it stays that of the smallest."""
         power = (values.contiguous().view(torch.int64) & _EXPONENT).view(torch.float64)  # 2^e <= |v| < 2^(e+1)
-        return power.clamp(2.0**self.least, 2.0**1023) * 2.0 ** (1 - self.bits)
+        return power.clamp_(2.0**self.least, 2.0**1023).mul_(2.0 ** (1 - self.bits))
 
 
 def number_format(dtype: torch.dtype) -> Format:
@@ -102,8 +102,8 @@ class Reference:
         """An error uniform within +-b has variance b^2 / 3."""
         total = torch.zeros_like(self.values)
         for bound in self.bounds:
-            total += bound.square() / 3
-        return total if self.spread is None else total + self.spread.square()
+            total.addcmul_(bound, bound, value=1 / 3)
+        return total if self.spread is None else total.addcmul_(self.spread, self.spread)
 
 
 def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,12 +114,12 @@ def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     form = number_format(dtype)
     flushed = 2.0**form.least if form.least <= -126 else 0.0
-    return form.ulp(values) / 2 + flushed
+    return form.ulp(values).mul_(0.5).add_(flushed)
 
 
 def sum_spread(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
     """Standard deviation of the error of a sum of `terms` terms; `squares` is S^2 + P^2."""
-    return ROUNDING_STD * u * math.sqrt(terms + 1) * (squares.double() + values.square()).sqrt()
+    return values.square().add_(squares).sqrt_().mul_(ROUNDING_STD * u * math.sqrt(terms + 1))
 
 
 def sum_grain(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
@@ -127,7 +127,7 @@ def sum_grain(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
 
     Every partial sum is at most sum |x_k w_k| <= sqrt(K) S (Cauchy and Schwarz); numbers up to a have spacing 2 u a.
     """
-    return 2 * u * ((terms + 1) * (squares.double() + values.square())).sqrt()
+    return values.square().add_(squares).sqrt_().mul_(2 * u * math.sqrt(terms + 1))
 
 
 def shortened(y: Tensor) -> float:

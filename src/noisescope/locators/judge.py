@@ -32,8 +32,9 @@ Z_MEAN = 6.5  # 8e-11 two-sided: for up to 10^7 means (channels of all operators
 RMS_LIMIT = 1.5  # of mean (e / sigma)^2
 MEAN_SHARE = 0.05  # ulp that the whole output's mean may be off; float32 sums: twice that
 CHANNEL_SHARE = 0.1  # ulp for the mean of one channel
-_PIECE = 1 << 20
+_PIECE = 1 << 18  # elements that are judged at a time: what is made of them stays in a processor's cache
 _MEAN_ROWS = 1024
+_MEDIAN_OF = 4096  # tolerances of a piece
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,7 +74,7 @@ class Judgement:
 def tolerance(reference: Reference) -> Tensor:
     """How far one element may be off."""
     limit = SLACK * reference.bound
-    return limit if reference.spread is None else limit + Z_ELEMENT * reference.spread
+    return limit if reference.spread is None else limit.add_(reference.spread, alpha=Z_ELEMENT)
 
 
 def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Judgement:
@@ -85,24 +86,27 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
         return result
     rows = _different_rows(y, reference.values)
     means: list[Tensor] = []  # [7, columns] of each piece
-    by_row = torch.zeros(2, len(rows), dtype=torch.float64)
-    medians: list[float] = []
+    by_row = torch.zeros(2, len(y[rows]), dtype=torch.float64)
+    tolerances: list[Tensor] = []
     for start, part, ref in _pieces(y, reference):
-        ulp, limit = form.ulp(ref.values), tolerance(ref)
-        one_sided = _one_sided(part, ref.values, limit, form)
-        finite = part.isfinite() & ref.values.isfinite() & (ref.values.abs() <= form.largest)
-        error, limit = torch.where(finite, part - ref.values, 0.0), torch.where(finite, limit, 1.0)
-        beyond = (error.abs() > limit) | one_sided
+        ulp, limit, error = form.ulp(ref.values), tolerance(ref), part - ref.values
+        finite, one_sided = torch.tensor(True), torch.tensor(False)
+        if not _all_ordinary(error, ref.values, limit, form):
+            one_sided = _one_sided(part, ref.values, limit, form)
+            finite = part.isfinite() & ref.values.isfinite() & (ref.values.abs() <= form.largest)
+            error, limit = torch.where(finite, error, 0.0), torch.where(finite, limit, 1.0)
+        size = error.abs()
+        beyond = (size > limit) | one_sided
         result.bad += int(beyond.sum())
         result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
-        result.raise_to("element", float((error.abs() / limit).max()))
+        result.raise_to("element", float((size / limit).max()))
         result.raise_to("non-finite", math.inf if bool(one_sided.any()) else 0.0)
-        result.worst_ulp = max(result.worst_ulp, float((error.abs() / ulp).max()))
-        seen = (limit / ulp)[(ref.values.abs() > 2.0 ** (form.least + form.bits)) & finite]
-        medians.append(float(seen[:: max(1, len(seen) // 4096)].median()) if len(seen) else 0.0)
-        means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite[rows], by_row))
+        result.worst_ulp = max(result.worst_ulp, float((size / ulp).max()))
+        tolerances.append(_normal_tolerances(limit, ulp, finite.expand_as(ulp), form))
+        means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite.expand_as(ulp)[rows], by_row))
         result.looks += part.numel() + 2 * part.shape[1] + 4
-    result.visible_element = max(medians)
+    found = torch.cat(tolerances)
+    result.visible_element = float(found.median()) if len(found) else 0.0
     _judge_means(Means(*torch.cat(means, 1)), by_row, y[rows], reference.sums, form, result)
     whole, channels = stuck_channels(y[rows], reference.rows(rows), below_one=probabilities)
     result.looks += looks(y.shape[1], y.dtype)
@@ -158,6 +162,18 @@ def _judge_exact(y: Tensor, reference: Reference, form: Format, result: Judgemen
     result.strengths["exact"] = math.inf if result.bad else 0.0
 
 
+def _all_ordinary(error: Tensor, values: Tensor, limit: Tensor, form: Format) -> bool:
+    """Everything is finite and far from the end of the format: then there is nothing to tell apart."""
+    return bool(values.abs().max() + limit.max() < form.largest) and bool(error.isfinite().all())
+
+
+def _normal_tolerances(limit: Tensor, ulp: Tensor, finite: Tensor, form: Format) -> Tensor:
+    """Tolerances in ulps, of some elements that are well within the normal numbers: |v| > 2^(least + bits)."""
+    some = slice(None, None, max(1, limit.numel() // _MEDIAN_OF))
+    limit, ulp, finite = (t.flatten()[some] for t in (limit, ulp, finite))
+    return (limit / ulp)[finite & (ulp > 2.0**form.least)]
+
+
 def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor:
     """Not finite where it should be, or finite where it should not be (overflow of the format included)."""
     fits = values.isfinite() & (values.abs() + limit < form.largest)
@@ -165,38 +181,38 @@ def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor
     return torch.where(y.isfinite(), overflows, fits)
 
 
-def _different_rows(y: Tensor, values: Tensor) -> Tensor:
+def _different_rows(y: Tensor, values: Tensor) -> Tensor | slice:
     """Indices of rows, each different one once: a token that occurs twice makes the same errors twice at layer 0."""
     rows = range(0, len(y), max(1, -(-len(y) // _MEAN_ROWS)))
-    integers = y.contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy()
-    expected = values.contiguous().numpy()
-    seen: dict[tuple[bytes, bytes], int] = {}
+    given = y.contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy()
+    expected = values.contiguous().view(torch.int64).numpy()
+    seen: dict[bytes, list[int]] = {}
     for row in rows:
-        seen.setdefault((integers[row].tobytes(), expected[row].tobytes()), row)
-    return torch.tensor(sorted(seen.values()))
+        alike = seen.setdefault(given[row].tobytes(), [])
+        if not any((expected[row] == expected[other]).all() for other in alike):
+            alike.append(row)
+    found = sorted(row for alike in seen.values() for row in alike)
+    return slice(None) if len(found) == len(y) else torch.tensor(found)
 
 
 def _sums(error: Tensor, reference: Reference, ulp: Tensor, finite: Tensor, by_row: Tensor) -> Tensor:
     """The fields of `Means` for some columns; the first two are added up in `by_row` [2, R] as well."""
     variance = reference.variance
     finite = finite & (variance > 0)
-    variance = torch.where(finite, variance, torch.inf)
+    if not bool(finite.all()):
+        variance = torch.where(finite, variance, torch.inf)
     lever = ulp / variance
     along = lever * error
-    allowed = torch.zeros_like(lever)
-    if reference.systematic is not None:
-        allowed = torch.where(finite, lever * reference.systematic, 0.0)
-    fields = (
-        torch.where(reference.values < 0, -along, along),
-        along,
-        lever * ulp,
-        allowed,
-        along.square(),
-        error.square() / variance,
-        finite.double(),
-    )
-    by_row += torch.stack([fields[0].sum(1), fields[1].sum(1)])
-    return torch.stack([field.sum(0) for field in fields])
+    signed = torch.where(reference.values < 0, -along, along)
+    by_row[0] += signed.sum(1)
+    by_row[1] += along.sum(1)
+    fields = [signed.sum(0), along.sum(0), (lever * ulp).sum(0)]
+    if reference.systematic is None:
+        fields.append(torch.zeros_like(fields[0]))
+    else:
+        fields.append(torch.where(finite, lever * reference.systematic, 0.0).sum(0))
+    fields += [along.square_().sum(0), error.square().div_(variance).sum(0), finite.sum(0)]
+    return torch.stack([field.double() for field in fields])
 
 
 def _judge_means(means: Means, by_row: Tensor, y: Tensor, sums: bool, form: Format, result: Judgement) -> None:

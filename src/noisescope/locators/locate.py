@@ -44,6 +44,10 @@ def locate(
             "the fingerprint method compares recorded outputs of the suspect system: give them as `failure`, and only "
             f"then; got method={method!r} and {'no ' if failure is None else ''}failure"
         )
+    if reference is not None and method not in ("auto", "replay", "fingerprint"):
+        raise InvalidInput(f"{method} compares with no other system: leave `reference` out, or use auto or replay")
+    if inputs is not None and (method in ("srdd", "fingerprint", "replay") or reference is not None):
+        raise InvalidInput("`inputs` are for audit and relations: other methods have prompts of their own")
     if method == "fingerprint":
         from noisescope.locators.fingerprint import fingerprint
 

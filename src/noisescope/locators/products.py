@@ -21,7 +21,7 @@ from noisescope.locators.floors import (
     work_roundoff,
 )
 
-_PIECE = 1 << 23  # numbers of a weight that are in float64 at a time: 64 MB
+_COLUMNS = 256  # of an output that are computed at a time: the float64 copies they need stay in a processor's cache
 _BLOCK = 64  # channels under one checksum: a wrong element must show above the rounding of its 63 neighbours
 _CHECKSUM_Z = 7.0
 _PARTIAL_SUMS = 8
@@ -85,28 +85,27 @@ def _as_multiplied(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """a w^T in float64, and S^2 + P^2 in float32 (they only scale a floor), a piece of w at a time."""
+    """a w^T in float64, and S^2 + P^2 in float32 (they only scale a floor), some columns at a time."""
     values = a.new_empty(len(a), len(w))
     squares = torch.empty(len(a), len(w))
     a_squared = a.square().float()
-    step = max(1, _PIECE // max(1, w.shape[-1]))
-    for start in range(0, len(w), step):
-        part = w[start : start + step]
-        total, partial = _partial_sums(a, part.double().T)
-        values[:, start : start + step] = total
-        squares[:, start : start + step] = a_squared @ part.float().square_().T + partial.float()
+    for start in range(0, len(w), _COLUMNS):
+        here = slice(start, start + _COLUMNS)
+        values[:, here], partial = _partial_sums(a, w[here])
+        torch.addmm(partial.float(), a_squared, w[here].float().square().T, out=squares[:, here])
     return values, squares
 
 
-def _partial_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a b, and P^2: the mean square of the partial sums at a few places of the inner dimension."""
+def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """a w^T in float64, and P^2: the mean square of the partial sums at a few places of the inner dimension."""
     inner = a.shape[-1]
     parts = min(_PARTIAL_SUMS, max(1, inner // 16))
     edges = [inner * at // parts for at in range(parts + 1)]
-    total = torch.matmul(a[..., : edges[1]], b[..., : edges[1], :])
+    terms = (torch.matmul(a[..., i:j], w[..., i:j].double().transpose(-1, -2)) for i, j in itertools.pairwise(edges))
+    total = next(terms)
     squares = total.square()
-    for start, stop in itertools.pairwise(edges[1:]):
-        total += torch.matmul(a[..., start:stop], b[..., start:stop, :])
+    for term in terms:
+        total += term
         squares.addcmul_(total, total)
     return total, squares.div_(parts)
 
@@ -137,9 +136,9 @@ def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows,
     squared = wide.square().float()
     worst = torch.zeros(len(a), dtype=torch.float64)
     u = work_roundoff(y.dtype)
-    step = max(_BLOCK, _PIECE // max(1, w.shape[-1]) // _BLOCK * _BLOCK)
-    for start in range(0, len(w), step):
-        part, out = w[start : start + step].double(), y[:, start : start + step].double()
+    for start in range(0, len(w), _COLUMNS):
+        here = slice(start, start + _COLUMNS)
+        part, out = w[here].double(), y[:, here].double()
         signs = rows.signs(len(part))
         owner = torch.arange(len(part)) // _BLOCK
         blocks = int(owner[-1]) + 1
@@ -150,13 +149,13 @@ def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows,
         w_sums = per_block((part * signs[:, None]).T.contiguous())  # [K, blocks]
         expected = wide @ w_sums
         if added is not None:
-            expected = expected + per_block((added[start : start + step] * signs)[None])
+            expected = expected + per_block((added[here] * signs)[None])
         squares = squared @ per_block(part.square().float().T.contiguous())
         variance = per_block(rounded_once(out, y.dtype).square() / 3)
         variance += (ROUNDING_STD * u) ** 2 * (a.shape[-1] + 1) * (2 * squares.double() + per_block(out.square()))
         variance += short**2 * squares.double()
         if added is not None:  # rounded before the addend, by some kernels
-            before = out - added[start : start + step]
+            before = out - added[here]
             variance += per_block(rounded_once(before, y.dtype).square() / 3)
         z = (per_block(out * signs) - expected).abs() / variance.sqrt()
         z = torch.where(z.isnan(), torch.inf, z)  # rows with NaN or Inf are computed again and judged there
@@ -182,7 +181,7 @@ def batched(
         a, out = a[..., chosen, :], out[..., chosen, :]
         added = None if added is None else added[..., chosen, :]
     wide, other = a.double(), b.double()
-    values, squares = _partial_sums(wide, other)
+    values, squares = _partial_sums(wide, other.transpose(-1, -2))
     values = values * alpha
     squares = (squares + torch.matmul(wide.square(), other.square())) * alpha**2
 

@@ -18,7 +18,6 @@ with that of the layer before, its instability has an absolute limit, and a pile
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,7 @@ from noisescope.locators.recompute import host_arithmetic
 from noisescope.locators.residuals import OUT, Recorder, Residuals
 from noisescope.probe.aims import CallWatcher, Context
 from noisescope.probe.door import Door
+from noisescope.runs.forwards import without_cache
 
 PROFILES = ("gain", "kurtosis", "pile_up", "mean_shift")  # numbers that can only be compared between layers
 _PART = "part"  # a module inside a block: heard for what the block adds up
@@ -113,7 +113,7 @@ class Scanner(Door):
         self._residuals.next_pass()
         self._open()
         try:
-            self.model(**_plain(self.model), **batch)
+            self.model(**without_cache(self.model), **batch)
         finally:
             self._close()
         self.readings.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
@@ -247,11 +247,6 @@ def same(a: Tensor, b: Tensor) -> bool:
 def _wide(h: Tensor) -> Tensor:
     """float64, and finite: what is not finite is bookkeeping's business."""
     return h.double().nan_to_num(0.0, posinf=0.0, neginf=0.0)
-
-
-def _plain(model: nn.Module) -> dict[str, Any]:
-    """No cache, which blocks called twice would fill twice."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:

@@ -25,6 +25,7 @@ from noisescope.locators.floors import Reference, number_format
 CHANCE = 8e-11  # of one look, as for means: for 10^7 looks (bits of the channels of all operators) 0.001 false alarms
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_ELEMENTS = 1 << 16  # looked at of the output as a whole
+_PIECE = 1 << 18  # elements that are looked at at a time: what is made of them stays in a processor's cache
 
 
 def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) -> tuple[bool, list[int]]:
@@ -32,17 +33,24 @@ def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) 
 
     `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is looked at.
     """
-    form, values = number_format(y.dtype), reference.values
+    tensors = (y, reference.values, torch.zeros_like(reference.values) if reference.grain is None else reference.grain)
+    some = slice(None, None, max(1, y.numel() // _MOST_ELEMENTS))
+    whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one))[0])
+    found: list[int] = []
+    width = max(1, _PIECE // max(1, len(y)))
+    for start in range(0, 0 if below_one else y.shape[1], width):
+        stuck = _stuck(*_bits(*(t[:, start : start + width] for t in tensors), below_one=below_one))
+        found += (start + np.flatnonzero(stuck)).tolist()
+    return whole, found
+
+
+def _bits(y: Tensor, values: Tensor, grain: Tensor, *, below_one: bool) -> tuple[np.ndarray, ...]:
+    """What `_stuck` looks at: bits given, bits expected, whether they are of use, and the lowest that may well be 1."""
+    form, size = number_format(y.dtype), values.abs()
     given, expected = (t.contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy() for t in (y, values.to(y.dtype)))
-    size = values.abs()
     usable = (size > 2.0 ** (form.least + form.bits)) & (size < (0.9 if below_one else form.largest))
-    lowest = torch.zeros(values.shape)
-    if reference.grain is not None:
-        lowest = (reference.grain / form.ulp(values)).log2().ceil().nan_to_num(0.0).clamp(0, 8 * given.itemsize - 1)
-    arrays = (given, expected, usable.numpy(), lowest.numpy().astype(given.dtype))
-    step = max(1, given.size // _MOST_ELEMENTS)
-    whole = bool(_stuck(*(array.reshape(-1, 1)[::step] for array in arrays))[0])
-    return whole, [] if below_one else np.flatnonzero(_stuck(*arrays)).tolist()
+    lowest = (grain / form.ulp(values)).log2_().ceil_().nan_to_num_(0.0).clamp_(0, 8 * given.itemsize - 1)
+    return given, expected, usable.numpy(), lowest.numpy().astype(given.dtype)
 
 
 def looks(width: int, dtype: torch.dtype) -> int:

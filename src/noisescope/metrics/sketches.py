@@ -6,9 +6,12 @@ and sign of every element included. For one prompt's tensor y [T, C] and m numbe
     s[k] = sum over (t, c) in bucket k of sign(p, t, c) y[t, c],     E |s|^2 = |y|^2,     var |s|^2 <= 2 |y|^4 / m
 
 for elements that fall into buckets at random: a norm estimated from M numbers (all prompts together) has the relative
-standard error 1 / sqrt(2 M). (Alon, Matias and Szegedy 1996; Charikar, Chen and Farach-Colton 2002.) This is a Gaussian
-projection's error without its cost, which is m products an element. Signs, not normals: flipping a sign is exact in
-every dtype, so 16-bit outputs need no wide copy, and an error in one element or one massive channel is kept whole.
+standard error 1 / sqrt(2 M). (Alon, Matias and Szegedy 1996; Charikar, Chen and Farach-Colton 2002.) The size |y| is
+kept beside the sketch, so that only the difference of two devices is estimated, not what it is relative to.
+
+Signs, not normals: flipping a sign is exact in every dtype, so 16-bit outputs need no wide copy and no product, whose
+unit may be the one at fault, and an error in one element or one massive channel is kept whole. One Gaussian matrix for
+all tokens would cost as little, but tell what is alike in all tokens (a wrong channel) by its G numbers only: to 12 %.
 
 Buckets: neighbouring channels are summed in G <= 32 groups j, then group j of token t goes to bucket (t G + j) mod m, m
 prime, so that one channel in all tokens, or one token in all channels, is spread over all numbers. The worst case is a
@@ -29,10 +32,13 @@ from torch import Tensor
 from noisescope.probe.draws import mix64
 
 SEED = 0
-VERSION = 1  # raise it whenever a sign or a bucket changes
-SHORT, LONG, LONG_FROM = 31, 61, 128  # numbers for a prompt, and for one of that many tokens or more; prime
-_PERIOD = 1 << 20  # different signs; sign(p, t, c) is number 7919 p + 97 t + c, modulo the period
-_PROMPT_STEP, _TOKEN_STEP = 7919, 97
+VERSION = 3  # raise it whenever a sign or a bucket changes
+SHORT, LONG, LONG_FROM = 13, 29, 128  # numbers for a prompt, and for one of that many tokens or more; prime
+# Different signs, a prime; sign(p, t, c) is number p step + t C + c modulo the period, step = min(T C, 2^20). Elements
+# of a prompt share signs only where it has more elements than the period, and prompts hardly at all: elements that share
+# a sign and a bucket would add up, not average out.
+_PERIOD = 5_000_011
+_LONGEST_STEP = 1 << 20
 _MOST_GROUPS = 32
 
 
@@ -42,7 +48,7 @@ def numbers_of(tokens: int) -> int:
 
 
 def signs(seed: int = SEED) -> Tensor:
-    """The period of signs, int8 [2^20], on the host: integer arithmetic, the same everywhere."""
+    """The period of signs, int8 [5,000,011], on the host: integer arithmetic, the same everywhere."""
     counter = torch.arange(_PERIOD, dtype=torch.int64, device="cpu")
     key = mix64(torch.tensor(seed, dtype=torch.int64, device="cpu"))
     return (1 - 2 * (mix64(counter + key) < 0)).to(torch.int8)
@@ -57,10 +63,11 @@ def _tape(seed: int, periods: int, device: torch.device, dtype: torch.dtype) -> 
 def _signs_at(shape: torch.Size, first: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """sign(p, t, c) for a tensor [B, T, C] of prompts from `first` on: a view of the tape."""
     batch, tokens, width = shape
-    start = first * _PROMPT_STEP % _PERIOD
-    length = start + (batch - 1) * _PROMPT_STEP + (tokens - 1) * _TOKEN_STEP + width
+    step = min(tokens * width, _LONGEST_STEP)
+    start = first * step % _PERIOD
+    length = start + (batch - 1) * step + tokens * width
     tape = _tape(seed, -(-length // _PERIOD), device, dtype)
-    return tape.as_strided(shape, (_PROMPT_STEP, _TOKEN_STEP, 1), start)
+    return tape.as_strided(shape, (step, width, 1), start)
 
 
 def grouped(y: Tensor, first: int, *, seed: int = SEED) -> Tensor:
@@ -77,6 +84,12 @@ def folded(groups: Tensor, numbers: int) -> Tensor:
     return torch.unflatten(flat, -1, (-1, numbers)).sum(-2)
 
 
+def sizes(y: Tensor) -> Tensor:
+    """|y| of each prompt, [B]."""
+    found: Tensor = torch.linalg.vector_norm(y, dim=(1, 2), dtype=torch.promote_types(y.dtype, torch.float32))
+    return found
+
+
 def sketch(y: Tensor, first: int = 0, *, seed: int = SEED) -> Tensor:
     """The sketches [B, m] of one operator's output y [B, T, C]."""
     return folded(grouped(y, first, seed=seed), numbers_of(y.shape[1]))
@@ -85,4 +98,4 @@ def sketch(y: Tensor, first: int = 0, *, seed: int = SEED) -> Tensor:
 @functools.cache
 def _groups(width: int) -> int:
     """The most groups of equal size; not as many as there are numbers, or a channel would always meet one bucket."""
-    return max(g for g in range(1, _MOST_GROUPS + 1) if width % g == 0 and g % SHORT)
+    return max(g for g in range(1, _MOST_GROUPS + 1) if width % g == 0 and g % SHORT and g % LONG)

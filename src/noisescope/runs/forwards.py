@@ -30,7 +30,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
     """Arguments of a forward that keeps no key-value cache, which calls made twice would fill twice."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own forward takes anything
+    wrapper: Any = model
+    inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
     return {"use_cache": False} if "use_cache" in inspect.signature(inner.forward).parameters else {}
 
 

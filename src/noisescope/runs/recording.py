@@ -31,6 +31,7 @@ from noisescope.sites import Place, Site
 
 FORMAT, VERSION = "noisescope record", 1
 HEAD_TOKENS = 16  # of each prompt, the last, are kept of the head
+_NARROW = 1 << 15  # channels up to which their numbers are kept in 16 bits
 _MOST_PENDING = 1 << 24  # group sums that wait to be folded, over all sites: 64 MB
 
 
@@ -142,6 +143,7 @@ class Recording(Door):
         self._pending: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
         self._waiting = 0
         self._sketches: dict[int, Tensor] = {}
+        self._sizes: list[Tensor] = []
         self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # of each block: signed sum, largest size, its channel
         self._whole = Whole()
         self._files: list[dict[str, Any]] = []
@@ -173,11 +175,13 @@ class Recording(Door):
         number = len(self._sites)
         self._sites.append(site)
         groups = sketches.grouped(rows, self.first)
+        self._sizes.append(sketches.sizes(rows))
         self._pending.setdefault(tuple(groups.shape), []).append((number, groups))
         self._waiting += groups.numel()
         if site.operator == "residual":
             largest, channel = rows.abs().max(-1)
-            self._tokens.append((groups.sum(-1), largest, channel.to(torch.int32)))
+            index = torch.int16 if rows.shape[-1] <= _NARROW else torch.int32
+            self._tokens.append((groups.sum(-1), largest, channel.to(index)))
         if self._waiting > _MOST_PENDING:
             self._fold()
         if self.detail.keeps(site.place):
@@ -218,6 +222,7 @@ class Recording(Door):
             raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
         self._fold()
         tensors = {"sketch": torch.stack([self._sketches[number] for number in range(len(self._sites))])}
+        tensors["size"] = torch.stack(self._sizes)
         for name, columns in zip(("sum", "max", "channel"), zip(*self._tokens, strict=True), strict=False):
             tensors[f"token_{name}"] = torch.stack(columns)
         if logits is not None:

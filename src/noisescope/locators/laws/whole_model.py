@@ -6,7 +6,6 @@ every operator is moved by one unit in the last place at random.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +20,7 @@ from noisescope.locators.laws.readings import Reading, differing, rms, same_bits
 from noisescope.locators.recompute import host_arithmetic
 from noisescope.probe.aims import CallWatcher, Context
 from noisescope.probe.door import Door
+from noisescope.runs.forwards import without_cache
 from noisescope.sites import Site
 
 _SAFETY = 8.0  # times the model's answer to one unit in the last place
@@ -30,9 +30,7 @@ _JITTERED = ("linear", "norm", "silu", "gelu")
 
 def run(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
     """One forward without a key-value cache, where the model has one."""
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        changed = {"use_cache": False} | changed
-    return model(**batch, **changed)
+    return model(**batch, **without_cache(model), **changed)
 
 
 def answer(output: Any) -> Tensor:
