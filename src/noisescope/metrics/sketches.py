@@ -35,7 +35,7 @@ SEED = 0
 VERSION = 3  # raise it whenever a sign or a bucket changes
 SHORT, LONG, LONG_FROM = 13, 29, 128  # numbers for a prompt, and for one of that many tokens or more; prime
 # Different signs, a prime; sign(p, t, c) is number p step + t C + c modulo the period, step = min(T C, 2^20). Elements
-# of a prompt share signs only where it has more elements than the period, and prompts hardly at all: elements that share
+# of a prompt share signs only where it has more elements than the period, prompts hardly at all: elements that share
 # a sign and a bucket would add up, not average out.
 _PERIOD = 5_000_011
 _LONGEST_STEP = 1 << 20
