@@ -1,6 +1,6 @@
 """How often the gate is wrong: an unchanged model that fails, and a model made worse that passes.
 
-    python benchmarks/gate.py --seconds 540 --json benchmarks/results/gate_cpu.json
+    python benchmarks/gate.py --work FOLDER --seconds 540 --json benchmarks/results/gate_cpu.json
 
 Every re-run has 50 problems and a noise seed of its own for the baseline, and others for the candidate; no problem is
 used twice within an arm. A set's numbers are those that `noisescope gate --effort screen` takes
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--reruns", type=int, default=100)
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=540, help="stop measuring by then; the same command goes on")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/noisescope-gate"))
+    parser.add_argument("--work", type=Path, required=True, help="a folder to go on from")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)

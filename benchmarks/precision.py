@@ -1,7 +1,7 @@
 """Precision plans and SmoothQuant on SmolLM2-135M, carried out by fake quantisation and measured.
 
     python benchmarks/precision.py --model SMOLLM2 --calibration GSM8K_TRAIN.jsonl --data GSM8K_TEST.jsonl \\
-        --store /tmp/precision-store --json results/precision.json
+        --store STORE --json results/precision.json
 
 Formats are scored on training text, plans measured on test text. Everything measured is kept in --store, so that a run
 that was stopped goes on where it was. With nvidia-modelopt installed its `auto_quantize` plan (gradient method) is
