@@ -197,6 +197,8 @@ def test_impossible_channel_counts_are_refused() -> None:
         (None, None, 0, f.NOT_MEASURABLE),
         (None, 0.11, 30, f.NOT_MEASURABLE),
         (0.01, math.nan, 0, f.NOT_MEASURABLE),
+        (0.0, math.inf, 100, "HIGH"),
+        (None, math.inf, 100, "HIGH"),
     ],
 )
 def test_dashboard_risk(degradation: float | None, mape: float | None, score: float, level: str) -> None:

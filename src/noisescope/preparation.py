@@ -25,8 +25,9 @@ from noisescope.plans.migration import rank_places
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
 from noisescope.runs.batches import Material, whole_samples
-from noisescope.runs.bench import Bench, conditions
+from noisescope.runs.bench import Bench
 from noisescope.runs.execute import Executor, InProcess, Progress, Silent, settle
+from noisescope.runs.fingerprints import conditions
 from noisescope.runs.forwards import device_name
 from noisescope.runs.store import Store
 from noisescope.trials import Slice, content_id, slices

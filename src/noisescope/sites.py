@@ -88,7 +88,8 @@ class Site:
 
     def __str__(self) -> str:
         where = f"block {self.place}" if isinstance(self.place, int) else self.place
-        return f"{self.operator} at {where} ({self.module})"
+        part = "" if self.tensor == "output" else f"{self.tensor} of "
+        return f"{part}{self.operator} at {where} ({self.module})"
 
 
 def matches_operator(wanted: Iterable[str] | None, operator: str, component: str) -> bool:

@@ -68,7 +68,7 @@ def test_a_more_sensitive_model_fails_though_it_answers_the_same(subject, baseli
     """Paired on the same samples, and on others; the accuracy sees nothing of it."""
     for seed in (0, 1):
         data = answered_by(subject.model, seed=seed)
-        result = gate(sharper, baseline, data, samples=24, max_degradation=0.9, worse_than=1.2)
+        result = gate(sharper, baseline, data, samples=24, max_degradation=0.9, other_samples=seed > 0)
         assert result["paired"] == (seed == 0) and result["verdict"] == "fail"
         assert result["worst"]["ratio"]["low"] > 1 and result["accuracy"][0]["difference"]["value"] == 0
 
@@ -92,6 +92,18 @@ def test_history_and_trend(subject, baseline, tmp_path):
     assert "limit" in (tmp_path / "gates" / "trend" / "gate-divergence.svg").read_text()
     with Store(tmp_path / "gates", create=False) as store:
         assert [row["step"] for row in store.gates()] == [100, 200]
+
+
+def test_strangers_are_refused_and_conditions_said(subject, baseline):
+    """Another architecture and other samples before anything is measured; another dtype beside the verdict."""
+    with pytest.raises(InvalidInput, match="GPT2LMHeadModel"):
+        gate(ns.load("tiny:gpt2"), baseline, answered_by(subject.model))
+    with pytest.raises(InvalidInput, match=r"0 of these 24 samples .* --other-samples"):
+        gate(subject, baseline, answered_by(subject.model, seed=1))
+    half = ns.wrap(copy.deepcopy(subject.model).bfloat16())
+    said = gate(half, baseline, answered_by(subject.model), samples=24, max_degradation=0.9)["conditions"]
+    assert said["verdict"] == "undecided"
+    assert said["differences"] == [{"what": "dtype", "baseline": "float32", "candidate": "bfloat16"}]
 
 
 def test_what_can_not_be_gated_is_refused(subject, baseline, tmp_path):

@@ -47,7 +47,7 @@ def test_the_fault_is_named(records: Path) -> None:
     assert "parted. The devices part at linear at block 7 (model.layers.7.mlp.down_proj)" in output
     assert "parts here" in output and "needs full detail" in output and "nats" in output
     same = call("compare", records / "good.record", records / "good.record").output
-    assert "identical" in same and "parts here" not in same
+    assert "identical" in same and "none differs" in same and "rel. L2" not in same
 
 
 def test_max_mape_decides_the_exit_code(records: Path, tmp_path: Path) -> None:
@@ -74,6 +74,8 @@ def test_what_can_not_be_meant_is_refused(records: Path, tmp_path: Path) -> None
     }
     for options, reason in refused.items():
         assert reason in " ".join(call("compare", *pair, *options, code=2).output.split())
+    file = records / "good.record" / "record.json"
+    assert "is a file: a record is the folder" in " ".join(call("compare", file, pair[1], code=2).output.split())
 
 
 def test_sketches_rank_tokens_without_sizes(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def test_the_gate_passes_and_fails(baseline, tmp_path):
     asked = ("gate", "demo", "--samples", 6, "--max-degradation", 0.9)
     code, said = run(*asked, "--baseline", baseline / "report.json", "--junit", junit, "--history", history)
     assert code == 0 and said.startswith("pass: demo") and "would have caught" in said
+    assert "pass       conditions of the baseline: both dtype float32, device cpu" in said
+    assert ET.parse(junit).getroot()[0][0].get("name") == "conditions of the baseline"
     assert ET.parse(junit).getroot()[0].get("failures") == "0" and (history / "trend" / "gate-divergence.png").exists()
     report = json.loads((baseline / "report.json").read_text())
     halved = {name: [kl / 2 for kl in values] for name, values in report["gate"]["predicted_kl"].items()}
@@ -57,6 +59,8 @@ def test_migration_and_fault_tests(baseline, tmp_path):
     assert code == int(any(row["verdict"] == "fail" for row in found["results"])) == 1
     assert json.loads((tmp_path / "out" / "fault_tests.json").read_text()) == found
     assert ET.parse(tmp_path / "faults.xml").getroot()[0].get("tests") == "2"
+    code, said = run("plan", "fault-tests", baseline, "--run", "--model", "tiny:gpt2")
+    assert code == 2 and "the report is about LlamaForCausalLM" in said
 
 
 @pytest.mark.parametrize("name", ["github", "gitlab"])

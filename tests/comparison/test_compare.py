@@ -82,6 +82,30 @@ def test_a_fault_on_one_side_is_named(good, broken, fault, where):
         assert str(found.first.site) in found.words
 
 
+@pytest.mark.parametrize("detail", ["sketch", "full"])
+def test_a_gain_is_named_in_16_bits(tmp_path, detail):
+    """Round-off of percents hides it by size, but round-off has no gain; without the fault nothing parts."""
+    subject = ns.wrap(tiny_model("llama", layers=LAYERS).bfloat16())
+    good = ns.record(subject, output=tmp_path / "good", prompts=PROMPTS, detail=detail)
+    noise = ns.Injection(ns.Gaussian(0.006), operators={"linear", "norm", "silu"}, seed=1)
+    with ns.inject(subject.model, noise):
+        other = ns.record(subject, output=tmp_path / "other", prompts=PROMPTS, detail=detail)
+        with ns.faulty(subject.model, "gain:0.02@2/linear/down_proj", anatomy=subject.anatomy):
+            bad = ns.record(subject, output=tmp_path / "bad", prompts=PROMPTS, detail=detail)
+    healthy, found = ns.compare(good, other), ns.compare(good, bad)
+    assert healthy.verdict == "round-off" and healthy.blocks[-1]["relative_l2"] > 0.007
+    first = found.first
+    assert first.site.module == "model.layers.2.mlp.down_proj" and first.too_large and not first.too_far
+    assert first.to_dict()["gain"] == pytest.approx(0.02, abs=0.004) and "a gain of +" in found.words
+
+
+def test_errors_at_random_are_no_gain(good, broken):
+    """A part of a large error may lie along the reference by chance; the size alone decides then."""
+    rows = ns.compare(good, broken("noise:0.3@2/linear/down_proj", detail="full")).rows
+    named = next(row for row in rows if row.parts)
+    assert named.too_far and not named.too_large and named.measures.gain == 0
+
+
 def test_sketches_agree_with_whole_tensors(good, broken):
     """Relative L2 and cosine of every site that differs, within 10 % and 0.01."""
     other = broken("gain:0.05@1/linear/down_proj", detail="full")

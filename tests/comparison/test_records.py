@@ -20,6 +20,7 @@ import noisescope as ns
 from noisescope.comparison.records import read_record
 from noisescope.comparison.tensor_files import TensorFile
 from noisescope.errors import InvalidInput
+from noisescope.record_format import VERSION
 from noisescope.testing import tiny_model
 
 PROMPTS = [list(range(3, 23)), list(range(20, 40))]
@@ -102,10 +103,11 @@ def test_what_is_no_record_is_refused(copy, tmp_path):
     """An unfinished record, another file, another version, a part missing."""
     with pytest.raises(InvalidInput, match="`noisescope record` writes one"):
         read_record(tmp_path)
-    rewritten(copy, version=2)
-    with pytest.raises(InvalidInput, match="version 2 of the format"):
-        read_record(copy)
-    rewritten(copy, version=1, sites=None)
+    for version in (1, VERSION + 1, None):
+        rewritten(copy, version=version)
+        with pytest.raises(InvalidInput, match=f"version {version} of the format; this noisescope reads {VERSION}"):
+            read_record(copy)
+    rewritten(copy, version=VERSION, sites=None)
     with pytest.raises(InvalidInput, match="'sites' is missing"):
         read_record(copy)
     for part in ({"sites": [{"operator": "linear"}]}, {"sites": [], "batches": [{"first": 0, "files": [{}]}]}):
@@ -117,6 +119,14 @@ def test_what_is_no_record_is_refused(copy, tmp_path):
         read_record(copy)
     (copy / "record.json").unlink()
     with pytest.raises(InvalidInput, match="never finished"):
+        read_record(copy)
+
+
+@pytest.mark.parametrize("change", [PROMPTS[:1], PROMPTS[::-1], [[*PROMPTS[0][:-1], 4], PROMPTS[1]], [["a"]], []])
+def test_an_altered_list_of_prompts_is_refused(copy, change):
+    """One left out, another order, one token changed, no tokens at all: each fails the checksum."""
+    rewritten(copy, prompts=change)
+    with pytest.raises(InvalidInput, match="the prompts do not fit their checksum"):
         read_record(copy)
 
 

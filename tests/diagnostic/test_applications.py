@@ -6,6 +6,7 @@ import copy
 import csv
 import io
 import json
+import math
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_migration_ranks_the_hot_layer_first(hot_layer):
     assert plan["priority_1_layers"][0] == 2
     planned = [layer for number in (1, 2, 3) for layer in plan[f"priority_{number}_layers"]]
     assert sorted(planned) == list(range(6)) and set(plan["recommendations"]) == {"precision", "validation", "fallback"}
-    assert "5%" in plan["recommendations"]["validation"] and plan["full"]["commands"]
+    assert "5 %" in plan["recommendations"]["validation"] and plan["full"]["commands"]
 
 
 def test_the_generator_makes_runs_and_exports_cases(report, subject, answered, tmp_path):
@@ -85,3 +86,16 @@ def test_two_devices_on_the_dashboard():
     dashboard = MetricsDashboard()
     dashboard.metrics = {"primary": {"relative_degradation": 0.12}, "hardware": {"mape": 0.2}}
     assert dashboard.get_risk_assessment().startswith("MODERATE RISK")
+
+
+def test_nan_on_one_device_is_the_worst_risk():
+    """However robust the model is; NaN on both leaves nothing to measure, which is not LOW either."""
+    gpu = torch.ones(2, 3, 4)
+    npu, empty = gpu.clone(), gpu * math.nan
+    npu[0, 0, 0] = math.nan
+    for pair, expected in (((gpu, npu), "HIGH RISK"), ((npu, gpu), "HIGH RISK"), ((empty, empty), "NOT MEASURABLE")):
+        dashboard = MetricsDashboard()
+        dashboard.metrics = {"primary": {"relative_degradation": 0.0}, "hardware": hardware_metrics(*pair)}
+        assert dashboard.metrics["hardware"]["mape"] is None
+        assert dashboard.get_risk_assessment().startswith(expected)
+    assert "mape: not measurable" in dashboard.get_risk_assessment()

@@ -191,7 +191,7 @@ def test_nothing_is_left_behind(dtype):
     state = torch.random.get_rng_state()
     audit(model)
     with pytest.raises(RuntimeError):
-        audit(model, {"input_ids": tokens.float()})
+        audit(model, {"input_ids": tokens, "position_ids": tokens[:, :3]})
     assert model.model.layers[1].training
     assert not model.model.layers[0].training
     model.eval()

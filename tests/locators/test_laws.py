@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from noisescope.faults import bits
 from noisescope.locators.laws import statistics
+from noisescope.locators.laws.classes import place_and_class
+from noisescope.locators.laws.examined import Facts
 from noisescope.locators.laws.linear import Linear, examine
-from noisescope.locators.laws.readings import exact, floored, period, worse
+from noisescope.locators.laws.readings import Reading, exact, floored, period, worse
 from noisescope.locators.laws.roundoff import combination, mean_square_limit, squares_from_split, truncation_share
+from noisescope.sites import Site
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -169,3 +172,19 @@ def test_truncation_shows_as_a_share_of_one(dtype):
         if mode == "nearest":
             assert float((error.square() / floor.variance).mean()) < mean_square_limit(error.numel())
             assert bool((error.abs() <= floor.limit).all())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["truncation", "accumulation"])
+def test_one_short_rounding_of_scores_is_told_from_short_sums(kind, seed):
+    """Scores are read back from probabilities, but for a constant a row: in proportion to them, or all alike."""
+    q, k = normal(1, 2, 24, 64, seed=seed).float(), normal(1, 2, 24, 64, seed=seed + 10).float()
+    scores = (q @ k.transpose(-1, -2)).double() / 8
+    if kind == "truncation":
+        wrong = scores.to(torch.float8_e4m3fn).double()
+    else:
+        wrong = scores + 0.02 * normal(*scores.shape, seed=seed + 20)
+    facts = Facts(read=(wrong.softmax(-1).float(), q, k, 1 / 8))
+    broken = {law: Reading(law, 9.0, share=0.9) for law in ("R12", "R13")}
+    site, named = place_and_class(Site("attention", 0, "attn"), broken, facts)
+    assert (site.operator, site.occurrence, named.fault_class) == ("matmul", 0, kind)

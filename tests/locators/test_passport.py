@@ -372,7 +372,8 @@ def test_attention_that_loses_a_tile_or_clips_scores_is_seen() -> None:
 
     healthy = attention(sdpa, torch.float32, CPU)
     assert healthy["error"]["value"] < 16 and healthy["rows_sum"]["value"] < 16
-    assert all(healthy[law]["value"] for law in ("zero", "odd", "doubling", "single_key", "repeat"))
+    assert all(healthy[law]["value"] for law in ("zero", "odd", "doubling", "repeat"))
+    assert healthy["single_key"]["value"] <= 2
     assert attention(clipped, torch.float32, CPU)["key_shift"]["value"] is None
     assert attention(gained, torch.float32, CPU)["rows_sum"]["value"] is None
     assert (

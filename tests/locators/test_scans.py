@@ -213,8 +213,9 @@ def test_nothing_is_left_behind(model):
     model.train()
     state, before = torch.get_rng_state(), {name: set(m.__dict__) for name, m in model.named_modules()}
     scans(model)
-    with pytest.raises(IndexError):
-        scans(model, prompts=[torch.tensor([[10**6]])])
+    tokens = torch.arange(3, 19).reshape(2, 8)
+    with pytest.raises(RuntimeError):
+        scans(model, prompts=[{"input_ids": tokens, "position_ids": tokens[:, :3]}])
     assert torch.equal(torch.get_rng_state(), state)
     assert {name: set(m.__dict__) for name, m in model.named_modules()} == before
     assert all(module.training for module in model.modules())

@@ -74,6 +74,7 @@ def test_every_module_is_named_once() -> None:
     assert {name: row["bits"] for name, row in layers.items()} == {
         name: {"int3": 3, "int4": 4, "bf16": 16}.get(fmt, 8) for name, fmt in wanted.assignment.items()
     }
+    assert all(row["act_bits"] == 16 for row in layers.values())  # AutoRound's scheme may round activations
     assert json.loads(text(wanted, "torchao"))["_data"]["fqn_to_config"].keys() == rounded
     assert json.loads(text(wanted, "json"))["assignment"] == wanted.assignment
 

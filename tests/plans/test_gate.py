@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from noisescope.errors import InvalidInput
+from noisescope.plans.comparable import conditions_row, refuse_architecture, refuse_kind, refuse_other_samples
 from noisescope.plans.gate import checks, decide
 
 NUMBER = itertools.count()
@@ -162,6 +163,55 @@ def test_strangers_are_refused():
     """Another noise, or limits that are none."""
     with pytest.raises(InvalidInput, match="noisescope diagnose"):
         decide(section(), section(noise="Gaussian(scale=0.1)"))
-    for wrong in ({"worse_than": 0.2}, {"max_degradation": 15}):
-        with pytest.raises(InvalidInput, match="above 1 and between 0 and 1"):
+    for wrong in ({"worse_than": 0.2}, {"worse_than": float("nan")}, {"max_degradation": 15}, {"max_degradation": 0}):
+        with pytest.raises(InvalidInput, match=r"multiple of its baseline|share between 0 and 1"):
             decide(section(), section(), **wrong)
+
+
+def run(**conditions: Any) -> dict[str, Any]:
+    """What a report says of its making."""
+    found = {"dtype": "float32", "device": "cpu", "attention": "sdpa", "engine": 1, **conditions}
+    return {
+        "model": {"architecture": "LlamaForCausalLM", "blocks": 4},
+        "data": {"kind": "answer", "source": "a.jsonl"},
+        "conditions": found,
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "now"), [("dtype", "bfloat16"), ("device", "cuda"), ("attention", "eager"), ("engine", 2), ("seeds", 3)]
+)
+def test_other_conditions_are_said(what, now):
+    """As a check that is neither passed nor failed, with both sides by name; the same ones pass."""
+    sides = section(8, seeds=[0]), section(8, seeds=[0, 1, 2] if what == "seeds" else [0])
+    row = conditions_row(run(), run(**{} if what == "seeds" else {what: now}), sides)
+    (one,) = row["differences"]
+    assert row["verdict"] == "undecided" and one["candidate"] == now and what in one["what"]
+    assert f"{one['baseline']} before, {now} now: a difference may come from that" in row["message"]
+    alike = conditions_row(run(), run(), (sides[0], sides[0]))
+    assert alike["verdict"] == "pass" and not alike["differences"] and "dtype float32, device cpu" in alike["message"]
+    result = {**decide(section(), section()), "conditions": row}
+    assert checks(result)[0] is row and result["verdict"] != "fail"
+
+
+def test_the_samples_are_counted():
+    """In pairs, of how many, or other ones."""
+    few, many = (section(n, seeds=[0], names=[f"s{i}" for i in range(n)]) for n in (5, 8))
+    assert "5 samples in pairs, of 8 before and 5 now" in conditions_row(run(), run(), (many, few))["message"]
+    assert conditions_row(run(), run(), (few, few))["message"].endswith("5 samples in pairs")
+    apart = conditions_row(run(), run(), (few, section(6, seeds=[0])))
+    assert "6 other samples than the baseline's 5" in apart["message"]
+
+
+def test_what_is_not_comparable_is_refused():
+    """Another architecture or depth, data of another kind, samples that are not the baseline's."""
+    refuse_architecture(run(dtype="bfloat16"), "LlamaForCausalLM", 4)
+    for model in (("GPT2LMHeadModel", 4), ("LlamaForCausalLM", 6)):
+        with pytest.raises(InvalidInput, match=rf"about LlamaForCausalLM with 4 blocks.*with {model[1]}:"):
+            refuse_architecture(run(), *model)
+    refuse_kind(run(), run())
+    with pytest.raises(InvalidInput, match=r"kind answer \(a.jsonl\), this is text \(b.txt\)"):
+        refuse_kind(run(), {**run(), "data": {"kind": "text", "source": "b.txt"}})
+    refuse_other_samples(run(), run(), (["a", "b", "c"], ["c", "a"]))
+    with pytest.raises(InvalidInput, match=r"1 of these 2 samples .* --other-samples"):
+        refuse_other_samples(run(), run(), (["a", "b", "c"], ["c", "d"]))

@@ -106,6 +106,8 @@ def opened(record: Record | str | Path) -> Record:
     """A record from wherever it comes."""
     if isinstance(record, Record):
         return record
+    if Path(record).is_file():
+        raise InvalidInput(f"{record} is a file: a record is the folder that `noisescope record` writes")
     if not (Path(record) / "record.json").is_file() and dump_folder(record) is not None:
         return read_dump(record)
     return read_record(record)

@@ -194,7 +194,7 @@ def _asked(design: Design, scale: float, start: str) -> dict[str, Any]:
     details = dataclasses.asdict(task)
     settings = details.pop("settings")
     return {
-        "model": {"source": f"the bundled model's task, {start}"},
+        "model": {"source": "the bundled model, trained on" if start == "bundled" else "a new model, from scratch"},
         "data": {"source": task.data_name(), "samples": task.samples},
         "settings": {
             "arms": [str(arm) for arm in design.arms],

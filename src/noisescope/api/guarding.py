@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reported import data_of
+from noisescope.api.reported import check_model, data_of
 from noisescope.diagnosis import gauge, operators
 from noisescope.diagnosis.frame import GROUP, Frame
 from noisescope.errors import InvalidInput, NoisescopeError, unknown
 from noisescope.findings import LIMITS
 from noisescope.model import Subject
-from noisescope.plans.gate import decide
-from noisescope.preparation import Options, prepare_diagnosis
+from noisescope.plans.comparable import conditions_row, refuse_kind, refuse_other_samples
+from noisescope.plans.gate import decide, refuse_limits
+from noisescope.preparation import Options, Prepared, prepare_diagnosis
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
 from noisescope.reports.trend import trend
@@ -36,6 +37,7 @@ def gate(
     effort: str = "screen",
     worse_than: float = LIMITS["gate_worse_than_baseline"],
     max_degradation: float = LIMITS["gate_degradation"],
+    other_samples: bool = False,
     max_tokens: int = 256,
     slice_samples: int = 50,
     step: int | None = None,
@@ -45,55 +47,64 @@ def gate(
 
     `effort` "screen" predicts what noise does in every operator and injects it into all products once a seed;
     "standard" injects it into every operator, so that the limit on the accuracy holds for each. `data` is the
-    baseline's unless given; of the same samples every number is compared in pairs. Seeds are the baseline's, too.
+    baseline's unless given; of the same samples every number is compared in pairs. `other_samples` says that the data
+    hold others from the same source, which are refused without it. Seeds are the baseline's, too. Under "conditions"
+    stands what else differs: dtype, device, attention path.
     """
+    refuse_limits(worse_than, max_degradation)
     report = Report.load(baseline) if isinstance(baseline, (str, Path)) else baseline
-    before = _kept(report)
+    before, run = _kept(report), report["run"]
+    check_model(report, subject)
     started = time.perf_counter()
-    now = gauged(
+    prepared = _prepared(
         subject,
         data_of(report) if data is None else data,
-        noise_scale=report["run"]["settings"]["noise_scale"],
+        noise_scale=run["settings"]["noise_scale"],
         metric=before["metric"],
+        generate=run["data"]["measure"] == "generate",
         samples=samples,
         seeds=before["seeds"] if seeds is None else seeds,
         effort=effort,
         max_tokens=max_tokens,
         slice_samples=slice_samples,
-        options=options,
     )
-    floor = float(report["run"]["kl_floor"])
+    refuse_kind(run, prepared.about)
+    if not other_samples:
+        refuse_other_samples(run, prepared.about, (before["samples"], prepared.frame.names))
+    now = _measured(prepared, options)
     return {
         "schema_version": SCHEMA_VERSION,
         "model": subject.source,
-        "baseline": {"model": report["run"]["model"]["source"], "finished": report["run"]["finished"]},
+        "baseline": {"model": run["model"]["source"], "finished": run["finished"]},
         "step": step,
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": time.perf_counter() - started,
-        **decide(before, now, worse_than=worse_than, max_degradation=max_degradation, kl_floor=floor),
+        "conditions": conditions_row(run, prepared.about, (before, now)),
+        **decide(before, now, worse_than=worse_than, max_degradation=max_degradation, kl_floor=float(run["kl_floor"])),
     }
 
 
-def gauged(
-    subject: Subject,
-    data: Any,
-    *,
-    noise_scale: float = 0.05,
-    effort: str = "screen",
-    options: Options | None = None,
-    **measured: Any,
-) -> dict[str, Any]:
+def gauged(subject: Subject, data: Any, *, options: Options | None = None, **asked: Any) -> dict[str, Any]:
     """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
+    return _measured(_prepared(subject, data, **asked), options)
+
+
+def _prepared(
+    subject: Subject, data: Any, *, noise_scale: float = 0.05, effort: str = "screen", **asked: Any
+) -> Prepared:
     if effort not in EFFORTS:
         raise unknown("effort", effort, EFFORTS)
-    prepared = prepare_diagnosis(
+    return prepare_diagnosis(
         subject,
         data,
         perturbation=Gaussian(noise_scale),
         levels=("operator",),
         operators=(GROUP,) if effort == "screen" else gauge.OPERATORS,
-        **measured,
+        **asked,
     )
+
+
+def _measured(prepared: Prepared, options: Options | None) -> dict[str, Any]:
     found = prepared.run(_Gauge(), options or Options())
     if found["gate"] is None:
         raise NoisescopeError(f"the model could not be measured: {found['error']}")

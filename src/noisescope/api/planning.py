@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reported import data_of
+from noisescope.api.reported import check_model, data_of
 from noisescope.data import DataSet, read_data
 from noisescope.diagnosis import formats as scored
 from noisescope.diagnosis.frame import Settings
@@ -55,6 +55,7 @@ def verify_precision(
     `data` None is the report's. Samples are those after the ones that formats were scored on; a note says where there
     are no more. Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
     """
+    check_model(report, subject)
     modules = modules_of(report, formats)
     missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
     if missing:

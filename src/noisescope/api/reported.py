@@ -9,6 +9,8 @@ from typing import Any
 from noisescope import demo
 from noisescope.data import built_in
 from noisescope.errors import InvalidInput
+from noisescope.model import Subject
+from noisescope.plans.comparable import refuse_architecture
 
 BUILT_IN = "built-in text"
 
@@ -23,3 +25,8 @@ def data_of(report: Mapping[str, Any]) -> Any:
     if not Path(source).exists():
         raise InvalidInput(f"the report was made on {source}, which is not there: give the data with --data")
     return source
+
+
+def check_model(report: Mapping[str, Any], subject: Subject) -> None:
+    """Refuse a model of another architecture or depth than the report's; its weights may be others."""
+    refuse_architecture(report["run"], subject.anatomy.architecture, len(subject.anatomy.blocks))

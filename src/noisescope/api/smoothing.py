@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.api.reported import data_of
+from noisescope.api.reported import check_model, data_of
 from noisescope.diagnosis.effects import estimate
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
@@ -57,6 +57,7 @@ def plan_smoothquant(
     `data` None is the report's. The first half of the samples calibrates, on the other half the KL is measured.
     """
     recommendations(report, (), target=target)  # refuses a report without channels before the work begins
+    check_model(report, subject)
     given = data_of(report) if data is None else data
     batches = token_batches(subject, given, samples, max_tokens, which="test")
     if len(batches) < 2:

@@ -11,6 +11,7 @@ import typer
 import typer.core
 
 from noisescope import __version__
+from noisescope.cli.common import hush_torchao
 from noisescope.cli.compare import compare_devices
 from noisescope.cli.demo import run_demo
 from noisescope.cli.diagnose import diagnose_model
@@ -68,6 +69,7 @@ def noisescope(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Controlled noise as an oscilloscope for large language models."""
+    hush_torchao()
 
 
 app.command("demo")(run_demo)

@@ -1,7 +1,8 @@
-"""What several commands share: options by name, loading, and the words at the end."""
+"""What several commands share: options by name, loading, reading of values."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,18 @@ def load_subject(
     return load(model, device=device, dtype=dtype, device_map=device_map, revision=revision, trust_remote_code=trust)
 
 
+def subject_asked_for(asked: dict[str, Any]) -> Any:
+    """The model that a command's options name."""
+    return load_subject(
+        asked["model"],
+        device=asked["device"],
+        dtype=asked["dtype"],
+        device_map=asked["device_map"],
+        revision=asked["revision"],
+        trust=asked["trust_remote_code"],
+    )
+
+
 def subject_of_report(report: Any, model: str | None, *, dtype: str | None, **loading: Any) -> Any:
     """The model that a report is of, in the dtype it was measured in; or another one."""
     source, measured_in = report["run"]["model"]["source"], report["run"]["conditions"]["dtype"]
@@ -72,6 +85,20 @@ def plain_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+
+
+def hush_torchao() -> None:
+    """Leave out what is logged when transformers imports torchao, if that is installed: nobody here can act on it.
+
+    It says which of its kernels are not for this machine, and torch that it registers enums in an old way.
+    """
+    for logger in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(logger).addFilter(_worth_saying)
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "Failed to load " not in text and " is an Enum subclass " not in text
 
 
 @contextmanager
@@ -93,6 +120,21 @@ def repeatable(name: str, asked: dict[str, Any]) -> dict[str, Any]:
         if isinstance(path, str) and path != "demo" and Path(path).exists():
             options[key] = str(Path(path).absolute())
     return {"name": name, "options": options}
+
+
+def run_options(name: str, asked: dict[str, Any], progress: Any) -> Any:
+    """Where and how a command's trials run, by its options."""
+    from noisescope.preparation import Options
+
+    return Options(
+        output=None if asked["output"] is None else Path(asked["output"]),
+        executor=asked["executor"],
+        workers=asked["workers"],
+        address=asked["address"],
+        progress=progress,
+        retry_failed=asked["retry_failed"],
+        command=repeatable(name, asked),
+    )
 
 
 def numbers(text: str, what: str) -> tuple[float, ...]:
@@ -125,56 +167,3 @@ def written(path: Path, text: str) -> Path:
     except OSError as error:
         raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
     return path
-
-
-def say_summary(report: Any, paths: list[Path]) -> None:
-    """The first screen: risk, top findings, next step, where the files are."""
-    say_findings(report)
-    say_files(report, paths)
-
-
-def say_findings(report: Any) -> None:
-    summary = report["executive_summary"]
-    run = report["run"]
-    typer.echo(
-        f"{run['model']['source']}: {run['model']['architecture']}, {run['model']['blocks']} blocks, {run['device']}"
-    )
-    data = run["data"]
-    note = f" ({data['note']})" if data["note"] else ""
-    typer.echo(f"data: {data['source']}, {data['samples']} samples{note}")
-    typer.echo(f"\nrisk: {summary['overall_risk_level']} (report score {summary['report_risk']['score']:g})")
-    for i, finding in enumerate(summary["top_findings"], 1):
-        typer.echo(f"{i}. [{finding['severity']}] {finding['component']}: {finding['statement']}{_span(finding)}")
-    if not summary["top_findings"]:
-        typer.echo("nothing stands out")
-    typer.echo(f"\nnext: {summary['next_step']}")
-
-
-def say_files(report: Any, paths: list[Path]) -> None:
-    cost = report["run"]["cost"]
-    typer.echo(
-        f"\n{cost['trials_run_now']} trials run now ({cost['trials']} in the store), "
-        f"{cost['forwards']:.1f} forwards of the test data, {cost['seconds']:.1f} s"
-    )
-    for path in paths:
-        typer.echo(f"  {path}")
-
-
-def percent_span(row: Any) -> str:
-    """An estimate of a share: "91.4 % [89.5, 93.0]"."""
-    if not row:
-        return ""
-    if row["value"] is None:
-        return str(row.get("note", ""))
-    if row["low"] is None or row["high"] is None:
-        return f"{100 * row['value']:.1f} %"
-    return f"{100 * row['value']:.1f} % [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
-
-
-def _span(finding: Any) -> str:
-    interval = finding["interval"]
-    if interval is None:
-        return f" (n = {finding['n']})"
-    share = "of the accuracy" in finding["statement"]
-    low, high = ("..." if end is None else f"{100 * end:.1f} %" if share else f"{end:.3g}" for end in interval)
-    return f" [{low}, {high}], n = {finding['n']}"

@@ -15,6 +15,7 @@ from noisescope.errors import InvalidInput
 MOST_ROWS = 12
 MOST_CELLS = 5
 MOST_TOKENS = 3
+DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
 
 
 def compare_devices(
@@ -102,36 +103,49 @@ def say_tokens(tokens: Any) -> None:
 
 def say_rows(found: Any) -> None:
     """The first site to part and those with the largest error, in the order they ran."""
+    if found.verdict == "identical" and not any(row.measures.nonfinite_both for row in found.rows):
+        typer.echo(f"{len(found.rows)} sites, none differs; --json lists them")
+        return
     ranked = sorted(
         found.rows, key=lambda row: (not row.parts, row.measures.measurable, -(row.measures.relative_l2 or 0))
     )
-    shown = {id(row) for row in ranked[:MOST_ROWS]} | ({id(found.first)} if found.first else set())
-    header = ("place", "operator", "module", "rel. L2", "MAPE", "band", "Pearson", "max ulp", "")
-    rows = [header, *(_cells(row, row is found.first) for row in found.rows if id(row) in shown)]
+    chosen = {id(row) for row in ranked[:MOST_ROWS]} | ({id(found.first)} if found.first else set())
+    shown = [row for row in found.rows if id(row) in chosen]
+    whole = any(row.measures.elements for row in shown)
+    header = ("place", "operator", "module", "rel. L2", *(DETAILED if whole else ()), "")
+    rows = [header, *(_cells(row, row is found.first, whole) for row in shown)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(header))]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if len(found.rows) > len(rows) - 1:
+    if len(found.rows) > len(shown):
         typer.echo(f"... the largest of {len(found.rows)} sites; --json lists all")
+    if not whole:
+        typer.echo("~ by sketch: MAPE, Pearson and ulps need records of --detail full, or of --full-layers")
 
 
-def _cells(row: Any, first: bool) -> tuple[str, ...]:
+def _cells(row: Any, first: bool, whole: bool) -> tuple[str, ...]:
     found = row.measures
     sign = "" if found.elements else "~"
     size = "-" if found.relative_l2 is None else f"{sign}{found.relative_l2:.2g}"
+    site = (str(row.site.place), row.site.operator, row.site.module, size)
+    return (*site, *(_detailed(row) if whole else ()), "; ".join(_marks(row, first)))
+
+
+def _detailed(row: Any) -> tuple[str, ...]:
+    found = row.measures
     mape = "-" if found.mape is None else f"{found.mape:.2g}"
     band = row.to_dict()["bands"]["mape"] if found.elements or not found.measurable else "needs full detail"
     pearson = "-" if found.pearson is None else f"{found.pearson:.5f}"
     ulps = "-" if found.max_ulp is None else f"{found.max_ulp:.3g}"
-    mark = "; ".join(_marks(row, first))
-    return (str(row.site.place), row.site.operator, row.site.module, size, mape, band, pearson, ulps, mark)
+    return (mape, band, pearson, ulps)
 
 
 def _marks(row: Any, first: bool) -> Iterator[str]:
     """What a row's figures don't tell."""
     found = row.measures
     if row.parts:
-        yield "parts here" if first else "apart"
+        gain = f", gain {100 * found.gain:+.2f} %" if found.gain else ""
+        yield ("parts here" if first else "apart") + gain
     if found.nonfinite:
         yield f"CRITICAL: {found.nonfinite} {found.counted} NaN or infinite on one side only"
     if found.nonfinite_both:
@@ -151,7 +165,7 @@ def say_prices(crossing: Any) -> None:
         else:
             price = f"{cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, affordable {cell.affordable:.2g})"
         typer.echo(f"  layer {cell.layer} {cell.operator}: {price}{mark}")
-    typer.echo("  " + "  ".join(("layer", "affordable", "has", "within")))
+    typer.echo(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
     for row in crossing.tolerances:
         has = "-" if row["relative_l2"] is None else f"{row['relative_l2']:.2g}"
         within = {True: "yes", False: "no", None: "-"}[row["within"]]

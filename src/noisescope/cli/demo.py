@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from noisescope.cli import common
+from noisescope.cli import common, outcome
 from noisescope.findings import percent
 
 SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
@@ -78,19 +78,21 @@ def demonstrate(asked: dict[str, Any], *, as_json: bool = False) -> None:
         if not as_json:
             typer.echo("4. breaking one operation on purpose, and looking for it without a reference", err=True)
         report = api.with_fault_located(subject, report, BROKEN, output=output)
-    paths = report.save(output)
-    if as_json:
-        typer.echo(report.to_json(), nl=False)
-        return
-    common.say_findings(report)
+    outcome.finish(report, output, say_demo, as_json=as_json)
+    if not as_json:
+        seconds = time.perf_counter() - started
+        typer.echo(f"\n{seconds:.0f} s in all. Open {output / 'report.html'} in a browser.")
+
+
+def say_demo(report: Any) -> None:
+    """What was found, a few lines that make the point, what it cost."""
+    outcome.say_findings(report)
     say_check(report)
-    common.say_files(report, paths)
-    page = next(path for path in paths if path.suffix == ".html")
-    typer.echo(f"\n{time.perf_counter() - started:.0f} s in all. Open {page} in a browser.")
+    outcome.say_cost(report)
 
 
 def say_check(report: Any) -> None:
-    """A few lines that make the point."""
+    """Whether the findings held, what a plan gains, whether a fault is found."""
     section = report["check"]
     typer.echo(f"\nwas it right? Linears that give {section['fault']}, three layers at a time, on")
     typer.echo(f"{section['samples']} problems the diagnosis has not seen:")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from noisescope.cli import common
+from noisescope.cli import common, outcome
 from noisescope.cli.common import names
 from noisescope.cli.config import use_config
 
@@ -94,14 +94,7 @@ def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
 
     output = Path(asked["output"])
     with common.plain_warnings():
-        subject = common.load_subject(
-            asked["model"],
-            device=asked["device"],
-            dtype=asked["dtype"],
-            device_map=asked["device_map"],
-            revision=asked["revision"],
-            trust=asked["trust_remote_code"],
-        )
+        subject = common.subject_asked_for(asked)
         prepared = api.prepare_diagnosis(
             subject,
             asked["data"],
@@ -126,23 +119,8 @@ def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
             typer.echo(str(prepared.cost(whole)))
             return
         with common.resumable(output), Shown() as progress:
-            report = prepared.run(
-                whole,
-                api.Options(
-                    output=output,
-                    executor=asked["executor"],
-                    workers=asked["workers"],
-                    address=asked["address"],
-                    progress=progress,
-                    retry_failed=asked["retry_failed"],
-                    command=common.repeatable("diagnose", asked),
-                ),
-            )
-    paths = report.save(output)
-    if as_json:
-        typer.echo(report.to_json(), nl=False)
-    else:
-        common.say_summary(report, paths)
+            report = prepared.run(whole, common.run_options("diagnose", asked, progress))
+    outcome.finish(report, output, outcome.say_summary, as_json=as_json)
 
 
 def _text(path: Path | None) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from noisescope.cli import common
+from noisescope.cli import common, outcome
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")
 
@@ -87,36 +87,22 @@ def run_phases(asked: dict[str, Any], *, as_json: bool = False) -> None:
             operators=common.names(asked["operators"]) or (),
             device=asked["device"],
             seconds=asked["seconds"],
-            options=api.Options(
-                output=output,
-                executor=asked["executor"],
-                workers=asked["workers"],
-                address=asked["address"],
-                progress=progress,
-                retry_failed=asked["retry_failed"],
-                command=common.repeatable("experiment phases", asked),
-            ),
+            options=common.run_options("experiment phases", asked, progress),
             **training,
         )
-    paths = [] if output is None else report.save(output)
-    if as_json:
-        typer.echo(report.to_json(), nl=False)
-        return
-    say_verdicts(report)
-    for path in paths:
-        typer.echo(f"  {path}")
+    outcome.finish(report, output, say_verdicts, as_json=as_json)
 
 
 def say_verdicts(report: Any) -> None:
     from noisescope.reports.phases import theory_line, verdict_line
+    from noisescope.reports.words import estimate
 
     typer.echo(f"{report['trained']['done']} of {report['trained']['of']} models trained, n = {report['n']}\n")
     levels = [f"{level:g}" for level in report["levels"]]
-    typer.echo(f"{'arm':<24}" + "".join(f"{f'at {100 * float(level):g} %':>24}" for level in levels))
+    typer.echo(f"{'arm':<24}" + "".join(f"{f'at {100 * float(level):g} %':>28}" for level in levels))
     for arm in report["arms"]:
-        typer.echo(
-            f"{arm['name']:<24}" + "".join(f"{common.percent_span(arm['accuracy'][level]):>24}" for level in levels)
-        )
+        cells = (estimate(arm["accuracy"][level], share=True).text for level in levels)
+        typer.echo(f"{arm['name']:<24}" + "".join(f"{cell:>28}" for cell in cells))
     typer.echo("")
     for row in report["hypotheses"]:
         typer.echo(verdict_line(row))

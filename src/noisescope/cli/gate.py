@@ -36,6 +36,9 @@ def gate_model(
         float, typer.Option("--max-worse", help="How much worse than the baseline, as a share.")
     ] = 0.2,
     samples: common.Samples = 50,
+    other_samples: Annotated[
+        bool, typer.Option("--other-samples", help="The data hold other samples than the baseline's, of one source.")
+    ] = False,
     effort: Annotated[
         str, typer.Option("--effort", help="screen: predict, and inject once; standard: inject into every operator.")
     ] = "screen",
@@ -68,8 +71,9 @@ def gate_model(
     noisescope gate path/to/new --baseline baseline/report.json --junit gate.xml --history gates
     noisescope gate --template github > .github/workflows/robustness.yml
 
-    On the baseline's own samples all numbers are compared in pairs. A row that could have missed twice the limit is
-    undecided, and says what it would have caught; where all are, so is the verdict, and the exit code is 0.
+    On the baseline's own samples all numbers are compared in pairs; others are refused without --other-samples, as is
+    another architecture. Another dtype, device or attention path is said. A row that could have missed twice the limit
+    is undecided, and says what it would have caught; where all are, so is the verdict, and the exit code is 0.
     """
     from noisescope.api import guarding
     from noisescope.cli.progress import Shown
@@ -90,6 +94,7 @@ def gate_model(
                 effort=effort,
                 worse_than=1 + max_worse,
                 max_degradation=max_degradation,
+                other_samples=other_samples,
                 max_tokens=max_tokens,
                 slice_samples=slice_samples,
                 step=step,

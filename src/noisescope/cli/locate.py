@@ -49,6 +49,9 @@ def locate_fault(
     noisescope locate demo --method relations                   by laws of arithmetic: no weights, no host
     noisescope locate demo --method srdd
     noisescope locate path/to/model --device npu --reference gpu.record      modules on a good device's inputs
+    noisescope locate path/to/model --method fingerprint --failure npu.record     a suspect's record, on a good device
+
+    Records are written by `noisescope record`.
 
     No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
     inputs it really had; auto also tries relations where the audit could not look. Exit code 1 where something

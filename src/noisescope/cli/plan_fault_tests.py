@@ -50,13 +50,14 @@ def plan_fault_tests(
     results: list[dict[str, Any]] = []
     if run:
         from noisescope.api.fault_testing import run_fault_tests
-        from noisescope.api.reported import data_of
+        from noisescope.api.reported import check_model, data_of
 
         source = model or loaded["run"]["model"]["source"]
         with common.plain_warnings():
             subject = common.load_subject(
                 source, device=device, dtype=dtype, device_map=device_map, revision=revision, trust=trust_remote_code
             )
+            check_model(loaded, subject)
             told = say_nothing if as_json else say_result
             asked = data_of(loaded) if data is None else data
             results = run_fault_tests(subject, tests, asked, samples=samples, max_tokens=max_tokens, told=told)
@@ -64,7 +65,9 @@ def plan_fault_tests(
         for test in tests:
             typer.echo(f"{test.test_id}: {test.component} ({test.parameters['reason']})")
             typer.echo(f"  {test.test_type}: {', '.join(test.parameters['faults'])}")
-            typer.echo(f"  accepted: {json.dumps(test.acceptance_criteria)}")
+            typer.echo(
+                "  accepted: " + ", ".join(f"{name} {limit}" for name, limit in test.acceptance_criteria.items())
+            )
     found = {"tests": [test.to_dict() for test in tests], "results": results}
     paths = [] if csv is None else [common.written(csv, to_csv(tests))]
     if output is not None:

@@ -139,12 +139,12 @@ def say_plan(plan: Any, result: dict[str, Any]) -> None:
 
 def say_measured(result: dict[str, Any]) -> None:
     typer.echo(f"\nmeasured on {result['data']['samples']} samples ({result['data']['scored_tokens']} tokens):")
-    typer.echo(f"{'':<18}{'bits':>7}  {'KL (nats a token)':>28}  {'accuracy':>9}")
+    typer.echo(f"{'':<18}{'bits':>7}  {'KL (nats a token)':>30}  {'accuracy':>9}")
     for row in result["rows"]:
         if not row["name"].startswith("random"):
             kl, accuracy = row["kl"], f"{100 * row['accuracy']['value']:.1f} %"
             span = "" if kl["low"] is None else f" [{kl['low']:.3g}, {kl['high']:.3g}]"
-            typer.echo(f"{row['name']:<18}{row['average_bits']:>7.3f}  {kl['value']:>9.4g}{span:<19}  {accuracy:>9}")
+            typer.echo(f"{row['name']:<18}{row['average_bits']:>7.3f}  {kl['value']:>9.4g}{span:<21}  {accuracy:>9}")
     drawn = result["random"]
     if drawn["n"]:
         share = result["kl"] / drawn["median_kl"]

@@ -85,9 +85,9 @@ def _alpha(text: str) -> float | None:
 def say_result(result: dict[str, Any]) -> None:
     before, after = result["kl"]["before"], result["kl"]["after"]
     typer.echo(result["scheme"])
-    typer.echo(
-        f"KL {before['value']:.4g} before, {after['value']:.4g} after ({result['gain']:.2f} x less; n = {after['n']})"
-    )
+    gain = result["gain"]
+    outcome = f"{gain:.2f} x less" if gain >= 1 else f"{1 / gain:.2f} x more: smoothing does not pay here"
+    typer.echo(f"KL {before['value']:.4g} before, {after['value']:.4g} after (n = {after['n']}), {outcome}")
     typer.echo(f"the float output moved by {result['float_error']:.2g} (relative L2)")
     folds = [fold for fold in result["folds"] if fold["alpha"] is not None]
     typer.echo(f"{len(folds)} of {len(result['folds'])} folds smoothed; the others are better left alone")

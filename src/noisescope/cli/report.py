@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,7 +41,7 @@ def draw_report(
         return
     if run is None:
         raise InvalidInput("RUN is missing: give a run's folder or a report.json (`noisescope runs list` shows some)")
-    report = load_report(run)
+    report = any_report(run)
     target = output or (run if run.is_dir() else run.parent)
     paths = report.save(target, formats=names(formats) or ())
     if figures:
@@ -53,25 +53,35 @@ def draw_report(
 
 
 def load_report(run: Path) -> Report:
-    """The report of a run's folder, or of a report.json."""
+    """The report of a diagnosis, by its run's folder or its report.json."""
     from noisescope.reports.report import Report
 
-    return stored_report(run) or Report.load(run)
+    found = any_report(run)
+    if type(found) is not Report:
+        raise InvalidInput(f"{run} holds {found!r}, and this needs the report of a diagnosis (noisescope diagnose)")
+    return found
 
 
-def stored_report(run: Path) -> Report | None:
-    """The report that a finished run keeps in its store, if there is one."""
+def any_report(run: Path) -> Report:
+    """What a run's folder or a report.json holds: a report, an experiment or a comparison."""
+    from noisescope.reports.changes import Comparison
     from noisescope.reports.phases import PhasesReport
-    from noisescope.reports.report import Report
+    from noisescope.reports.report import Report, read_report
+
+    found = stored_report(run) or read_report(run)
+    kinds = {"hypotheses": PhasesReport, "comparison": Comparison}
+    kind = next((kind for key, kind in kinds.items() if isinstance(found, dict) and key in found), Report)
+    return kind.checked(found, str(run))
+
+
+def stored_report(run: Path) -> dict[str, Any] | None:
+    """What a finished run keeps in its store, if there is one."""
     from noisescope.runs.store import FILE, Store
 
     if not (run / FILE).exists():
         return None
     with Store(run, create=False) as store:
-        about = store.about()
-    if "report" not in about and not (run / "report.json").exists():
+        found: dict[str, Any] | None = store.about().get("report")
+    if found is None and not (run / "report.json").exists():
         raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
-    if "report" not in about:
-        return None
-    kind = PhasesReport if "hypotheses" in about["report"] else Report
-    return kind.checked(about["report"], str(run))
+    return found

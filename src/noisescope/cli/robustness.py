@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from noisescope.cli import common
+from noisescope.cli import common, outcome
 
 
 def robustness_of_model(
@@ -56,14 +56,7 @@ def run_robustness(asked: dict[str, Any], *, as_json: bool = False) -> None:
 
     output = None if asked["output"] is None else Path(asked["output"])
     with common.plain_warnings():
-        subject = common.load_subject(
-            asked["model"],
-            device=asked["device"],
-            dtype=asked["dtype"],
-            device_map=asked["device_map"],
-            revision=asked["revision"],
-            trust=asked["trust_remote_code"],
-        )
+        subject = common.subject_asked_for(asked)
         with common.resumable(output), Shown() as progress:
             report = api.robustness(
                 subject,
@@ -77,33 +70,21 @@ def run_robustness(asked: dict[str, Any], *, as_json: bool = False) -> None:
                 max_tokens=asked["max_tokens"],
                 max_new_tokens=asked["max_new_tokens"],
                 slice_samples=asked["slice_samples"],
-                options=api.Options(
-                    output=output,
-                    executor=asked["executor"],
-                    workers=asked["workers"],
-                    address=asked["address"],
-                    progress=progress,
-                    retry_failed=asked["retry_failed"],
-                    command=common.repeatable("robustness", asked),
-                ),
+                options=common.run_options("robustness", asked, progress),
             )
-    paths = [] if output is None else report.save(output)
-    if as_json:
-        typer.echo(report.to_json(), nl=False)
-        return
-    say_levels(report)
-    for path in paths:
-        typer.echo(f"  {path}")
+    outcome.finish(report, output, say_levels, as_json=as_json)
 
 
 def say_levels(report: Any) -> None:
+    from noisescope.reports.words import estimate
+
     data = report["run"]["data"]
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data["measure"], "by your metric")
     typer.echo(f"{report['run']['model']['source']}: {data['source']}, {data['samples']} samples, {how}\n")
-    typer.echo(f"{'noise':>8}  {'accuracy':>24}  {'retention':>24}  band of the loss")
+    typer.echo(f"{'noise':>8}  {'accuracy':>26}  {'retention':>26}  band of the loss")
     for row in report["robustness"]["levels"]:
         if row.get("error"):
             typer.echo(f"{row['noise_level']:>8g}  failed: {row['error']}")
             continue
-        cells = [common.percent_span(row["accuracy"]), common.percent_span(row.get("retention"))]
-        typer.echo(f"{row['noise_level']:>8g}  {cells[0]:>24}  {cells[1]:>24}  {row.get('band', '')}")
+        accuracy, retention = (estimate(row.get(name), share=True).text for name in ("accuracy", "retention"))
+        typer.echo(f"{row['noise_level']:>8g}  {accuracy:>26}  {retention:>26}  {row.get('band', '')}")

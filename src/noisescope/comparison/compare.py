@@ -22,6 +22,7 @@ from noisescope.sites import Site
 
 SCHEMA_VERSION = 1
 _WORST_TOKENS = 5
+_MOST_NAMED = 8  # places in a message
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,11 @@ def compare_records(
     shown = rows if layers is None else _chosen(rows, frozenset(layers))
     whole = [row for row in shown if row.measures.elements]
     if max_mape is not None and len(whole) < len(shown) and (layers is not None or not whole):
-        lacking = sorted({str(row.site.place) for row in shown if not row.measures.elements})
+        lacking = list(dict.fromkeys(str(row.site.place) for row in shown if not row.measures.elements))
+        more = " ..." if len(lacking) > _MOST_NAMED else ""
         raise InvalidInput(
-            f"MAPE needs full detail, and of {', '.join(lacking[:8])} only sketches are in both records: record again "
-            "with --detail full, or with --full-layers"
+            f"MAPE needs full detail, and one record or both have but sketches of {', '.join(lacking[:_MOST_NAMED])}"
+            f"{more}: record again with --detail full, or with --full-layers"
         )
     if max_mape is not None and len(whole) < len(shown):
         notes.append(f"MAPE was checked at {len(whole)} of {len(shown)} sites: the others are sketches")

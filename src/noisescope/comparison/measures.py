@@ -25,6 +25,8 @@ Sketch = tuple[Array, Array]  # of one site: numbers [prompts, m] and norms [pro
 
 MAPE_FLOOR = 0.1  # of the reference's rms
 _NOTES_FLOOR = 1e-8
+_MOSTLY = 0.5  # of a typical difference: less is no gain, though it may be sure
+_GAIN_ERRORS = 4  # standard errors from 0: a record has hundreds of sites
 _FORMATS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126), "float64": (53, -1022)}
 
 
@@ -53,6 +55,7 @@ class Measures:
 
     relative_l2: float | None  # infinite where `nonfinite`, and for anything beside zeros
     cosine: float | None
+    gain: float | None = None  # b is larger by this share throughout; 0 where no gain stands out: `common_gain`
     relative_error: float = 0.0
     mae: float | None = None
     mape: float | None = None
@@ -190,9 +193,27 @@ def from_sketches(a: Sketch, b: Sketch, numbers: int) -> Measures:
     return Measures(
         relative_size(squares, aa),
         _ratio((aa + bb - squares) / 2, math.sqrt(aa * bb)),
+        common_gain(a, b),
         relative_error=1 / math.sqrt(2 * numbers * usable.mean()),
         nonfinite_both=both,
     )
+
+
+def common_gain(a: Sketch, b: Sketch) -> float | None:
+    """The share by which b is larger than a in all its parts; 0 where that does not stand out from what is at random.
+
+    Each number t = s(b) / s(a) - 1 of the sketches sees other elements. Errors at random give a Cauchy distribution
+    round 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The norms
+    would tell it more sharply, but a few massive elements rule those: an error of one of them looks like a gain.
+    """
+    usable = _usable(a[0], b[0]) & (a[0] != 0)
+    count = int(usable.sum())
+    if not count:
+        return None
+    t = b[0][usable] / a[0][usable] - 1
+    gain = float(np.median(t))
+    by_chance = _GAIN_ERRORS * math.pi / 2 / math.sqrt(count)
+    return gain if abs(gain) > max(_MOSTLY, by_chance) * float(np.median(np.abs(t))) else 0.0
 
 
 def relative_size(difference: float, whole: float) -> float:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from noisescope.comparison.measures import Array, Measures, Sketch, Sums, from_sketches, plain
+from noisescope.comparison.measures import Array, Measures, Sketch, Sums, common_gain, from_sketches, plain
 from noisescope.comparison.records import Batch, Record, name_of
 from noisescope.errors import InvalidInput
-from noisescope.findings import LIMITS, ROUND_OFF, band
+from noisescope.findings import GAIN_ROUND_OFF, LIMITS, ROUND_OFF, band
 from noisescope.sites import Place, Site
 
 
@@ -23,7 +23,20 @@ class Row:
     site: Site
     measures: Measures
     expected: float  # relative L2 that comes in, or that round-off makes: what a healthy site may have, up to a factor
-    parts: bool
+    expected_gain: float  # the same of the gain's size
+
+    @property
+    def parts(self) -> bool:
+        return self.too_far or self.too_large
+
+    @property
+    def too_far(self) -> bool:
+        return (self.measures.relative_l2 or 0.0) > LIMITS["parting_factor"] * self.expected
+
+    @property
+    def too_large(self) -> bool:
+        """Or too small: by a gain, which errors at random don't have, however large they have grown."""
+        return abs(self.measures.gain or 0.0) > LIMITS["parting_factor"] * self.expected_gain
 
     def to_dict(self) -> dict[str, Any]:
         found = self.measures
@@ -38,6 +51,7 @@ class Row:
                 "pearson": band("pearson", found.pearson),
             },
             "expected": self.expected,
+            "expected_gain": self.expected_gain,
             "parts": self.parts,
             "critical": found.nonfinite > 0,
             "detail": "full" if found.elements else "sketch",
@@ -58,11 +72,14 @@ def measured(a: Record, b: Record, notes: list[str]) -> tuple[list[tuple[Site, M
             apart += 1
             continue
         sums = _summed(a, b, number, other)
+        pair = None if left is None or right is None else (left[number], right[other])
         if sums is not None:
             by_site[site] = sums
-            found.append((site, sums.measures()))
-        elif left is not None and right is not None:
-            found.append((site, from_sketches(left[number], right[other], numbers)))
+            whole = sums.measures()
+            gain = None if pair is None or not whole.measurable else common_gain(*pair)
+            found.append((site, replace(whole, gain=gain)))
+        elif pair is not None:
+            found.append((site, from_sketches(*pair, numbers)))
     if apart or len(b.sites) > len(a.sites):
         notes.append(f"{len(found)} sites are compared; {a.path} has {len(a.sites)}, {b.path} has {len(b.sites)}")
     if not found:
@@ -99,22 +116,45 @@ def _pair(a: Record, b: Record, number: int, other: int, batch: Batch) -> tuple[
     return np.asarray(mine.values, dtype=np.float64), np.asarray(its.values, dtype=np.float64), mine.dtype
 
 
+@dataclass
+class _CameIn:
+    """The largest of one figure at the place before and at this place so far; not under what round-off makes."""
+
+    floor: float
+    before: float = 0.0
+    here: float = 0.0
+
+    @property
+    def expected(self) -> float:
+        return max(self.floor, self.before, self.here)
+
+    def next_place(self) -> None:
+        self.before, self.here = self.here, 0.0
+
+    def add(self, value: float | None) -> None:
+        size = abs(value or 0.0)
+        self.here = max(self.here, size if math.isfinite(size) else 1.0)
+
+
 def judged(measured: list[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
     """Each site against what came in: the largest error of the place before it, and of its own place so far.
 
     Sites of the place before have the same operators, so what those amplify in a healthy model is known from there. A
     site where nothing finite is left on either side does not part, and tells nothing of what came in.
+
+    The error is looked at twice: by its size, and for a gain, which round-off does not have, however far it piled up.
     """
-    floor = ROUND_OFF.get(dtype, ROUND_OFF["float32"])
-    before = here = 0.0
+    known = dtype if dtype in ROUND_OFF else "float32"
+    sizes, gains = _CameIn(ROUND_OFF[known]), _CameIn(GAIN_ROUND_OFF[known])
     place: Place | None = None
     for site, found in measured:
         if site.place != place:
-            before, here, place = here, 0.0, site.place
-        expected = max(floor, before, here)
-        size = found.relative_l2 or 0.0
-        yield Row(site, found, expected, size > LIMITS["parting_factor"] * expected)
-        here = max(here, size if math.isfinite(size) else 1.0)
+            place = site.place
+            sizes.next_place()
+            gains.next_place()
+        yield Row(site, found, sizes.expected, gains.expected)
+        sizes.add(found.relative_l2)
+        gains.add(found.gain)
 
 
 def piled_up(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +13,18 @@ from numpy.typing import NDArray
 
 from noisescope.comparison.tensor_files import Numbers, TensorFile
 from noisescope.errors import InvalidInput
+from noisescope.record_format import FORMAT, VERSION, prompts_digest
 from noisescope.sites import Site
 
-FORMAT, VERSION = "noisescope record", 1
-_NEEDED = {"model": dict, "dtype": str, "sketch": dict, "prompts": list, "sites": list, "batches": list}
+_NEEDED = {
+    "model": dict,
+    "dtype": str,
+    "sketch": dict,
+    "prompts": list,
+    "prompts_sha256": str,
+    "sites": list,
+    "batches": list,
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Record:
 
     @property
     def prompts_hash(self) -> str:
-        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
+        return prompts_digest(self.prompts)
 
     @property
     def device(self) -> str:
@@ -152,6 +159,8 @@ def _about(folder: Path) -> dict[str, Any]:
     for name, kind in _NEEDED.items():
         if not isinstance(about.get(name), kind):
             raise InvalidInput(f"{file}: {name!r} is missing or no {kind.__name__}: damaged, record again")
+    if prompts_digest(about["prompts"]) != about["prompts_sha256"]:
+        raise InvalidInput(f"{file}: the prompts do not fit their checksum: damaged or altered, record again")
     return about
 
 

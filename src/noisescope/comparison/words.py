@@ -40,13 +40,19 @@ def in_words(rows: Sequence[Row], logits: Logits | None, dtype: str) -> str:
 
 
 def _parting(first: Row) -> str:
-    found = first.measures
+    found, gain = first.measures, first.measures.gain or 0.0
     if found.nonfinite:
         what = f"{found.nonfinite} {found.counted} are NaN or infinite on one side only, which is critical"
     elif found.relative_l2 is None or math.isinf(found.relative_l2):
         what = "the reference has zeros alone there, the other has not"
-    else:
+    elif first.too_far:
         what = f"relative L2 {found.relative_l2:.2g}, {found.relative_l2 / first.expected:.0f} times what came in"
+        what += f", most of it a gain of {100 * gain:+.2f} %" if gain else ""
+    else:
+        what = (
+            f"a gain of {100 * gain:+.2f} %, {abs(gain) / first.expected_gain:.0f} times what came in, in a relative "
+            f"L2 of {found.relative_l2:.2g} that may be round-off"
+        )
     return f"The devices part at {first.site}: {what}. What comes after it inherits that."
 
 

@@ -98,14 +98,17 @@ class MetricsDashboard:
                 f"  largest error          {_number(hardware['max_error'])}"
                 f"{' in an outlier channel' if hardware['max_error_in_outlier_channel'] else ''}",
             ]
+            if hardware["nonfinite"]:
+                lines.append(f"  NaN or infinite        {hardware['nonfinite']} elements, on one device only")
         print("\n".join([*lines, f"Risk: {self.get_risk_assessment()}"]), file=file)
 
     def get_risk_assessment(self) -> str:
         """The dashboard's risk level and what it means: 50, 30 or 10 points by degradation, 30 or 15 by MAPE."""
         loss = self._known("primary")["relative_degradation"]
-        risk = dashboard_risk(loss, self.metrics.get("hardware", {}).get("mape"))
+        risk = dashboard_risk(loss, _apart(self.metrics.get("hardware")))
         if risk.level == NOT_MEASURABLE:
-            return "NOT MEASURABLE - the degradation could not be measured, so the risk is not known"
+            unknown = "; ".join(term.reason for term in risk.terms if term.points is None)
+            return f"NOT MEASURABLE - {unknown}, so the risk is not known"
         return f"{risk.level} RISK - {risk.meaning}"
 
     def _known(self, part: str) -> Row:
@@ -145,6 +148,13 @@ def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
             "correlation": band("pearson", found.pearson),
         },
     }
+
+
+def _apart(hardware: Row | None) -> float | None:
+    """MAPE for the risk: infinite where one device alone has NaN or infinite numbers, NaN where no number is left."""
+    if hardware is None or hardware["mape"] is not None:
+        return None if hardware is None else float(hardware["mape"])
+    return math.inf if hardware["nonfinite"] else math.nan
 
 
 def _value(row: Row | None) -> float | None:

@@ -186,6 +186,10 @@ ROUND_OFF: dict[str, float] = {
     "bfloat16": 2 * 2.0**-8,
 }
 
+# The gain by which they may: rounding to nearest makes none, but a constant rounded once does (half a unit round-off,
+# in the root mean square). Sketches are summed up in float32, which limits what can be told.
+GAIN_ROUND_OFF: dict[str, float] = {name: max(size / 4, ROUND_OFF["float32"]) for name, size in ROUND_OFF.items()}
+
 # Adaptive noise in training, by the degradation of a layer: (half the scale above, twice the scale below).
 ADAPTIVE_RULES: dict[str, tuple[float, float]] = {"standard": (0.15, 0.05), "cautious": (0.10, 0.02)}
 
@@ -195,6 +199,9 @@ DASHBOARD_POINTS = {
     "degradation": ((0.20, 50.0), (0.10, 30.0), (0.05, 10.0)),  # above so much: so many points
     "mape": ((0.10, 30.0), (0.05, 15.0)),
 }
+NONFINITE_POINTS = (
+    100.0  # of the dashboard, where one device alone has NaN or infinite numbers: HIGH, whatever the rest
+)
 
 # Correlations the original method notes expect, as (sign, bound): r > 0.7, r > 0.6, r < -0.5.
 # Sparsity is set against degradation: against robustness the same claim would have the other sign.

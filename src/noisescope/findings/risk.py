@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from noisescope.errors import InvalidInput
-from noisescope.findings.bands import DASHBOARD_POINTS, LIMITS, NOT_MEASURABLE, REPORT_POINTS, band, meaning
+from noisescope.findings.bands import (
+    DASHBOARD_POINTS,
+    LIMITS,
+    NONFINITE_POINTS,
+    NOT_MEASURABLE,
+    REPORT_POINTS,
+    band,
+    meaning,
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +82,13 @@ def report_risk(
 def dashboard_risk(degradation: float | None, mape: float | None = None) -> Risk:
     """50 / 30 / 10 points by degradation, 30 / 15 by MAPE between two devices; > 60 HIGH, > 30 MODERATE.
 
-    mape None means that no second device was compared, which costs nothing; degradation None is not measurable.
+    mape None means that no second device was compared, which costs nothing; degradation None is not measurable. An
+    infinite mape, where one device alone has NaN or infinite numbers, is HIGH by itself.
     """
     terms = []
+    if mape == math.inf:
+        terms.append(Term("NaN or infinite numbers on one device only", NONFINITE_POINTS))
+        mape = None
     if _missing(degradation):
         terms.append(Term(f"degradation: {NOT_MEASURABLE}", None))
     for name, value in (("degradation", degradation), ("mape", mape)):

@@ -17,18 +17,20 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.errors import InvalidInput
-from noisescope.locators.inputs import Batch, batches_for
+from noisescope.locators.inputs import Batch, batches_for, remarks
 from noisescope.locators.ledger import Ledger
+from noisescope.locators.products import argument
 from noisescope.locators.prompts import evaluating, parts_of
 from noisescope.locators.recompute import first_tensor, host_arithmetic
 from noisescope.locators.residuals import Recorder
 from noisescope.locators.verdict import Verdict
 from noisescope.model import Subject
 from noisescope.probe.aims import CallWatcher, Context
-from noisescope.probe.door import Door
+from noisescope.probe.door import PlainDoor
 
 PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
 FUSED = "attention"
+_FOLLOWING = ("linear", "silu", "gelu")  # operators whose input was made from outputs of the same block
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 
 
@@ -53,6 +55,7 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
     if hooked:
         ledger.remarks.append(f"modules with forward hooks, whose changes are not looked at: {hooked}")
     batches = batches_for(model, tokenizer, inputs, seed)
+    ledger.remarks += remarks(model, batches)
     with evaluating(model):
         every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         for number, batch in enumerate(batches):
@@ -85,7 +88,7 @@ def _run(
     ledger.end()
 
 
-class Watch(Door):
+class Watch(PlainDoor):
     """A door through which every operator's call is seen whole."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, ledger: Ledger, *, opened: frozenset[str]) -> None:
@@ -93,13 +96,6 @@ class Watch(Door):
         self.ledger = ledger
         self.opened = opened
         self.recorder = Recorder()
-
-    def __enter__(self) -> Watch:
-        self._open()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._close()
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         return Listener(self, unit, operator)
@@ -127,15 +123,36 @@ class Listener(CallWatcher):
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if self.operator == "residual":
             if isinstance(whole, Tensor) and given is not None:
-                watch.ledger.block(unit, watch.recorder, first_tensor(args, kwargs), whole, occurrence)
+                angles = kwargs.get("position_embeddings")
+                watch.ledger.block(unit, watch.recorder, first_tensor(args, kwargs), whole, angles)
             watch.recorder.clear()
             return
-        if isinstance(callee, nn.Module) and isinstance(whole, Tensor) and isinstance(unit.place, int):
-            if self.operator == "norm" and given is not None:
-                watch.recorder.got(unit.module, given)
-            watch.recorder.gave(unit.module, whole)
+        if isinstance(whole, Tensor) and isinstance(unit.place, int):
+            if isinstance(callee, nn.Module):
+                if self.operator == "norm" and given is not None:
+                    watch.recorder.got(unit.module, given)
+                watch.recorder.gave(unit.module, whole)
+            self._between(callee, args, kwargs, whole, occurrence)
         if self.operator != PART:
             watch.ledger.call(unit.site(self.operator, occurrence=occurrence), callee, args, kwargs, y)
+
+    def _between(self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, occurrence: int) -> None:
+        """The call as the seams need it: which inputs must follow from outputs before it, and its own output."""
+        unit, operator, ledger = self.unit, self.operator, self.watch.ledger
+        role = unit.module.removeprefix(f"{ledger.anatomy.blocks[unit.place]}.")  # type: ignore[index]
+        if operator == FUSED:
+            named = {f" {name}": argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value"))}
+            ledger.between(unit, role, FUSED, named, y, heads=True)
+        elif isinstance(callee, nn.Module):
+            follows = operator in _FOLLOWING or (operator == "norm" and unit.component == "attention")
+            ledger.between(unit, role, operator, {"": first_tensor(args, kwargs)} if follows else {}, y)
+        elif unit.kind == ATTENTION:
+            given = {"": first_tensor(args, kwargs)} if operator == "matmul" else {}  # queries, then probabilities
+            name = f"{role} {operator} {occurrence}"
+            ledger.between(unit, name, operator, given, y, heads=True, occurrence=occurrence)
+        elif unit.kind == CALLS and operator in _FOLLOWING:
+            name, given = f"{role} {operator} {occurrence}", {"": first_tensor(args, kwargs)}
+            ledger.between(unit, name, operator, given, y, occurrence=occurrence)
 
 
 def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -97,24 +97,26 @@ def _sizes(mode: str, family: str) -> tuple[float | None, ...]:
 class Bench:
     """A good system on which faults are simulated; blocks before a fault are computed once.
 
-    with Bench(model, anatomy, prompts, draws=8) as bench:
+    with Bench(model, anatomy, batches_of(record), draws=8) as bench:
         bench.clean, bench.faulty_logits(10, setting)
+
+    Prompts share forwards as they did on the suspect device: sizes such as max |h| and the numbers that a fault draws
+    are those of a whole batch.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, prompts: Prompts, *, draws: int) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, batches: Sequence[Prompts], *, draws: int) -> None:
         if draws < 2:
             raise InvalidInput(f"draws must be at least 2, got {draws}")
-        self.model, self.anatomy, self.prompts, self.draws = model, anatomy, prompts, draws
+        self.model, self.anatomy, self.batches, self.draws = model, anatomy, tuple(batches), draws
         self.forwards = 0.0  # of all prompts once
         self.clean: Array = np.zeros(0)
         self._prefix = Prefix(model, anatomy)
-        self._one_batch = len({len(prompt) for prompt in prompts}) == 1
+        self._kept: set[int] = set()  # draws of which the blocks' clean outputs are kept
 
     def __enter__(self) -> Bench:
         self._prefix.__enter__()
         try:
-            with self._prefix.recording(1):
-                self.clean = self._run(1)[0]
+            self.clean = self._without_fault(1)[0]
         except BaseException:
             self._prefix.__exit__(None, None, None)
             raise
@@ -125,25 +127,33 @@ class Bench:
 
     def faulty_logits(self, layer: int, setting: Setting, *, draws: int = 1) -> Array:
         """[draws, P, V]"""
-        if draws > 1 and not self._prefix.usable(draws):
-            with self._prefix.recording(draws):
-                self._run(draws)
-        start = layer if self._one_batch and self._prefix.usable(draws) else 0
-        with self._prefix.starting_at(start, draws), self._broken(layer, setting):
-            return self._run(draws, start)
+        if draws not in self._kept:
+            self._without_fault(draws)
+        start = layer if self._prefix.usable((0, draws)) else 0
+        with self._broken(layer, setting):
+            return self._run(draws, lambda batch: self._prefix.starting_at(start, batch), start)
 
     def floor(self) -> float:
         """The rms of what rounding alone does to the logits: every operator's output off by some eps."""
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         noise = Injection(Gaussian(_ROUNDING * torch.finfo(dtype).eps), phases=frozenset({"forward"}))
         with inject(self.model, noise, anatomy=self.anatomy):
-            return float(np.sqrt(np.square(self._run(1)[0] - self.clean).mean()))
+            logits = self._run(1, lambda batch: self._prefix.starting_at(0, batch))
+        return float(np.sqrt(np.square(logits[0] - self.clean).mean()))
 
-    def _run(self, draws: int, start: int = 0) -> Array:
-        logits, _ = last_logits(self.model, self.prompts * draws)
+    def _without_fault(self, draws: int) -> Array:
+        self._kept.add(draws)
+        return self._run(draws, self._prefix.recording)
+
+    def _run(self, draws: int, scope: Callable[[Hashable], AbstractContextManager[None]], start: int = 0) -> Array:
+        """[draws, P, V]; the forwards of each batch inside `scope(its name)`."""
+        found: list[Array] = []
+        for number, prompts in enumerate(self.batches):
+            with scope((number, draws)):
+                logits, _ = last_logits(self.model, prompts * draws)
+            found.append(logits.double().numpy().reshape(draws, len(prompts), -1))
         self.forwards += draws * (1 - start / len(self.anatomy.blocks))
-        found: Array = logits.double().numpy().reshape(draws, len(self.prompts), -1)
-        return found
+        return np.concatenate(found, axis=1)
 
     def _broken(self, layer: int, setting: Setting) -> AbstractContextManager[Any]:
         if isinstance(setting.fault, Fault):

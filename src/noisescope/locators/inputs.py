@@ -15,17 +15,65 @@ from noisescope.errors import InvalidInput
 Batch = dict[str, Tensor]
 
 ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are looked at
+_IDS = ("input_ids", "decoder_input_ids")
 _TURNED = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
 
 
 def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> list[Batch]:
     """At least two batches of one shape where that can be had: what a device remembers shows only when data changes."""
     batches = _given(model, tokenizer, inputs) if inputs is not None else _made(model, tokenizer, seed)
+    for batch in batches:
+        _check(batch, _vocabulary(model))
     if len(batches) == 1:
         batches.append(_turned(batches[0]))
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return [{name: _moved(value, device, dtype) for name, value in batch.items()} for batch in batches]
+
+
+def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
+    """What these inputs and this model's dtype keep from being seen: for the notes of a verdict."""
+    found = []
+    tokens = [batch[name] for batch in batches for name in (*_IDS, "inputs_embeds") if batch.get(name) is not None]
+    if tokens and all(t.shape[1] == 1 for t in tokens):
+        found.append(
+            "one token a sequence: softmax over one key is 1 whatever its score, so exp, masks, positions, the "
+            "key-value cache and data left from another call were not tested: give 8 tokens or more"
+        )
+    if tokens and all(t.shape[:2].numel() == 1 for t in tokens):
+        found.append("one row in all: row order, and what shows only over many rows, were not tested")
+    if any(p.dtype == torch.float64 for p in model.parameters()):
+        found.append(
+            "float64 is judged to float32's precision: models take norms, softmax and angles in float32 whatever their "
+            "dtype, and the host has nothing wider than float64"
+        )
+    return found
+
+
+def _check(batch: Batch, vocabulary: int | None) -> None:
+    """Refuses token ids that the model can't be run on."""
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.numel() == 0:
+            raise InvalidInput(f"{name} is empty (shape {list(value.shape)}): give at least one token")
+    for name, ids in ((name, batch[name]) for name in _IDS if batch.get(name) is not None):
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise InvalidInput(f"{name} must be a tensor of whole numbers (torch.long), got {came}")
+        if ids.dim() != 2:
+            raise InvalidInput(
+                f"{name} must have the shape [sequences, tokens], got {list(ids.shape)}: one sequence is ids[None]"
+            )
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or (vocabulary is not None and most >= vocabulary):
+            allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}"
+            raise InvalidInput(
+                f"{name} holds ids from {least} to {most}, this model's are {allowed}: use its own tokenizer, and "
+                "leave labels such as -100 out"
+            )
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -73,7 +121,7 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         length = min(length, getattr(config, name, None) or length)
     generator = torch.Generator("cpu").manual_seed(seed)
-    vocabulary = getattr(config, "vocab_size", None)
+    vocabulary = _vocabulary(model)
     if tokenizer is not None and vocabulary is not None:
         found = _texts(tokenizer, 2 * ROWS * length, seed)
         if int(found.max()) < vocabulary:

@@ -23,19 +23,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from noisescope.locators.floors import Format, Reference, number_format
+from noisescope.locators.floors import (
+    INTEGERS,
+    SLACK,
+    Z_ELEMENT,
+    Z_MEAN,
+    Format,
+    Reference,
+    as_judged,
+    number_format,
+)
 from noisescope.locators.stuck_bits import looks, stuck_channels
 
-SLACK = 2.0  # on the limits of roundings, which add up only at worst
-Z_ELEMENT = 7.0
-Z_MEAN = 6.5  # 8e-11 two-sided: for up to 10^7 means (channels of all operators), 0.001 false alarms
-RMS_LIMIT = 1.5  # of mean (e / sigma)^2
+# Limit of mean (e / sigma)^2. Null: sigma is an upper limit, so the mean is expected to be 1 at most (one rounding:
+# exactly 1, uniform within half an ulp). Normal errors of n elements pass 1.5 + Z_MEAN sqrt(2 / n) with probability
+# P(chi^2_n > n limit), 2e-11 for n = 64 and less for more; uniform ones, whose squares vary by 0.8 and not by 2, less
+# often still. The half is for a sigma that is 20 % too small.
+RMS_LIMIT = 1.5
 MEAN_SHARE = 0.05  # ulp that the whole output's mean may be off; float32 sums: twice that
 CHANNEL_SHARE = 0.1  # ulp for the mean of one channel
 _PIECE = 1 << 18  # elements that are judged at a time: what is made of them stays in a processor's cache
 _MEAN_ROWS = 1024
 _MEDIAN_OF = 4096  # tolerances of a piece
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -84,6 +93,7 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
     if reference.exact:
         _judge_exact(y, reference, form, result)
         return result
+    y = as_judged(y)
     rows = _different_rows(y, reference.values)
     means: list[Tensor] = []  # [7, columns] of each piece
     by_row = torch.zeros(2, len(y[rows]), dtype=torch.float64)
@@ -184,7 +194,7 @@ def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor
 def _different_rows(y: Tensor, values: Tensor) -> Tensor | slice:
     """Indices of rows, each different one once: a token that occurs twice makes the same errors twice at layer 0."""
     rows = range(0, len(y), max(1, -(-len(y) // _MEAN_ROWS)))
-    given = y.contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy()
+    given = y.contiguous().view(INTEGERS[y.dtype.itemsize]).numpy()
     expected = values.contiguous().view(torch.int64).numpy()
     seen: dict[bytes, list[int]] = {}
     for row in rows:

@@ -18,6 +18,7 @@ from noisescope.locators.pattern import Evidence, Pattern
 from noisescope.locators.products import Recomputed, Rows
 from noisescope.locators.recompute import Unseen, recompute
 from noisescope.locators.residuals import Recorder, Residuals
+from noisescope.locators.seams import Seams, words
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.sites import Site, place_order
 
@@ -58,9 +59,9 @@ class Power:
     def to_dict(self) -> dict[str, Any]:
         return {
             "sites": len(self.sites),
-            "element_ulp": round(self.element, 2),
-            "mean_ulp": round(self.mean, 3),
-            "gain": float(f"{self.gain:.2g}"),
+            "element_ulp": _finite(round(self.element, 2)),
+            "mean_ulp": _finite(round(self.mean, 3)),
+            "gain": _finite(float(f"{self.gain:.2g}")),
         }
 
 
@@ -71,6 +72,7 @@ class Ledger:
         self.anatomy = anatomy
         self.rows = Rows(rows, seed)
         self.residuals = Residuals()
+        self.seams = Seams()
         self.alarms: dict[Site, Alarm] = {}
         self.power: dict[str, Power] = {}
         self.unseen: dict[str, set[Site]] = {}
@@ -93,10 +95,17 @@ class Ledger:
         self._count = self._patterns = 0
         self.forwards += 1
         self.residuals.next_pass()
+        self.seams.next_pass()
 
     def end(self) -> None:
         for block, target, form, recomputed in self.residuals.failures():
-            self._judge(block.unit.site("residual"), recomputed, block.order, add=f"{target} = {' + '.join(form)}")
+            self._judge(block.unit.site("residual"), recomputed, block.order, made=f"{target} = {' + '.join(form)}")
+        for block, target, form, recomputed in self.seams.failures():
+            site, order = self.seams.sites[block.unit.place, target]
+            self._judge(site, recomputed, order, made=f"input of {target} = {words(form)}")
+        for site, form in self.seams.nearly():
+            reason = f"its input is nearly {words(form)}, but bit for bit in no block: another kernel, or a fault"
+            self.unseen.setdefault(reason, set()).add(site)
         for block in self.residuals.unknown():
             reason = "the block's output is no sum of what its modules gave"
             self.unseen.setdefault(reason, set()).add(block.unit.site("residual"))
@@ -116,8 +125,9 @@ class Ledger:
         self.checksums += recomputed.checksums
         self._judge(site, recomputed, self._count)
 
-    def block(self, unit: Unit, recorder: Recorder, x: Tensor, y: Tensor, occurrence: int) -> None:
-        """One call of a block: its adds."""
+    def block(self, unit: Unit, recorder: Recorder, x: Tensor, y: Tensor, angles: tuple[Tensor, Tensor] | None) -> None:
+        """One call of a block: its adds, and what lay between its operators."""
+        self.seams.end_block(unit, x, angles)
         self._count += 1
         site = unit.site("residual")
         found = recorder.block(unit, self._count, x, y)
@@ -126,6 +136,23 @@ class Ledger:
             power = self.power.setdefault("residual", Power())
             power.sites.add(site)
             power.element = 0.5
+
+    def between(
+        self,
+        unit: Unit,
+        role: str,
+        operator: str,
+        given: dict[str, Tensor],
+        y: Tensor,
+        *,
+        heads: bool = False,
+        occurrence: int = 0,
+    ) -> None:
+        """Inputs by name and output of an operator in a block, for what lies between operators."""
+        for number, (name, x) in enumerate(given.items()):
+            site = unit.site(operator, tensor="input", occurrence=occurrence + number)
+            self.seams.got(f"{role}{name}", site, self._count, x, heads=heads)
+        self.seams.gave(role, y, heads=heads)
 
     def _fresh(self, site: Site, given: tuple[Any, ...], y: Any) -> bool:
         """Whether a call is to be judged: in a repeated forward where its output has changed, or was wrong before."""
@@ -142,7 +169,7 @@ class Ledger:
             self.unsteady.add(site)
         return before[1] != prints[1] or site in self.alarms
 
-    def _judge(self, site: Site, recomputed: Recomputed, order: int, *, add: str = "") -> None:
+    def _judge(self, site: Site, recomputed: Recomputed, order: int, *, made: str = "") -> None:
         judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.looks += judgement.looks
         if not recomputed.reference.exact or site.operator == "embedding":
@@ -150,7 +177,7 @@ class Ledger:
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return
-        evidence = Evidence.of(site.operator, recomputed, judgement)
+        evidence = Evidence.of("residual" if site.tensor == "input" else site.operator, recomputed, judgement)
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
         if not judgement.alarm or (before is not None and _at_least(before.judgement, judgement)):
@@ -159,8 +186,8 @@ class Ledger:
         if self._patterns < _MOST_PATTERNS:
             self._patterns += 1
             pattern = classify(evidence)
-        if add:
-            pattern.details["add"] = add
+        if made:
+            pattern.details["made_as"] = made
         stale = before is not None and before.stale
         self.alarms[site] = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale)
 
@@ -168,7 +195,8 @@ class Ledger:
 
     def suspects_inside_attention(self) -> frozenset[str]:
         """Attention modules of which an operator inside is under suspicion."""
-        return frozenset(s.module for s in self.alarms if s.component == "attention" and s.operator in _INSIDE)
+        inside = (s for s in self.alarms if s.operator in _INSIDE and s.tensor == "output")
+        return frozenset(site.module for site in inside if site.component == "attention")
 
     def hidden_in_attention(self, *, passing_only: bool) -> dict[int, frozenset[str]]:
         """By batch, fused attention that was wrong there while no operator inside it was caught yet.
@@ -178,20 +206,25 @@ class Ledger:
         inside = self.suspects_inside_attention()
         found: dict[int, frozenset[str]] = {}
         for site, alarm in self.alarms.items():
-            if site.operator == _FUSED and site.module not in inside and (site in self.unsteady or not passing_only):
+            fused = site.operator == _FUSED and site.tensor == "output" and site.module not in inside
+            if fused and (site in self.unsteady or not passing_only):
                 found[alarm.batch] = found.get(alarm.batch, frozenset()) | {site.module}
         return found
 
     def verdict(self) -> Verdict:
         if not self.power:
             raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
-        opened = {site.module for site in self.alarms if site.operator in _INSIDE}
-        alarms = [a for a in self.alarms.values() if not (a.site.operator == _FUSED and a.site.module in opened)]
+        opened = self.suspects_inside_attention()
+        fused = {site for site in self.alarms if site.operator == _FUSED and site.tensor == "output"}
+        alarms = [a for a in self.alarms.values() if a.site not in fused or a.site.module not in opened]
         alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
         suspects = ranked(self._suspect(alarm, rank) for rank, alarm in enumerate(alarms))
         notes = self._notes()
         unseen = tuple(site for sites in self.unseen.values() for site in sites if site.component != "router")
         verdict = "faulty" if suspects else "undecided" if unseen else "healthy"
+        between = [site for (_, role), (site, _) in self.seams.sites.items() if role in self.seams.forms]
+        if between:
+            self.power["between operators"] = Power(set(between), element=0.5)
         visible = {operator: power.to_dict() for operator, power in self.power.items()}
         return Verdict(verdict, "audit", suspects, visible, float(self.forwards), self.looks, tuple(notes), unseen)
 
@@ -206,8 +239,10 @@ class Ledger:
         certainty = 0.99 if strong else 0.9
         evidence = (
             f"{judgement.bad} of {judgement.elements} elements beyond tolerance, worst {judgement.worst_ulp:.3g} ulp, "
-            f"mean {judgement.mean_ulp:+.3f} ulp along the sign; {pattern.text}"
+            f"mean {judgement.mean_ulp:+.3g} ulp along the sign; {pattern.text}"
         )
+        if "made_as" in pattern.details:
+            evidence += f"; should be {pattern.details['made_as']}"
         details = {
             "test": judgement.test,
             "strength": judgement.strength if math.isfinite(judgement.strength) else "exact",
@@ -239,6 +274,12 @@ class Ledger:
             notes.append(f"{len(quiet)} operators differ from run to run, within the round-off floor")
         if self.checksums:
             notes.append(f"{self.checksums} rows of linears were looked at through checksums only: give more rows=")
+        loose = self.seams.unexplained()
+        if loose:
+            notes.append(
+                f"left out between operators: what lies before {loose[0]} and {len(loose) - 1} more kinds of inputs, "
+                "which are no plain copy, part, product or rotation of outputs in their block"
+            )
         heard = {site.module for power in self.power.values() for site in power.sites} | {
             site.module for sites in self.unseen.values() for site in sites
         }
@@ -248,6 +289,11 @@ class Ledger:
         if torch.get_float32_matmul_precision() != "highest":
             notes.append("float32 products may be shortened here (TF32): their floor is wider")
         return notes
+
+
+def _finite(number: float) -> float | None:
+    """None where nothing of the kind could be seen (the mean of one row), as JSON has no infinity."""
+    return number if math.isfinite(number) else None
 
 
 def _at_least(a: Judgement, b: Judgement) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from noisescope.errors import InvalidInput
 
 KIND = "noisescope passport"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def write_passport(passport: dict[str, Any], path: str | Path) -> None:

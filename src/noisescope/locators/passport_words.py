@@ -65,7 +65,6 @@ RULES: dict[str, dict[str, tuple[str, str]]] = {
         "zero": ("that V = 0 gives 0", _LAW),
         "odd": ("that -V gives the negative", _LAW),
         "doubling": ("that 2 V gives the double", _LAW),
-        "single_key": ("that a single key gives its value back", _LAW),
         "repeat": ("equality of two runs", _REPEAT),
     },
 }
@@ -73,6 +72,7 @@ ATTENTION_ERRORS = {
     "error": "fused attention is off from float64 by up to",
     "rows_sum": "the weights of a row of attention miss a sum of 1 by up to",
     "key_shift": "the same vector added to all keys changes attention by up to",
+    "single_key": "attention to a single key misses its value by up to",
 }
 # What a fact changes when it differs; facts that are not here (the name) only label the device.
 FACTS = {
@@ -93,6 +93,7 @@ NAMES = {  # of lines, where one is named by itself
     "error": "the error against float64",
     "rows_sum": "the sum of attention's weights",
     "key_shift": "keys that are all shifted alike",
+    "single_key": "attention to a single key",
 }
 
 

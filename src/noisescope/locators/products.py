@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noisescope.locators.checksums import COLUMNS, checksums
 from noisescope.locators.floors import (
     ROUNDING_STD,
+    WORK_ROUNDOFF,
+    Z_ELEMENT,
     Reference,
     number_format,
     rounded_once,
     shortened,
     sum_grain,
     sum_spread,
-    work_roundoff,
 )
 
-_COLUMNS = 256  # of an output that are computed at a time: the float64 copies they need stay in a processor's cache
-_BLOCK = 64  # channels under one checksum: a wrong element must show above the rounding of its 63 neighbours
-_CHECKSUM_Z = 7.0
 _PARTIAL_SUMS = 8
 
 
@@ -65,8 +64,8 @@ def on_host(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
     """x [..., K] times weight [N, K]; where rows are many, checksums say which to take beside the sampled ones."""
     a, w, out = on_host(x).reshape(-1, x.shape[-1]), on_host(weight), on_host(y).reshape(-1, y.shape[-1])
-    a, w = _as_multiplied(a, out), _as_multiplied(w, out)
-    added = None if bias is None else on_host(bias).double()
+    a, w = as_multiplied(a, out), as_multiplied(w, out)
+    added = None if bias is None else as_multiplied(on_host(bias), out).double()
     chosen, total = rows.choose(len(a)), len(a)
     if chosen is not None:
         off = _rows_off(a, w, added, out, rows, shortened(y))
@@ -75,11 +74,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows
     wide = a.double()
     values, squares = _multiply(wide, w)
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, shortened(y))
-    checksums = 0 if chosen is None else total - len(chosen)
-    return Recomputed(out, reference, (wide[None], w.T[None]), total_rows=total, checksums=checksums)
+    unsampled = 0 if chosen is None else total - len(chosen)
+    return Recomputed(out, reference, (wide[None], w.T[None]), total_rows=total, checksums=unsampled)
 
 
-def _as_multiplied(x: Tensor, y: Tensor) -> Tensor:
+def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
     """Under autocast the operands are rounded to the output's dtype before they are multiplied."""
     return x.to(y.dtype) if x.dtype.itemsize > y.dtype.itemsize else x
 
@@ -89,8 +88,9 @@ def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     values = a.new_empty(len(a), len(w))
     squares = torch.empty(len(a), len(w))
     a_squared = a.square().float()
-    for start in range(0, len(w), _COLUMNS):
-        here = slice(start, start + _COLUMNS)
+    step = COLUMNS * torch.get_num_threads()
+    for start in range(0, len(w), step):
+        here = slice(start, start + step)
         values[:, here], partial = _partial_sums(a, w[here])
         torch.addmm(partial.float(), a_squared, w[here].float().square().T, out=squares[:, here])
     return values, squares
@@ -114,7 +114,7 @@ def _sum_reference(
     values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: float = 0.0
 ) -> Reference:
     """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
-    u = work_roundoff(dtype)
+    u = WORK_ROUNDOFF
     spread = sum_spread(terms, squares, values, u)
     grain = sum_grain(terms, squares, values, max(u, short))
     if short:
@@ -128,39 +128,9 @@ def _sum_reference(
 
 
 def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: float) -> Tensor:
-    """Rows whose checksums fail, the worst first: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n in blocks of 64.
-
-    After Freivalds 1977. A checksum's error is that of its 64 elements, so one element is seen from about 14 ulp on.
-    """
-    wide = a.double()
-    squared = wide.square().float()
-    worst = torch.zeros(len(a), dtype=torch.float64)
-    u = work_roundoff(y.dtype)
-    for start in range(0, len(w), _COLUMNS):
-        here = slice(start, start + _COLUMNS)
-        part, out = w[here].double(), y[:, here].double()
-        signs = rows.signs(len(part))
-        owner = torch.arange(len(part)) // _BLOCK
-        blocks = int(owner[-1]) + 1
-
-        def per_block(columns: Tensor, owner: Tensor = owner, blocks: int = blocks) -> Tensor:
-            return columns.new_zeros(columns.shape[0], blocks).index_add_(1, owner, columns)
-
-        w_sums = per_block((part * signs[:, None]).T.contiguous())  # [K, blocks]
-        expected = wide @ w_sums
-        if added is not None:
-            expected = expected + per_block((added[here] * signs)[None])
-        squares = squared @ per_block(part.square().float().T.contiguous())
-        variance = per_block(rounded_once(out, y.dtype).square() / 3)
-        variance += (ROUNDING_STD * u) ** 2 * (a.shape[-1] + 1) * (2 * squares.double() + per_block(out.square()))
-        variance += short**2 * squares.double()
-        if added is not None:  # rounded before the addend, by some kernels
-            before = out - added[here]
-            variance += per_block(rounded_once(before, y.dtype).square() / 3)
-        z = (per_block(out * signs) - expected).abs() / variance.sqrt()
-        z = torch.where(z.isnan(), torch.inf, z)  # rows with NaN or Inf are computed again and judged there
-        worst = torch.maximum(worst, z.amax(1))
-    off = (worst > _CHECKSUM_Z).nonzero().flatten()
+    """Rows whose checksums fail, the worst first; those with NaN or Inf are computed again and judged there."""
+    worst = checksums(a, w, added, y, rows.signs(len(w)), short).z.amax(1)
+    off = (worst > Z_ELEMENT).nonzero().flatten()
     return off[worst[off].argsort(descending=True)]
 
 
@@ -169,7 +139,7 @@ def batched(
 ) -> Recomputed:
     """alpha a b + addend, a [..., M, K], b [..., K, N]: the products inside attention; rows of M are sampled."""
     short = shortened(y)
-    a, b, out = (_as_multiplied(on_host(t), y) for t in (a, b, y))
+    a, b, out = (as_multiplied(on_host(t), y) for t in (a, b, y))
     a = a[None] if a.dim() == 1 else a
     b = b[:, None] if b.dim() == 1 else b
     lead = (a[..., 0, 0] + b[..., 0, 0]).shape
@@ -203,12 +173,12 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
     expert = torch.searchsorted(stops, torch.arange(total), right=True)
     chosen = rows.choose(total)
     chosen = torch.arange(total) if chosen is None else chosen
-    a, out, expert = _as_multiplied(a[chosen], out), out[chosen], expert[chosen]
+    a, out, expert = as_multiplied(a[chosen], out), out[chosen], expert[chosen]
     wide = a.double()
     values, squares = wide.new_empty(out.shape), torch.empty(out.shape)
     for number in sorted(set(expert.tolist())):
         here = expert == number
-        w = _as_multiplied(on_host(weights[number]).T, out)
+        w = as_multiplied(on_host(weights[number]).T, out)
         values[here], squares[here] = _multiply(wide[here], w)
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(y))
     return Recomputed(out, reference, total_rows=total)
@@ -216,7 +186,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
 
 def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
     """Two operands of any form: sums of squares come from the same equation."""
-    wide, other, out = on_host(a).double(), on_host(b).double(), on_host(y)
+    wide, other, out = as_multiplied(on_host(a), y).double(), as_multiplied(on_host(b), y).double(), on_host(y)
     values = torch.einsum(equation, wide, other)
     squares = torch.einsum(equation, wide.square(), other.square())
     terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
@@ -242,9 +212,9 @@ def attention(
     scores have the error of their sum and the exponential that of its argument, and the result is rounded once:
         spread^2 = u^2/3 sum (p v)^2 + sum p^2 ds^2 (v - y)^2 + the sum's own.
     """
-    q, k, v, out = (on_host(t) for t in (query, key, value, y))
+    q, k, v, out = (as_multiplied(on_host(t), y) for t in (query, key, value, y))
     dtype, length = out.dtype, q.shape[-2]
-    form, u = number_format(dtype), work_roundoff(dtype)
+    form, u = number_format(dtype), WORK_ROUNDOFF
     chosen = rows.choose(length)
     at = torch.arange(length) if chosen is None else chosen
     q, out = q[..., at, :].double(), out[..., at, :]
@@ -284,8 +254,11 @@ def attention(
         return t.reshape(-1, t.shape[-1])[seen]
 
     values = flat(values)
-    bounds = (rounded_once(values, dtype),)
-    reference = Reference(values, bounds, flat(spread.sqrt()), grain=flat(grain), sums=True)
+    # Fused kernels have a quick exp2 (at most 2 ulp of float32 off) and a quick reciprocal (1 ulp): they lean one way.
+    systematic = 6 * u * values.abs()
+    reference = Reference(
+        values, (rounded_once(values, dtype),), flat(spread.sqrt()), systematic, grain=flat(grain), sums=True
+    )
     return Recomputed(flat(out), reference, total_rows=len(seen))
 
 

@@ -15,11 +15,9 @@ from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.probe.door import unwrap
 from noisescope.runs.forwards import Prompts as Prompts
+from noisescope.runs.forwards import check_vocabulary, last_of, vocabulary_of
 from noisescope.runs.forwards import device_of as device_of
 from noisescope.runs.forwards import evaluating as evaluating
-from noisescope.runs.forwards import last_of
-
-COUNT, LENGTH = 24, 16  # of built-in prompts and of their tokens
 
 
 def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
@@ -45,8 +43,7 @@ def _forward(model: nn.Module, ids: Tensor) -> Tensor:
     logits = last_of(model, ids)
     if logits is None:
         raise InvalidInput(
-            f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: outputs are recorded of "
-            "language models"
+            f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: it is no language model"
         )
     last = logits.to("cpu")
     return last if last.dtype == torch.float64 else last.float()
@@ -56,8 +53,8 @@ def prompt_ids(
     model: nn.Module, tokenizer: Any, prompts: Sequence[Any] | None, *, seed: int, count: int, length: int
 ) -> Prompts:
     """Prompts as token ids: the caller's texts or ids, else built-in text, or seeded ids without a tokenizer."""
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if prompts is None:
+        vocabulary = vocabulary_of(model)
         if vocabulary is None:
             raise InvalidInput(f"{type(model).__name__} takes no token ids: prompts can't be made up for it")
         return _built_in(tokenizer, vocabulary, seed, count, length)
@@ -65,7 +62,9 @@ def prompt_ids(
         prompts = [prompts] if isinstance(prompts, str) or prompts.dim() == 1 else list(prompts)
     if not isinstance(prompts, Sequence) or not prompts:
         raise InvalidInput(f"prompts are a list of texts or of token ids, got {prompts!r:.60}")
-    return tuple(_ids(prompt, tokenizer) for prompt in prompts)
+    chosen = tuple(_ids(prompt, tokenizer) for prompt in prompts)
+    check_vocabulary(model, chosen, "a prompt")
+    return chosen
 
 
 def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.locators import products
-from noisescope.locators.floors import Reference, number_format, rounded_once, sum_spread, work_roundoff
-from noisescope.locators.products import Recomputed, Rows, argument, on_host
+from noisescope.locators.floors import WORK_ROUNDOFF, Reference, narrower, number_format, rounded_once, sum_spread
+from noisescope.locators.products import Recomputed, Rows, argument, as_multiplied, on_host
 from noisescope.locators.recognise import (
     ACTIVATIONS,
     NormFormula,
@@ -97,12 +97,13 @@ def _norm(
     if x.shape != y.shape:
         raise Unseen("its output has another shape than its input")
     out, wide, total = _pick(x, y)
+    out = out.to(narrower(x.dtype, out.dtype))  # under autocast sixteen bits may come out as float32
     w = None if weight is None else on_host(weight).double()
     b = None if bias is None else on_host(bias).double()
     values, normal = formula.apply(wide, w, b)
     gain = torch.ones(wide.shape[-1], dtype=torch.float64) if w is None else w
     gain = (gain + 1 if formula.gain == "one_plus_weight" else gain).abs()
-    u, width = work_roundoff(x.dtype), wide.shape[-1]
+    u, width = WORK_ROUNDOFF, wide.shape[-1]
     scaled = normal.abs() * gain
     function = 8 * u * scaled
     bounds = [rounded_once(values, out.dtype), rounded_once(normal, x.dtype) * gain, function]
@@ -132,7 +133,7 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
     """x g(x): the error of the gate g, and one rounding. Stepwise code rounds to its dtype after every operation."""
     out, wide, total = _pick(x, y)
     values = ACTIVATIONS[name](wide)
-    u = number_format(x.dtype).u if stepwise else work_roundoff(x.dtype)
+    u = number_format(x.dtype).u if stepwise else WORK_ROUNDOFF
     size = wide.abs()
     if name == "silu":
         function = u * (6 + 2 * size * torch.sigmoid(-wide)) * values.abs()
@@ -198,7 +199,7 @@ def _added_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) 
     added = argument(args, kwargs, 0, "input", "self")
     a, b = argument(args, kwargs, 1, "mat1", "batch1"), argument(args, kwargs, 2, "mat2", "batch2")
     beta, alpha = float(kwargs.get("beta", 1.0)), float(kwargs.get("alpha", 1.0))
-    addend = None if beta == 0 else on_host(added).double() * beta
+    addend = None if beta == 0 else as_multiplied(on_host(added), y).double() * beta
     return products.batched(a, b, y, rows, addend=addend, alpha=alpha)
 
 
@@ -217,7 +218,7 @@ def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     last = isinstance(dim, int) and dim in (-1, x.dim() - 1)
     out, wide, total = _pick(x if last else x.transpose(dim, -1), y if last else y.transpose(dim, -1))
     values = torch.softmax(wide, -1)
-    u = work_roundoff(out.dtype)
+    u = WORK_ROUNDOFF
     depth = (wide.amax(-1, keepdim=True) - wide).clamp(0, 120)
     function = u * (8 + 2 * depth) * values
     systematic = _FUNCTION_SHARE * 8 * u * values

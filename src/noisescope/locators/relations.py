@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import unknown
-from noisescope.locators.inputs import Batch, batches_for
+from noisescope.locators.inputs import Batch, batches_for, remarks
 from noisescope.locators.laws import whole_model
 from noisescope.locators.laws.book import MODEL, Book
 from noisescope.locators.laws.calls import WHOLES, Heard
@@ -59,9 +59,11 @@ def relations(
     model, tokenizer, anatomy = parts_of(subject)
     asked = tuple(sites)
     wanted = _checked({site.place for site in asked} if asked else places, anatomy)
-    batch = batches_for(model, tokenizer, inputs, seed)[0]
+    batches = batches_for(model, tokenizer, inputs, seed)
     with evaluating(model):
-        return _Search(model, anatomy, batch, weights=weights, places=wanted).verdict(asked)
+        search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
+        search.book.notes += remarks(model, batches[:1])
+        return search.verdict(asked)
 
 
 def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Place] | None:
@@ -75,7 +77,7 @@ def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Plac
     return wanted
 
 
-class _Search:
+class Search:
     """One run of the locator on one batch."""
 
     def __init__(
@@ -155,8 +157,10 @@ class _Search:
     def _cache(self, logits: Tensor) -> float:
         """R4 and R5 of the whole model; the cost in forwards."""
         why = ""
-        if not self.causal or set(self.batch) != {"input_ids"} or self.batch["input_ids"].shape[1] < 3:
+        if not self.causal or set(self.batch) != {"input_ids"}:
             why = "not a causal language model on token ids alone"
+        elif self.batch["input_ids"].shape[1] < 3:
+            why = "fewer than 3 tokens"
         elif self.stations.mixture:
             why = "MoE routing may jump"
         elif self.book.suspects():

@@ -20,24 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.anatomy import ATTENTION, MODULE, Anatomy, Unit
-from noisescope.comparison.records import Batch, Record, read_record
+from noisescope.comparison.records import Batch, Record
 from noisescope.errors import InvalidInput
 from noisescope.locators.floors import Reference, rounded_once
 from noisescope.locators.ledger import Ledger
-from noisescope.locators.outputs import check_fingerprint
 from noisescope.locators.products import Recomputed, Rows, on_host
 from noisescope.locators.prompts import parts_of
 from noisescope.locators.recompute import Unseen, host_arithmetic, recompute
+from noisescope.locators.recorded import recorded
 from noisescope.locators.verdict import Verdict
 from noisescope.model import Subject
 from noisescope.probe.aims import CallWatcher, Context, Watcher
-from noisescope.probe.door import Door
+from noisescope.probe.door import PlainDoor
 from noisescope.probe.functions import FUSED
 from noisescope.runs.forwards import device_of, evaluating, last_of
 from noisescope.sites import Site
 
 _MOST_SCORES = 1 << 24  # attention scores that are computed again in one call
-_ADDS = 2  # roundings between the terms of a block and its output
+# Roundings between numbers that agree and the sum that is compared: a block adds attention's and the MLP's output to
+# what it was given, so two. Each is at most half an ulp on either device, at the largest number in it. A limit, not a
+# measured null; judge.SLACK allows twice that.
+_ADDS = 2
 
 
 def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows: int = 64, seed: int = 0) -> Verdict:
@@ -51,8 +54,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     if rows < 2:
         raise InvalidInput(f"rows must be at least 2, got {rows}")
     model, _, anatomy = parts_of(subject)
-    record = reference if isinstance(reference, Record) else read_record(reference)
-    check_fingerprint(record.model, record.architecture, record.dtype, model, record.path)
+    record = recorded(reference, model)
     kept = {site: number for number, site in enumerate(record.sites) if record.whole(number, 0) is not None}
     if not kept:
         raise InvalidInput(f"{record.path} holds sketches alone: a replay needs whole tensors (record --detail full)")
@@ -102,7 +104,7 @@ class Comparer(Ledger):
         self._judge(site, Recomputed(out, reference, total_rows=len(out)), self._count)
 
 
-class Replay(Door):
+class Replay(PlainDoor):
     """A door through which every recorded operator gets and gives what it did on the reference."""
 
     def __init__(
@@ -114,13 +116,6 @@ class Replay(Door):
         self.batch = batch
         self.ledger = ledger
         self.most = ledger.rows.most
-
-    def __enter__(self) -> Replay:
-        self._open()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._close()
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         if not unit.certain or unit.kind == ATTENTION:

@@ -20,10 +20,9 @@ import torch
 from scipy.special import gammaln
 from torch import Tensor
 
-from noisescope.locators.floors import Reference, number_format
+from noisescope.locators.floors import INTEGERS, Reference, number_format
 
 CHANCE = 8e-11  # of one look, as for means: for 10^7 looks (bits of the channels of all operators) 0.001 false alarms
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_ELEMENTS = 1 << 16  # looked at of the output as a whole
 _PIECE = 1 << 18  # elements that are looked at at a time: what is made of them stays in a processor's cache
 
@@ -33,24 +32,25 @@ def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) 
 
     `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is looked at.
     """
-    tensors = (y, reference.values, torch.zeros_like(reference.values) if reference.grain is None else reference.grain)
+    grain = torch.zeros_like(reference.values) if reference.grain is None else reference.grain
+    tensors = (y, reference.values, grain)
     some = slice(None, None, max(1, y.numel() // _MOST_ELEMENTS))
-    whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one))[0])
+    whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one)))
     found: list[int] = []
     width = max(1, _PIECE // max(1, len(y)))
     for start in range(0, 0 if below_one else y.shape[1], width):
         stuck = _stuck(*_bits(*(t[:, start : start + width] for t in tensors), below_one=below_one))
-        found += (start + np.flatnonzero(stuck)).tolist()
+        found += [start + column for column in stuck]
     return whole, found
 
 
-def _bits(y: Tensor, values: Tensor, grain: Tensor, *, below_one: bool) -> tuple[np.ndarray, ...]:
+def _bits(y: Tensor, values: Tensor, grain: Tensor, *, below_one: bool) -> tuple[Tensor, ...]:
     """What `_stuck` looks at: bits given, bits expected, whether they are of use, and the lowest that may well be 1."""
     form, size = number_format(y.dtype), values.abs()
-    given, expected = (t.contiguous().view(_INTEGERS[y.dtype.itemsize]).numpy() for t in (y, values.to(y.dtype)))
+    given, expected = (t.contiguous().view(INTEGERS[y.dtype.itemsize]) for t in (y, values.to(y.dtype)))
     usable = (size > 2.0 ** (form.least + form.bits)) & (size < (0.9 if below_one else form.largest))
-    lowest = (grain / form.ulp(values)).log2_().ceil_().nan_to_num_(0.0).clamp_(0, 8 * given.itemsize - 1)
-    return given, expected, usable.numpy(), lowest.numpy().astype(given.dtype)
+    lowest = (grain / form.ulp(values)).float().log2_().ceil_().nan_to_num_(0.0).clamp_(0, 8 * y.dtype.itemsize - 1)
+    return given, expected, usable, lowest.to(given.dtype)
 
 
 def looks(width: int, dtype: torch.dtype) -> int:
@@ -58,21 +58,34 @@ def looks(width: int, dtype: torch.dtype) -> int:
     return 16 * dtype.itemsize * (width + 1)
 
 
-def _stuck(given: np.ndarray, expected: np.ndarray, usable: np.ndarray, lowest: np.ndarray) -> np.ndarray:
+def _stuck(given: Tensor, expected: Tensor, usable: Tensor, lowest: Tensor) -> list[int]:
     """Columns with a stuck bit; a 0 counts from the bit `lowest` on."""
-    stuck = np.zeros(given.shape[1], dtype=bool)
     if _by_chance(np.ones(len(given)), 0) >= CHANCE:  # too few rows to tell anything
-        return stuck
-    above = np.left_shift(given.dtype.type(-1), lowest)
-    never_0 = np.bitwise_and.reduce(given, 0, where=usable) & ~np.bitwise_and.reduce(expected, 0, where=usable)
-    never_1 = np.bitwise_or.reduce(expected & above, 0, where=usable)
-    never_1 &= ~np.bitwise_or.reduce(given & above, 0, where=usable)
-    for held, value in ((never_0, 1), (never_1, 0)):
-        for column in np.flatnonzero(held):
-            for bit in (bit for bit in range(8 * given.itemsize) if held[column] >> bit & 1):
-                rows = usable[:, column] & ((lowest[:, column] <= bit) | bool(value))
-                stuck[column] |= _by_chance(np.unique(expected[rows, column]) >> bit & 1, value) < CHANCE
-    return stuck
+        return []
+    above = torch.where(usable, torch.bitwise_left_shift(torch.full_like(given, -1), lowest), 0)  # 1 where a 0 counts
+    never_0 = ~_together(~given & -usable.to(given.dtype)) & _together(~expected & -usable.to(given.dtype))
+    never_1 = _together(expected & above) & ~_together(given & above)
+    stuck = []
+    for column in (never_0 | never_1).nonzero().flatten().tolist():
+        rows = usable[:, column]
+        for held, value in ((int(never_0[column]), 1), (int(never_1[column]), 0)):
+            for bit in (bit for bit in range(8 * given.itemsize) if held >> bit & 1):
+                chosen = rows & ((lowest[:, column] <= bit) | bool(value))
+                ones = np.unique(expected[chosen, column].numpy()) >> bit & 1
+                if _by_chance(ones, value) < CHANCE:
+                    stuck.append(column)
+    return sorted(set(stuck))
+
+
+def _together(bits: Tensor) -> Tensor:
+    """The bits that are 1 in any row of [R, C], halving the rows again and again."""
+    while len(bits) > 1:
+        half = len(bits) // 2
+        joined = bits[:half] | bits[half : 2 * half]
+        if len(bits) % 2:
+            joined[0] |= bits[-1]
+        bits = joined
+    return bits[0]
 
 
 def _by_chance(expected: np.ndarray, value: int) -> float:

@@ -75,7 +75,12 @@ def _blocked(bits: int) -> Words:
 
 
 def _auto(bits: int) -> Words:
-    return lambda group: {"bits": bits, "group_size": group, "sym": True, "data_type": "int"}
+    return lambda group: {**_weights("int", bits), "group_size": group}
+
+
+def _weights(data_type: str, bits: int) -> dict[str, Any]:
+    """AutoRound takes what a layer does not say from its scheme, and some of those round activations."""
+    return {"bits": bits, "data_type": data_type, "sym": True, "act_bits": 16}
 
 
 def _always(**words: Any) -> Words:
@@ -102,9 +107,9 @@ _MODELOPT: dict[str, Words] = {
 }
 _AUTOROUND: dict[str, Words] = {
     **{name: _auto(bits) for name, bits in INTEGERS.items()},
-    "fp8_e4m3": _always(bits=8, group_size=-1, sym=True, data_type="fp8"),
-    "nvfp4": _always(bits=4, group_size=16, sym=True, data_type="nv_fp4"),
-    "mxfp4": _always(bits=4, group_size=32, sym=True, data_type="mx_fp"),
+    "fp8_e4m3": _always(**_weights("fp8", 8), group_size=-1),
+    "nvfp4": _always(**_weights("nv_fp4", 4), group_size=16),
+    "mxfp4": _always(**_weights("mx_fp", 4), group_size=32),
 }
 _TORCHAO: dict[str, Words] = {
     **{name: _intx(name) for name in INTEGERS},
@@ -211,7 +216,7 @@ def _modelopt(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
 
 
 def _autoround(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
-    kept = {module: {"bits": 16, "data_type": "float"} for module in plan.assignment}
+    kept = {module: _weights("float", 16) for module in plan.assignment}
     return {**kept, **{one.module: _AUTOROUND[one.format](one.group) for one in rounded}}
 
 

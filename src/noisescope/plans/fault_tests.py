@@ -65,7 +65,7 @@ def _operator_tests(report: Row) -> Iterable[FaultTest]:
     critical = sorted(report["executive_summary"]["critical_operators"], key=lambda name: -cost(rows[name]))
     reason = "critical in the report"
     if not critical and any(cost(row) for row in rows.values()):
-        critical, reason = [max(rows, key=lambda name: cost(rows[name]))], "none is critical; noise moves it furthest"
+        critical, reason = [max(rows, key=lambda name: cost(rows[name]))], "none is critical; noise in it costs most"
     for name in critical:
         yield FaultTest(
             f"OP_{name.upper()}",
@@ -186,7 +186,7 @@ def _degradation(limit: float, measured: Row) -> dict[str, Any]:
         return {"value": None, "verdict": "undecided", "message": "the clean score does not stand clear of chance"}
     low, high = loss["low"], loss["high"]
     sure = (low is not None and low > limit) or (high is not None and high <= limit)
-    words = f"{percent(loss['value'])} of the accuracy lost, {limit:.0%} allowed, n = {loss['n']}"
+    words = f"{percent(loss['value'])} of the accuracy lost, {100 * limit:g} % allowed, n = {loss['n']}"
     verdict = "fail" if loss["value"] > limit else "pass"
     return {"value": loss["value"], "verdict": verdict, "message": words if sure else f"{words}, not sure"}
 

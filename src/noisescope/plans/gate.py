@@ -15,8 +15,6 @@ Samples that both measured are compared pair by pair, others as two independent 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -27,13 +25,12 @@ from noisescope.diagnosis.gauge import CLEAN
 from noisescope.diagnosis.unpaired import smallest_unpaired, unpaired
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
+from noisescope.plans.comparable import Pairs, Section, pairs_of
 
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
 MEASURES = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
 POWER = 0.8  # of what a row says that it would have caught
 _HOPELESS = math.log(1000)  # a ratio that nobody needs statistics for
-Section = Mapping[str, Any]
-Pairs = tuple[list[int], list[int]] | None  # the places of the same samples on both sides; None: other samples
 
 
 def decide(
@@ -45,8 +42,9 @@ def decide(
     kl_floor: float = 1e-10,
 ) -> Row:
     """The verdict with every row behind it; both sections are those of `gauge.conclude`."""
-    _refuse(baseline, candidate, worse_than, max_degradation)
-    pairs = _pairs(baseline["samples"], candidate["samples"])
+    refuse_limits(worse_than, max_degradation)
+    _refuse_noise(baseline, candidate)
+    pairs = pairs_of(baseline["samples"], candidate["samples"])
     asked = _common(baseline, candidate)
     divergence = [
         _divergence(baseline, candidate, of, pairs, looks=len(asked), worse_than=worse_than, floor=kl_floor)
@@ -72,9 +70,10 @@ def decide(
     }
 
 
-def checks(decided: Row) -> list[Row]:
-    """All that was decided, each with its name, verdict and message."""
-    return [*decided["divergence"], *decided["limits"], decided["finite"], decided["clean_score"]]
+def checks(result: Row) -> list[Row]:
+    """All that was decided, each with its name, verdict and message; of a whole gate its conditions first."""
+    said = [result["conditions"]] if "conditions" in result else []
+    return [*said, *result["divergence"], *result["limits"], result["finite"], result["clean_score"]]
 
 
 def _overall(divergence: list[Row], decided: list[Row]) -> str:
@@ -88,12 +87,19 @@ def _common(baseline: Section, candidate: Section) -> list[tuple[str, str]]:
     return [(measure, name) for measure in MEASURES for name in baseline[measure] if name in candidate[measure]]
 
 
-def _refuse(baseline: Section, candidate: Section, worse_than: float, max_degradation: float) -> None:
-    if worse_than <= 1 or not 0 < max_degradation < 1:
+def refuse_limits(worse_than: float, max_degradation: float) -> None:
+    """What can't be meant."""
+    if not worse_than > 1:
         raise InvalidInput(
-            "a model fails where it is more than so many times as bad as its baseline, and loses more than a share of "
-            f"its accuracy: above 1 and between 0 and 1, such as 1.2 and 0.15; got {worse_than} and {max_degradation}"
+            f"a model fails above a multiple of its baseline, such as 1.2 (--max-worse 0.2); got {worse_than:g}"
         )
+    if not 0 < max_degradation < 1:
+        raise InvalidInput(
+            f"what noise may cost (--max-degradation) is a share between 0 and 1, such as 0.15; got {max_degradation:g}"
+        )
+
+
+def _refuse_noise(baseline: Section, candidate: Section) -> None:
     if baseline["noise"] != candidate["noise"] or not _common(baseline, candidate):
         before, now = (
             f"{side['noise']} in {', '.join({**side['predicted_kl'], **side['kl']}) or 'nothing'}"
@@ -103,15 +109,6 @@ def _refuse(baseline: Section, candidate: Section, worse_than: float, max_degrad
             f"the baseline was measured under {before}, this model under {now}: there is nothing to compare. Make a "
             "new baseline with noisescope diagnose"
         )
-
-
-def _pairs(first: Sequence[str], second: Sequence[str]) -> Pairs:
-    """Where the smaller set lies in the larger; None unless all of it does."""
-    places = [{name: at for at, name in enumerate(names)} for names in (first, second)]
-    common = [name for name in places[0] if name in places[1]]
-    if len(common) < min(map(len, places)):
-        return None
-    return [places[0][name] for name in common], [places[1][name] for name in common]
 
 
 def _values(section: Section, measure: str, name: str) -> Array:
@@ -201,7 +198,7 @@ def _clean_score(baseline: Section, candidate: Section, pairs: Pairs, limit: flo
         return {**row, "verdict": UNDECIDED, "message": f"the change of the score is {stats.NOT_MEASURABLE}"}
     row["verdict"] = FAIL if change["high"] < -limit * before else PASS
     told = f"{percent(before)} before, {percent(found['candidate']['value'])} now"
-    return {**row, "message": f"{told}; fails where surely more than {limit:.0%} of it is lost"}
+    return {**row, "message": f"{told}; fails where surely more than {100 * limit:g} % of it is lost"}
 
 
 def _accuracy(baseline: Section, candidate: Section, name: str, pairs: Pairs) -> Row:
@@ -236,7 +233,7 @@ def _limit_told(row: Row) -> str:
     if loss["value"] is None:
         return f"what noise costs is {stats.NOT_MEASURABLE}: the clean score does not stand clear of chance"
     sure = {PASS: "surely under", FAIL: "surely over", UNDECIDED: "not sure, raise --samples"}[row["verdict"]]
-    return f"costs {percent(loss['value'])} {span(loss, '.1%')} of it, limit {row['limit']:.0%}: {sure}"
+    return f"costs {percent(loss['value'])} {span(loss, '.1f', 100)} of it, limit {100 * row['limit']:g} %: {sure}"
 
 
 def _finite(baseline: Section, candidate: Section) -> Row:
@@ -246,9 +243,9 @@ def _finite(baseline: Section, candidate: Section) -> Row:
     return {"name": "finite outputs", "verdict": FAIL if bad else PASS, "message": told}
 
 
-def span(row: Row, form: str) -> str:
+def span(row: Row, form: str, times: float = 1) -> str:
     """An interval in words; an end without bound is "..."."""
-    low, high = ("..." if row[end] is None else f"{row[end]:{form}}" for end in ("low", "high"))
+    low, high = ("..." if row[end] is None else f"{times * row[end]:{form}}" for end in ("low", "high"))
     return f"[{low}, {high}]"
 
 

@@ -108,8 +108,8 @@ def _captured(report: Report, place: Any) -> list[tuple[str, Any]]:
 def _priority(number: int, entries: Sequence[Row]) -> Row:
     first, second = LIMITS["migration_mape"], LIMITS["migration_mape_second"]
     validation = {
-        1: f"compare every operator of these layers between both machines: MAPE below {first:.0%}",
-        2: f"compare the outputs of these layers: MAPE below {second:.0%}",
+        1: f"compare every operator of these layers between both machines: MAPE below {100 * first:g} %",
+        2: f"compare the outputs of these layers: MAPE below {100 * second:g} %",
         3: "nothing special: the end-to-end score will do",
     }
     layers = [entry["place"] for entry in entries if isinstance(entry["place"], int)]

@@ -62,7 +62,7 @@ class Budget:
         limits = {"average_bits": self.average_bits, "megabytes": self.megabytes, "milliseconds": self.milliseconds}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         if not given:
-            raise InvalidInput(f"a plan needs a limit: one of {', '.join(limits)}")
+            raise InvalidInput("a plan needs a limit, such as --average-bits 5; or --max-megabytes, --max-milliseconds")
         for name, limit in given.items():
             if not math.isfinite(limit) or limit <= 0:
                 raise InvalidInput(f"{name} must be a number above 0, got {limit}")

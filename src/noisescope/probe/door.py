@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +240,19 @@ class Door:
         if self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
             self._recalled = Context(rows, place, recomputing=True, grad=True)
         return self._recalled
+
+
+class PlainDoor(Door):
+    """A door that `with` opens, gives and closes, without a word of its own."""
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
 
 
 def _parents(name: str) -> Iterator[str]:

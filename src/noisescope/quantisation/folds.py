@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import MODULE, Anatomy, Unit
 from noisescope.probe.aims import CallWatcher, Context
-from noisescope.probe.door import Door
+from noisescope.probe.door import PlainDoor
 from noisescope.quantisation.scores import weight_of
 
 
@@ -96,22 +95,13 @@ def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, tuple
     return {norm: (inputs[norm], linears) for norm, linears in found.items() if norm not in routed}
 
 
-class Calls(Door):
+class Calls(PlainDoor):
     """A door that shows calls of modules: `seen(unit, module, its first tensor, what it gave)`."""
 
     def __init__(self, model: nn.Module, wanted: Callable[[Unit, str], bool], anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
         self.wanted = wanted
         self.seen: Callable[[Unit, Any, Tensor, Any], None] = lambda unit, callee, x, y: None
-
-    def __enter__(self) -> Calls:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         return _Call(self, unit, operator) if unit.kind == MODULE and self.wanted(unit, operator) else None

@@ -8,6 +8,7 @@ from noisescope.reports.document import Block, Cell, Paragraph, Section, Table
 from noisescope.reports.words import Row, band, estimate, percent, plain, text
 
 _URGENCY = {1: "HIGH", 2: "MODERATE", 3: "LOW"}
+_PLANS = {"plan": "this plan", "bit rule": "bit rule of the original method notes"}
 
 
 def migration(report: Row) -> Iterable[Section]:
@@ -28,6 +29,7 @@ def migration(report: Row) -> Iterable[Section]:
             precision = group["precision"][str(entry["place"])]
             body.append((urgency, text(where), text(precision), text("; ".join(entry["reasons"][:2]))))
     told = [f"Priority {g['priority']}: {g['validation']}." for g in plan["priorities"] if g["priority"] < 3]
+    told.append("MAPE is the mean absolute difference in per cent of the reference.")
     blocks: tuple[Block, ...] = (
         Paragraph(" ".join(told), "Moving to new hardware, look here first."),
         Table("migration", ("priority", "place", "precision", "why"), tuple(body)),
@@ -50,7 +52,7 @@ def precision(report: Row) -> Iterable[Section]:
     )
     body = [
         (
-            text(row["name"]),
+            text(_PLANS.get(row["name"], row["name"])),
             Cell(f"{row['average_bits']:.2f}", row["average_bits"]),
             plain(row["predicted_kl"]),
             estimate(row["kl"]),

@@ -10,20 +10,11 @@ from typing import Any
 
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Document, Paragraph, Section, Table
 from noisescope.reports.report import Report
-from noisescope.reports.words import Row, estimate, number, text
+from noisescope.reports.words import METRICS, SHARES, Row, estimate, metric_name, number, text
 
 LARGEST = 5  # changes named on the first screen
 SURE = 0.05  # the p below which a row by itself would be a change
 FEW = 3  # bars; fewer are read off the table
-SHARES = ("accuracy", "next_token_accuracy", "agreement")
-NAMES = {
-    "accuracy": "accuracy",
-    "next_token_accuracy": "next-token accuracy",
-    "agreement": "agreement with the clean model",
-    "custom": "your metric",
-    "kl": "divergence from the clean model (KL, nats a token)",
-    "nll": "loss of the clean model (nats a token)",
-}
 _TONES = {"worse": "critical", "better": "low", "not measurable": "unsure"}
 
 
@@ -69,8 +60,8 @@ def verdict_line(found: Row) -> str:
         "mixed": "B is worse than A in some respects and better in others",
     }.get(verdict["word"], verdict["word"])
     parts = [
-        f"{name_of(metric)}: {count['worse'] or 'none'} worse, {count['better'] or 'none'} better of {count['looks']}"
-        for metric, count in verdict["metrics"].items()
+        f"{metric_name(name)}: {count['worse'] or 'none'} worse, {count['better'] or 'none'} better of {count['looks']}"
+        for name, count in verdict["metrics"].items()
     ]
     return f"{word}. {'; '.join(parts)}."
 
@@ -79,7 +70,7 @@ def change_line(row: Row) -> str:
     """A row in one line: what it was, what it is, the difference and how sure it is."""
     sides = " -> ".join(_side(row, side).text.partition(" [")[0] for side in ("a", "b"))
     count, how = row["difference"]["n"], "paired" if row["paired"] else "unpaired"
-    where = f"{name_of(row['metric'])}, {row['label']}"
+    where = f"{metric_name(row['metric'])}, {row['label']}"
     return f"{where}: {sides}, {change(row).text}, n = {count}, {how}; {judgement(row).text}"
 
 
@@ -91,11 +82,6 @@ def largest(found: Row) -> list[Row]:
     metrics = dict.fromkeys(row["metric"] for row in rows)
     room = math.ceil(LARGEST / max(len(metrics), 1))
     return clean + [row for metric in metrics for row in [r for r in rows if r["metric"] == metric][:room]]
-
-
-def name_of(metric: str) -> str:
-    """A metric in a word or two."""
-    return NAMES.get(metric, metric).partition(" (")[0]
 
 
 # -- cells
@@ -174,7 +160,7 @@ def _changes(found: Row) -> Iterable[Section]:
     head = ("noise on", "A", "B", "B less A", "verdict", "n", "seeds in common", "paired", "p (corrected)")
     for metric in dict.fromkeys(row["metric"] for row in sorted(found["rows"], key=_metric_order)):
         rows = [row for row in found["rows"] if row["metric"] == metric]
-        name = NAMES.get(metric, metric)
+        name = METRICS.get(metric, metric)
         table = Table(f"changes-{metric}", head, tuple(map(_cells, rows)))
         yield Section(f"changes-{metric}", f"Changes: {name}", (*_chart(metric, name, rows), table))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,15 +19,14 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from noisescope.reports.axes import WIDTH, finite, label_ticks, legend, plain_numbers, short, spans, symbol, ticks
 from noisescope.reports.document import TONES, Bar, Chart, Curve, Document, HeatMap
 from noisescope.reports.typesetting import INK, QUIET, foreign, printable
 
 Drawable: TypeAlias = Chart | Curve | HeatMap
 
-WIDTH = 7.0  # inches: the 178 mm between the margins of an A4 page
 DPI = 200
 # Okabe and Ito's colours, which people with any form of colour blindness can tell apart; no tone is blue.
 COLOURS = {
@@ -68,7 +66,7 @@ def figure_of(block: Drawable, *, title: bool = True) -> Figure:
             axes.text(0.5, 0.5, "no values", ha="center", va="center", color=QUIET, transform=axes.transAxes)
             axes.set(xticks=[], yticks=[])
         if title:
-            figure.suptitle(_short(block.title, 90), x=0.008, ha="left")  # above the legend, wherever that ends
+            figure.suptitle(short(block.title, 90), x=0.008, ha="left")  # above the legend, wherever that ends
     return figure
 
 
@@ -76,7 +74,7 @@ def height_of(block: Drawable) -> float:
     """The height of a block's figure in inches; labels that stand upright ask for more."""
     if isinstance(block, Curve):
         return 2.5
-    labels, _, flat = _ticks(block.rows if isinstance(block, HeatMap) else [bar.label for bar in block.bars])
+    labels, _, flat = ticks(block.rows if isinstance(block, HeatMap) else [bar.label for bar in block.bars])
     upright = 0 if flat else max(0.0, 0.06 * max(map(len, labels)) - 0.45)
     return upright + (0.95 + 0.22 * len(block.columns) if isinstance(block, HeatMap) else 2.5)
 
@@ -110,14 +108,14 @@ def _settings(more: dict[Any, Any]) -> Any:
 def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
     """Draws, and says how many values there were."""
     bars = chart.bars
-    places = [place for place, bar in enumerate(bars) if _finite(bar.cell.value) is not None]
+    places = [place for place, bar in enumerate(bars) if finite(bar.cell.value) is not None]
     values = [bars[place].cell.value or 0.0 for place in places]
     colours = [COLOURS.get(bars[place].cell.tone, COLOURS[""]) for place in places]
     # On a log scale a bar has no foot, so there the points stand alone. A loss may be below 0, a divergence not.
-    logarithmic = _span(values, 100) and all(bar.low is None or bar.low >= 0 for bar in bars)
+    logarithmic = spans(values, 100) and all(bar.low is None or bar.low >= 0 for bar in bars)
     if logarithmic:
         axes.set_yscale("log")
-        _plain_numbers(axes.yaxis)
+        plain_numbers(axes.yaxis)
     elif values:
         axes.bar(places, values, color=colours, edgecolor=INK, linewidth=0.4, width=0.72)
         axes.axhline(0, color=INK, linewidth=0.6)
@@ -127,15 +125,15 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
     axes.scatter(missing, [0.03] * len(missing), marker="x", s=14, color=QUIET, linewidths=0.9, transform=foot)
     intervals = _whiskers(axes, [(place, bars[place]) for place in places])
     axes.set_xlim(-0.6, max(len(bars) - 0.4, 0.6))
-    axes.set_ylabel(_short(chart.unit))
+    axes.set_ylabel(short(chart.unit))
     axes.grid(axis="y", color=PALE, linewidth=0.5)
-    _label(axes, [bar.label for bar in bars])
+    label_ticks(axes, [bar.label for bar in bars])
     shown = {bars[place].cell.tone for place in places} - {""}
     tones = [
         Patch(facecolor=COLOURS[tone], edgecolor=INK, linewidth=0.4, label=tone) for tone in TONES if tone in shown
     ]
-    gaps = [_symbol("x", "no value", color=QUIET)] if missing else []
-    _legend(axes, [*tones, *intervals, *gaps, *_marks(figure, axes, bars)])
+    gaps = [symbol("x", "no value", color=QUIET)] if missing else []
+    legend(axes, [*tones, *intervals, *gaps, *_marks(figure, axes, bars)])
     return len(places)
 
 
@@ -144,17 +142,17 @@ def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Any]:
     entries: dict[str, Any] = {}
     turned = len(bars) > 20
     for place, bar in enumerate(bars):
-        value = _finite(bar.cell.value)
+        value = finite(bar.cell.value)
         if bar.mark and value is not None:
             face = "white" if "not sure" in bar.mark else INK
-            highest = max(value, _finite(bar.high) or 0.0, 0.0)
+            highest = max(value, finite(bar.high) or 0.0, 0.0)
             raised = axes.transData + ScaledTranslation(0, 6 / 72, figure.dpi_scale_trans)
             axes.plot(place, highest, "v", color=INK, markerfacecolor=face, markersize=5, transform=raised, zorder=6)
             axes.annotate(
-                _short(bar.label), (place, highest), (0, 11), textcoords="offset points", ha="center", va="bottom",
+                short(bar.label), (place, highest), (0, 11), textcoords="offset points", ha="center", va="bottom",
                 fontsize=7, rotation=90 if turned else 0, annotation_clip=False,
             )  # fmt: skip
-            entries[bar.mark] = _symbol("v", _short(bar.mark), color=INK, markerfacecolor=face)
+            entries[bar.mark] = symbol("v", short(bar.mark), color=INK, markerfacecolor=face)
     if entries:  # room for the labels
         scale = axes.yaxis.get_transform()
         bottom, top = scale.transform(np.array(axes.get_ylim()))
@@ -164,21 +162,21 @@ def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Any]:
 
 def _curve(axes: Axes, curve: Curve) -> int:
     """Draws, and says how many values there were."""
-    points = [(x, bar) for x, bar in curve.points if _finite(bar.cell.value) is not None]
+    points = [(x, bar) for x, bar in curve.points if finite(bar.cell.value) is not None]
     across = [x for x, _ in points]
     positive = [x for x in across if x > 0]
-    if _span(positive, 100):
+    if spans(positive, 100):
         axes.set_xscale("symlog", linthresh=min(positive))  # symlog: noise level 0 belongs on the axis
-        _plain_numbers(axes.xaxis)
+        plain_numbers(axes.xaxis)
     values: list[Any] = [bar.cell.value for _, bar in points]
     axes.plot(across, values, color=COLOURS[""], marker="o", markersize=4, linewidth=1.4, zorder=5)
     entries = _whiskers(axes, points)
     if curve.limit is not None:
         colour = COLOURS["critical"]
         entries.append(axes.axhline(curve.limit, color=colour, linewidth=1.0, linestyle="--", label="limit"))
-    _legend(axes, entries)
-    axes.set_xlabel(_short(curve.across, 80))
-    axes.set_ylabel(_short(curve.unit))
+    legend(axes, entries)
+    axes.set_xlabel(short(curve.across, 80))
+    axes.set_ylabel(short(curve.unit))
     axes.grid(color=PALE, linewidth=0.5)
     return len(points)
 
@@ -191,14 +189,14 @@ def _whiskers(axes: Axes, points: Sequence[tuple[float, Bar]]) -> list[Line2D]:
     for is_open, line in ((False, "-"), (True, ":")):
         rims = axes.get_ylim()  # the open ones come last, when the rest has stretched the axis
         for x, bar in points:
-            ends = (_finite(bar.low), _finite(bar.high))
+            ends = (finite(bar.low), finite(bar.high))
             for end, rim in zip(ends, rims, strict=True):
                 if (end is None) == is_open and ends != (None, None):
                     tips: list[Any] = [bar.cell.value, rim if end is None else end]
                     cap: dict[str, Any] = {} if is_open else {"marker": "_", "markevery": [1], "markersize": 4}
                     axes.plot([x, x], tips, line, color=INK, linewidth=0.9, zorder=4, gid="interval", **cap)
-    drawn = any((_finite(bar.low), _finite(bar.high)) != (None, None) for _, bar in points)
-    return [_symbol("|", "95 % interval", color=INK)] if drawn else []
+    drawn = any((finite(bar.low), finite(bar.high)) != (None, None) for _, bar in points)
+    return [symbol("|", "95 % interval", color=INK)] if drawn else []
 
 
 # -- heat map
@@ -210,7 +208,7 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
     stars: list[tuple[int, int]] = []
     for x, row in enumerate(block.cells):
         for y, cell in enumerate(row):
-            if cell is not None and _finite(cell.value) is not None:
+            if cell is not None and finite(cell.value) is not None:
                 values[y, x] = cell.value
                 stars += [(y, x)] if cell.text.endswith("*") else []
     missing = np.isnan(values)
@@ -220,7 +218,7 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
         shown = np.ma.masked_array(values, missing)
         positive = values[values > 0].tolist()
         norm = Normalize(min(0.0, shown.min()), shown.max() or 1.0)
-        if _span(positive, 10):
+        if spans(positive, 10):
             norm = LogNorm(min(positive), max(positive))
             if shown.min() <= 0:  # 0 has no place on a log scale: black
                 handles.append(Patch(facecolor="black", label="0 or less" if shown.min() < 0 else "0"))
@@ -228,9 +226,9 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
         colours = matplotlib.colormaps["viridis"].with_extremes(under="black")
         mesh = axes.pcolormesh(shown, cmap=colours, norm=norm, edgecolors="white", linewidth=0.4)
         bar = figure.colorbar(mesh, ax=axes, pad=0.015, fraction=0.05, aspect=18)
-        bar.set_label(_short(block.unit, 18))
+        bar.set_label(short(block.unit, 18))
         bar.outline.set_visible(False)
-        _plain_numbers(bar.ax.yaxis)
+        plain_numbers(bar.ax.yaxis)
         bright = np.asarray(norm(shown)) > 0.6
         size = min(22.0, (50 * 5.6 / len(block.rows)) ** 2)  # square points: a star stays inside its cell
         for ink in ("white", "black"):
@@ -239,68 +237,10 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
             axes.scatter(across, down, marker=(6, 2, 0), s=size, color=ink, linewidths=0.8, gid="stars")
     axes.set_xlim(0, max(len(block.rows), 1))
     axes.set_ylim(max(len(block.columns), 1), 0)
-    axes.set_yticks([y + 0.5 for y in range(len(block.columns))], [_short(name) for name in block.columns])
-    _label(axes, block.rows, offset=0.5)
+    axes.set_yticks([y + 0.5 for y in range(len(block.columns))], [short(name) for name in block.columns])
+    label_ticks(axes, block.rows, offset=0.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    words = _short(block.legend.removeprefix("*"), 80) or "marked with * in the table"
+    words = short(block.legend.removeprefix("*"), 80) or "marked with * in the table"
     handles += [Patch(**_HATCHED, label="no value")] if bool(missing.any()) else []
-    _legend(axes, [*([_symbol((6, 2, 0), words, color=INK)] if stars else []), *handles])
-
-
-# -- what all share
-
-
-def _ticks(names: Sequence[str]) -> tuple[list[str], str, bool]:
-    """Labels under an axis, the first word if all share one ("layer 0", "layer 1"), and whether they can lie flat."""
-    labels = [_short(name) for name in names]
-    first = labels[0].partition(" ")[0] + " " if len(labels) > 1 else ""
-    if len(first) > 1 and all(label.startswith(first) and label != first for label in labels):
-        labels = [label.removeprefix(first) for label in labels]
-    else:
-        first = ""
-    return labels, first.strip(), (0.04 + 0.06 * max(map(len, labels), default=0)) * len(labels) < WIDTH - 1.2
-
-
-def _label(axes: Axes, names: Sequence[str], *, offset: float = 0.0) -> None:
-    labels, shared, flat = _ticks(names)
-    room = (WIDTH - 1.2) / max(len(labels), 1)  # inches for each
-    step = math.ceil(0.095 / room)  # an upright label needs 0.095 inches
-    places = [place + offset for place in range(0, len(labels), step)]
-    axes.set_xticks(places, labels[::step], rotation=0 if flat else 90, size=7.0 if flat or room > 0.13 else 6.0)
-    axes.set_xlabel(shared)
-
-
-def _short(name: str, limit: int = 28) -> str:
-    """A name that leaves room for the figure; the table beside it has the whole."""
-    name = printable(name)
-    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[1 - limit // 2 :]}"
-
-
-def _legend(axes: Axes, handles: Sequence[Any]) -> None:
-    """Above the axes, where no bar can be hidden by it: one line if it fits."""
-    sizes = [0.27 + 0.053 * len(handle.get_label()) for handle in handles]  # inches
-    if handles:
-        columns = len(handles) if sum(sizes) < WIDTH - 0.8 else max(1, int((WIDTH - 1) / max(sizes)))
-        axes.legend(
-            handles=list(handles), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False,
-            borderaxespad=0.3, borderpad=0, handlelength=1.2, handletextpad=0.5, columnspacing=1.4,
-        )  # fmt: skip
-
-
-def _symbol(marker: Any, words: str, **colours: str) -> Line2D:
-    return Line2D([], [], linestyle="", marker=marker, markersize=5, label=words, **colours)  # type: ignore[arg-type]
-
-
-def _plain_numbers(axis: Any) -> None:
-    """0.001 and 1e-05, as in the tables."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _span(values: Sequence[float], ratio: float) -> bool:
-    return bool(values) and min(values) > 0 and max(values) / min(values) >= ratio
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    legend(axes, [*([symbol((6, 2, 0), words, color=INK)] if stars else []), *handles])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from noisescope.reports.document import Bar, Block, Cell, Chart, HeatMap, Paragraph, Section, Table
-from noisescope.reports.words import Row, band, counted, estimate, number, plain, text
+from noisescope.reports.words import METRICS, SHARES, Row, band, counted, estimate, number, plain, text, whole
 
 WORST = 10  # rows of a table that only shows the worst
 
@@ -23,7 +22,7 @@ def operators(report: Row) -> Iterable[Section]:
             plain(row.get("sensitivity_score")),
             band(row.get("sensitivity_band")),
             *_divergence(row),
-            _whole(row.get("total_injections")),
+            whole(row.get("total_injections")),
         )
         for name, row in ordered
     )
@@ -77,6 +76,10 @@ def _points(section: Row) -> Iterable[Block]:
     points = [p["layer_range"] + ("" if p["sure"] else " (not sure)") for p in section["avalanche_points"]]
     yield Paragraph(", ".join(points) or "none", "Avalanche points:")
     yield Paragraph(", ".join(section["compounding"]) or "no window", "Errors surely compound in:")
+    yield Paragraph(
+        "An avalanche point is a window that costs far more accuracy than those beside it. The interaction index is "
+        "the KL of a window over the sum of the KL of its layers: surely above 1, errors compound."
+    )
 
 
 def _map(section: Row) -> Iterable[Section]:
@@ -128,7 +131,9 @@ def channels(report: Row) -> Iterable[Section]:
             Paragraph(
                 f"{found['total_outlier_channels']} outlier channels of {found['total_channels']} "
                 f"({found['outlier_percentage']:.2g} %) in {found['layers_with_outliers']} modules; "
-                f"n = {section['n']} samples."
+                f"n = {section['n']} samples. The largest value of an outlier is more than {section['threshold']:g} "
+                "times that of the median channel (by max). Other rules: the mean in place of the largest; a 99th "
+                "percentile above 5 times the channel's own median (q99/q50); the 5 % whose noise costs most (Fisher)."
             )
         )
         worst = sorted(section["per_layer"].items(), key=lambda pair: -pair[1]["max_ratio"])[:WORST]
@@ -140,7 +145,7 @@ def channels(report: Row) -> Iterable[Section]:
         costs = tuple(
             (
                 text(row["module"]),
-                _whole(row["channel"]),
+                whole(row["channel"]),
                 plain(row["predicted_nats"]),
                 estimate(row.get("kl")),
                 text(row["evidence"]),
@@ -157,7 +162,7 @@ def _outliers(row: Row) -> tuple[Cell, ...]:
     ratios = sorted(zip(row["outlier_ratios"], row["outlier_indices"], strict=True), reverse=True)
     which = ", ".join(str(index) for _, index in ratios[:4]) + (", ..." if len(ratios) > 4 else "")
     count = Cell(f"{row['num_outliers']} of {row['total_channels']}", row["num_outliers"])
-    by_rule = (_whole(row["rules"][rule]) for rule in ("max", "mean", "quantile", "fisher"))
+    by_rule = (whole(row["rules"][rule]) for rule in ("max", "mean", "quantile", "fisher"))
     return (count, text(which), Cell(f"{row['max_ratio']:.1f} x", row["max_ratio"]), band(row["band"]), *by_rule)
 
 
@@ -178,7 +183,11 @@ def metrics(report: Row) -> Iterable[Section]:
     )  # fmt: skip
     blocks: list[Block] = [Table("metrics", ("metric", "value", "band"), body)]
     if found["baseline"]:
-        known = tuple((text(k), counted(row)) for k, row in found["baseline"].items() if isinstance(row, dict))
+        known = tuple(
+            (text(METRICS.get(name, name)), counted(row, share=name in SHARES))
+            for name, row in found["baseline"].items()
+            if isinstance(row, dict) and name != "agreement"  # of the clean model with itself
+        )
         blocks.append(Table("baseline", ("metric", "mean"), known, "The clean model"))
     traces = found["hessian_trace"]
     if traces and "error" not in traces:
@@ -205,7 +214,7 @@ def correlations(report: Row) -> Iterable[Section]:
             estimate(row),
             text(row.get("expected", "")),
             text({True: "yes", False: "no"}.get(row.get("held"), "")),
-            _whole(row["n"]),
+            whole(row["n"]),
         )
         for name, row in rows.items()
     )
@@ -219,12 +228,12 @@ def formats(report: Row) -> Iterable[Section]:
     if not section or not section["uniform"]:
         return
     body = tuple(
-        (text(name), _whole(row["bits"]), plain(row["effective_bits"]), plain(row["predicted_kl"]))
+        (text(name), whole(row["bits"]), plain(row["effective_bits"]), plain(row["predicted_kl"]))
         for name, row in section["uniform"].items()
     )
     told = (
         "Predicted from the rounding error that each weight really has, and added up over the linears of all blocks; "
-        "above a few tenths of a nat only the order is to be trusted. `noisescope plan precision` mixes formats, and "
+        "above a few tenths of a nat only the order is to be trusted. noisescope plan precision mixes formats, and "
         "measures."
     )
     head = ("format of every linear", "bits", "bits with scales", "KL predicted")
@@ -253,14 +262,6 @@ def _threshold(row: Row | None) -> Cell:
     ends = [row.get("low"), row.get("high")]
     span = "" if ends == [None, None] else f" [{number(ends[0]) or '...'}, {number(ends[1]) or '...'}]"
     return Cell(f"{row['label']}{span} (n = {row['n']})", row.get("value"))
-
-
-def _named(layer: str) -> Cell:
-    return Cell(f"layer {layer}", float(layer))
-
-
-def _whole(value: Any) -> Cell:
-    return Cell("" if value is None else str(value), None if value is None else float(value))
 
 
 def _order(row: Row) -> tuple[int, float]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from noisescope.errors import MissingExtra
-from noisescope.reports import figures
+from noisescope.reports import axes, figures
 from noisescope.reports.document import Block, Bullets, Cell, Chart, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.figures import COLOURS, Drawable
 from noisescope.reports.typesetting import (
@@ -72,7 +72,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.set_title(printable(document.title))
         self.set_creator("noisescope")
         self.set_lang("en-GB")
-        spelled = printable(json.dumps(asdict(document), ensure_ascii=False) + string.printable + "•\ufffd")
+        spelled = printable(json.dumps(asdict(document), ensure_ascii=False) + string.printable + "•…\ufffd")
         self.set_creation_date(_finished(spelled))
         self.running = [document.title, *(text for _, text in document.facts[:1])]
         self.add_font("sans", "", FONTS / "DejaVuSans.ttf")
@@ -136,7 +136,8 @@ class _Paper(FPDF):  # type: ignore[misc]
     def header(self) -> None:
         if self.page_no() > 1:
             for number, text in enumerate(self.running):
-                line = self.ruler.wrap([Run(text, colour=QUIET)], WIDTH / 2, 7)[0]
+                line, *more = self.ruler.wrap([Run(text, colour=QUIET)], WIDTH / 2 - 4, 7)
+                line = [*line, Run("…", colour=QUIET)] if more else line
                 self.draw(line, LEFT + number * (WIDTH - self.ruler.measure(line, 7)), 10, 7)
             self.fill(14.4, 0.2, RULE)
         self.set_y(TOP)
@@ -259,7 +260,7 @@ class _Paper(FPDF):  # type: ignore[misc]
 
 
 def _height(block: Drawable) -> float:
-    return min(figures.height_of(block) / figures.WIDTH * WIDTH, BOTTOM - TOP - 20)
+    return min(figures.height_of(block) / axes.WIDTH * WIDTH, BOTTOM - TOP - 20)
 
 
 def _whole(texts: Sequence[str]) -> bool:

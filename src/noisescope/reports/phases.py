@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Document, Paragraph, Section, Table
 from noisescope.reports.report import Report
-from noisescope.reports.words import Row, estimate, number, percent, text
+from noisescope.reports.words import Row, estimate, percent, plain, text, whole
 
 _TONES = {"supported": "low", "refuted": "critical"}
 _LOGS = ("gradient_norm", "held_out")
@@ -71,27 +71,33 @@ def quantity(row: Row) -> Cell:
 
 
 def _more(row: Row) -> str:
-    needed = row["would_decide"]
     if row["verdict"] in _TONES:
         return f", {row['seeds']} seeds"
-    if needed is None:
+    if row["would_decide"] is None:
         return "" if row["estimate"]["value"] is None else "; no number of seeds would decide"
-    return f"; {needed['seeds']} seeds and n = {needed['n']} would decide"
+    return f"; {_needed(row)} would decide"
+
+
+def _needed(row: Row) -> str:
+    needed = row["would_decide"]
+    if needed is None:
+        return ""
+    problems = "" if row["quantity"] in _LOGS else f", {needed['n']} problems"  # no problem is asked for these
+    return f"{needed['seeds']} seeds{problems}"
 
 
 def _verdicts(report: Row) -> Iterator[Block]:
     yield Paragraph(theory_line(report))
-    head = ("criterion", "difference", "verdict", "seeds that would decide", "n with them")
+    yield Bullets(tuple(Paragraph(verdict, f"{name}:") for name, verdict in report["theory"]["because"].items()))
+    head = ("criterion", "difference", "verdict", "what would decide")
     rows = []
     for row in report["hypotheses"]:
-        needed = row["would_decide"] or {}
         rows.append(
             (
                 text(row["statement"]),
                 quantity(row),
                 Cell(row["verdict"], tone=_TONES.get(row["verdict"], "unsure")),
-                text(needed.get("seeds", "")),
-                text(needed.get("n", "")),
+                text(_needed(row)),
             )
         )
     yield Table("hypotheses", head, tuple(rows), "Criteria of the original method notes")
@@ -100,12 +106,12 @@ def _verdicts(report: Row) -> Iterator[Block]:
 def _arms(report: Row) -> Iterator[Block]:
     levels = [f"{level:g}" for level in report["levels"]]
     noisy = [level for level in levels if float(level)]
-    head = ("arm", "seeds", *(f"accuracy at {percent(float(level))}" for level in levels))
-    head += tuple(f"retention at {percent(float(level))}" for level in noisy)
+    head = ("arm", "seeds", *(f"accuracy at {_noise(level)}" for level in levels))
+    head += tuple(f"retention at {_noise(level)}" for level in noisy)
     rows = tuple(
         (
             text(arm["name"]),
-            text(len(arm["seeds"])),
+            whole(len(arm["seeds"])),
             *(estimate(arm["accuracy"][level], share=True) for level in levels),
             *(estimate(arm["retention"].get(level), share=True) for level in noisy),
         )
@@ -115,20 +121,24 @@ def _arms(report: Row) -> Iterator[Block]:
     for level in noisy:
         found = [(arm["name"], arm["accuracy"][level]) for arm in report["arms"]]
         bars = tuple(Bar(name, estimate(row, share=True), row["low"], row["high"]) for name, row in found)
-        yield Chart(f"accuracy-{level}", f"Accuracy at {percent(float(level))} noise", "share", bars)
+        yield Chart(f"accuracy-{level}", f"Accuracy at {_noise(level)}", "share of right answers", bars)
     head = ("arm", "diverged", "gradient norm", "held-out loss", "forward injections", "backward injections")
     rows = tuple(
         (
             text(arm["name"]),
-            text(arm["training"]["diverged"]),
-            text(number(arm["training"]["gradient_norm"])),
-            text(number(arm["training"]["held_out_loss"])),
-            text(arm["training"]["injections"]["forward"]),
-            text(arm["training"]["injections"]["backward"]),
+            whole(arm["training"]["diverged"]),
+            plain(arm["training"]["gradient_norm"]),
+            plain(arm["training"]["held_out_loss"]),
+            whole(arm["training"]["injections"]["forward"]),
+            whole(arm["training"]["injections"]["backward"]),
         )
         for arm in report["arms"]
     )
     yield Table("training", head, rows, "Training: geometric means over the second half")
+
+
+def _noise(level: str) -> str:
+    return f"{100 * float(level):g} % noise"
 
 
 def _method(report: Row) -> Iterator[Block]:

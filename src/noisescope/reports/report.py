@@ -97,16 +97,7 @@ class Report(Mapping[str, Any]):
     @classmethod
     def load(cls, path: str | Path) -> Report:
         """From a report.json, or from the folder that holds one."""
-        file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise InvalidInput(
-                f"there is no report at {path}: give a report.json or the folder that holds it"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise InvalidInput(f"{file} is no report: {error}") from None
-        return cls.checked(data, str(file))
+        return cls.checked(read_report(path), str(path))
 
     @classmethod
     def checked(cls, data: Any, where: str) -> Report:
@@ -127,6 +118,17 @@ class Report(Mapping[str, Any]):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidInput(f"{where} is not a whole report: {type(error).__name__} {error}") from error
         return report
+
+
+def read_report(path: str | Path) -> Any:
+    """What a report.json holds, or that of a folder: of any kind, not looked at yet."""
+    file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidInput(f"there is no report at {path}: give a report.json or the folder that holds it") from None
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{file} is no report: {error}") from None
 
 
 def _write(path: Path, content: str | bytes) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from noisescope.reports import actions, levels
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Table, Verdict
-from noisescope.reports.words import Row, band, estimate, percent, plain, text, tone
+from noisescope.reports.words import Row, band, estimate, finding_span, percent, plain, text, tone
 
 _SCORES = {
     "report_risk": "report score, which gives the level (what the diagnosis found)",
@@ -31,7 +31,7 @@ def document_of(report: Row) -> Document:
 def facts(report: Row) -> Iterable[tuple[str, str]]:
     run = report.get("run", {})
     if model := run.get("model"):
-        yield "Model", f"{model['source']} ({model['architecture']}, {model['blocks']} blocks)"
+        yield "Model", f"{model['source']}: {model['architecture']}, {model['blocks']} blocks"
     if data := run.get("data"):
         yield "Data", f"{data['source']}, {data['samples']} samples, {data['scored_tokens']} scored tokens"
     if settings := run.get("settings"):
@@ -48,7 +48,7 @@ def summary(report: Row) -> Iterable[Section]:
     level, _, meaning = found["overall_risk_level"].partition(" - ")
     blocks: list[Block] = [Verdict(Cell(level, tone=tone(level)), meaning, tuple(_reasons(found)))]
     findings = [
-        Paragraph(f"{row['statement']}{_span(row)}", f"[{row['severity']}] {row['component']}:")
+        Paragraph(f"{row['statement']}{finding_span(row)}", f"[{row['severity']}] {row['component']}:")
         for row in found["top_findings"]
     ]
     blocks.append(Bullets(tuple(findings), numbered=True) if findings else Paragraph("Nothing stands out."))
@@ -71,15 +71,6 @@ def _reasons(found: Row) -> Iterable[str]:
         yield f"{words}: {risk['score']:g}, {risk['level']}; {', '.join(terms) or 'nothing counted'}"
 
 
-def _span(row: Row) -> str:
-    interval = row["interval"]
-    if interval is None:
-        return f" (n = {row['n']})"
-    share = "of the accuracy" in row["statement"]
-    low, high = ("..." if end is None else percent(end) if share else f"{end:.3g}" for end in interval)
-    return f" [{low}, {high}], n = {row['n']}"
-
-
 def recommendations(report: Row) -> Iterable[Section]:
     rows = report["recommendations"]
     if rows:
@@ -95,7 +86,7 @@ def check(report: Row) -> Iterable[Section]:
     section = report.get("check")
     if not section:
         return
-    roles = {"warned": "this report warns of these", "least": "diverge least in this report", "between": ""}
+    roles = {"warned": "warns of these", "least": "they diverge least", "between": ""}
     body = tuple(
         (
             text(f"{row['start_layer']} to {row['end_layer']}"),
@@ -110,9 +101,9 @@ def check(report: Row) -> Iterable[Section]:
     told = (
         f"A simulated fault on {section['samples']} problems that the diagnosis has not seen: the output of every "
         f"{' and '.join(section['operators'])} of these layers, one window at a time, is rounded to "
-        f"{section['fault']}. A good report ranks the windows as the fault does."
+        f"{section['fault']}. A good report ranks the windows (KL injected) as the fault does (accuracy lost)."
     )
-    head = ("layers", "", "KL injected above", "accuracy before", "accuracy with the fault", "accuracy lost")
+    head = ("layers", "this report", "KL injected", "accuracy before", "accuracy with the fault", "accuracy lost")
     yield Section("check", "The findings put to the test", (Paragraph(told), Table("check", head, body)))
 
 
@@ -141,6 +132,10 @@ def locate(report: Row) -> Iterable[Section]:
     if body:
         head = ("place", "operator", "module", "kind of fault", "confidence", "evidence")
         blocks.append(Table("suspects", head, body, "Suspects, the likeliest first"))
+        blocks.append(Paragraph("An ulp is a unit in the last place of a number: the finest step that its format has."))
+    if found["unseen"]:
+        blocks.append(Paragraph(f"{len(found['unseen'])} operators, such as {found['unseen'][0]}.", "Not judged:"))
+    blocks += [Paragraph(note) for note in found["notes"]]
     yield Section("locate", "What computes wrongly", tuple(blocks))
 
 
@@ -183,7 +178,9 @@ def method(report: Row) -> Iterable[Section]:
             Paragraph(
                 "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window; "
                 "p values of rows looked at together are corrected (Holm). KL is of the noisy output from the clean "
-                f"one, per token, in nats; below {run.get('kl_floor', 0):.0e} it can't be told from 0."
+                f"one, per token, in nats; below {run.get('kl_floor', 0):.0e} it can't be told from 0. Scores are the "
+                "accuracy lost over the scale of the noise. In a row marked parted, injection and prediction surely "
+                "differ by more than a factor of two: believe the injection."
             ),
             Paragraph(_asked(run)),
             Paragraph(

@@ -14,6 +14,20 @@ _TONES = {
     "MEDIUM": "moderate", "FAIR": "moderate", "LOW": "low", "ROBUST": "low", "GOOD": "low", "EXCELLENT": "low",
     "NORMAL": "low", "not measurable": "unsure",
 }  # fmt: skip
+SHARES = ("accuracy", "next_token_accuracy", "agreement")
+METRICS = {
+    "next_token_accuracy": "next-token accuracy",
+    "agreement": "agreement with the clean model",
+    "custom": "your metric",
+    "kl": "divergence from the clean model (KL, nats a token)",
+    "nll": "loss of the clean model (nats a token)",
+    "margin": "margin of the best token (logits)",
+}
+
+
+def metric_name(metric: str) -> str:
+    """A metric in a word or two."""
+    return METRICS.get(metric, metric).partition(" (")[0]
 
 
 def percent(value: float | None) -> str:
@@ -57,3 +71,17 @@ def plain(value: float | None) -> Cell:
 def text(value: Any) -> Cell:
     """Anything as one line of text."""
     return Cell(" ".join(str(value).split()))
+
+
+def whole(value: int | None) -> Cell:
+    return Cell("") if value is None else Cell(str(value), float(value))
+
+
+def finding_span(row: Row) -> str:
+    """The interval of a finding and its n, to stand behind its statement."""
+    interval = row["interval"]
+    if interval is None:
+        return f" (n = {row['n']})"
+    show = percent if "of the accuracy" in row["statement"] else number
+    low, high = ("..." if end is None else show(end) for end in interval)
+    return f" [{low}, {high}], n = {row['n']}"

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope.errors import InvalidInput
+
 Prompts = tuple[tuple[int, ...], ...]  # token ids
 
 
@@ -48,6 +50,25 @@ def device_name(model: nn.Module) -> str:
 def dtype_of(model: nn.Module) -> str:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return str(dtype).removeprefix("torch.")
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many token ids the model knows; None where it does not tell."""
+    found: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
+    return found
+
+
+def check_vocabulary(model: nn.Module, prompts: Prompts, what: str) -> None:
+    """Refuse token ids that the model has no embedding for, before a device stumbles over them."""
+    size = vocabulary_of(model)
+    if size is None:
+        return
+    beyond = [i for ids in prompts for i in ids if not 0 <= i < size]
+    if beyond:
+        raise InvalidInput(
+            f"{what} holds token id {beyond[0]}, but {type(model).__name__} knows ids 0 to {size - 1}: tokenise with "
+            "the model's own tokenizer"
+        )
 
 
 def last_of(model: nn.Module, ids: Tensor) -> Tensor | None:

@@ -23,13 +23,13 @@ from noisescope.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.metrics import sketches
 from noisescope.probe.aims import CallWatcher, Context
-from noisescope.probe.door import Door, unwrap
+from noisescope.probe.door import PlainDoor, unwrap
 from noisescope.probe.functions import FUSED
+from noisescope.record_format import FORMAT, VERSION, prompts_digest
 from noisescope.runs.fingerprints import model_fingerprint
-from noisescope.runs.forwards import Prompts, device_of, dtype_of, evaluating, last_of
+from noisescope.runs.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_of
 from noisescope.sites import Place, Site
 
-FORMAT, VERSION = "noisescope record", 1
 HEAD_TOKENS = 16  # of each prompt, the last, are kept of the head
 _NARROW = 1 << 15  # channels up to which their numbers are kept in 16 bits
 _MOST_PENDING = 1 << 24  # group sums that wait to be folded, over all sites: 64 MB
@@ -62,8 +62,9 @@ def write_record(
     Prompts of one length share a forward, so that nothing is padded. The model runs in this thread, inside the scopes
     that are open.
     """
-    target = _new_folder(folder)
     module = unwrap(model)
+    check_vocabulary(module, prompts, "the data")
+    target = _new_folder(folder)
     ordered = tuple(sorted(prompts, key=len))  # stable: the same prompts give the same order on every machine
     sites: tuple[Site, ...] = ()
     written: list[dict[str, Any]] = []
@@ -89,6 +90,7 @@ def write_record(
         "full_layers": sorted(detail.full_layers),
         "sketch": {"seed": sketches.SEED, "version": sketches.VERSION},
         "prompts": ordered,
+        "prompts_sha256": prompts_digest(ordered),
         "sites": [_facts(site) for site in sites],
         "batches": written,
         "notes": sorted(notes),
@@ -127,7 +129,7 @@ def _facts(site: Site) -> dict[str, Any]:
     return {name: getattr(site, name) for name in names}
 
 
-class Recording(Door):
+class Recording(PlainDoor):
     """A door through which the outputs of one batch are sketched, and kept whole where that is asked for."""
 
     def __init__(
@@ -147,13 +149,6 @@ class Recording(Door):
         self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # of each block: signed sum, largest size, its channel
         self._whole = Whole()
         self._files: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Recording:
-        self._open()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._close()
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         if unit.place == "rotary" or not unit.certain:

@@ -165,7 +165,8 @@ def _row(criterion: Criterion, spread: Spread | str, level: float) -> dict[str, 
         nothing = Estimate(None, None, None, 0, level, spread)
         return {**row, "estimate": nothing.to_dict(), "seeds": 0, "verdict": UNDECIDED, "would_decide": None}
     half = spread.half_width(level)
-    low, high = spread.mean - half, spread.mean + half
+    most = 1.0 if criterion.quantity == "accuracy" else math.inf  # a difference of shares is no larger
+    low, high = max(spread.mean - half, -most), min(spread.mean + half, most)
     verdict = UNDECIDED
     if criterion.low <= low and high <= criterion.high:
         verdict = SUPPORTED

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisescope.locators.floors import number_format, work_roundoff
+from noisescope.locators.floors import WORK_ROUNDOFF, number_format
 from noisescope.locators.laws import linear as linear_laws
 from noisescope.locators.laws.calls import Heard
 from noisescope.locators.laws.examined import Examined
@@ -23,6 +23,7 @@ from noisescope.locators.laws.functions import log_odds
 from noisescope.locators.laws.linear import Linear
 from noisescope.locators.laws.readings import exact, floored, host
 from noisescope.locators.laws.suspects import look_closer, steadiness
+from noisescope.locators.products import as_multiplied
 from noisescope.locators.recompute import host_arithmetic
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -45,7 +46,7 @@ class Attention:
     @classmethod
     def heard(cls, heard: Heard) -> Attention:
         given = dict(zip(_NAMES, heard.args, strict=False)) | heard.kwargs
-        q, k, v = given["query"], given["key"], given["value"]
+        q, k, v = (as_multiplied(given[name], heard.y) for name in ("query", "key", "value"))
         if k.shape[-3] != q.shape[-3]:
             k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
         scale = given.get("scale")
@@ -85,7 +86,8 @@ def examine(heard: Heard) -> Examined:
     call = Attention.heard(heard)
     if call.q.dim() != 4 or not call.q.is_floating_point() or call.q.numel() == 0:
         return Examined(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
-    unlike = call.k.shape != given_key(heard).shape  # grouped queries: another layout, perhaps another kernel
+    # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
+    unlike = call.k is not given_key(heard)
     if call.looks_nowhere:  # padding: what such rows give is anybody's guess
         call, unlike = replace(call, mask=None, causal=False), True
     # Linear in V: rows of V^T [B, H, D, S] are independent, and S is the length of the sums.
@@ -100,12 +102,7 @@ def examine(heard: Heard) -> Examined:
     found, base = linear_laws.examine(linear, None if unlike else heard.y.transpose(-1, -2))
     if found.broken:
         look_closer(linear, base, found)
-    drives = [call]
-    if call.q.dtype.itemsize < 4:
-        mask = call.mask
-        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
-        drives.append(replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float(), mask=mask))
-    for drive in drives:
+    for drive in (call, *_wider(call)):
         _ones(drive, found)
         _single_key(drive, found)
         _probabilities(drive, found)
@@ -121,6 +118,22 @@ def examine(heard: Heard) -> Examined:
     return found
 
 
+def _wider(call: Attention) -> list[Attention]:
+    """The call with float32 operands, whose rounding hides nothing; under autocast they would be rounded again."""
+    if call.q.dtype.itemsize >= 4:
+        return []
+    mask = call.mask
+    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    wide = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float(), mask=mask)
+    return [wide] if _one_key(wide).dtype == torch.float32 else []
+
+
+def _one_key(call: Attention) -> Tensor:
+    """The first query on the first key."""
+    q, k, v = (t[..., :1, :] for t in (call.q, call.k, call.v))
+    return call(q=q, k=k, v=v, mask=None, causal=False)
+
+
 def given_key(heard: Heard) -> Tensor:
     return heard.args[1] if len(heard.args) > 1 else heard.kwargs["key"]  # type: ignore[no-any-return]
 
@@ -131,7 +144,7 @@ def _ones(call: Attention, found: Examined) -> None:
     with host_arithmetic():
         got = out.detach().cpu().double()
         keys = call.k.shape[-2]
-        form, u = number_format(call.q.dtype), work_roundoff(call.q.dtype)
+        form, u = number_format(call.q.dtype), WORK_ROUNDOFF
         # The rounding of the result, that of each p (in 16 bits before the product), and two sums of S terms.
         limit = torch.full_like(
             got, 2 * form.ulp(torch.ones(1, dtype=torch.float64)).item() + 4 * u * (8 + math.sqrt(keys))
@@ -148,12 +161,11 @@ def _ones(call: Attention, found: Examined) -> None:
 
 def _single_key(call: Attention, found: Examined) -> None:
     """R9: exp(0) / exp(0) = 1, so one key gives its value."""
-    at = slice(0, 1)
-    out = call(q=call.q[..., at, :], k=call.k[..., at, :], v=call.v[..., at, :], mask=None, causal=False)
+    out = _one_key(call)
     with host_arithmetic():
-        expected = call.v[..., at, :].detach().cpu().double().flatten(1)
+        expected = call.v[..., :1, :].detach().cpu().double().flatten(1)
         got = out.detach().cpu().double().flatten(1)
-        limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * work_roundoff(call.q.dtype) * expected.abs()
+        limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * WORK_ROUNDOFF * expected.abs()
         found.readings.append(floored("R9", got - expected, limit, float(expected.square().mean().sqrt())))
 
 
@@ -184,7 +196,7 @@ def _shifted_keys(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Keys on a grid on which adding c is exact, and the same with c added; c lifts the last query's scores by 30."""
     last = q[..., -1:, :].float()
     c = _SHIFT * last / (scale * last.square().sum(-1, keepdim=True).clamp_min(1e-6))
-    room = torch.finfo(k.dtype).max / 16  # a query near 0 would ask for keys beyond float16
+    room = number_format(k.dtype).largest / 16  # a query near 0 would ask for keys beyond float16
     c = c * (room / c.abs().amax(-1, keepdim=True).clamp_min(room))
     largest = (k.float().abs().amax((-1, -2), keepdim=True) + c.abs().amax(-1, keepdim=True)).clamp_min(1e-6)
     bits = number_format(k.dtype).bits - 1
@@ -223,5 +235,5 @@ def _later_keys(call: Attention, y: Tensor, found: Examined) -> None:
         a, b = out.detach().cpu().double()[blind], y.detach().cpu().double()[blind]
         scale = float(b.square().mean().sqrt())
         form = number_format(y.dtype)
-        limit = 8 * form.ulp(b) + 8 * form.u * scale + 64 * work_roundoff(y.dtype) * scale
+        limit = 8 * form.ulp(b) + 8 * form.u * scale + 64 * WORK_ROUNDOFF * scale
         found.readings.append(floored("R4", a - b, limit, scale))

@@ -15,12 +15,13 @@ R1, R8                  R7: signs that never change      stuck bit
 R1, R7, R8, R17         R18                              accumulation; rounding mode where it is short of an ulp
 all of these            R20, R21                         gain, swapped channels, dead input lane, block scale
 R12                     R13                              function table (exp)
-R13 or not              R12                              the scores
+R13 or not              R12                              the scores: truncation where errors grow with them
 R12, R13                R11                              gain (of the normaliser), accumulation, P itself
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ from noisescope.locators.pattern import Evidence
 from noisescope.locators.products import Recomputed
 from noisescope.sites import Site
 
+_PROPORTIONAL = math.sqrt(2.2 * 12.7)
 _TINY_GAP = 2.0**-8  # of the rms: a gap this small is a flush to zero, a larger one a dead zone
 
 
@@ -237,7 +239,24 @@ def _from_scores(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Named:
             return Named("saturation", 0.9, (), f"{int(off.sum())} scores that should be larger lie at about {top:.3g}")
     width = got.shape[-1]
     wide = scores.reshape(-1, width)
-    return _from_expected("matmul", (got.reshape(-1, width).float(), wide, torch.full_like(wide, float(limit))))
+    named = _from_expected("matmul", (got.reshape(-1, width).float(), wide, torch.full_like(wide, float(limit))))
+    if named.fault_class == "accumulation" and _in_proportion(got, scores):
+        return Named("truncation", 0.7, (), "scores are off in proportion to their size, as one short rounding makes")
+    return named
+
+
+def _in_proportion(got: Tensor, scores: Tensor) -> bool:
+    """Whether errors grow with the numbers themselves, as those of one rounding do and those of a sum do not.
+
+    Of |e / s|, the 95 % quantile is 2.2 times the median for one rounding (s log-uniform in its binade, e uniform in
+    its cell), and 12.7 times for normal errors that know nothing of s (a Cauchy ratio); the limit is their geometric
+    mean.
+    """
+    weight = scores.square().clamp_min(1e-12).reciprocal()  # the constant of each row, by the same hypothesis
+    error = got - scores
+    error = error - (weight * error).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
+    ratio = (error / scores).abs().nan_to_num(math.inf).flatten().sort().values
+    return float(ratio[int(0.95 * len(ratio))]) < _PROPORTIONAL * float(ratio[len(ratio) // 2])
 
 
 def _from_probabilities(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Named:

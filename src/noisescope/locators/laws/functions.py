@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.locators.floors import number_format, work_roundoff
+from noisescope.locators.floors import WORK_ROUNDOFF, number_format
 from noisescope.locators.laws.calls import Heard
 from noisescope.locators.laws.examined import Examined
 from noisescope.locators.laws.readings import Reading, exact, floored, host, rms
@@ -132,7 +132,7 @@ def _shape(operator: str, z: Tensor, y: Tensor) -> Reading:
 
 def log_odds(law: str, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> Reading:
     """log(p'_j / p'_max) = factor log(p_j / p_max), within the rounding of probabilities and scores."""
-    form, u = number_format(p.dtype), work_roundoff(p.dtype)
+    form, u = number_format(p.dtype), WORK_ROUNDOFF
     a, b = p.detach().cpu().double(), other.detach().cpu().double()
     least = 2.0**form.least * math.exp(_LEAST_LOG)
     at = a.argmax(-1, keepdim=True)
@@ -157,7 +157,7 @@ def examine_softmax(heard: Heard) -> Examined:
     dim = heard.kwargs.get("dim", heard.args[1] if len(heard.args) > 1 and isinstance(heard.args[1], int) else -1)
     if x is None or y is None or x.shape != y.shape or dim not in (-1, x.dim() - 1) or x.shape[-1] < 2:
         return Examined(skipped=["softmax laws: not over the last dimension"])
-    u, form = work_roundoff(y.dtype), number_format(y.dtype)
+    u, form = WORK_ROUNDOFF, number_format(y.dtype)
     finite = x.clamp(-1e4, 1e4) if x.is_floating_point() else x
     top = finite.amax(-1, keepdim=True)
     low = (finite - top).clamp_min(-24.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -19,14 +18,14 @@ from noisescope.anatomy import ROTARY as ROTARY_KIND
 from noisescope.locators.laws.calls import ATTENTION_MODULE, FUSED, MLP, PART, ROTARY, Heard, work
 from noisescope.probe.aims import CallWatcher, Context
 from noisescope.probe.attention import decomposed_config
-from noisescope.probe.door import Door
+from noisescope.probe.door import Door, PlainDoor
 from noisescope.probe.stand_in import StandIn
 
 Handler = Callable[[Heard], None]
 Choice = Callable[[Unit, str], Handler | None]
 
 
-class Listening(Door):
+class Listening(PlainDoor):
     """A door that hands whole calls to handlers, and counts the work of the calls they make."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, choose: Choice) -> None:
@@ -64,15 +63,6 @@ class Listening(Door):
 
     def aim_at_fused(self, unit: Unit) -> Any:
         return self.aim_at(unit, FUSED)
-
-    def __enter__(self) -> Listening:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
 
 def _doors_of_devices(model: nn.Module) -> list[Door]:

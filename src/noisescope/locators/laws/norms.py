@@ -15,12 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from noisescope.locators.floors import number_format, work_roundoff
+from noisescope.locators.floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format
 from noisescope.locators.laws import statistics
 from noisescope.locators.laws.calls import Heard, unbiased
 from noisescope.locators.laws.examined import Examined
 from noisescope.locators.laws.readings import Reading, exact, floored, host, looked_at, rms
-from noisescope.locators.laws.roundoff import Z_ELEMENT
 from noisescope.locators.laws.suspects import steadiness
 from noisescope.locators.recognise import NormFormula, norm_formula
 from noisescope.locators.recompute import host_arithmetic
@@ -49,12 +48,12 @@ def examine(heard: Heard, *, weights: bool = False) -> Examined:
     with host_arithmetic():
         rows = looked_at(base, _FEWEST_ROWS)
         whole, y0 = host(base), host(base)[rows].double()
-        found.readings.append(exact("R1", host(repeat).double(), whole.double(), round_off=_roundings(whole)))
-        found.readings.append(exact("R7", host(minus)[rows].double(), -y0, round_off=_roundings(whole[rows])))
+        found.readings.append(exact("R1", host(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
+        found.readings.append(exact("R7", host(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
         out = host(special).double()
         found.readings.append(exact("R26", out[:1], torch.full_like(out[:1], math.nan)))
         found.readings.append(exact("R8", out[1:], torch.zeros_like(out[1:]), scale=rms(y0)))
-        found.readings.append(_moved(host(turned)[rows], whole.roll(1, 0)[rows]))
+        found.readings.append(_moved(x, host(turned)[rows], whole.roll(1, 0)[rows]))
         _statistics(heard, host(x)[rows], whole[rows], found)
         if formula is None:
             found.skipped.append("R25, R6, R6' of norms: no known formula")
@@ -99,19 +98,20 @@ def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[l
     return drives
 
 
-def _moved(got: Tensor, expected: Tensor) -> Reading:
+def _moved(x: Tensor, got: Tensor, expected: Tensor) -> Reading:
     """The same rows in other places: at most two roundings apart."""
     a, b = got.double(), expected.double()
-    return floored("R2", torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(expected), rms(b))
+    return floored("R2", torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(x, expected), rms(b))
 
 
-def _roundings(y: Tensor) -> Tensor:
-    """What two roundings and sums in another order may change."""
-    values = y.double()
-    return 4 * number_format(y.dtype).ulp(values) + 32 * work_roundoff(y.dtype) * values.abs()
+def _roundings(x: Tensor, y: Tensor) -> Tensor:
+    """What two roundings and sums in another order may change: to the output's dtype, or before the gain to x's."""
+    values, dtype = y.double(), narrower(x.dtype, y.dtype)
+    return 4 * number_format(dtype).ulp(values) + 32 * WORK_ROUNDOFF * values.abs()
 
 
 def _statistics(heard: Heard, x: Tensor, y: Tensor, found: Examined) -> None:
+    y = y.to(narrower(x.dtype, y.dtype))  # a norm that rounds before a gain of 1 has no more bits than that
     different = statistics.different_rows(x)
     seen = statistics.look(y[different])
     weight = getattr(heard.callee, "weight", None)
@@ -163,13 +163,13 @@ def _right_numbers(heard: Heard, x: Tensor, y: Tensor, formula: NormFormula, fou
     n, _ = normalised(x, formula)
     gains = _gains(y.double(), n)
     if weights:
-        gains = _stored_gains(heard, gains, n, y.dtype, found)
-    found.facts.expected = (y, gains * n, _limit(x, n, gains, y.dtype, formula))
+        gains = _stored_gains(heard, gains, n, narrower(x.dtype, y.dtype), found)
+    found.facts.expected = (y, gains * n, _limit(x, n, gains, narrower(x.dtype, y.dtype), formula))
 
 
 def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: NormFormula) -> Tensor:
     """Two roundings to the dtype, one of the gain found, sums and root in float32, the cost of taking off the mean."""
-    form, u = number_format(dtype), work_roundoff(dtype)
+    form, u = number_format(dtype), WORK_ROUNDOFF
     expected = (gains * n).abs()
     limit = 4 * form.ulp(expected) + 4 * form.u * expected
     limit = limit + u * (16 + math.sqrt(n.shape[-1])) * expected
@@ -183,13 +183,14 @@ def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
     """y against w n: element by element, and a factor for each row, in which roundings average out."""
     n, _ = normalised(x, formula)
     expected, values = gains * n, y.double()
-    limit = _limit(x, n, gains, y.dtype, formula)
+    dtype = narrower(x.dtype, y.dtype)
+    limit = _limit(x, n, gains, dtype, formula)
     reading = floored(law, values - expected, limit, rms(expected))
     energy = expected.square().sum(-1)
     factor = torch.where(energy > 0, (values * expected).sum(-1) / energy.clamp_min(1e-300) - 1, 0.0)
     few = expected.pow(4).sum(-1).sqrt() / energy.clamp_min(1e-300)  # 1 / sqrt(number of elements that matter)
-    floor = Z_ELEMENT * number_format(y.dtype).u * few  # two roundings and those of the gains: below u together
-    floor = floor + work_roundoff(y.dtype) * (16 + math.sqrt(n.shape[-1]))
+    floor = Z_ELEMENT * number_format(dtype).u * few  # two roundings and those of the gains: below u together
+    floor = floor + WORK_ROUNDOFF * (16 + math.sqrt(n.shape[-1]))
     strength = float((factor.abs() / floor).nan_to_num(math.inf).max())
     if strength <= reading.strength:
         return reading
@@ -205,7 +206,7 @@ def _stored_gains(heard: Heard, gains: Tensor, n: Tensor, dtype: torch.dtype, fo
         return gains
     stored = host(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
     gains = torch.where((n != 0).any(0), gains, stored)  # an input that is always 0 says nothing of its gain
-    form, u = number_format(dtype), work_roundoff(dtype)
+    form, u = number_format(dtype), WORK_ROUNDOFF
     limit = (8 * form.u + u * (16 + math.sqrt(gains.numel()))) * stored.abs() + 1e-30
     reading = floored("R27", (gains - stored)[None], limit[None], rms(stored))
     slope = float((gains * stored).sum() / stored.square().sum().clamp_min(1e-300)) - 1

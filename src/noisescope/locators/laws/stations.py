@@ -15,6 +15,7 @@ from noisescope.locators.laws.examined import Examined, Facts
 from noisescope.locators.laws.listening import Handler
 from noisescope.locators.laws.readings import differing, host, same_bits
 from noisescope.locators.laws.suspects import count_changes, look_closer
+from noisescope.locators.products import as_multiplied
 from noisescope.locators.recompute import first_tensor, host_arithmetic
 from noisescope.locators.residuals import Recorder, Residuals
 from noisescope.sites import Place, Site
@@ -97,7 +98,8 @@ class Stations:
         x = heard.x
         if x is None or heard.output is None or not x.is_floating_point() or x.numel() == 0:
             return False
-        if float(x.detach().abs().max()) < min(_HUGE, torch.finfo(x.dtype).max / room):
+        largest = min(torch.finfo(t.dtype).max for t in (x, heard.output))  # unlike under autocast
+        if float(x.detach().abs().max()) < min(_HUGE, largest / room):
             return True
         self.add(heard, Examined(skipped=[_TOO_LARGE]))
         return False
@@ -111,14 +113,15 @@ class Stations:
         call, biased = unbiased(heard)
         packed = heard.unit.packed
         x, y = heard.tensors
+        given = as_multiplied(x, y)
         own = linear.Linear(
-            call, x, x.shape[-1], additive=not packed, zero_channels=lambda c: weights.silent(heard.callee, c)
+            call, given, x.shape[-1], additive=not packed, zero_channels=lambda c: weights.silent(heard.callee, c)
         )
-        found, base = linear.examine(own, None if biased else y)
+        found, base = linear.examine(own, y if given is x and not biased else None)
         if packed:
             found.skipped.append(f"R18, R26: {packed} may quantise what it is given")
         if self.weights:
-            weights.checksums(heard, found)
+            weights.freivalds(heard, found)
         if found.broken:
             look_closer(own, base, found)
             if self.weights:
@@ -209,8 +212,9 @@ class Stations:
             return y
 
         # Rows of a plain linear are free; those of grouped products belong to an expert, of a batch to its matrix.
-        own = linear.Linear(call, x, x.shape[-1], free_rows=name == "linear")
-        found, base = linear.examine(own, None if biased or added else heard.output)
+        given = as_multiplied(x, heard.tensors[1])
+        own = linear.Linear(call, given, x.shape[-1], free_rows=name == "linear")
+        found, base = linear.examine(own, heard.output if given is x and not (biased or added) else None)
         if found.broken:
             look_closer(own, base, found)
         self.add(heard, found)

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.locators.floors import number_format
+from noisescope.locators.floors import INTEGERS, as_judged, number_format
 from noisescope.locators.laws.readings import Reading, columns, rms
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CELLS = 40  # different settings of the higher bits under which a bit must stay the same: 2^-39 by chance
 _CONSTANT = 0.995
 _SAMPLE = 1024
@@ -48,6 +47,7 @@ def different_rows(x: Tensor) -> Tensor:
 
 def look(y: Tensor) -> Statistics:
     """Statistics of an output [R, C] in its own dtype, rows all different, no bias added."""
+    y = as_judged(y)
     values = y.double()
     usable = values.isfinite().all(-1)
     y, values = y[usable], values[usable]

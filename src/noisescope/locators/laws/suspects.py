@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from noisescope.locators.floors import number_format
+from noisescope.locators.floors import INTEGERS, number_format
 from noisescope.locators.laws import statistics
 from noisescope.locators.laws.examined import Examined, Facts
 from noisescope.locators.laws.linear import SEED, Linear, allowed, random_half, scale_factor, split
@@ -136,7 +136,7 @@ def _at_zero(zero: Tensor, y: Tensor, dtype: torch.dtype) -> str:
         return ""
     values = zero[hit]
     same = bool((values == values[0]).all())
-    bits = int(values[:1].to(dtype).view(statistics.INTEGERS[dtype.itemsize])[0]) % (1 << 8 * dtype.itemsize)
+    bits = int(values[:1].to(dtype).view(INTEGERS[dtype.itemsize])[0]) % (1 << 8 * dtype.itemsize)
     if same and bits.bit_count() == 1:
         return "one bit"
     if bool((y[:, hit.any(0)] == y[:1, hit.any(0)]).all()):

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.locators import products
-from noisescope.locators.floors import number_format, operand_spread, sum_spread, work_roundoff
+from noisescope.locators.checksums import BLOCK, checksums
+from noisescope.locators.floors import Z_ELEMENT, shortened
 from noisescope.locators.laws.calls import Heard, parameters_replaced, unbiased
 from noisescope.locators.laws.examined import Examined
 from noisescope.locators.laws.readings import Reading, columns, differing, exact, floored, host, looked_at, rms
-from noisescope.locators.laws.roundoff import Z_ELEMENT, combination, mean_square_limit
+from noisescope.locators.laws.roundoff import combination, mean_square_limit
 from noisescope.locators.recompute import host_arithmetic
 
-BLOCK = 64  # outputs under one checksum: a single wrong element must show above the rounding of its neighbours
 _SEED = 21
 _READ_BACK = 4096  # columns that are read back at most
 
@@ -39,8 +39,8 @@ def silent(module: Any, channels: tuple[int, ...]) -> set[int]:
     return set() if weight is None else {c for c in channels if not bool(weight[c].any())}
 
 
-def checksums(heard: Heard, found: Examined) -> None:
-    """R21: sum_n r_n y_n = x . sum_n r_n w_n over blocks of 64 outputs, r = +-1 (Freivalds 1977)."""
+def freivalds(heard: Heard, found: Examined) -> None:
+    """R21: checksums of every row over blocks of 64 outputs."""
     x, module = heard.x, heard.callee
     weight = weight_of(module) if isinstance(module, nn.Module) else None
     if weight is None or x is None:
@@ -49,37 +49,16 @@ def checksums(heard: Heard, found: Examined) -> None:
     call, biased = unbiased(heard)
     out = call(x) if biased else heard.y
     with host_arithmetic():
-        a, y = host(x), host(out)
-        rows = looked_at(y)
-        a, y = a[rows].double(), y[rows]
-        signs = (
-            torch.randint(0, 2, (len(weight),), generator=torch.Generator("cpu").manual_seed(_SEED)).double() * 2 - 1
-        )
-        owner = torch.arange(len(weight)) // BLOCK
-        count = int(owner[-1]) + 1
-
-        def per_block(t: Tensor) -> Tensor:
-            return t.new_zeros(t.shape[0], count).index_add_(1, owner, t)
-
-        expected = a @ per_block((weight.double() * signs[:, None]).T.contiguous())
-        squares = a.square() @ per_block(weight.double().square().T.contiguous())
-        got = per_block(y.double() * signs)
-        form, u = number_format(y.dtype), work_roundoff(y.dtype)
-        variance = per_block(form.ulp(y.double()).square() / 12)
-        variance = variance + sum_spread(a.shape[-1], squares, per_block(y.double().square()).sqrt(), u).square()
-        shortened = operand_spread(squares) if y.dtype == torch.float32 else None
-        if shortened is not None:
-            variance = variance + shortened.square()
-        z = (got - expected) / variance.clamp_min(1e-300).sqrt()
-        z = torch.where(got.isfinite() & expected.isfinite(), z, torch.where(got.isfinite(), 0.0, math.inf))
-        square = float(z.square().mean())
-        limit = mean_square_limit(z.numel())
-        worst = float(z.abs().max()) / Z_ELEMENT
-        strength = max(worst, math.sqrt(square / limit))
-        scale = max(rms(y.double()), 1e-300)
-        size = float((got - expected).square().mean().sqrt()) / math.sqrt(BLOCK) / scale
-        floor = math.sqrt(limit * float(variance.mean())) / math.sqrt(BLOCK) / scale
-        share = float((z.abs() > Z_ELEMENT).double().mean())
+        rows = looked_at(out)
+        a, y = products.as_multiplied(host(x)[rows], out), host(out)[rows]
+        signs = products.Rows(len(rows), _SEED).signs(len(weight))
+        sums = checksums(a, products.as_multiplied(weight, out), None, y, signs, shortened(out))
+        square, limit = float(sums.z.square().mean()), mean_square_limit(sums.z.numel())
+        strength = max(float(sums.z.max()) / Z_ELEMENT, math.sqrt(square / limit))
+        scale = max(rms(y.double()), 1e-300) * math.sqrt(BLOCK)
+        size = float(sums.error.square().mean().sqrt()) / scale
+        floor = math.sqrt(limit * float(sums.variance.mean())) / scale
+        share = float((sums.z > Z_ELEMENT).double().mean())
         found.readings.append(Reading("R21", strength, size, floor, share, (), y.numel()))
 
 
@@ -90,7 +69,7 @@ def look_closer(heard: Heard, found: Examined) -> None:
     if weight is None or x is None:
         return
     call, _ = unbiased(heard)
-    width = x.shape[-1]
+    weight, width = products.as_multiplied(weight, heard.y), x.shape[-1]
     read = min(width, _READ_BACK)
     rows = x.numel() // width
     units = torch.eye(width, dtype=x.dtype, device=x.device)[:read]

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noisescope.anatomy import MODULE, Anatomy, Unit
+from noisescope.locators.floors import number_format
 from noisescope.locators.inputs import Batch
 from noisescope.locators.laws.readings import Reading, differing, rms, same_bits
 from noisescope.locators.recompute import host_arithmetic
 from noisescope.probe.aims import CallWatcher, Context
-from noisescope.probe.door import Door
+from noisescope.probe.door import PlainDoor
 from noisescope.runs.forwards import without_cache
 from noisescope.sites import Site
 
-_SAFETY = 8.0  # times the model's answer to one unit in the last place
+# Times the model's answer to one unit in the last place. Null: two healthy runs differ by sqrt(2) 0.425 u at every
+# operator, one unit is 2 u, and a deep model amplifies both alike: so healthy answers reach 0.3 / 8 = 0.04 of the limit
+# where roundings decide, and more where float32 sums are longer than a few hundred terms (their error is above one
+# rounding). Largest seen: 0.11 in 96 looks (benchmarks/healthy_limits.py).
+_SAFETY = 8.0
 _SEED = 45
 _JITTERED = ("linear", "norm", "silu", "gelu")
 
@@ -51,7 +55,7 @@ def looks_back_only(model: nn.Module) -> bool:
     return not getattr(config, "is_encoder_decoder", False) and ("ForCausalLM" in name or "LMHeadModel" in name)
 
 
-class Blocks(Door):
+class Blocks(PlainDoor):
     """Keeps what the blocks gave; with `jitter` it moves the outputs of operators by one unit in the last place."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, *, jitter: bool = False) -> None:
@@ -64,15 +68,6 @@ class Blocks(Door):
         if wanted and (operator == "residual" or (self.jitter is not None and operator in _JITTERED)):
             return _Keeper(self, unit, operator)
         return None
-
-    def __enter__(self) -> Blocks:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
 
 class _Keeper(CallWatcher):
@@ -92,7 +87,7 @@ class _Keeper(CallWatcher):
             return None
         signs = torch.randint(0, 2, y.shape, generator=self.door.jitter, device="cpu") * 2 - 1
         with torch._C.DisableTorchFunction():
-            return y * (1 + torch.finfo(y.dtype).eps * signs.to(y.device)).to(y.dtype)
+            return y * (1 + 2 * number_format(y.dtype).u * signs.to(y.device)).to(y.dtype)
 
 
 def repeatability(first: Tensor, turned: Tensor, again: Tensor) -> dict[str, Reading]:

@@ -1,0 +1,165 @@
+"""What lies between operators is found by form, and looked at bit for bit."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.anatomy import Unit
+from noisescope.locators.audit import audit
+from noisescope.locators.seams import Seams, words
+from noisescope.sites import Site
+from noisescope.testing import tiny_model
+
+
+def first_of(verdict):
+    assert verdict.verdict == "faulty", verdict.notes
+    return verdict.suspects[0]
+
+
+def altered_product(model, layer, change):
+    """The block multiplies gate and up in its own way."""
+
+    def forward(self, x):
+        return self.down_proj(change(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+    mlp = model.model.layers[layer].mlp
+    mlp.forward = types.MethodType(forward, mlp)
+
+
+def one_ulp(x):
+    x = x.clone()
+    x[0, 3, 5] = torch.nextafter(x[0, 3, 5], torch.tensor(torch.inf, dtype=x.dtype))
+    return x
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_input_of_healthy_models_is_explained(kind, dtype):
+    """Copies, parts of fused projections, products, rotations and norms of heads: nothing is left over."""
+    verdict = audit(tiny_model(kind, layers=3).to(dtype))
+    assert verdict.verdict == "healthy"
+    assert verdict.smallest_visible["between operators"]["sites"] >= 3 * 8
+    assert not [note for note in verdict.notes if "between operators" in note]
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_one_element_of_a_product_off_by_one_ulp(layer):
+    """Also where the first block is the faulty one, whose form is known only afterwards."""
+    model = tiny_model("llama", layers=4)
+    altered_product(model, layer, one_ulp)
+    suspect = first_of(audit(model))
+    assert (suspect.site.place, suspect.site.operator, suspect.site.tensor) == (layer, "linear", "input")
+    assert suspect.site.module.endswith("mlp.down_proj")
+    assert "mlp.act_fn x mlp.up_proj" in suspect.evidence
+
+
+def test_angles_of_one_block_are_wrong():
+    """Queries and keys of a block that turns them otherwise are named, and nothing behind them."""
+    model = tiny_model("llama", layers=4)
+    attention = model.model.layers[1].self_attn
+    original = attention.forward
+
+    def forward(hidden_states, position_embeddings, **others):
+        cos, sin = position_embeddings
+        return original(hidden_states=hidden_states, position_embeddings=(cos * 1.001, sin), **others)
+
+    attention.forward = forward
+    verdict = audit(model)
+    assert {(s.site.place, s.site.module, s.site.tensor) for s in verdict.suspects} == {
+        (1, "model.layers.1.self_attn", "input")
+    }
+    # query and key, not value, of the fused call; and the query again where attention was taken apart
+    assert {(s.site.operator, s.site.occurrence) for s in verdict.suspects} == {
+        ("attention", 0),
+        ("attention", 1),
+        ("matmul", 0),
+    }
+
+
+def test_noise_of_a_scope_inside_attention_is_seen():
+    """An `inject` scope acts behind the probabilities that the audit hears, and before the product that gets them."""
+    model = tiny_model("llama", layers=4)
+    with ns.inject(model, ns.Injection(ns.Gaussian(0.05), operators={"softmax"}, layers={2})):
+        suspect = first_of(audit(model))
+    assert (suspect.site.place, suspect.site.operator, suspect.site.tensor) == (2, "matmul", "input")
+
+
+def test_what_a_hook_changes_is_seen_behind_it():
+    """A forward hook acts after its operator: the operator is right, what the next one gets is not."""
+    model = tiny_model("llama", layers=4)
+    with torch.no_grad():
+        hook = model.model.layers[2].mlp.gate_proj.register_forward_hook(lambda module, args, y: y * 1.01)
+        suspect = first_of(audit(model))
+        hook.remove()
+    assert suspect.site.module == "model.layers.2.mlp.act_fn"
+    assert (suspect.site.tensor, suspect.fault_class) == ("input", "gain")
+    assert audit(model).verdict == "healthy"
+
+
+def test_a_product_that_is_wrong_in_every_block_is_no_healthy_one():
+    """No block shows the right form bit for bit, so that nobody can be blamed, but the verdict is not healthy."""
+    model = tiny_model("llama", layers=3)
+    for layer in range(3):
+        altered_product(model, layer, lambda x: x * (1 + 2**-12))
+    verdict = audit(model)
+    assert verdict.verdict == "undecided"
+    assert any("nearly mlp.act_fn x mlp.up_proj" in note for note in verdict.notes)
+    assert any(site.tensor == "input" for site in verdict.unseen)
+
+
+def test_a_model_that_scales_its_queries_is_only_noted():
+    """OPT scales queries before attention: not looked at, said so, and no reason for doubt."""
+    verdict = audit(tiny_model("opt", layers=3))
+    assert verdict.verdict == "healthy"
+    assert any("what lies before self_attn query" in note for note in verdict.notes)
+
+
+def heads(x, count):
+    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def seen(*, wrong=()):
+    """Four blocks with a projection of two kv heads that are turned in pairs and repeated three times."""
+    seams = Seams()
+    angles = torch.linspace(0, 2, 5 * 4).reshape(1, 5, 4).repeat_interleave(2, -1)
+    for index in range(4):
+        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(index))
+        site = Site("attention", index, f"layers.{index}.attn", "attention", "input")
+        seams.begin_block()
+        seams.gave("k_proj", x)
+        key = heads(x, 2)
+        across = torch.stack([-key[..., 1::2], key[..., ::2]], -1).flatten(-2)
+        key = key * angles.cos()[:, None] + across * angles.sin()[:, None]
+        key = key.repeat_interleave(3, 1).clone()
+        if index in wrong:
+            key[1, 4, 2, 6] += 1
+        seams.got("attn key", site, index, key, heads=True)
+        unit = Unit(f"layers.{index}", "module", index, "", ("residual",))
+        seams.end_block(unit, x, (angles.cos(), angles.sin()))
+    return seams
+
+
+def test_pairs_turned_and_heads_repeated():
+    """The other style of rotation, and keys repeated for groups of queries."""
+    seams = seen()
+    assert seams.forms == {"attn key": {("heads", ("k_proj", 0), "pairs", 3): 4}}
+    assert words(next(iter(seams.forms["attn key"]))) == "k_proj, turned by its position, each head 3 times"
+    assert not seams.unexplained() and not list(seams.failures())
+
+
+def test_most_blocks_decide_here_too():
+    """One wrong block is a failure, three of four are no form."""
+    assert [block.unit.place for block, *_ in seen(wrong={2}).failures()] == [2]
+    assert not list(seen(wrong={0, 1, 2}).failures())
+
+
+def test_a_fault_at_an_operator_is_not_blamed_on_what_follows_it():
+    """The next operator gets exactly what the faulty one gave."""
+    model = tiny_model("llama", layers=4)
+    with ns.faulty(model, "gain:0.05@2/linear/up_proj"):
+        verdict = audit(model)
+    assert [suspect.site.tensor for suspect in verdict.suspects] == ["output"]

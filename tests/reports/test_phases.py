@@ -1,0 +1,123 @@
+"""The experiment of phases as a document, from a small hand-made result; and drawn again by the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from noisescope.cli import app
+from noisescope.errors import InvalidInput
+from noisescope.reports.document import Bullets, Chart, Table
+from noisescope.reports.phases import PhasesReport, verdict_line
+
+
+def estimate(value: float, *, margin: float = 0.02) -> dict[str, Any]:
+    return {"value": value, "low": value - margin, "high": value + margin, "n": 200, "level": 0.95}
+
+
+def arm(name: str, noisy: float) -> dict[str, Any]:
+    injections = {"forward": 0 if name == "none" else 120000, "backward": 0}
+    return {
+        "name": name,
+        "seeds": [0, 1],
+        "accuracy": {"0": estimate(0.98), "0.05": estimate(noisy)},
+        "retention": {"0.05": estimate(noisy / 0.98)},
+        "training": {"diverged": 0, "gradient_norm": 2.0814962, "held_out_loss": 0.021, "injections": injections},
+    }
+
+
+def criterion(quantity: str, verdict: str, value: float, needed: Any = None) -> dict[str, Any]:
+    return {
+        "name": f"{quantity} criterion",
+        "statement": f"a statement of {quantity}",
+        "quantity": quantity,
+        "estimate": estimate(value),
+        "seeds": 2,
+        "verdict": verdict,
+        "would_decide": needed,
+    }
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    settings = {
+        "arms": ["none", "forward@0.05"],
+        "seeds": 2,
+        "noise_seeds": 2,
+        "operators": ["gemm"],
+        "training": {"steps": 600, "batch": 512, "rate": 3e-4},
+    }
+    undecided = "not decidable with this n"
+    return {
+        "schema_version": 1,
+        "run": {"model": {"source": "a task"}, "data": {"source": "sums"}, "settings": settings, "device": "cpu"},
+        "arms": [arm("none", 0.78), arm("forward@0.05", 0.9)],
+        "seeds": [0, 1],
+        "n": 200,
+        "levels": [0.0, 0.05],
+        "trained": {"done": 4, "of": 4},
+        "hypotheses": [
+            criterion("accuracy", "supported", 0.12),
+            criterion("accuracy", undecided, 0.01, {"seeds": 8, "n": 400}),
+            criterion("gradient_norm", undecided, math.log(1.5), {"seeds": 5, "n": 1}),
+        ],
+        "theory": {"verdict": undecided, "because": {"forward beats both": "supported"}},
+        "could_not_see": [],
+    }
+
+
+def table(report: Any, key: str) -> Table:
+    blocks = [block for section in PhasesReport(report).document().sections for block in section.blocks]
+    return next(block for block in blocks if isinstance(block, Table) and block.key == key)
+
+
+def test_a_criterion_is_told_in_its_own_unit(report: Any) -> None:
+    """Shares differ by points, norms by a factor; what would decide counts problems only where problems are asked."""
+    rows = [[cell.text for cell in row] for row in table(report, "hypotheses").rows]
+    assert rows[0][1:] == ["+12.00 points [+10.00, +14.00]", "supported", ""]
+    assert rows[1][3] == "8 seeds, 400 problems"
+    assert (rows[2][1], rows[2][3]) == ("factor 1.5 [1.47, 1.53]", "5 seeds")
+    assert verdict_line(report["hypotheses"][0]).startswith("supported: a statement of accuracy (+12.00 points")
+
+
+def test_the_theory_says_by_which_criteria(report: Any) -> None:
+    """Its verdict stands first, and under it those of the criteria it goes by."""
+    blocks = PhasesReport(report).document().sections[0].blocks
+    assert isinstance(blocks[1], Bullets)
+    assert [(item.lead, item.text) for item in blocks[1].items] == [("forward beats both:", "supported")]
+
+
+def test_arms_have_rounded_numbers_and_a_chart_for_each_noise(report: Any) -> None:
+    """No raw digits reach a reader; a level without noise has no chart."""
+    assert table(report, "arms").head[2:] == (
+        "accuracy at 0 % noise",
+        "accuracy at 5 % noise",
+        "retention at 5 % noise",
+    )
+    assert [cell.text for cell in table(report, "training").rows[1]] == [
+        "forward@0.05",
+        "0",
+        "2.08",
+        "0.021",
+        "120000",
+        "0",
+    ]
+    blocks = PhasesReport(report).document().sections[1].blocks
+    assert [block.title for block in blocks if isinstance(block, Chart)] == ["Accuracy at 5 % noise"]
+
+
+def test_a_stored_experiment_is_drawn_again(report: Any, tmp_path: Path) -> None:
+    """`noisescope report` sees from report.json what kind it is; plans, which need a diagnosis, refuse it in a line."""
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report), encoding="utf-8")
+    drawn = CliRunner().invoke(app, ["report", str(file), "--format", "md,html,pdf"])
+    assert drawn.exit_code == 0, drawn.output
+    assert (tmp_path / "report.md").read_text(encoding="utf-8").startswith("# noisescope: noise in training, by phase")
+    refused = CliRunner().invoke(app, ["plan", "migration", str(file)])
+    assert refused.exit_code == InvalidInput.exit_code
+    assert "needs the report of a diagnosis" in refused.output
