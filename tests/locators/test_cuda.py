@@ -27,7 +27,7 @@ def test_a_healthy_device_is_healthy(dtype, method):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", ["gain:0.01", "bias:0.05", "stuck_bit", "dead_lane"])
+@pytest.mark.parametrize("fault", ["gain:0.01", "bias:0.05", "stuck_bit:bit=5", "dead_lane"])
 def test_a_fault_is_named(fault, dtype):
     """Layer and operator of a fault in one linear."""
     subject = ns.load("demo", device="cuda", dtype=dtype)
