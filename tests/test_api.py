@@ -19,6 +19,7 @@ import noisescope as ns
 from noisescope import api
 from noisescope.diagnosis import whole
 from noisescope.errors import InvalidInput
+from noisescope.preparation import material_of
 from noisescope.reports.report import Report
 from noisescope.runs.store import Store
 from noisescope.testing import tiny_model
@@ -173,6 +174,14 @@ def test_a_model_without_tokenizer_needs_tokens() -> None:
         api.diagnose(subject())
 
 
+def test_a_report_says_where_its_data_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, so that a plan finds them from another folder."""
+    (tmp_path / "text.jsonl").write_text('{"text": "3 + 4 = 7"}\n')
+    monkeypatch.chdir(tmp_path)
+    _, found = material_of(ns.load("demo"), "text.jsonl", 1, 16, which="test")
+    assert found is not None and found.source == str(tmp_path / "text.jsonl")
+
+
 def test_reports_are_read_back(unbroken: Report, tmp_path: Path) -> None:
     """From the file or its folder; what is no report is refused."""
     paths = unbroken.save(tmp_path)
@@ -182,7 +191,7 @@ def test_reports_are_read_back(unbroken: Report, tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "x.json", "no schema_version"),
         (tmp_path / "none", "no report at"),
-        (paths[1], "no report"),
+        (paths[1], "no report: .* Give the report.json that"),
     ):
         with pytest.raises(InvalidInput, match=words):
             Report.load(path)

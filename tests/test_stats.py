@@ -175,6 +175,15 @@ def test_single_seed_proportion_is_wilson() -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=2e-5)
 
 
+def test_zeros_of_a_divergence_are_no_wrong_answers() -> None:
+    """Nats have no Wilson interval: of zeros alone there is none, and one number above 0 gives the usual one."""
+    assert stats.mean([0.0] * 4).high == pytest.approx(0.49, abs=0.01)
+    assert stats.mean([0.0] * 4, countable=False) == stats.Estimate(0.0, None, None, 4)
+    some = stats.mean([0.0, 1.0, 0.0, 1.0, 1.0], countable=False)
+    nearly = stats.mean([1e-9, 1.0, 0.0, 1.0, 1.0])
+    assert (some.low, some.high) == pytest.approx((nearly.low, nearly.high))
+
+
 def test_single_seed_p_is_mcnemar() -> None:
     """With one seed the p of no difference is McNemar's: (lost - gained)^2 / (lost + gained)."""
     x, y = np.repeat([1.0, 1, 0, 0], [600, 30, 14, 356]), np.repeat([1.0, 0, 1, 0], [600, 30, 14, 356])

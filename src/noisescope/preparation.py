@@ -283,7 +283,7 @@ def _data_set(subject: Subject, data: Any, count: int, which: str) -> DataSet | 
     if isinstance(data, DataSet):
         return data.take(count)
     if isinstance(data, (str, Path)):
-        return read_data(data, limit=count)
+        return read_data(Path(data).expanduser().absolute(), limit=count)  # a report is read from other folders, too
     return None
 
 

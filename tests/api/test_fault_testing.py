@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope.api.fault_testing import run_fault_tests
+from noisescope.api.fault_testing import _recovered, run_fault_tests
+from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.plans.fault_tests import FaultTest
 from noisescope.runs.stepping import stepwise
@@ -27,6 +28,9 @@ def data(subject: Subject) -> list[dict[str, torch.Tensor]]:
         answers = subject.model(ids).logits[:, -1:].argmax(-1)
     labels = torch.cat([torch.full_like(ids, -100), answers], 1)
     return [{"input_ids": torch.cat([ids, answers], 1), "labels": labels}]
+
+
+POISONED = ["gain:1e39,start=1,duration=1@0/residual"]  # one token beyond the range of float32: NaN in the cache
 
 
 def case(faults: list[str], **criteria: Any) -> FaultTest:
@@ -64,16 +68,48 @@ def test_outputs_that_are_not_finite_are_counted(subject, data):
     assert row["verdict"] == "fail" and row["criteria"][0]["value"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "steps"),
+    [([], 0), ([1], 2), ([1, 3], 4), ([4], 5), ([5], None), ([1, 2, 3, 4, 5], None)],
+)
+def test_the_step_at_which_it_is_right_again(wrong, steps):
+    """And stays so; none where the last step watched is wrong. The faulty step itself does not count."""
+    clean = torch.zeros(7, dtype=torch.int64)  # one before the fault, the faulty one, five after it
+    faulted = clean.clone()
+    faulted[1] = 9
+    faulted[[1 + step for step in wrong]] = 9
+    assert _recovered(clean, faulted) == steps
+
+
 def test_a_fault_of_one_step_recovers_or_not(subject, data):
-    """A block wiped out for one token stays in the cache; a small gain for one token is forgotten."""
-    wiped, small = run(
+    """What a block wiped out for one token leaves in the cache, or NaN there for ever; a small gain is forgotten."""
+    wiped, poisoned, small = run(
         subject,
         data,
         case(["dead_lane:channels=all,start=1,duration=1@0/residual"], recovery_time="< 5 steps"),
+        case(POISONED, recovery_time="< 5 steps"),
         case(["gain:1e-6,start=1,duration=1@0/residual"], recovery_time="< 5 steps"),
     )
     assert small["verdict"] == "pass" and small["criteria"][0]["value"] == 0
-    assert wiped["criteria"][0]["value"] > small["criteria"][0]["value"]
+    assert wiped["verdict"] == "fail" and wiped["criteria"][0]["value"] == max(wiped["measured"]["recovery_steps"]) >= 5
+    assert poisoned["verdict"] == "fail" and poisoned["criteria"][0]["value"] is None
+    assert "12 of 12 samples are not right again within the steps watched, < 5 steps wanted" in poisoned["message"]
+
+
+@pytest.mark.parametrize(("tokens", "watched"), [(7, 0), (8, 12)])
+def test_samples_too_short_to_fail_recovery_decide_nothing(subject, data, tokens, watched):
+    """Under five steps after the fault nothing is known: no pass, however it ends."""
+    short = [{name: tensor[:, -tokens:] for name, tensor in batch.items()} for batch in data]
+    (row,) = run(subject, short, case(POISONED, recovery_time="< 5 steps"))
+    assert row["measured"].get("recovery_steps", []) == [None] * watched
+    assert row["verdict"] == ("fail" if watched else "undecided")
+    assert ("samples of at least 8 tokens" in row["message"]) is not bool(watched)
+
+
+def test_a_case_that_can_not_be_judged_stops_before_the_model_runs(subject):
+    """No data are needed to say so."""
+    with pytest.raises(InvalidInput, match="unknown criterion 'speed'"):
+        run(subject, None, case(["gain:1@0"], speed=1))
 
 
 def test_faults_are_to_be_found(subject, data):

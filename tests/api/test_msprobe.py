@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import noisescope as ns
+from noisescope.cli import app
 from noisescope.errors import InvalidInput
 from noisescope.testing import tiny_model
 
 IDS = torch.arange(3, 35).reshape(2, 16)
 
 
-def dump(model, folder: Path) -> Path:
+def dump(model, folder: Path, step: int = 0) -> Path:
     """What msprobe writes at level L0: dump.json, and a .pt file for each tensor."""
-    rank = folder / "step0" / "rank0"
+    rank = folder / f"step{step}" / "rank0"
     (rank / "dump_tensor_data").mkdir(parents=True)
     data: dict = {"Functional.relu.0.forward": {"input_args": [], "output": []}}
 
@@ -67,6 +69,66 @@ def test_a_dump_against_a_record(model, tmp_path):
     found = ns.compare(record, good)
     assert found.verdict in ("identical", "round-off") and len(found.rows) > 30
     assert any("sites are compared" in note for note in found.notes)
+
+
+def rewritten(folder: Path, module: str, **changes) -> None:
+    """Other facts about the output of one module in a dump."""
+    file = folder / "step0" / "rank0" / "dump.json"
+    about = json.loads(file.read_text())
+    entry = next(value for name, value in about["data"].items() if name.startswith(f"Module.{module}."))
+    entry["output"][0] |= changes
+    file.write_text(json.dumps(about))
+
+
+def test_a_tensor_of_another_shape_does_not_pass(model, tmp_path):
+    """Whatever the other tensors say; it is named."""
+    good, other = dump(model, tmp_path / "good"), dump(model, tmp_path / "other")
+    name = "model.layers.1.self_attn.q_proj"
+    file = next((other / "step0" / "rank0" / "dump_tensor_data").glob(f"Module.{name}.*"))
+    torch.save(torch.load(file, weights_only=True)[..., :-2], file)
+    found = ns.compare(good, other, max_mape=0.05)
+    assert found.passed is False and [site.module for site in found.uncompared] == [name]
+    assert any("are not compared" in note and name in note for note in found.notes)
+    assert ns.compare(good, other, layers=[0], max_mape=0.05).passed is True
+    printed = CliRunner().invoke(app, ["compare", str(good), str(other), "--max-mape", "0.05"])
+    assert printed.exit_code == 1 and "not passed, 1 sites can't be compared" in printed.output
+
+
+def test_tokens_in_one_dimension_are_all_compared(tmp_path):
+    """A router is given [prompts x tokens, channels]: an error in the last token is seen there, and placed."""
+    model = tiny_model("mixtral")
+    good, other = dump(model, tmp_path / "good"), dump(model, tmp_path / "other")
+    flat = [file for file in (other / "step0" / "rank0" / "dump_tensor_data").iterdir() if ".gate." in file.name]
+    tensor = torch.load(flat[0], weights_only=True)
+    assert tensor.shape[0] == IDS.numel()
+    tensor[-1, 2] += 1
+    torch.save(tensor, flat[0])
+    (row,) = (row for row in ns.compare(good, other).rows if row.measures.relative_l2)
+    assert row.measures.elements == tensor.numel()
+    assert (row.measures.where.prompt, row.measures.where.token, row.measures.where.channel) == (1, 15, 2)
+
+
+def test_steps_are_in_the_order_of_their_numbers(model, tmp_path):
+    """Of step9 and step10 the first is step9, and the comparison says which was taken."""
+    folder = dump(model, dump(model, tmp_path / "x", step=10), step=9)
+    found = ns.compare(folder, folder)
+    assert found.sides["a"]["path"] == str(folder / "step9" / "rank0")
+
+
+def test_another_dtype_is_refused(model, tmp_path):
+    """Dumps don't tell their model, but they tell the dtype."""
+    good, other = dump(model, tmp_path / "good"), dump(model.bfloat16(), tmp_path / "other")
+    with pytest.raises(InvalidInput, match="one computed in float32, the other in bfloat16"):
+        ns.compare(good, other)
+
+
+def test_an_output_without_a_file_is_left_out(model, tmp_path):
+    """With a note that names it; the rest is compared."""
+    good = dump(model, tmp_path / "good")
+    rewritten(good, "model.layers.1.mlp.down_proj", data_name=None)
+    found = ns.compare(good, good)
+    assert all(row.site.module != "model.layers.1.mlp.down_proj" for row in found.rows)
+    assert any("1 outputs have no file" in note and "layers.1.mlp.down_proj" in note for note in found.notes)
 
 
 def test_pickles_are_not_run(model, tmp_path):

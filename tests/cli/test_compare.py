@@ -68,6 +68,7 @@ def test_what_can_not_be_meant_is_refused(records: Path, tmp_path: Path) -> None
     pair = (records / "good.record", records / "good.record")
     refused = {
         ("--layers", "7,99", "--max-mape", "0.05"): "no site of layers 99 is in both records",
+        ("--layers", ""): "no layers are chosen: name some of the blocks 0, 1,",
         ("--max-mape", "nan"): "not below 0; got nan",
         ("--affordable", "0.1"): "--affordable needs --sensitivity",
         ("-o", str(records / "good.record" / "record.json" / "x.json")): "can't write",

@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from noisescope.cli import app
+from noisescope.errors import InvalidInput
 from noisescope.reports.report import Report
 
 
@@ -46,6 +47,20 @@ def test_the_gate_passes_and_fails(baseline, tmp_path):
     assert code == 1 and result["verdict"] == "fail" and result["worst"]["ratio"]["value"] == pytest.approx(2, rel=1e-3)
 
 
+def test_fault_tests_load_the_model_as_the_report_says(baseline, monkeypatch):
+    """In the dtype it was measured in, unless another is given."""
+    seen = []
+
+    def refused(model, *, dtype, **loading):
+        seen.append((model, dtype))
+        raise InvalidInput("seen enough")
+
+    monkeypatch.setattr("noisescope.cli.common.load_subject", refused)
+    for options in ((), ("--dtype", "bfloat16")):
+        assert run("plan", "fault-tests", baseline, "--run", *options)[0] == 2
+    assert seen == [("demo", "float32"), ("demo", "bfloat16")]
+
+
 def test_migration_and_fault_tests(baseline, tmp_path):
     """Both plans from the report; a test that fails gives code 1, with everything written."""
     code, said = run("plan", "migration", baseline, "-o", tmp_path / "plan.json", "--device", "npu")
@@ -59,6 +74,9 @@ def test_migration_and_fault_tests(baseline, tmp_path):
     assert code == int(any(row["verdict"] == "fail" for row in found["results"])) == 1
     assert json.loads((tmp_path / "out" / "fault_tests.json").read_text()) == found
     assert ET.parse(tmp_path / "faults.xml").getroot()[0].get("tests") == "2"
+    for options, reason in ((("--limit", 0, "--run"), "1 or more; got 0"), (("--junit", "x.xml"), "give --run")):
+        code, said = run("plan", "fault-tests", baseline, *options)
+        assert code == 2 and reason in " ".join(said.split())
     code, said = run("plan", "fault-tests", baseline, "--run", "--model", "tiny:gpt2")
     assert code == 2 and "the report is about LlamaForCausalLM" in said
 

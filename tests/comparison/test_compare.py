@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -214,9 +214,43 @@ def test_the_mape_decides(good, broken):
             InvalidInput, match="no site of layers 9 is in both records: choose from the blocks 0, 1, 2, 3"
         ):
             ns.compare(good, other, layers=layers, max_mape=0.05)
+    with pytest.raises(InvalidInput, match="no layers are chosen: name some of the blocks 0, 1, 2, 3"):
+        ns.compare(good, other, layers=[])
     for limit in (math.nan, math.inf, -0.1):
         with pytest.raises(InvalidInput, match="not below 0; got"):
             ns.compare(good, other, max_mape=limit)
+
+
+def test_sites_of_another_shape_do_not_pass(good, subject, tmp_path):
+    """They are named, and the limit does not hold for their layer; where the rest is alike, words say so."""
+    record = ns.record(subject, output=tmp_path / "b", prompts=PROMPTS, detail="full", batch=8)
+    lost = next(at for at, site in enumerate(record.sites) if site.module == "model.layers.1.self_attn.q_proj")
+    (batch,) = record.batches
+
+    def cut(name):
+        found = batch.read(name)
+        return replace(found, values=found.values[..., :-1]) if name == f"{lost}.output" else found
+
+    other = replace(record, batches=(replace(batch, read=lambda n: None if n in ("sketch", "size") else cut(n)),))
+    found = ns.compare(good, other, max_mape=0.05)
+    assert found.passed is False and found.worst_mape.measures.mape == 0
+    assert [site.module for site in found.uncompared] == ["model.layers.1.self_attn.q_proj"]
+    assert "1 more sites could not be compared" in found.words
+    assert any("1 sites are not compared" in note and "q_proj" in note for note in found.notes)
+    assert found.to_dict()["uncompared"][0]["place"] == 1 and len(found.rows) == len(good.sites) - 1
+    assert ns.compare(good, other, layers=[1], max_mape=0.05).passed is False
+    assert ns.compare(good, other, layers=[2], max_mape=0.05).passed is True
+
+
+def test_few_numbers_tell_no_gain(subject, tmp_path):
+    """It is not known then, which is not the same as none, and a note says what to do."""
+    few, enough = ([prompt[:16] for prompt in PROMPTS[:count]] for count in (1, 8))
+    for prompts, known in ((few, False), (enough, True)):
+        record = ns.record(subject, output=tmp_path / str(known), prompts=prompts)
+        found = ns.compare(record, record)
+        assert (record.numbers() >= 40) is known
+        assert {row.measures.gain for row in found.rows} == ({0.0} if known else {None})
+        assert any("a gain can't be told" in note for note in found.notes) is not known
 
 
 def test_logits_are_compared_as_distributions(subject, good, broken):

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from noisescope.diagnostic import (
     IntegratedDiagnostic,
     MetricsDashboard,
     RobustnessMonitor,
+    compute_mae,
     plan_hardware_migration,
 )
 from noisescope.diagnostic.dashboard import hardware_metrics
 from noisescope.errors import InvalidInput
+from noisescope.faults import parse_fault
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,49 @@ def test_the_generator_makes_runs_and_exports_cases(report, subject, answered, t
     assert json.loads(rows[0]["parameters"]) == cases[0]["parameters"]
     results = generator.run_test_cases(subject, answered, cases[:1], samples=8)
     assert results[0]["verdict"] in ("pass", "fail", "undecided") and results[0]["criteria"]
+
+
+NOTES_REPORT = {  # what the notes' own report holds, and no more
+    "executive_summary": {
+        "critical_operators": ["softmax", "matmul"],
+        "avalanche_points": [{"layer_range": "L0-1", "degradation": 0.3, "severity": "CRITICAL"}],
+    },
+    "channel_analysis": {
+        "per_layer": {
+            "model.layers.1.mlp.down_proj": {"outlier_indices": [5], "num_outliers": 1, "max_ratio": 40.0},
+        }
+    },
+}
+
+
+def test_the_generator_takes_the_notes_report(subject, tmp_path):
+    """With its keys alone, from a dictionary or a file: every case can be carried out."""
+    (tmp_path / "report.json").write_text(json.dumps(NOTES_REPORT))
+    cases = FaultInjectionTestGenerator(NOTES_REPORT).generate_test_cases()
+    assert FaultInjectionTestGenerator(tmp_path / "report.json").generate_test_cases() == cases
+    assert [case["test_id"] for case in cases] == [
+        "OP_SOFTMAX",
+        "OP_GEMM",
+        "LAYER_L0-1",
+        "CHANNEL_model_layers_1_mlp_down_proj",
+    ]
+    places = [[parse_fault(text)[1].place for text in case["parameters"]["faults"]] for case in cases]
+    assert places == [["*"], ["*"], [0, 1], [1]]
+    FaultInjectionTestGenerator(NOTES_REPORT).export_to_csv(cases, tmp_path / "new" / "cases.csv")
+    assert (tmp_path / "new" / "cases.csv").read_text().count("_fault,") == 4
+
+
+def test_reports_that_are_none_are_refused():
+    """A list, a report of something else, layers and modules that can't be read."""
+    with pytest.raises(InvalidInput, match="a report is a dictionary"):
+        RobustnessMonitor([1])
+    for report, reason in (
+        ({}, "no executive_summary"),
+        ({"executive_summary": {"avalanche_points": [{"layer_range": "early"}]}}, "'early', which is not a range"),
+        ({**NOTES_REPORT, "channel_analysis": {"per_layer": {"head": {}}}}, "'head', which is not a module"),
+    ):
+        with pytest.raises(InvalidInput, match=reason):
+            FaultInjectionTestGenerator(report)
 
 
 def test_the_monitor_keeps_history_and_alerts(report, subject, answered):
@@ -86,6 +132,25 @@ def test_two_devices_on_the_dashboard():
     dashboard = MetricsDashboard()
     dashboard.metrics = {"primary": {"relative_degradation": 0.12}, "hardware": {"mape": 0.2}}
     assert dashboard.get_risk_assessment().startswith("MODERATE RISK")
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(0, 4), torch.tensor(1.0), {"a": torch.ones(2)}, [1.0, 2.0]])
+def test_activations_that_are_none_are_refused(subject, answered, bad):
+    """Before anything is measured, with the argument's own name."""
+    good = torch.ones(2, 4)
+    for pair, name in (((good, bad), "npu_activations"), ((bad, good), "gpu_activations")):
+        for ask in (hardware_metrics, compute_mae, partial(MetricsDashboard().compute_all_metrics, subject, None)):
+            with pytest.raises(InvalidInput, match=f"^{name} must be a tensor"):
+                ask(*pair)
+
+
+def test_formulas_speak_of_devices():
+    """Not of a clean and a noisy tensor."""
+    gpu = torch.ones(2, 4)
+    with pytest.raises(InvalidInput, match=r"npu_activations \(4, 2\)"):
+        compute_mae(gpu, gpu.T)
+    with pytest.raises(InvalidInput, match=r"^npu_activations hold NaN or infinity"):
+        compute_mae(gpu, gpu * math.nan)
 
 
 def test_nan_on_one_device_is_the_worst_risk():

@@ -146,7 +146,7 @@ def seen(*, wrong=()):
 def test_pairs_turned_and_heads_repeated():
     """The other style of rotation, and keys repeated for groups of queries."""
     seams = seen()
-    assert seams.forms == {"attn key": {("heads", ("k_proj", 0), "pairs", 3): 4}}
+    assert seams.forms == {"attn key": {("heads", ("k_proj", 0), "pairs", 3): {0, 1, 2, 3}}}
     assert words(next(iter(seams.forms["attn key"]))) == "k_proj, turned by its position, each head 3 times"
     assert not seams.unexplained() and not list(seams.failures())
 
@@ -163,3 +163,93 @@ def test_a_fault_at_an_operator_is_not_blamed_on_what_follows_it():
     with ns.faulty(model, "gain:0.05@2/linear/up_proj"):
         verdict = audit(model)
     assert [suspect.site.tensor for suspect in verdict.suspects] == ["output"]
+
+
+def altered_block(layer):
+    """Ways in which one block of a Llama is made otherwise than the rest."""
+
+    def without_residual(self, x, **others):
+        h = x + self.self_attn(self.input_layernorm(x), **others)[0]
+        return self.mlp(self.post_attention_layernorm(h))
+
+    def without_mlp(self, x, **others):
+        h = x + self.self_attn(self.input_layernorm(x), **others)[0]
+        self.mlp(self.post_attention_layernorm(h))
+        return h
+
+    def louder(self, x, **others):
+        h = x + self.self_attn(self.input_layernorm(x), **others)[0]
+        return h + 1.02 * self.mlp(self.post_attention_layernorm(h))
+
+    return {"without_residual": without_residual, "without_mlp": without_mlp, "louder": louder}[layer]
+
+
+@pytest.mark.parametrize("way", ["without_residual", "without_mlp", "louder"])
+@pytest.mark.parametrize("method", ["audit", "auto"])
+def test_a_block_that_is_made_otherwise_is_not_healthy(way, method):
+    """A lost add is a sum too, of fewer terms: one block that goes its own way leaves the verdict open, or is blamed."""
+    model = tiny_model("llama", layers=5)
+    block = model.model.layers[2]
+    block.forward = types.MethodType(altered_block(way), block)
+    verdict = ns.locate(model, method=method)
+    assert verdict.verdict != "healthy"
+    named = [site.place for site in verdict.unseen] + [suspect.site.place for suspect in verdict.suspects]
+    assert 2 in named
+
+
+def test_a_rotation_left_out_in_one_block_is_not_healthy():
+    """Queries as they came from their projection are no failure of a copy, but no other block has them so."""
+    model = tiny_model("llama", layers=5)
+    attention = model.model.layers[3].self_attn
+    original = attention.forward
+
+    def forward(hidden_states, position_embeddings, **others):
+        cos, sin = position_embeddings
+        still = (torch.ones_like(cos), torch.zeros_like(sin))
+        return original(hidden_states=hidden_states, position_embeddings=still, **others)
+
+    attention.forward = forward
+    verdict = audit(model)
+    assert verdict.verdict == "undecided"
+    assert {site.place for site in verdict.unseen} == {3}
+
+
+def test_a_pattern_of_two_kinds_of_blocks_is_healthy():
+    """Every other block without rotation, by design: two forms, each in several blocks, are no reason for doubt."""
+    model = tiny_model("llama", layers=6)
+    for layer in model.model.layers[::2]:
+        original = layer.self_attn.forward
+
+        def forward(hidden_states, position_embeddings, original=original, **others):
+            cos, sin = position_embeddings
+            still = (torch.ones_like(cos), torch.zeros_like(sin))
+            return original(hidden_states=hidden_states, position_embeddings=still, **others)
+
+        layer.self_attn.forward = forward
+    assert audit(model).verdict == "healthy"
+
+
+def test_auto_does_not_acquit_what_lies_between_operators():
+    """Laws of modules may well hold there, for the modules are right: the verdict is never healthy."""
+    model = tiny_model("llama", layers=3)
+    for layer in range(3):
+        altered_product(model, layer, lambda x: x * (1 + 2**-12))
+    verdict = ns.locate(model)
+    assert verdict.verdict != "healthy"
+    assert any(site.tensor == "input" for site in verdict.unseen)
+
+
+def test_weights_that_change_between_forwards_are_told():
+    """The host computes with what it finds, so only a look at the weights themselves can tell."""
+    model = tiny_model("llama", layers=3)
+    weight = model.model.layers[1].mlp.up_proj.weight
+
+    def drift(module, args):
+        with torch.no_grad():
+            weight[3] += 0.5
+
+    hook = model.register_forward_pre_hook(drift)
+    verdict = audit(model)
+    hook.remove()
+    assert verdict.verdict == "undecided"
+    assert [(site.place, site.tensor) for site in verdict.unseen] == [(1, "weight")]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from noisescope.diagnostic import assign_precision, generate_mixed_precision_config
 from noisescope.errors import InvalidInput
-from noisescope.plans.bit_rule import bits_by_rule, layer_sensitivity, rule_plan
+from noisescope.plans.bit_rule import bits_by_rule, layer_sensitivity, missed_target, rule_plan
 from noisescope.plans.precision import Choice, Module
 
 
@@ -32,6 +33,33 @@ def test_it_says_when_it_misses_its_target() -> None:
         rule_plan(modules, {0: 0.1, 1: 0.01}, 6)
     with pytest.raises(InvalidInput, match="at least one layer"):
         bits_by_rule({})
+
+
+@pytest.mark.parametrize(
+    ("profile", "target", "words"),
+    [
+        (dict.fromkeys(range(8), 0.12), 5, "8.00 bits on average, 5 were asked for.*never lowered"),
+        (dict.fromkeys(range(8), 0.01), 12, "8.00 bits on average, 12 were asked for.*gets more than 8"),
+        ({0: 0.01, 1: 0.02, 2: 0.03}, 5, ""),  # 5.33: a layer more or less goes past the target
+    ],
+)
+def test_every_missed_target_is_told(profile: dict[int, float], target: float, words: str) -> None:
+    """Above or below, with or without layers of 16 bits; within one layer's step there is nothing to tell."""
+    told = missed_target(bits_by_rule(profile, target), target)
+    assert re.search(words, told) if words else told == ""
+
+
+def test_rows_are_taken_and_what_was_not_measured_is_refused() -> None:
+    """A window's row counts by its degradation, as a number or with its interval; without one the layer is named."""
+    rows: dict[Any, Any] = {
+        "L0-2": {"degradation": 0.2, "sensitivity_score": 4.0},
+        "L1-3": {"degradation": {"value": 0.07}},
+        5: 0.01,
+    }
+    assert bits_by_rule(rows, 28 / 3) == {"L0-2": 16, "L1-3": 8, 5: 4}
+    for bad in (None, float("nan"), "0.1", {"sensitivity_score": 4.0}, {"degradation": {"value": None}}, True):
+        with pytest.raises(InvalidInput, match=r"no degradation of 'L7' \(got"):
+            bits_by_rule({0: 0.1, "L7": bad})  # type: ignore[dict-item]
 
 
 def window(start: int, end: int, loss: float | None) -> dict[str, Any]:

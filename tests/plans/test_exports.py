@@ -32,7 +32,7 @@ def linears(width: int = 64) -> dict[str, torch.nn.Linear]:
 
 
 def exported(wanted: Plan, tool: str, width: int = 64) -> Export:
-    modules = [Module(name, 0, m.weight.numel(), {}, m.in_features) for name, m in linears(width).items()]
+    modules = [Module(name, 0, m.weight.numel(), {}, m.in_features, "Linear") for name, m in linears(width).items()]
     return export_plan(wanted, tool, modules)
 
 
@@ -109,6 +109,14 @@ def test_widths_without_a_group_are_refused() -> None:
     with pytest.raises(InvalidInput, match="how many inputs a has"):
         export_plan(Plan("", {"a": "int4"}, 0, 0, 0, 0), "torchao", [Module("a", 0, 64, {})])
     assert not exported(plan("fp8_e4m3"), "torchao", 72).notes
+
+
+def test_reports_that_name_no_classes_are_told() -> None:
+    """Of a report of an earlier version the file is written, with a note on what may be wrong with it."""
+    old = [Module("a", 0, 64, {}, 64)]
+    (note,) = export_plan(Plan("", {"a": "int4"}, 0, 0, 0, 0), "torchao", old).notes
+    assert "torchao does not quantise Conv1D" in note and "diagnose" in note
+    assert export_plan(Plan("", {"a": "int4"}, 0, 0, 0, 0), "autoround", old).notes == ()
 
 
 @pytest.mark.slow

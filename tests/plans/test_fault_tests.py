@@ -11,7 +11,16 @@ import pytest
 
 from noisescope.errors import InvalidInput
 from noisescope.faults import parse_fault
-from noisescope.plans.fault_tests import COLUMNS, FaultTest, could_not_run, generate, judge, to_csv
+from noisescope.plans.fault_tests import (
+    COLUMNS,
+    FaultTest,
+    check_runnable,
+    could_not_run,
+    from_columns,
+    generate,
+    judge,
+    to_csv,
+)
 
 
 def module(layer: Any, ratio: float, indices: list[int], operator: str = "linear") -> dict[str, Any]:
@@ -108,12 +117,50 @@ def test_csv_cells_are_json():
     assert [FaultTest(**row) for row in rows] == tests
 
 
+def test_what_is_generated_can_be_run():
+    """Also after a way through its columns."""
+    for test in generate(report()):
+        check_runnable(from_columns(test.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"parameters": {}}, r"T: parameters\['faults'\] lists what to break"),
+        ({"parameters": {"faults": []}}, "lists what to break"),
+        ({"acceptance_criteria": {}}, "no acceptance criteria, so it can't fail"),
+        ({"acceptance_criteria": {"max_degradatoin": 0.1}}, "unknown criterion.*Did you mean 'max_degradation'"),
+        ({"acceptance_criteria": {"max_degradation": "5 %"}}, "a share from 0 to 1"),
+        ({"acceptance_criteria": {"max_nan_rate": 5}}, "a share from 0 to 1"),
+        ({"acceptance_criteria": {"recovery_time": "< 3 steps"}}, "can only be '< 5 steps'"),
+        ({"acceptance_criteria": {"detection_required": False}}, "can only be True"),
+        ({"acceptance_criteria": '{"max_degradation": 0.1}'}, "a CSV has it as JSON"),
+        ({"priority": 1}, "a test case has the columns test_id, .*; got .*priority"),
+    ],
+)
+def test_cases_of_ones_own_are_refused_with_the_reason(change, reason):
+    """What would break nothing, could never fail, or asks for what is not judged."""
+    case = {"test_id": "T", "component": "c", "test_type": "t", "parameters": {"faults": ["gain:1@0"]},
+            "acceptance_criteria": {"max_degradation": 0.1}}  # fmt: skip
+    check_runnable(from_columns(case))
+    with pytest.raises(InvalidInput, match=reason):
+        check_runnable(from_columns({**case, **change}))
+
+
+def test_a_case_without_a_column_is_refused():
+    """Whichever it is, and whatever came in place of a dictionary."""
+    case = generate(report())[0].to_dict()
+    for broken in ({name: case[name] for name in COLUMNS[:-1]}, "OP_GEMM"):
+        with pytest.raises(InvalidInput, match="a test case has the columns"):
+            from_columns(broken)
+
+
 TEST = FaultTest("T", "c", "t", {}, {"max_degradation": 0.1, "max_nan_rate": 0.001, "recovery_time": "< 5 steps",
                                      "detection_required": True})  # fmt: skip
 GOOD: dict[str, Any] = {
     "degradation": {"value": 0.02, "low": 0.0, "high": 0.08, "n": 50},
     "nan_rate": 0.0,
-    "recovery_steps": 4,
+    "recovery_steps": [0, 4],
     "detected": True,
     "located": "says faulty",
     "changed": 7,
@@ -126,7 +173,8 @@ GOOD: dict[str, Any] = {
         ({}, "pass", []),
         ({"degradation": {"value": 0.2, "low": 0.15, "high": 0.3, "n": 50}}, "fail", ["max_degradation"]),
         ({"nan_rate": 0.002}, "fail", ["max_nan_rate"]),
-        ({"recovery_steps": 5}, "fail", ["recovery_time"]),
+        ({"recovery_steps": [5, 0]}, "fail", ["recovery_time"]),
+        ({"recovery_steps": [0, None]}, "fail", ["recovery_time"]),
         ({"detected": False}, "fail", ["detection_required"]),
         ({"degradation": {"value": None, "low": None, "high": None, "n": 50}}, "undecided", []),
         ({"changed": 0}, "undecided", []),

@@ -134,6 +134,32 @@ def test_modules_come_from_the_report() -> None:
     assert module == Module("a", 0, 10, {"int4": Choice(4, 4.25, 0.025), "int8": Choice(8, 8.25, 0.0125)})
 
 
+def test_noise_in_scores_takes_no_bits() -> None:
+    """A narrower integer that scored better by chance counts as no better, and a wider one that fits is taken."""
+    noisy = report({"int8": 8, "int4": 4, "int3": 3})
+    scores = noisy["format_scores"]["modules"][0]["formats"]
+    for name, cost in (("int8", 0.01), ("int4", 0.03), ("int3", 0.02)):
+        scores[name]["predicted_kl"] = cost
+    (module,) = modules_of(noisy)
+    assert {name: choice.predicted_kl for name, choice in module.choices.items()} == {
+        "int8": 0.01, "int4": 0.03, "int3": 0.03,
+    }  # fmt: skip
+    assert optimal_plan([module], Budget(5.0)).assignment == {"a": "int4"}
+    assert modules_of(noisy, ["int3", "int8"])[0].choices["int3"].predicted_kl == 0.03  # whatever else is offered
+
+
+def test_formats_that_cost_the_same_get_the_bits_that_are_left() -> None:
+    """Within every limit, and in no other order than that of the modules."""
+    choices = {name: Choice(bits, bits, 0.5) for name, bits in BITS.items()}
+    modules = [Module(f"m{i}", i, 100, choices) for i in range(3)]
+    plan = optimal_plan(modules, Budget(6.5))
+    assert sorted(plan.assignment.values()) == ["int3", "int8", "int8"] and plan.average_bits <= 6.5
+
+
+def with_latency(module: str, time: Any) -> Budget:
+    return Budget(milliseconds=1.0, latency={module: {"int3": time}})
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -147,6 +173,14 @@ def test_modules_come_from_the_report() -> None:
         (lambda: optimal_plan(made_up(4), Budget(2.0)), r"average_bits = 2 can't be reached.*3"),
         (lambda: optimal_plan(made_up(4), Budget(5.0), granularity="block"), "granularity"),
         (lambda: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": {"int3": 1}})), "no 'int4'"),
+        (lambda: with_latency("*", "fast"), "'fast' for '\\*', 'int3'.*numbers from 0"),
+        (lambda: with_latency("a", None), "None for 'a'"),
+        (lambda: with_latency("a", float("nan")), "nan for 'a'"),
+        (lambda: with_latency("a", -1), "-1 for 'a'"),
+        (
+            lambda: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": dict(BITS), "layer.0": {}})),
+            "a row for 'layer.0', which is not planned.*'layers.0.linear0'",
+        ),
         (lambda: random_plans(made_up(4), 9.0, 1), "can't average 9"),
         (lambda: random_plans(made_up(1), 4.5, 1), "no random plan"),
     ],

@@ -19,6 +19,10 @@ from noisescope.plans.smoothing import method_for, recommendations
         (80, "W8A8", ("SmoothQuant", 0.75)),
         (80, "W4A16", ("AWQ", None)),
         (5, "W4A16", ("none", None)),
+        (10, "W8A8", ("none", None)),
+        (20, "W8A8", ("watch", None)),
+        (50, "W8A8", ("per-channel", None)),
+        (80, "W4A4", ("OmniQuant", None)),
     ],
 )
 def test_the_tables(ratio: float, target: str, method: Any) -> None:

@@ -65,5 +65,7 @@ def test_the_trend_of_gates():
     assert [bar.cell.value for _, bar in losses.points] == [0.1, None] and losses.limit == 0.15
     lines = figure_of(losses).axes[0].get_lines()
     assert any(line.get_label() == "limit" and set(line.get_ydata()) == {0.15} for line in lines)
+    mixed = trend([verdict(1.0, 0.1, 500), verdict(1.3, None)]).sections[0].blocks[0]
+    assert isinstance(mixed, Curve) and [x for x, _ in mixed.points] == [1, 2] and mixed.across == "gate"
     numbered = trend([verdict(1.0, 0.1)] * 3).sections[0].blocks[0]
     assert isinstance(numbered, Curve) and [x for x, _ in numbered.points] == [1, 2, 3] and numbered.across == "gate"

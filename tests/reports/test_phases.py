@@ -60,11 +60,11 @@ def report() -> dict[str, Any]:
         "seeds": [0, 1],
         "n": 200,
         "levels": [0.0, 0.05],
-        "trained": {"done": 4, "of": 4},
+        "trained": {"done": 4, "failed": 0, "of": 4},
         "hypotheses": [
             criterion("accuracy", "supported", 0.12),
-            criterion("accuracy", undecided, 0.01, {"seeds": 8, "n": 400}),
-            criterion("gradient_norm", undecided, math.log(1.5), {"seeds": 5, "n": 1}),
+            criterion("accuracy", undecided, 0.01, {"seeds": 8, "n": 400, "power": 0.8}),
+            criterion("gradient_norm", undecided, math.log(1.5), {"seeds": 5, "n": 1, "power": 0.8}),
         ],
         "theory": {"verdict": undecided, "because": {"forward beats both": "supported"}},
         "could_not_see": [],
@@ -83,6 +83,15 @@ def test_a_criterion_is_told_in_its_own_unit(report: Any) -> None:
     assert rows[1][3] == "8 seeds, 400 problems"
     assert (rows[2][1], rows[2][3]) == ("factor 1.5 [1.47, 1.53]", "5 seeds")
     assert verdict_line(report["hypotheses"][0]).startswith("supported: a statement of accuracy (+12.00 points")
+    assert verdict_line(report["hypotheses"][1]).endswith("; 8 seeds, 400 problems would probably decide)")
+
+
+def test_what_no_number_decides(report: Any) -> None:
+    """A criterion out of the task's reach says why; one that would need too many seeds says how many were tried."""
+    row = criterion("accuracy", "not decidable with this n", 0.0)
+    assert verdict_line(row).endswith("; no number of seeds up to 1000 would decide)")
+    beyond = {**row, "verdict": "not measurable with this task", "estimate": {**estimate(0.0), "note": "97 % already"}}
+    assert verdict_line(beyond).endswith("[-2.00, +2.00]; 97 % already)")
 
 
 def test_the_theory_says_by_which_criteria(report: Any) -> None:

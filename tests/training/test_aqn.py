@@ -1,14 +1,16 @@
-"""AQN in a training loop: on where gradients are recorded, gone afterwards, never in what is saved."""
+"""AQN in a training loop: on where gradient mode is on, gone afterwards, never in what is saved."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
 import torch
 
-from noisescope.errors import InvalidInput, NothingInjected
+from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
+from noisescope.probe.inject import Probe
 from noisescope.testing import tiny_model
 from noisescope.training import AQN, Constant, Linear, NormNoise, OperatorNoise, noise
 
@@ -60,14 +62,26 @@ def test_noise_alone_changes_no_weight(llama: Any, tokens: torch.Tensor, kind: s
     assert [set(module.__dict__) for module in llama.modules()] == names
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_learning_rate_of_zero_leaves_weights_and_momenta_finite_and_weights_equal(
-    llama: Any, tokens: torch.Tensor, kind: str
-) -> None:
-    """What training under noise writes into weights comes from gradients alone."""
-    before = bits(llama)
-    train(llama, tokens, AQN(KINDS[kind], Constant(0.05)), range(3), optimizer=torch.optim.SGD(llama.parameters(), 0.0))
-    assert same(bits(llama), before)
+@pytest.mark.parametrize("kind", ["operators", "norm, additive"])
+def test_optimizer_states_hold_no_noise(tokens: torch.Tensor, kind: str) -> None:
+    """Forwards and backwards under noise between two clean steps leave weights and momenta those of a clean run."""
+    ends = []
+    for noisy in (False, True):
+        model = tiny_model("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, tokens, None, range(2), optimizer=optimizer)
+        if noisy:
+            with noise(model, AQN(KINDS[kind], Constant(0.2))):
+                model(tokens, labels=tokens).loss.backward()
+                optimizer.zero_grad()
+                during = copy.deepcopy(optimizer.state_dict()["state"])
+            assert all(same(during[i], kept) for i, kept in optimizer.state_dict()["state"].items())
+        train(model, tokens, None, range(1), optimizer=optimizer)
+        ends.append((bits(model), optimizer.state_dict()["state"]))
+    (weights, momenta), (weights_after, momenta_after) = ends
+    assert same(weights, weights_after)
+    assert len(momenta) == len(weights) == len(momenta_after)
+    assert all(same(momenta[i], momenta_after[i]) for i in momenta)
 
 
 def test_noise_is_felt_and_counted(tokens: torch.Tensor) -> None:
@@ -105,6 +119,52 @@ def test_the_same_seed_and_step_give_the_same_noise(tokens: torch.Tensor) -> Non
         first = loss(7, kind=kind)
         assert first == loss(7, kind=kind, before=3)
         assert len({first, loss(8, kind=kind), loss(7, seed=1, kind=kind), loss(7, rank=1, kind=kind)}) == 4
+
+
+def one_block() -> Any:
+    """A block of two linears, the second the identity, and a norm."""
+    parts = {"a": torch.nn.Linear(1, 4), "b": torch.nn.Linear(4, 4, bias=False), "norm": torch.nn.RMSNorm(4, eps=0.0)}
+    block = torch.nn.ModuleDict(parts)
+    torch.nn.init.eye_(parts["b"].weight)
+    block.forward = lambda x: parts["norm"](parts["b"](x))
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([block])
+    model.forward = lambda x: model.layers[0](x)
+    return model
+
+
+def test_the_numbers_of_a_step_never_change() -> None:
+    """What seed 3, rank 1 and step 7 drew in stored experiments: new in each forward for operators, not for norms."""
+    model, ones = one_block(), torch.ones(1, 1, 4)
+    forward_linear = OperatorNoise(frozenset({"linear"}), frozenset({"forward"}))
+    drawn: list[torch.Tensor] = []
+    model.layers[0]["b"].register_forward_hook(lambda module, args, y: drawn.append(y.detach().flatten()))
+    with noise(model, AQN(forward_linear, Constant(0.5), 3), rank=1) as scope:
+        scope.at(7)
+        model(ones)
+        with scope.off():
+            model(ones)
+        model(ones)
+    assert drawn[0].tolist() == pytest.approx([1.116957, 0.3571154, 0.8333141, 1.490919], rel=1e-5)
+    assert drawn[1].tolist() == [1.0] * 4
+    assert drawn[2].tolist() == pytest.approx([1.415799, 0.5805159, 0.5099266, 0.7573211], rel=1e-5)
+    with noise(model, AQN(NormNoise(), Constant(0.5), 3), rank=1) as scope:
+        for step in (6, 7):  # to 7 by a new seed alone
+            scope.at(step)
+            outputs = [model(ones).flatten().tolist() for _ in range(2)]
+    assert outputs == [pytest.approx([1.261158, 1.251716, 1.378143, 0.8986394], rel=1e-5)] * 2
+
+
+def test_a_step_of_the_same_scale_aims_nothing_anew(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constant noise on norm weights gets a new seed at each step, and the model is not gone through for that."""
+    model, updates = tiny_model("llama"), []
+    monkeypatch.setattr(Probe, "update", lambda probe, injection: updates.append(injection))
+    losses = set()
+    with noise(model, AQN(NormNoise(), Constant(0.1))) as scope:
+        for step in range(4):
+            scope.at(step)
+            losses.add(float(model(tokens, labels=tokens).loss.detach()))
+    assert len(losses) == 4 and not updates
 
 
 def test_noise_of_norm_weights_is_one_number_a_channel() -> None:
@@ -180,6 +240,60 @@ def test_off_and_schedules_that_say_zero(llama: Any, tokens: torch.Tensor) -> No
     assert loss() == bare
 
 
+def test_off_inside_off_and_between_micro_batches(llama: Any, tokens: torch.Tensor) -> None:
+    """Noise comes back behind the outer off() alone, and the second micro-batch has the draws it had without off()."""
+
+    def loss() -> float:
+        return float(llama(tokens, labels=tokens).loss.detach())
+
+    bare = loss()
+    for kind in ("operators", "norm"):
+        with noise(llama, AQN(KINDS[kind], Constant(0.2))) as scope:
+            plain = [loss(), loss()]
+            assert (plain[0] == plain[1]) == (kind == "norm")  # operators draw anew in each forward
+            scope.at(0)
+            first = loss()
+            with scope.off():
+                with scope.off():
+                    assert loss() == bare
+                assert loss() == bare
+                copy.deepcopy(llama)
+                with pytest.raises(InvalidInput, match=r"leave off\(\) first"):
+                    scope.at(1)
+            assert [first, loss()] == plain
+
+
+@pytest.mark.parametrize("falling", [Linear(0.2, 0.0, 3), Linear(0.0, 0.2, 3)], ids=["to 0", "from 0"])
+def test_a_schedule_at_zero_inside_and_outside_of_another_scope(
+    llama: Any, tokens: torch.Tensor, falling: Linear
+) -> None:
+    """Two scopes on a model: each follows its schedule through 0, is silent there, and is left in either order."""
+
+    def loss() -> float:
+        return float(llama(tokens, labels=tokens).loss.detach())
+
+    bare = loss()
+    outer, inner = AQN(OperatorNoise(), falling), AQN(NormNoise(), falling)
+    with noise(llama, outer) as first, noise(llama, inner) as second:
+        for step in (0, 1, 2, 1):
+            first.at(step)
+            second.at(step)
+            assert (loss() == bare) == (falling(step) == 0)
+        with first.off():  # lies below the other, so it can't be taken off, and sleeps
+            fired = first.tally.forward
+            assert loss() != bare and first.tally.forward == fired
+        with second.off(), first.off():
+            assert loss() == bare
+    assert loss() == bare
+    first, second = noise(llama, outer, step=1), noise(llama, inner, step=1)
+    for scope in (first, second):
+        scope.__enter__()
+        llama(tokens)
+    for scope in (first, second):  # as trainers end callbacks
+        scope.__exit__(None, None, None)
+    assert loss() == bare and not any("forward" in module.__dict__ for module in llama.modules())
+
+
 @pytest.mark.parametrize("kind", ["norm", "norm, additive", "operators"])
 def test_a_thousand_times_on_and_off_in_bfloat16(kind: str, tokens: torch.Tensor) -> None:
     """Entering and leaving a thousand times leaves every bfloat16 weight bit-equal, and so the logits."""
@@ -231,14 +345,20 @@ def test_resuming_gives_the_same_weights(tokens: torch.Tensor) -> None:
 
 
 def test_what_is_refused(llama: Any, tokens: torch.Tensor) -> None:
-    """A scope in which nothing recorded gradients, and steps outside a scope, are errors."""
+    """A scope in which all ran with gradient mode off, entering twice, and steps outside a scope, are errors."""
     aqn = AQN(OperatorNoise(), Constant(0.05))
-    with pytest.raises(NothingInjected, match="no forward recorded gradients"), noise(llama, aqn), torch.no_grad():
+    with pytest.raises(NothingInjected, match="gradient mode off"), noise(llama, aqn), torch.no_grad():
         llama(tokens)
     with pytest.raises(InvalidInput, match="at\\(\\) moves an open scope"):
         noise(llama, aqn).at(3)
     with pytest.raises(InvalidInput, match="schedule is a function"):
         AQN(OperatorNoise(), 0.05)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"noise is training\.OperatorNoise"):
+        AQN(0.05, Constant(0.05))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="seed must be an int, got 'a'"):
+        AQN(OperatorNoise(), Constant(0.05), seed="a")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="open already"), noise(llama, aqn) as scope, scope:
+        pass
     with noise(llama, AQN(OperatorNoise(), Constant(0.0))):  # no noise on purpose
         llama(tokens)
 
@@ -254,3 +374,18 @@ def test_noise_below_the_dtype_is_told(tokens: torch.Tensor) -> None:
             scope.at(step)
             model(tokens, labels=tokens).loss.backward()
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("schedule", [Constant(1e-4), Linear(2e-4, 1e-4, 3)], ids=["constant", "falling"])
+@pytest.mark.filterwarnings("ignore:at step . noise of scale")
+def test_noise_that_changed_nothing_is_an_error(tokens: torch.Tensor, schedule: Any) -> None:
+    """Noise that rounds away in every step of a scope is no noise, though it was counted."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    with (
+        pytest.raises(NoiseRoundsAway, match=r"training without noise: .*rounds away in bfloat16"),
+        noise(model, AQN(NormNoise(), schedule)) as scope,
+    ):
+        for step in range(3):
+            scope.at(step)
+            model(tokens, labels=tokens).loss.backward()
+    assert scope.tally.forward == 3 * 5

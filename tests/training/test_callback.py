@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
 from noisescope.errors import InvalidInput
 from noisescope.probe.stand_in import StandIn
+from noisescope.reports.report import Report
 from noisescope.testing import tiny_model
 from noisescope.training import AQN, Constant, Linear, NormNoise, OperatorNoise, TrainingNoiseCallback
 
@@ -18,7 +22,7 @@ ROWS = [{"input_ids": torch.arange(i, i + 6) % 60 + 1, "labels": torch.arange(i,
 AQN_FALLING = AQN(OperatorNoise(), Linear(0.2, 0.05, 4))
 
 
-def trainer(folder: Path, callbacks: list[Any], model: Any = None, **arguments: Any) -> Trainer:
+def trainer(folder: Path, callbacks: list[Any], model: Any = None, rows: Any = ROWS, **arguments: Any) -> Trainer:
     settings = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1,
                 "save_strategy": "no", **arguments}  # fmt: skip
     return Trainer(
@@ -27,7 +31,7 @@ def trainer(folder: Path, callbacks: list[Any], model: Any = None, **arguments: 
             output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, seed=0, dataloader_pin_memory=False,
             **settings,
         ),
-        train_dataset=ROWS,
+        train_dataset=rows,
         eval_dataset=ROWS[:4],
         callbacks=callbacks,
     )  # fmt: skip
@@ -74,7 +78,9 @@ def test_resuming_ends_in_the_same_weights(tmp_path: Path, aqn: AQN) -> None:
     again = trainer(tmp_path, [TrainingNoiseCallback(aqn)])
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert same(weights(whole), weights(again))
-    assert again.state.log_history[-2]["noise_scale"] == pytest.approx(0.05)
+    last, resumed = whole.state.log_history[-2], again.state.log_history[-2]
+    assert resumed["noise_scale"] == pytest.approx(0.05)
+    assert resumed["noise_forward"] == last["noise_forward"] > 0 and resumed["noise_backward"] == last["noise_backward"]
 
 
 def test_a_checkpoint_of_a_run_without_learning_is_the_first_model(tmp_path: Path) -> None:
@@ -99,12 +105,60 @@ def test_checks_run_without_noise_and_enter_the_history(tmp_path: Path) -> None:
         TrainingNoiseCallback(AQN_FALLING, check_every=2)
 
 
-def test_micro_batches_draw_different_noise(tmp_path: Path) -> None:
-    """Gradient accumulation counts each micro-batch, and a step is an optimizer step."""
-    callback = TrainingNoiseCallback(AQN_FALLING)
-    run = trainer(tmp_path, [callback], gradient_accumulation_steps=2)
+@pytest.mark.parametrize("kind", [OperatorNoise(), NormNoise()], ids=["operators", "norm"])
+def test_micro_batches_draw_different_noise(tmp_path: Path, kind: Any) -> None:
+    """Equal batches and no learning: operators' noise is new in each micro-batch, norms' in each optimizer step."""
+    logits: list[torch.Tensor] = []
+    model = tiny_model("llama").train()
+    model.lm_head.register_forward_hook(lambda module, args, y: logits.append(y.detach()))
+    callback = TrainingNoiseCallback(AQN(kind, Constant(0.1)))
+    settings = {"max_steps": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
+    run = trainer(tmp_path, [callback], model, rows=ROWS[:1] * 16, **settings)
     run.train()
-    assert [row["noise_forward"] for row in run.state.log_history if "loss" in row] == [38, 76, 114, 152]
+    equal = [torch.equal(logits[i], logits[j]) for i, j in ((0, 1), (2, 3), (0, 2), (1, 2), (1, 3))]
+    assert equal == [isinstance(kind, NormNoise)] * 2 + [False] * 3
+    counts = [row["noise_forward"] for row in run.state.log_history if "loss" in row]
+    assert counts == ([10, 20] if isinstance(kind, NormNoise) else [38, 76])
+
+
+def test_two_callbacks_go_their_own_ways(tmp_path: Path) -> None:
+    """Each follows its schedule, also to 0, and has names of its own in the history."""
+    both = [TrainingNoiseCallback(AQN(kind, Linear(0.2, 0.0, 3))) for kind in (OperatorNoise(), NormNoise())]
+    run = trainer(tmp_path, both)
+    run.train()
+    rows = [row for row in run.state.log_history if "loss" in row]
+    assert [row["noise_forward"] for row in rows] == [19, 38, 38, 38]
+    assert [row["noise_2_forward"] for row in rows] == [5, 10, 10, 10]
+    assert stand_ins(run.model) == 0
+
+
+def test_a_check_leaves_training_as_it_was(tmp_path: Path) -> None:
+    """A check that calls backward, draws random numbers and gives a report changes no weight, and can be saved."""
+    modes: list[bool] = []
+
+    def check(model: Any) -> Report:
+        modes.append(model.training)
+        model(ROWS[0]["input_ids"][None], labels=ROWS[0]["labels"][None]).loss.backward()
+        np.random.rand(random.randint(1, 3) + int(torch.randint(3, ())))
+        return Report({"run": {"n": 3}, "could_not_see": []})
+
+    ends = []
+    for settings in ({}, {"check": check, "check_every": 1}):
+        run = trainer(tmp_path, [TrainingNoiseCallback(AQN_FALLING, **settings)], save_strategy="steps", save_steps=2)
+        run.train()
+        ends.append(weights(run))
+    assert same(*ends) and modes == [False] * 4 and run.model.training
+    history = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    answers = [row["noise_check"] for row in history if "noise_check" in row]
+    assert answers == [{"run": {"n": 3}, "could_not_see": []}] * 2
+
+
+def test_an_answer_that_no_checkpoint_could_hold_is_refused_at_once(tmp_path: Path) -> None:
+    """A tensor as a check's answer ends the training with the reason, not the next save."""
+    callback = TrainingNoiseCallback(AQN_FALLING, check=lambda model: torch.ones(2), check_every=1)
+    with pytest.raises(InvalidInput, match="check returned a Tensor"):
+        trainer(tmp_path, [callback]).train()
+    callback.close()
 
 
 def test_a_training_that_breaks_off_can_be_cleaned(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_stored_training_is_not_done_again(
     asked: dict[str, Any] = {"method": "grpo", "arms": ("none", "both"), "seeds": 1, "samples": 8, **TINY}
     first = api.phases(**asked, options=api.Options(output=tmp_path, workers=1))
     assert capfd.readouterr().out == ""
-    assert first["trained"] == {"done": 2, "of": 2}
+    assert first["trained"] == {"done": 2, "failed": 0, "of": 2}
     assert first["run"]["settings"]["training"]["completions"] == 8
     monkeypatch.setattr(grpo, "train", lambda job: pytest.fail("trained again"))
     again = api.phases(**asked, options=api.Options(output=tmp_path, workers=1))

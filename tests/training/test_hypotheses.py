@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import special
 
-from noisescope.training.criteria import ceilings, criteria, main_arms, theory
+from noisescope.training.criteria import criteria, theory
 from noisescope.training.hypotheses import (
     REFUTED,
     SUPPORTED,
     UNDECIDED,
+    UNMEASURABLE,
     Criterion,
     Outcome,
     arm_row,
-    crossed,
+    chance,
     deciding,
     judge,
 )
 from noisescope.training.phases import Arm
+from noisescope.training.spread import Spread, crossed
 
 N = 400
 
@@ -70,17 +73,41 @@ def test_more_criteria_make_wider_intervals() -> None:
     assert among["estimate"]["high"] - among["estimate"]["low"] > alone["estimate"]["high"] - alone["estimate"]["low"]
 
 
-@pytest.mark.parametrize("parts", [(0.03, 0.0, 0.2), (0.0, 0.3, 0.2), (0.02, 0.3, 0.3)])
-def test_intervals_cover_when_trainings_and_problems_are_both_drawn(parts: tuple[float, float, float]) -> None:
-    """Simulated coverage of nominal 95 % over seeds x problems, whichever of the two varies."""
-    rng = np.random.default_rng(1)
-    seed_sd, problem_sd, rest_sd = parts
-    hits = 0
-    for _ in range(400):
-        values = rng.normal(0, seed_sd, (5, 1)) + rng.normal(0, problem_sd, (1, 60)) + rng.normal(0, rest_sd, (5, 60))
-        spread = crossed(values)
-        hits += abs(spread.mean) <= spread.half_width(0.95)
-    assert 0.92 <= hits / 400 <= 1.0
+def satterthwaite(spread: Spread, level: float) -> float:
+    """Half an interval with one t quantile for both parts of the variance."""
+    size = spread.seeds * spread.problems
+    a, b = spread.ms_seed / size, max(spread.ms_problem - spread.ms_rest, 0.0) / size
+    freedom = (a + b) ** 2 / (a**2 / (spread.seeds - 1) + b**2 / (spread.problems - 1))
+    return float(special.stdtrit(max(freedom, 1.0), (1 + level) / 2)) * math.sqrt(a + b)
+
+
+def simulated(seeds: int, seed_sd: float, times: int = 1000) -> list[Spread]:
+    """Experiments whose true mean is 0, with problems that differ and a rest."""
+    rng = np.random.default_rng(seeds)
+    parts = ((seed_sd, (seeds, 1)), (0.3, (1, 100)), (0.3, (seeds, 100)))
+    return [crossed(sum(rng.normal(0, sd, shape) for sd, shape in parts)) for _ in range(times)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed_sd", [0.005, 0.1])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_intervals_cover_when_trainings_and_problems_are_both_drawn(seeds: int, seed_sd: float) -> None:
+    """Simulated: intervals miss no more often than they say, alone and as one of twenty, also with two seeds."""
+    drawn = simulated(seeds, seed_sd)
+    for level, most in ((0.95, 0.065), (0.9975, 0.0075)):  # what they say and three standard errors
+        assert np.mean([abs(spread.mean) > spread.half_width(level) for spread in drawn]) <= most
+
+
+def test_one_quantile_for_both_parts_would_be_too_sure() -> None:
+    """With two seeds a spread that is small by chance gets many degrees of freedom: ten times the misses it allows."""
+    drawn = simulated(2, 0.1)
+    assert np.mean([abs(spread.mean) > satterthwaite(spread, 0.95) for spread in drawn]) > 0.1
+    assert np.mean([abs(spread.mean) > satterthwaite(spread, 0.9975) for spread in drawn]) > 0.025
+
+
+def test_two_seeds_that_agree_exactly_decide_nothing() -> None:
+    """All right against all wrong on eight problems, twice: no spread was met, and two seeds can't rule one out."""
+    assert crossed(np.ones((2, 8))).half_width(0.975) > 1
+    assert crossed(np.ones((2, 8))).half_width(0.95) > 3 * crossed(np.ones((5, 8))).half_width(0.95)
 
 
 def test_a_mean_over_seeds_alone_would_be_too_sure() -> None:
@@ -95,13 +122,14 @@ def test_a_mean_over_seeds_alone_would_be_too_sure() -> None:
 
 
 @given(st.integers(2, 8), st.integers(20, 40), st.integers(0, 10**6))
-def test_half_widths_shrink_with_more_seeds(seeds: int, problems: int, seed: int) -> None:
-    """Many trainings are surer than two, no width is 0, and the parts are never negative."""
+def test_more_seeds_and_problems_are_surer(seeds: int, problems: int, seed: int) -> None:
+    """No width is 0, more of either never widens, and a plan with what there is promises no more than was measured."""
     values = np.random.default_rng(seed).integers(0, 2, (seeds, problems)).astype(float)
     spread = crossed(values)
-    few, many = (spread.half_width(0.95, count) for count in (2, 100))
-    assert spread.of_seeds >= 0 and spread.of_problems >= 0
-    assert 0 < many <= few
+    now = spread.planned(seeds, problems, 0.95)[0]
+    assert 0 < spread.half_width(0.95) <= now * (1 + 1e-9)
+    assert spread.planned(100, problems, 0.95)[0] < now
+    assert spread.planned(seeds, 64 * problems, 0.95)[0] < now
 
 
 def test_nothing_changed_is_no_certainty() -> None:
@@ -110,14 +138,43 @@ def test_nothing_changed_is_no_certainty() -> None:
 
 
 def test_the_number_that_would_decide_does() -> None:
-    """With as many seeds as it says, the interval would leave the edge out; with one fewer, not."""
-    spread, criterion = crossed(np.random.default_rng(3).normal(0.07, 0.4, (4, 200))), better()
-    needed = deciding(criterion, spread, 0.95)
+    """Experiments of the size it names decide in about four of five, were the estimate true; half as large ones not."""
+    rng = np.random.default_rng(3)
+
+    def drawn(seeds: int, problems: int, mean: float) -> Spread:
+        return crossed(mean + rng.normal(0, 0.05, (seeds, 1)) + rng.normal(0, 0.4, (seeds, problems)))
+
+    criterion, first = better(), drawn(4, 200, 0.09)
+    needed = deciding(criterion, first, 0.95)
     assert needed is not None and needed["seeds"] > 2
-    times = needed["n"] / spread.problems
-    distance = abs(spread.mean - 0.05)
-    assert spread.half_width(0.95, needed["seeds"], times) <= distance
-    assert spread.half_width(0.95, needed["seeds"] - 1, times) > distance
+    seeds, problems = int(needed["seeds"]), int(needed["n"])
+    truth = Spread(0.09, seeds, problems, problems * 0.05**2 + 0.16, 0.16, 0.16)
+    planned = deciding(criterion, truth, 0.95)
+    assert planned is not None and planned["power"] == 0.8
+    for share, low, high in ((1.0, 0.7, 0.95), (0.5, 0.0, 0.6)):
+        size = max(round(share * int(planned["seeds"])), 2)
+        runs = [drawn(size, int(planned["n"]), 0.09) for _ in range(200)]
+        assert low <= np.mean([run.mean - run.half_width(0.95) >= 0.05 for run in runs]) <= high
+
+
+def test_more_problems_are_asked_for_where_trainings_agree() -> None:
+    """What varies from problem to problem, alone or with the seed, falls with problems, which cost less than seeds."""
+    seed_wise = Spread(0.09, 5, 100, ms_seed=100 * 0.2**2, ms_problem=0.0, ms_rest=0.0)
+    rest = Spread(0.09, 5, 100, ms_seed=4.0, ms_problem=4.0, ms_rest=4.0)
+    by_seeds, by_problems = deciding(better(), seed_wise, 0.95), deciding(better(), rest, 0.95)
+    assert by_seeds is not None and by_seeds["n"] == 100 and by_seeds["seeds"] > 100
+    assert by_problems is not None and by_problems["n"] > 1000 and by_problems["seeds"] < 20
+    one_column = Spread(0.06, 5, 1, ms_seed=0.05**2, ms_problem=0.0, ms_rest=0.0)
+    found = deciding(better(), one_column, 0.95)
+    assert found is not None and found["n"] == 1
+
+
+def test_the_chance_to_decide() -> None:
+    """A half-width equal to the distance decides every other time; inside a band both edges count."""
+    assert chance(better(0.05), 0.07, 0.02, 0.01) == pytest.approx(0.5)
+    assert chance(better(0.05), 0.03, 0.02, 0.01) == pytest.approx(0.5)
+    assert chance(better(-0.01, 0.01), 0.0, 0.005, 0.005) == pytest.approx(0.6827, abs=1e-3)
+    assert chance(better(-0.01, 0.01), 0.0, 0.02, 0.005) < 0.5
 
 
 def test_retention_is_a_ratio_of_means() -> None:
@@ -162,24 +219,69 @@ def test_a_diverged_run_is_counted_and_not_compared() -> None:
     assert row["verdict"] == UNDECIDED and "diverged" in row["estimate"]["note"]
 
 
+def asked(*arms: str, levels: tuple[float, ...] = (0.0, 0.05, 0.1), scale: float = 0.05) -> dict[str, Criterion]:
+    found = criteria([Arm.of(name, scale) for name in arms], levels, scale)
+    named = {criterion.name: criterion for criterion in found}
+    assert len(named) == len(found)
+    return named
+
+
 def test_criteria_need_their_arms() -> None:
-    """Only what was trained is asked; the main arm of a kind is the constant one of the experiment's scale."""
-    arms = [Arm.of(name, 0.05) for name in ("none", "forward", "forward@0.025", "both", "both:staged", "backward")]
-    chosen = main_arms(arms, 0.05)
-    assert chosen == {"none": "none", "forward": "forward@0.05", "both": "both@0.05", "backward": "backward@0.05",
-                      "smaller": "forward@0.025", "falling": "both@0.05:staged"}  # fmt: skip
-    names = [criterion.name for criterion in criteria(chosen, (0.0, 0.05, 0.1), 0.05)]
-    assert "forward beats both" in names and "dose at 5 % noise" in names and not any("adaptive" in n for n in names)
-    assert len(set(names)) == len(names)
-    assert criteria({"none": "none"}, (0.0, 0.05), 0.05) == []
+    """Only what was trained is asked; the arm of a kind is the constant one of the experiment's scale."""
+    found = asked("none", "forward", "forward@0.025", "both", "both:staged", "backward")
+    compared = {name: (criterion.a, criterion.b) for name, criterion in found.items()}
+    assert compared["forward beats both"] == ("forward@0.05", "both@0.05")
+    assert compared["dose at 5 % noise"] == ("forward@0.05", "forward@0.025")
+    assert compared["constant beats falling at 5 % noise"] == ("both@0.05", "both@0.05:staged")
+    assert compared["backward is poor"] == ("backward@0.05", "none")
+    assert not any("adaptive" in name for name in found)
+    assert asked("none") == asked("forward") == {}
 
 
-def test_a_gain_that_can_not_be_had_is_told() -> None:
-    """Where the other arm answers 97 %, 5 points more are impossible, and the report says so."""
-    rows = judge([better()], experiment(a=0.9, b=0.9))
-    (note,) = ceilings(rows, {("b", 0.05): 0.97})
-    assert "97.0 % already" in note
-    assert not ceilings(rows, {("b", 0.05): 0.9}) and not ceilings(judge([better(low=0.0)], {}), {("b", 0.05): 1.0})
+def test_an_arm_is_compared_at_its_own_scale() -> None:
+    """Kinds are paired at one scale, an arm is no dose of itself, and levels are those nearest to the pair's scale."""
+    assert not any(name.startswith("dose") for name in asked("none", "forward@0.025"))
+    assert not any(name.startswith("adaptive") for name in asked("both@0.05", "adaptive@0.025"))
+    assert asked("both@0.05", "both@0.025", "adaptive@0.025")["adaptive beats uniform at 5 % noise"].b == "both@0.025"
+    assert "forward beats both" not in asked("forward@0.05", "both@0.1")
+    assert asked("forward@0.1", "both@0.1")["forward beats both"].level == 0.1
+    assert asked("both@0.05", "both@0.1:linear") == {}
+
+
+def test_without_noise_nothing_is_said_of_noise() -> None:
+    """Asked at level 0 alone, only what concerns clean training is left."""
+    assert set(asked("none", "both", "forward", "backward", levels=(0.0,))) == {
+        "similar training",
+        "similar stability: gradients",
+        "similar stability: loss",
+    }
+
+
+def test_no_criterion_no_row() -> None:
+    """An experiment of one arm ends with a report without verdicts."""
+    assert judge([], {}) == []
+
+
+def test_what_the_scale_decides_is_not_measurable() -> None:
+    """At 96 % no arm can be 5 points better, nor could one fail to stay below that: neither is a verdict."""
+    full, room = experiment(a=0.97, b=0.97), experiment(a=0.7, b=0.7)
+    for region in ({"low": 0.05}, {"low": -math.inf, "high": 0.05}):
+        (row,) = judge([better(**region)], full)
+        assert row["verdict"] == UNMEASURABLE and row["would_decide"] is None
+        assert "b answers 96.1 % already, so 5 points more are out of reach" in row["estimate"]["note"]
+        assert judge([better(**region)], room)[0]["verdict"] != UNMEASURABLE
+    assert judge([better(-0.05, 0.05)], full)[0]["verdict"] == SUPPORTED  # it could have been lower
+    assert judge([better(0.05)], experiment(a=0.5, b=0.97))[0]["verdict"] == REFUTED  # no ceiling did that
+    assert judge([better(0.0)], experiment(a=0.6, b=0.0))[0]["verdict"] == SUPPORTED
+
+
+def test_a_gradient_of_0_is_no_divergence() -> None:
+    """Where groups of GRPO all agree there is no gradient: not comparable by a ratio, and said as it is."""
+    fine = outcome(np.random.default_rng(7), 0.9, 0.8)
+    still = Outcome(fine.answers, [*fine.curve[:-1], {**fine.curve[-1], "gradient_norm": 0.0}], fine.injections)
+    (row,) = judge([Criterion("s", "s", "gradient_norm", "a", "b")], {arm: {0: fine, 1: still} for arm in "ab"})
+    assert "gradient_norm was 0" in row["estimate"]["note"] and "diverged" not in row["estimate"]["note"]
+    assert arm_row("a", {0: still}, (0.0, 0.05))["training"]["gradient_norm"] is None
 
 
 def test_the_theory_by_its_own_rule() -> None:
@@ -191,6 +293,8 @@ def test_the_theory_by_its_own_rule() -> None:
     assert theory([*rows, {"name": "forward noise helps at 5 % noise", "verdict": REFUTED}])["verdict"] == REFUTED
     assert theory([{**rows[0], "verdict": UNDECIDED}, *rows[1:]])["verdict"] == UNDECIDED
     assert theory([])["verdict"] == UNDECIDED
+    beyond = theory([{**rows[0], "verdict": UNMEASURABLE}, *rows[1:]])
+    assert beyond["verdict"] == UNMEASURABLE and "forward beats both" not in beyond["because"]
 
 
 def test_verdicts_need_no_torch() -> None:

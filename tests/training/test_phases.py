@@ -17,13 +17,15 @@ from noisescope.api.experimenting import outcome
 from noisescope.cli import app
 from noisescope.demo import evaluate, problems, tokenizer, train
 from noisescope.demo.task import Arithmetic, arithmetic
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, NoiseRoundsAway
 from noisescope.runs.store import Store
-from noisescope.training import phases
+from noisescope.training import phases, workers
 from noisescope.training.phases import Arm, Design, Job
+from noisescope.trials import Result
 
 TINY = {"steps": 3, "batch": 8, "examples": 60, "layers": 2, "width": 32}
 LEVELS = (0.0, 0.05)
+NONE = {"forward": 0, "backward": 0}
 
 
 @pytest.fixture
@@ -49,7 +51,8 @@ def test_an_arm_is_its_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "why"), [("sideways", "Allowed: none, both"), ("both@x", "must be a number"),
-                                           ("both:slowly", "unknown schedule"), ("both@-1", "at least 0")])  # fmt: skip
+                                           ("both:slowly", "unknown schedule"), ("both@-1", "at least 0"),
+                                           ("both@0", "is no noise"), ("norm@0:staged", "is no noise")])  # fmt: skip
 def test_arms_that_make_no_sense(text: str, why: str) -> None:
     """A wrong name is refused with what is allowed."""
     with pytest.raises(InvalidInput, match=why):
@@ -93,6 +96,97 @@ def test_a_broken_training_ends_as_an_unbroken_one(
     assert not list(cache.parent.glob("*.checkpoint"))
 
 
+@pytest.mark.filterwarnings("ignore:at step . noise of scale")
+def test_a_piece_whose_noise_rounds_away_is_no_failure(
+    task: Arithmetic, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule that ends below the resolution was noise at first; noise that never survives fails at once."""
+    result = None
+    for _ in range(TINY["steps"]):  # the scales are 1e-7, 5e-8 and 1e-9, and float32 resolves 6e-8
+        assert result is None
+        clock = iter([0.0])
+        monkeypatch.setattr(time, "time", lambda clock=clock: next(clock, 2.0))
+        result = phases.run(job(task, cache, "both@1e-7:linear", deadline=1.0))
+    assert result is not None and result.facts["training_injections"]["forward"] > 0
+    with pytest.raises(NoiseRoundsAway):
+        phases.run(job(task, cache, "both@1e-9", deadline=3.0))
+
+
+def test_a_killed_training_goes_on_from_its_last_checkpoint(
+    task: Arithmetic, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody told it to stop: what was done up to the checkpoint is not done again, and the end is the same."""
+    advance, steps = train.Fitting.advance, []
+
+    def watched(self: train.Fitting) -> Any:
+        if len(steps) == TINY["steps"] - 1:
+            steps.append(None)
+            raise KeyboardInterrupt  # no Exception: nothing here catches it, as a kill would not be
+        steps.append(self.step)
+        return advance(self)
+
+    whole = phases.run(job(task, cache, "both"))
+    monkeypatch.setattr(train.Fitting, "advance", watched)
+    with pytest.raises(KeyboardInterrupt):
+        phases.run(job(task, cache, "both"))
+    broken = phases.run(job(task, cache, "both"))
+    assert steps == [0, 1, None, 2]
+    assert whole is not None and broken is not None
+    assert broken.values == whole.values and broken.facts == whole.facts
+
+
+def test_the_seconds_of_all_pieces_count(task: Arithmetic, cache: Path) -> None:
+    """A training that was broken off took what its pieces took together."""
+    first = job(task, cache, "none", deadline=time.time() + 1e6)
+    with pytest.MonkeyPatch.context() as patch:
+        clock = iter([0.0])
+        patch.setattr(time, "time", lambda: next(clock, 2e9))
+        assert workers.attempt(dataclasses.replace(first, deadline=1.0))[0] is None
+    kept = torch.load(first.checkpoint, weights_only=True)
+    assert 0 < kept["seconds"] < 100
+    torch.save({**kept, "seconds": 1000.0}, first.checkpoint)
+    result, seconds = workers.attempt(first)
+    assert result is not None and 1000 < seconds < 1100
+
+
+def test_training_problems_are_whole_or_made_again(
+    task: Arithmetic, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file cut short by a kill is made again, and a writer that is killed leaves no file of that name."""
+    content = cache.read_bytes()
+    cache.write_bytes(content[: len(content) // 2])
+    task.prepare(cache, workers=1)
+    assert cache.read_bytes()[:4] == content[:4] and len(cache.read_bytes()) == len(content)
+    written = cache.stat().st_mtime_ns
+    task.prepare(cache, workers=1)
+    assert cache.stat().st_mtime_ns == written
+
+    def killed(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("numpy.savez_compressed", killed)
+    cache.write_bytes(b"")
+    with pytest.raises(KeyboardInterrupt):
+        task.prepare(cache, workers=1)
+    assert cache.read_bytes() == b""
+
+
+def test_noise_below_the_resolution_is_told(task: Arithmetic) -> None:
+    """In bfloat16, as a GPU trains, and in float32; norm weights stay in float32; factors make a scale smaller."""
+
+    def told(arm: str, device: str) -> str:
+        design = Design(task, (Arm.of(arm, 0.05),), (0,), LEVELS, factors={0: 0.25, 1: 4.0}, device=device)
+        return phases.rounding(design, design.arms[0])
+
+    assert "in 3 of 3 steps the scale is below 0.0039, half the spacing of bfloat16" in told("both@0.003", "cuda")
+    assert "in 1 of 3 steps" in told("both:linear", "cuda")  # 0.05, 0.025, 0.0005
+    assert "some layers" in told("adaptive@0.01", "cuda")
+    assert "float32" in told("both@1e-9", "cpu")
+    for arm, device in (("both", "cuda"), ("none", "cuda"), ("norm@0.003", "cuda"), ("both@0.003", "cpu")):
+        assert told(arm, device) == ""
+
+
 def test_arms_of_a_seed_share_all_but_the_noise(task: Arithmetic, cache: Path) -> None:
     """Two runs of one seed are the same run; noise and another seed make another."""
     found = {}
@@ -125,12 +219,30 @@ def test_teacher_forced_is_what_greedy_decoding_gives() -> None:
     assert task.right(model) == evaluate.exact_match(model, tokenizer.make(), items)
 
 
+def test_one_arm_at_odd_levels_has_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without criteria to judge, with a level of many digits, and without a process where none was asked for."""
+    monkeypatch.setattr(workers, "_in_processes", lambda *rest: pytest.fail("a script would need a guard for that"))
+    asked: dict[str, Any] = {"start": "scratch", "samples": 4, **TINY, "steps": 1}
+    report = api.phases(arms=("forward",), seeds=2, noise_levels=(0.0333333333,), options=api.Options(), **asked)
+    assert report["hypotheses"] == [] and report["trained"] == {"done": 2, "failed": 0, "of": 2}
+    assert report["levels"] == [0.0, 0.0333333333] and set(report["arms"][0]["accuracy"]) == {"0", "0.0333333"}
+    with pytest.raises(InvalidInput, match="first six digits"):
+        api.phases(noise_levels=(0.0333333333, 0.03333333334), **asked)
+
+
+def test_columns_of_older_stores_are_found() -> None:
+    """Levels used to be kept with six digits."""
+    rows = {"0/0": (1.0, 0.0), "0.0333333/0": (0.0, 0.0), "0.1/0": (1.0, 1.0)}
+    found = outcome(Result((0, 1), rows, {"curve": [], "training_injections": {}}), (0.0, 0.0333333333, 0.1))
+    assert {level: values.mean() for level, values in found.answers.items()} == {0.0: 0.5, 0.0333333333: 0.0, 0.1: 1.0}
+
+
 @pytest.mark.slow
 def test_processes_and_one_process_agree(tmp_path: Path) -> None:
     """Two worker processes give the very report of this process alone."""
     asked: dict[str, Any] = {"arms": ("none", "both"), "seeds": 1, "start": "scratch", "samples": 10, **TINY}
     alone = api.phases(**asked)
-    several = api.phases(**asked, options=api.Options(output=tmp_path, workers=2))
+    several = api.phases(**asked, processes=2, options=api.Options(output=tmp_path))
     assert several.same_as(alone)
 
 
@@ -146,7 +258,7 @@ def test_the_command_stops_goes_on_and_reports(tmp_path: Path) -> None:
     assert second.exit_code == 0, second.output
     report = json.loads(second.stdout)
     assert [arm["name"] for arm in report["arms"]] == ["none", "both@0.05", "norm@0.01"]
-    assert report["seeds"] == [0, 1] and report["n"] == 8 and report["trained"] == {"done": 6, "of": 6}
+    assert report["seeds"] == [0, 1] and report["n"] == 8 and report["trained"] == {"done": 6, "failed": 0, "of": 6}
     with Store(tmp_path, create=False) as store:
         kept = len(store)
     resumed = run(app, ["runs", "resume", str(tmp_path)])
@@ -165,9 +277,49 @@ def test_the_command_stops_goes_on_and_reports(tmp_path: Path) -> None:
     }
 
 
+def test_all_failed_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every training failed the command says why, writes its report, and exits with 1."""
+    monkeypatch.setattr(phases, "train", lambda job: {}["lost"])
+    tiny = " ".join(f"--{name} {value}" for name, value in TINY.items())
+    command = f"experiment phases --arms none,both --seeds 1 --start scratch --samples 4 {tiny} -o {tmp_path}"
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 1 and "failed: none, seed 0: KeyError" in result.output
+    assert (tmp_path / "report.md").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuda can be had here")
+def test_a_device_is_needed_to_train_only(tmp_path: Path, task: Arithmetic) -> None:
+    """A finished run of another machine is reported here; one that is not finished names the missing device."""
+    arms, asked = ("none", "both"), {"start": "scratch", "samples": 10, "noise_levels": LEVELS, **TINY}
+    options: dict[str, Any] = {"device": "cuda", "options": api.Options(output=tmp_path)}
+    design = Design(task, tuple(Arm.of(name, 0.05) for name in arms), (0,), LEVELS, device="cuda")
+    columns = dict.fromkeys(("0/0", "0.05/0", "0.05/1"), (1.0,) * 10)
+    facts = {"curve": [{"step": 1, "gradient_norm": 1.0, "held_out": 1.0}], "training_injections": dict(NONE)}
+    with Store(tmp_path) as store:
+        for trial, _, _ in design.trials():
+            store.put(trial, Result(tuple(range(10)), columns, facts), 1.0)
+    assert api.phases(arms=arms, seeds=1, **asked, **options)["trained"]["done"] == 2
+    with pytest.raises(InvalidInput, match="can't train on device 'cuda'"):
+        api.phases(arms=arms, seeds=2, **asked, **options)
+
+
 def test_what_the_command_refuses(tmp_path: Path) -> None:
     """Wrong arms, starts and numbers are one line and exit code 2."""
+    scratch = ["--start", "scratch"]
     for options, why in (
+        (["--steps", "0"], "steps must be a whole number from 1 on"),
+        (["--examples", "0"], "examples must be a whole number from 1 on"),
+        (["--batch", "0"], "batch must be a whole number from 1 on"),
+        (["--rate", "-1"], "rate must be finite and above 0"),
+        ([*scratch, "--layers", "0"], "layers must be a whole number from 1 on"),
+        ([*scratch, "--width", "30"], "width must be 32, 96 or a multiple of 64"),
+        ([*scratch, "--width", "160"], "width must be 32, 96 or a multiple of 64"),
+        (["--layers", "2"], "of a model from scratch"),
+        (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--executor", "slurm"], "unknown executor"),
+        (["--workers", "0"], "at least 1"),
+        (["--seconds", "0"], "seconds must be above 0"),
+        (["--noise-scale", "0"], "which is no noise"),
         (["--arms", "upward"], "unknown arm"),
         (["--start", "nowhere"], "unknown start"),
         (["--seeds", "0"], "at least 1"),

@@ -28,7 +28,9 @@ def results() -> list[dict[str, Any]]:
     script = str(Path(__file__).with_name("two_processes.py"))
     running = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), port, "data,sharded,tensor,unnamed"], stdout=subprocess.PIPE, text=True
+            [sys.executable, script, str(rank), port, "data,sharded,split,whole,tensor,unnamed"],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -60,6 +62,15 @@ def test_tensor_parallel_processes_agree_or_are_refused(results: list[dict[str, 
     """A mesh named "tp" gives one number to both processes; a mesh without names is refused with the cure."""
     assert [found["tensor"] for found in results] == [{"rank": 0}, {"rank": 0}]
     assert all("pass rank=" in found["unnamed"]["refused"] for found in results)
+
+
+def test_a_tensor_parallel_forward_has_one_noise(results: list[dict[str, Any]]) -> None:
+    """With MLPs split over both processes the noisy losses agree, and are those of process 0 with a whole model."""
+    first, second = (found["split"] for found in results)
+    assert first["rank"] == second["rank"] == 0
+    for kind in ("clean", "operators", "norm"):
+        assert first[kind] == second[kind] == pytest.approx(results[0]["whole"][kind], rel=1e-5)
+    assert len({first["clean"], first["operators"], first["norm"]}) == 3
 
 
 def test_groups_of_a_larger_mesh_are_numbered() -> None:

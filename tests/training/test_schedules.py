@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -57,8 +58,8 @@ def test_staged_decay_injects_whatever_its_numbers_are(
     parts = min(epochs, count)
     for epoch in range(parts):
         within = values[epoch * count // parts : (epoch + 1) * count // parts]
-        share = 1 / (stages + 1) if warm_up is None else warm_up
-        quiet = min(int(len(within) * share), len(within) - 1)
+        share = Fraction(1, stages + 1) if warm_up is None else Fraction(warm_up) + Fraction(1, 10**9 * len(within))
+        quiet = min(math.floor(len(within) * share), len(within) - 1)
         noisy = within[quiet:]
         assert within[:quiet] == [0.0] * quiet
         assert noisy[0] == start
@@ -85,6 +86,12 @@ def test_edges_that_broke_elsewhere() -> None:
     many = [Staged(0.05, 0.0005, 3, stages=100, warm_up=0)(step) for step in range(3)]
     assert many == pytest.approx([0.05, 0.005, 0.0005])
     assert Staged(0.05, 0.0005, 1)(0) == 0.05
+
+
+def test_a_warm_up_is_not_a_step_short() -> None:
+    """Shares whose product with the steps is a whole number give that number, whatever floats make of it."""
+    assert [Staged(0.05, 0.01, 49, stages=48)(step) > 0 for step in range(2)] == [False, True]
+    assert [Staged(0.05, 0.01, 100, warm_up=0.29)(step) > 0 for step in (28, 29)] == [False, True]
 
 
 def test_epochs_start_anew() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from noisescope.errors import InvalidInput
 from noisescope.testing import tiny_model
@@ -23,10 +24,10 @@ from noisescope.training import AQN, Constant, NormNoise, OperatorNoise, noise
 TOKENS = torch.arange(1, 13).reshape(2, 6)
 
 
-def losses(model: Any) -> dict[str, Any]:
+def losses(model: Any, operators: str = "gemm") -> dict[str, Any]:
     """Losses of the same batch in every process, clean and under noise."""
     found: dict[str, Any] = {"clean": model(TOKENS, labels=TOKENS).loss.item()}
-    for name, kind in (("operators", OperatorNoise()), ("norm", NormNoise())):
+    for name, kind in (("operators", OperatorNoise(frozenset({operators}))), ("norm", NormNoise())):
         with noise(model, AQN(kind, Constant(0.1))) as scope:
             loss = model(TOKENS, labels=TOKENS).loss
             loss.backward()
@@ -37,8 +38,8 @@ def losses(model: Any) -> dict[str, Any]:
     return found
 
 
-def data_parallel() -> dict[str, Any]:
-    return losses(tiny_model("llama"))
+def data_parallel(operators: str = "gemm") -> dict[str, Any]:
+    return losses(tiny_model("llama"), operators)
 
 
 def sharded() -> dict[str, Any]:
@@ -53,6 +54,16 @@ def sharded() -> dict[str, Any]:
     after = {name: p.full_tensor() for name, p in model.named_parameters()}
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
     return {**found, "sharded": sharded, "bits": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def split() -> dict[str, Any]:
+    """Tensor parallelism: the weights of each MLP halved over both processes, and noise on what both compute whole."""
+    model = tiny_model("llama")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return losses(model, "matmul")
 
 
 def tensor_parallel(names: tuple[str, ...] | None) -> dict[str, Any]:
@@ -70,6 +81,8 @@ def tensor_parallel(names: tuple[str, ...] | None) -> dict[str, Any]:
 CASES = {
     "data": data_parallel,
     "sharded": sharded,
+    "split": split,
+    "whole": lambda: data_parallel("matmul"),
     "tensor": lambda: tensor_parallel(("tp",)),
     "unnamed": lambda: tensor_parallel(None),
 }

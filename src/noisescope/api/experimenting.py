@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import platform
 import tempfile
 import time
@@ -18,16 +19,16 @@ from noisescope.demo.practice import practice
 from noisescope.demo.task import Arithmetic, arithmetic
 from noisescope.errors import InvalidInput, unknown
 from noisescope.model import load
-from noisescope.preparation import Options, versions
+from noisescope.preparation import EXECUTORS, Options, versions
 from noisescope.reports.phases import PhasesReport
 from noisescope.runs.execute import Silent
 from noisescope.runs.store import Store
 from noisescope.sites import Place
 from noisescope.training import adaptive
-from noisescope.training.criteria import ceilings, criteria, main_arms, theory
-from noisescope.training.hypotheses import Outcome, arm_row, judge
-from noisescope.training.phases import Arm, Design, Job
-from noisescope.training.workers import run_all
+from noisescope.training.criteria import criteria, theory
+from noisescope.training.hypotheses import UNMEASURABLE, Outcome, arm_row, judge
+from noisescope.training.phases import Arm, Design, Job, rounding
+from noisescope.training.workers import check_device, run_all
 from noisescope.trials import Result, content_id
 
 SCHEMA_VERSION = 1
@@ -48,6 +49,7 @@ def phases(
     noise_seeds: int = 2,
     operators: Sequence[str] = ("gemm",),
     device: str = "cpu",
+    processes: int = 1,
     seconds: float | None = None,
     options: Options | None = None,
     **training: Any,
@@ -56,11 +58,17 @@ def phases(
 
     `training` goes to the task: steps, batch, rate, examples, layers, width. What is done is kept in options.output;
     the same call goes on from there, also after `seconds` were up. Nothing is kept without a folder. The method "grpo"
-    trains by rewards, through TRL.
+    trains by rewards, through TRL. A script that asks for several `processes` must do so under
+    `if __name__ == "__main__":`; options.workers is the number on Ray, as for diagnose.
     """
     options = options or Options()
-    if seeds < 1 or samples < 1 or noise_seeds < 1:
-        raise InvalidInput("seeds, samples and noise_seeds must be at least 1")
+    if options.executor not in EXECUTORS:
+        raise unknown("executor", options.executor, EXECUTORS)
+    workers = options.workers if options.executor == "ray" else processes
+    if seeds < 1 or samples < 1 or noise_seeds < 1 or workers < 1:
+        raise InvalidInput("seeds, samples, noise_seeds and workers must be at least 1")
+    if seconds is not None and not seconds > 0:
+        raise InvalidInput(f"seconds must be above 0, got {seconds}; leave it out for no limit")
     task = _task(method, start, tests=samples, **training)
     chosen = tuple(Arm.of(text, noise_scale) for text in arms)
     started = time.time()
@@ -79,7 +87,8 @@ def phases(
         )
         asked = _asked(design, noise_scale, start)
         store.note(asked=asked, **({} if options.command is None else {"command": options.command}))
-        _settle(design, store, folder, options, started + (seconds or float("inf")))
+        deadline = math.inf if seconds is None else started + seconds
+        _settle(design, store, folder, options, workers=workers, deadline=deadline)
         report = PhasesReport({**conclude(design, store, noise_scale), "run": {**asked, **_run_facts(store, started)}})
         if options.output is not None:
             store.note(report=report.data)
@@ -96,22 +105,22 @@ def _task(method: str, start: str, **settings: Any) -> Arithmetic:
     return practice(start, **settings)
 
 
-def _settle(design: Design, store: Store, folder: Path, options: Options, deadline: float) -> None:
+def _settle(design: Design, store: Store, folder: Path, options: Options, *, workers: int, deadline: float) -> None:
     """Train what the store does not have."""
     wanted = [(trial, arm, seed) for trial, arm, seed in design.trials() if trial.id not in store]
     if not wanted:
-        return
+        return  # a report of what is there needs no device
+    if options.executor == "local":
+        check_device(design.device)
     progress = options.progress or Silent()
     progress.wave(len(wanted))
     task: Any = design.task
     cache = folder / f"problems-{content_id([task.settings.examples, task.settings.tests])[:12]}.npz"
-    task.prepare(cache, workers=options.workers)
+    task.prepare(cache, workers=workers)
     jobs = [
         Job(design, arm, seed, cache, folder / f"{trial.id[:16]}.checkpoint", deadline) for trial, arm, seed in wanted
     ]
-    for job, result, seconds in run_all(
-        jobs, workers=options.workers, executor=options.executor, address=options.address
-    ):
+    for job, result, seconds in run_all(jobs, workers=workers, executor=options.executor, address=options.address):
         if result is not None:
             trial = design.trial(job.arm, job.seed)
             store.put(trial, result, seconds)
@@ -131,11 +140,12 @@ def conclude(design: Design, store: Store, scale: float) -> dict[str, Any]:
             failures.append(f"{arm}, seed {seed}: {result.error}")
         else:
             found[str(arm)][seed] = outcome(result, design.levels)
-    rows = judge(criteria(main_arms(design.arms, scale), design.levels, scale), found)
+    rows = judge(criteria(design.arms, design.levels, scale), found)
     trained = sum(map(len, found.values()))
     arms = [arm_row(name, runs, design.levels) for name, runs in found.items() if runs]
-    known = {(arm["name"], level): arm["accuracy"][f"{level:g}"]["value"] for arm in arms for level in design.levels}
-    notes = [f"failed: {failure}" for failure in failures] + ceilings(rows, known)
+    notes = [f"failed: {failure}" for failure in failures]
+    notes += [f"{row['name']}: {row['estimate']['note']}" for row in rows if row["verdict"] == UNMEASURABLE]
+    notes += [note for arm in design.arms if (note := rounding(design, arm))]
     if missing:
         notes.append(f"{missing} of {len(design.trials())} trainings are not done yet: run the same command again")
     return {
@@ -144,7 +154,7 @@ def conclude(design: Design, store: Store, scale: float) -> dict[str, Any]:
         "seeds": list(design.seeds),
         "n": design.task.samples,
         "levels": list(design.levels),
-        "trained": {"done": trained, "of": len(design.trials())},
+        "trained": {"done": trained, "failed": len(failures), "of": len(design.trials())},
         "hypotheses": rows,
         "theory": theory(rows),
         "could_not_see": notes,
@@ -155,7 +165,8 @@ def outcome(result: Result, levels: Sequence[float]) -> Outcome:
     """A stored row as the statistics need it."""
     columns: dict[float, list[Any]] = {level: [] for level in levels}
     for name, values in result.values.items():
-        columns[float(name.partition("/")[0])].append(values)
+        from_each = np.abs(np.asarray(levels) - float(name.partition("/")[0]))
+        columns[levels[int(from_each.argmin())]].append(values)  # older stores have the first six digits only
     answers = {level: np.asarray(values, dtype=np.float64).T for level, values in columns.items()}
     return Outcome(answers, result.facts["curve"], result.facts["training_injections"])
 

@@ -16,17 +16,19 @@ from noisescope.diagnosis.frame import Array, Settings
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.faults.simulator import FaultScope, faulty
 from noisescope.faults.text import parse_fault
+from noisescope.findings import LIMITS
 from noisescope.locators.locate import locate
 from noisescope.model import Subject
-from noisescope.plans.fault_tests import FaultTest, could_not_run, judge
+from noisescope.plans.fault_tests import FaultTest, check_runnable, could_not_run, judge
 from noisescope.preparation import Prepared, prepare
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.bench import Bench
 from noisescope.runs.stepping import stepwise
 from noisescope.tasks import Sequence
 
-SHORTEST = 4  # tokens: one before the fault, one with it, its prediction, and one after
-AFTER = 8  # steps that are watched after a fault of one step; 5 are allowed for recovery
+AFTER = 8  # steps that are watched after a fault of one step, where the sample is long enough
+# Tokens: one before the fault, one with it, its prediction, and the fewest steps after it that tell of recovery.
+SHORTEST = 3 + int(LIMITS["fault_recovery_steps"])
 
 
 def run_fault_tests(
@@ -43,6 +45,9 @@ def run_fault_tests(
     Every sample is a request of its own: a forward, or for faults that last one step, a generation token by token in
     which the fault hits one token. The score is the task's, with and without the fault on the same samples.
     """
+    tests = tuple(tests)
+    for test in tests:
+        check_runnable(test)
     noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
     prepared = prepare(
         subject,
@@ -123,10 +128,10 @@ class _Runner:
     # -- token by token
 
     def _stepped(self, faults: list[str]) -> dict[str, Any]:
-        """The fault hits one token; answers and recovery are of what follows it."""
+        """The fault hits one token; answers and recovery are of what follows it. Shorter samples are left out."""
         if not self.sequences:
             raise InvalidInput(f"recovery needs samples of at least {SHORTEST} tokens")
-        clean, faulted, slowest, broken, tokens, changed = [], [], 0, 0, 0, 0
+        clean, faulted, recovered, broken, tokens, changed = [], [], [], 0, 0, 0
         for number, sequence in enumerate(self.sequences):
             first = max(1, len(sequence.ids) - AFTER - 2)
             if number not in self._clean_steps:
@@ -137,13 +142,13 @@ class _Runner:
             changed += sum(scope.changed for scope in scopes)
             clean.append(self._right(sequence, before, first))
             faulted.append(self._right(sequence, after, first))
-            slowest = max(slowest, _recovered(before, after))
+            recovered.append(_recovered(before, after))
             broken, tokens = broken + int((after < 0).sum()), tokens + len(after)
         loss = stats.degradation(clean, faulted, chance=self.frame.chance)
         return {
             "degradation": loss.to_dict(),
             "nan_rate": broken / tokens,
-            "recovery_steps": slowest,
+            "recovery_steps": recovered,
             "changed": changed,
         }
 
@@ -170,7 +175,12 @@ class _Runner:
         return {"detected": found, "located": f"says {said}"}
 
 
-def _recovered(clean: Tensor, faulted: Tensor) -> int:
-    """Steps after the faulty one until the likeliest token is the clean one again, and stays it."""
-    wrong = (clean[2:] != faulted[2:]).nonzero()
-    return int(wrong.max()) + 1 if len(wrong) else 0
+def _recovered(clean: Tensor, faulted: Tensor) -> int | None:
+    """The step after the faulty one at which the likeliest token is the clean one again, and stays it.
+
+    0 where it was never another; None where it still is at the last step watched.
+    """
+    wrong = (clean[2:] != faulted[2:]).tolist()  # step 1 after the fault first
+    if wrong[-1]:
+        return None
+    return max((step + 1 for step, is_wrong in enumerate(wrong, 1) if is_wrong), default=0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from noisescope.comparison.records import Batch, Record
 from noisescope.comparison.tensor_files import Numbers
@@ -26,13 +27,20 @@ _OUTER = {"embed_tokens": "embed", "wte": "embed", "lm_head": "lm_head", "norm":
 
 
 def dump_folder(path: str | Path) -> Path | None:
-    """The folder of one rank that holds dump.json, or None where this is no dump: the first step's first rank."""
+    """The folder of one rank that holds dump.json, or None where this is no dump: the first step's first rank.
+
+    Steps and ranks are in the order of their numbers: step9 comes before step10.
+    """
     folder = Path(path)
     for pattern in ("dump.json", "rank*/dump.json", "step*/rank*/dump.json", "step*/proc*/dump.json"):
-        found = sorted(folder.glob(pattern))
+        found = [file.parent for file in folder.glob(pattern)]
         if found:
-            return found[0].parent
+            return min(found, key=lambda one: (_numbers(one.relative_to(folder)), str(one)))
     return None
+
+
+def _numbers(path: Path) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", str(path)))
 
 
 def read_dump(path: str | Path) -> Record:
@@ -44,10 +52,14 @@ def read_dump(path: str | Path) -> Record:
     sites: list[Site] = []
     files: dict[str, Path] = {}
     rows, dtype = 1, ""
+    without_file: list[str] = []
     for name, entry in data.items():
         found = _ENTRY.fullmatch(name)
         output = _first_tensor(entry.get("output")) if found else None
         if found is None or output is None:
+            continue
+        if not output["data_name"]:
+            without_file.append(name)
             continue
         file = folder / "dump_tensor_data" / Path(str(output["data_name"])).name  # never a path out of the folder
         if not file.is_file():
@@ -61,9 +73,11 @@ def read_dump(path: str | Path) -> Record:
             f"{folder / 'dump.json'} names no output of a module with its tensor: dump with level L0 or mix and with "
             "task tensor"
         )
-    batch = Batch(0, rows, 0, lambda name: _read(files[name]) if name in files else None)
-    about = {"device": "msprobe dump", "detail": "full"}
-    return Record(str(path), "", "msprobe dump", dtype, (), tuple(sites), (batch,), None, about)
+    batch = Batch(0, rows, 0, lambda name: _read(files[name], rows) if name in files else None)
+    about: dict[str, Any] = {"device": "msprobe dump", "detail": "full"}
+    if without_file:
+        about["notes"] = [f"{len(without_file)} outputs have no file and are left out, {without_file[0]} first"]
+    return Record(str(folder), "", "msprobe dump", dtype, (), tuple(sites), (batch,), None, about)
 
 
 def _entries(file: Path) -> dict[str, Any]:
@@ -95,7 +109,7 @@ def _site(found: re.Match[str]) -> Site:
     return Site(operator, place, module, occurrence=int(found["call"]))
 
 
-def _read(file: Path) -> Numbers:
+def _read(file: Path, rows: int) -> Numbers:
     try:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises pickle, zip and runtime errors of its own
@@ -103,4 +117,11 @@ def _read(file: Path) -> Numbers:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(f"{file} holds a {type(tensor).__name__}, not a tensor")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Numbers(tensor.detach().double().numpy(), dtype)
+    return Numbers(_by_prompt(tensor.detach(), rows).double().numpy(), dtype)
+
+
+def _by_prompt(tensor: Tensor, rows: int) -> Tensor:
+    """[prompts, ...]: routers and experts are given the tokens of all prompts in one dimension."""
+    if tensor.dim() == 0 or len(tensor) <= rows:
+        return tensor
+    return torch.unflatten(tensor, 0, (rows, -1)) if len(tensor) % rows == 0 else tensor[None]

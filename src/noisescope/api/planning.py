@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reported import check_model, data_of
+from noisescope.api.reported import check_sizes, data_of, other_numbers
 from noisescope.data import DataSet, read_data
-from noisescope.diagnosis import formats as scored
 from noisescope.diagnosis.frame import Settings
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.plans.bit_rule import layer_sensitivity, rule_plan
+from noisescope.plans.coverage import coverage_notes, planned_share
 from noisescope.plans.precision import Budget, Module, Plan, modules_of, optimal_plan, random_plans, uniform_plan
 from noisescope.plans.verification import Verification
 from noisescope.preparation import Options, prepare
@@ -55,7 +55,7 @@ def verify_precision(
     `data` None is the report's. Samples are those after the ones that formats were scored on; a note says where there
     are no more. Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
     """
-    check_model(report, subject)
+    check_sizes(report, subject)
     modules = modules_of(report, formats)
     missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
     if missing:
@@ -63,7 +63,8 @@ def verify_precision(
             f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
         )
     rivals, notes = _rivals(report, modules, plan)
-    unseen, seen_before = _unseen(data_of(report) if data is None else data, samples)
+    scored = report["format_scores"]["n"]
+    unseen, seen_before = _unseen(data_of(report) if data is None else data, scored, samples)
     drawn = random_plans(modules, plan.average_bits, random, seed=seed)
     plans = {"plan": plan, **rivals, **{f"{RANDOM} {i}": one for i, one in enumerate(drawn)}}
     prepared = prepare(
@@ -80,8 +81,15 @@ def verify_precision(
     rows = [_row(name, one, measured["verification"][name]) for name, one in plans.items()]
     return {
         **_result(plan, rows),
+        "planned_share": planned_share(report),
         "data": measured["run"]["data"],
-        "notes": [*seen_before, *notes, *measured["could_not_see"]],
+        "notes": [
+            *coverage_notes(report),
+            *other_numbers(report, measured["run"]["model"]["fingerprint"]),
+            *seen_before,
+            *notes,
+            *measured["could_not_see"],
+        ],
     }
 
 
@@ -139,13 +147,13 @@ def _result(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _unseen(data: Any, samples: int) -> tuple[Any, list[str]]:
+def _unseen(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
     """Samples behind those that formats were scored on; where the data holds no more, all of them and a note."""
     if isinstance(data, (str, Path)):
-        data = read_data(data, limit=scored.SAMPLES + samples)
+        data = read_data(data, limit=scored + samples)
     if not isinstance(data, DataSet):
         return data, []
-    if len(data.items) > scored.SAMPLES:
-        return replace(data, items=data.items[scored.SAMPLES :]), []
-    held = f"the data holds {len(data.items)} samples, no more than the {scored.SAMPLES} that formats are scored on"
+    if len(data.items) > scored:
+        return replace(data, items=data.items[scored:]), []
+    held = f"the data holds {len(data.items)} samples, no more than the {scored} that formats are scored on"
     return data, [f"{held}: the plan may be measured on the very samples it was made from. Give more with --data"]

@@ -11,6 +11,7 @@ from noisescope.data import built_in
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.plans.comparable import refuse_architecture
+from noisescope.quantisation.scores import is_planned, weight_of
 
 BUILT_IN = "built-in text"
 
@@ -30,3 +31,34 @@ def data_of(report: Mapping[str, Any]) -> Any:
 def check_model(report: Mapping[str, Any], subject: Subject) -> None:
     """Refuse a model of another architecture or depth than the report's; its weights may be others."""
     refuse_architecture(report["run"], subject.anatomy.architecture, len(subject.anatomy.blocks))
+
+
+def check_sizes(report: Mapping[str, Any], subject: Subject) -> None:
+    """Refuse, too, a model whose linears have other sizes than the report's: plans count its weights and channels."""
+    check_model(report, subject)
+    modules = dict(subject.model.named_modules())
+    shapes = {unit.module: weight_of(modules[unit.module]).shape for unit in subject.anatomy.units if is_planned(unit)}
+    for row in (report.get("format_scores") or {}).get("modules", []):
+        outputs, inputs = shapes.get(row["module"], (0, 0))
+        _refuse_size(subject, f"weights in {row['module']}", row["parameters"], outputs * inputs)
+    for name, row in ((report.get("channel_analysis") or {}).get("per_layer") or {}).items():
+        if name in shapes:
+            _refuse_size(subject, f"output channels in {name}", row["total_channels"], shapes[name][0])
+
+
+def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None:
+    if found != reported:
+        raise InvalidInput(
+            f"the report counts {reported} {what}, and {subject.source} has {found}: it is of another model. Make a "
+            "report of this one: noisescope diagnose MODEL -o DIR"
+        )
+
+
+def other_numbers(report: Mapping[str, Any], fingerprint: str) -> list[str]:
+    """A note where a model of the same sizes has other numbers than the report's."""
+    if report["run"]["model"]["fingerprint"] == fingerprint:
+        return []
+    return [
+        "the model's numbers are not those that the report was made on (other weights, another dtype or config): what "
+        "the report predicts may not hold for it"
+    ]

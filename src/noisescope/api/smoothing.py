@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.api.reported import check_model, data_of
+from noisescope.api.reported import check_sizes, data_of, other_numbers
 from noisescope.diagnosis.effects import estimate
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
@@ -17,6 +17,7 @@ from noisescope.plans.smoothing import recommendations
 from noisescope.preparation import material_of
 from noisescope.quantisation.smoothing import W8A8, Smoothed, rounded_kl, smooth
 from noisescope.runs.bench import input_device
+from noisescope.runs.fingerprints import model_fingerprint
 
 
 def token_batches(subject: Subject, data: Any, samples: int, max_tokens: int, *, which: str) -> list[Tensor]:
@@ -57,7 +58,7 @@ def plan_smoothquant(
     `data` None is the report's. The first half of the samples calibrates, on the other half the KL is measured.
     """
     recommendations(report, (), target=target)  # refuses a report without channels before the work begins
-    check_model(report, subject)
+    check_sizes(report, subject)
     given = data_of(report) if data is None else data
     batches = token_batches(subject, given, samples, max_tokens, which="test")
     if len(batches) < 2:
@@ -67,7 +68,7 @@ def plan_smoothquant(
     before = rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy)
     after = rounded_kl(smoothed.model, subject.model, batches[half:], W8A8)
     folds = [fold.to_dict() for fold in smoothed.folds]
-    kl = {"before": estimate(np.array(before)), "after": estimate(np.array(after))}
+    kl = {name: estimate(np.array(kl), countable=False) for name, kl in (("before", before), ("after", after))}
     return {
         "scheme": "W8A8: int8 weights with a scale each output channel, int8 activations with a scale each token",
         "alpha": alpha,
@@ -76,4 +77,5 @@ def plan_smoothquant(
         "float_error": smoothed.float_error,
         "folds": folds,
         "recommendations": recommendations(report, folds, target=target),
+        "notes": other_numbers(report, model_fingerprint(subject.model)),
     }

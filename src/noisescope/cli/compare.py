@@ -84,8 +84,10 @@ def _decision(found: Any) -> str:
         outcome = "passed"
     elif worst is not None and worst.measures.mape > found.max_mape:
         outcome = "exceeded"
-    else:
+    elif found.unmeasurable:
         outcome = f"not passed, {len(found.unmeasurable)} sites can't be checked for NaN or infinite numbers"
+    else:
+        outcome = f"not passed, {len(found.uncompared)} sites can't be compared"
     return f"largest MAPE {largest}; allowed {found.max_mape:g}: {outcome}"
 
 
@@ -104,7 +106,7 @@ def say_tokens(tokens: Any) -> None:
 def say_rows(found: Any) -> None:
     """The first site to part and those with the largest error, in the order they ran."""
     if found.verdict == "identical" and not any(row.measures.nonfinite_both for row in found.rows):
-        typer.echo(f"{len(found.rows)} sites, none differs; --json lists them")
+        typer.echo(f"{len(found.rows)} sites are compared, none differs; --json lists them")
         return
     ranked = sorted(
         found.rows, key=lambda row: (not row.parts, row.measures.measurable, -(row.measures.relative_l2 or 0))

@@ -40,7 +40,9 @@ def experiment_phases(
     ] = None,
     examples: Annotated[int | None, typer.Option("--examples", help="Training problems to draw from.")] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="From scratch: blocks. Default: 16.")] = None,
-    width: Annotated[int | None, typer.Option("--width", help="From scratch: a multiple of 32. Default: 96.")] = None,
+    width: Annotated[
+        int | None, typer.Option("--width", help="From scratch: 32, 96 or a multiple of 64. Default: 96.")
+    ] = None,
     workers: Annotated[int, typer.Option("--workers", help="Processes; several share one GPU.")] = 1,
     executor: common.Executor = "local",
     address: common.Address = None,
@@ -86,11 +88,14 @@ def run_phases(asked: dict[str, Any], *, as_json: bool = False) -> None:
             noise_seeds=asked["noise_seeds"],
             operators=common.names(asked["operators"]) or (),
             device=asked["device"],
+            processes=asked["workers"],
             seconds=asked["seconds"],
             options=common.run_options("experiment phases", asked, progress),
             **training,
         )
     outcome.finish(report, output, say_verdicts, as_json=as_json)
+    if report["trained"]["failed"] and not report["trained"]["done"]:
+        raise typer.Exit(1)
 
 
 def say_verdicts(report: Any) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from noisescope.cli import common
 from noisescope.cli.report import load_report
+from noisescope.errors import InvalidInput
 
 
 def plan_fault_tests(
@@ -45,6 +46,10 @@ def plan_fault_tests(
     """
     from noisescope.plans.fault_tests import generate, to_csv
 
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"--limit is how many tests, 1 or more; got {limit}")
+    if junit is not None and not run:
+        raise InvalidInput("--junit holds the results of tests, and none are carried out: give --run, too")
     loaded = load_report(report)
     tests = generate(loaded)[:limit]
     results: list[dict[str, Any]] = []
@@ -52,10 +57,15 @@ def plan_fault_tests(
         from noisescope.api.fault_testing import run_fault_tests
         from noisescope.api.reported import check_model, data_of
 
-        source = model or loaded["run"]["model"]["source"]
         with common.plain_warnings():
-            subject = common.load_subject(
-                source, device=device, dtype=dtype, device_map=device_map, revision=revision, trust=trust_remote_code
+            subject = common.subject_of_report(
+                loaded,
+                model,
+                dtype=dtype,
+                device=device,
+                device_map=device_map,
+                revision=revision,
+                trust=trust_remote_code,
             )
             check_model(loaded, subject)
             told = say_nothing if as_json else say_result
@@ -73,7 +83,7 @@ def plan_fault_tests(
     if output is not None:
         paths.append(common.written(output / "fault_tests.csv", to_csv(tests)))
         paths.append(common.written(output / "fault_tests.json", json.dumps(found, indent=1) + "\n"))
-    if junit is not None and run:
+    if junit is not None:
         from noisescope.reports.junit import write_junit
 
         paths.append(write_junit(junit, "noisescope fault tests", results))

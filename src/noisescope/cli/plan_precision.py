@@ -63,6 +63,7 @@ def plan_precision(
 
     REPORT is the folder of a run or its report.json. Bits are those of the format's name; bits with scales are told.
     """
+    from noisescope.plans.coverage import coverage_notes, planned_share
     from noisescope.plans.exports import export_plan
     from noisescope.plans.precision import Budget, modules_of, optimal_plan
 
@@ -74,7 +75,13 @@ def plan_precision(
     modules = modules_of(found, chosen)
     plan = optimal_plan(modules, budget, granularity=granularity)
     exported = None if export is None else export_plan(plan, export, modules)  # refused before the work of --verify
-    result: dict[str, Any] = {**NO_MEASUREMENT, **plan.to_dict(), "verified": verify, "notes": []}
+    result: dict[str, Any] = {
+        **NO_MEASUREMENT,
+        **plan.to_dict(),
+        "planned_share": planned_share(found),
+        "verified": verify,
+        "notes": coverage_notes(found),
+    }
     if verify:
         from noisescope.api.planning import verify_precision
 
@@ -145,8 +152,7 @@ def say_measured(result: dict[str, Any]) -> None:
             kl, accuracy = row["kl"], f"{100 * row['accuracy']['value']:.1f} %"
             span = "" if kl["low"] is None else f" [{kl['low']:.3g}, {kl['high']:.3g}]"
             typer.echo(f"{row['name']:<18}{row['average_bits']:>7.3f}  {kl['value']:>9.4g}{span:<21}  {accuracy:>9}")
-    drawn = result["random"]
-    if drawn["n"]:
-        share = result["kl"] / drawn["median_kl"]
-        middle = f"median KL {drawn['median_kl']:.4g} (the plan's is {share:.2f} of it)"
-        typer.echo(f"{drawn['n']} random plans of the same bits: {middle}")
+    count, middle = result["random"]["n"], result["random"]["median_kl"]
+    if count:
+        share = f" (the plan's is {result['kl'] / middle:.2f} of it)" if middle else ""  # 0: nothing was rounded
+        typer.echo(f"{count} random plans of the same bits: median KL {middle:.4g}{share}")

@@ -20,7 +20,7 @@ def plan_smoothquant(
     alpha: Annotated[
         str, typer.Option("--alpha", help="Migration strength from 0 to 1, or search: the best for each layer.")
     ] = "search",
-    target: Annotated[str, typer.Option("--target", help="What advice is for: W8A8 or W4A16.")] = "W8A8",
+    target: Annotated[str, typer.Option("--target", help="What advice is for: W8A8, W4A16 or W4A4.")] = "W8A8",
     samples: Annotated[int, typer.Option("--samples", help="Half calibrate, half measure.")] = 32,
     max_tokens: common.MaxTokens = 256,
     model: common.OtherModel = None,
@@ -96,3 +96,5 @@ def say_result(result: dict[str, Any]) -> None:
         strength = "" if row["alpha"] is None else f", alpha {row['alpha']:g}"
         measured = f"; error of the linears there divided by: {gains}" if gains else ""
         typer.echo(f"  {row['component']}: {row['max_ratio']:.1f} x the median: {row['method']}{strength}{measured}")
+    for note in result["notes"]:
+        typer.echo(f"note: {note}")

@@ -45,17 +45,19 @@ class Comparison:
     max_mape: float | None
     sides: Mapping[str, Any]
     notes: tuple[str, ...]
+    uncompared: tuple[Site, ...]  # of the chosen layers: both sides have them, but no tensor of one shape
 
     @property
     def passed(self) -> bool | None:
         """Whether every MAPE is within `max_mape`; None where none was asked for.
 
-        False too where NaN or infinite numbers leave nothing to check: what was not seen has not passed.
+        False too where NaN or infinite numbers, or other shapes, leave nothing to check: what was not seen has not
+        passed.
         """
         if self.max_mape is None:
             return None
         worst = None if self.worst_mape is None else self.worst_mape.measures.mape
-        return worst is not None and worst <= self.max_mape and not self.unmeasurable
+        return worst is not None and worst <= self.max_mape and not self.unmeasurable and not self.uncompared
 
     @property
     def unmeasurable(self) -> tuple[Row, ...]:
@@ -73,6 +75,9 @@ class Comparison:
             "logits": None if self.logits is None else dict(self.logits),
             "tokens": [dict(token) for token in self.tokens],
             "sites": [row.to_dict() for row in self.rows],
+            "uncompared": [
+                {"place": site.place, "operator": site.operator, "module": site.module} for site in self.uncompared
+            ],
             "sensitivity": None if self.crossing is None else self.crossing.to_dict(),
             "max_mape": self.max_mape,
             "worst_mape": None if self.worst_mape is None else self.worst_mape.measures.mape,
@@ -111,10 +116,11 @@ def compare_records(
     if affordable is not None and sensitivity is None:
         raise InvalidInput("what a difference may cost needs a sensitivity report, which tells what it costs")
     check_comparable(a, b)
-    notes: list[str] = []
-    found, by_site = measured(a, b, notes)
-    rows = tuple(judged(found, a.dtype))
-    shown = rows if layers is None else _chosen(rows, frozenset(layers))
+    notes = [f"{side.path}: {note}" for side in (a, b) for note in side.about.get("notes", ())]
+    seen = measured(a, b, notes)
+    rows = tuple(judged(seen.found, a.dtype))
+    chosen = None if layers is None else frozenset(layers)
+    shown = rows if chosen is None else _chosen(rows, chosen)
     whole = [row for row in shown if row.measures.elements]
     if max_mape is not None and len(whole) < len(shown) and (layers is not None or not whole):
         lacking = list(dict.fromkeys(str(row.site.place) for row in shown if not row.measures.elements))
@@ -132,12 +138,12 @@ def compare_records(
         crossing = crossed({row.site: row.measures for row in rows}, sensitivity, a.model, nats)
     return Comparison(
         verdict_of(rows, logits),
-        in_words(rows, logits, a.dtype),
+        in_words(rows, logits, a.dtype, len(seen.uncompared)),
         shown,
         next((row for row in rows if row.parts), None),
         tuple(piled_up(rows)),
         logits,
-        tuple(_tokens(a, b, by_site)),
+        tuple(_tokens(a, b, seen.sums)),
         crossing,
         max(
             (row for row in whole if row.measures.mape is not None),
@@ -147,13 +153,16 @@ def compare_records(
         max_mape,
         {"a": _side(a), "b": _side(b)},
         tuple(notes),
+        tuple(site for site in seen.uncompared if chosen is None or site.place in chosen),
     )
 
 
 def _chosen(rows: tuple[Row, ...], layers: frozenset[int]) -> tuple[Row, ...]:
     blocks = sorted({row.site.place for row in rows if isinstance(row.site.place, int)})
     missing = sorted(layers.difference(blocks))
-    if missing or not layers:
+    if not layers:
+        raise InvalidInput(f"no layers are chosen: name some of the blocks {', '.join(map(str, blocks))}")
+    if missing:
         raise InvalidInput(
             f"no site of layers {', '.join(map(str, missing))} is in both records: choose from the blocks "
             f"{', '.join(map(str, blocks))}"

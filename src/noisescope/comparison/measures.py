@@ -27,6 +27,8 @@ MAPE_FLOOR = 0.1  # of the reference's rms
 _NOTES_FLOOR = 1e-8
 _MOSTLY = 0.5  # of a typical difference: less is no gain, though it may be sure
 _GAIN_ERRORS = 4  # standard errors from 0: a record has hundreds of sites
+# Under so many sketch numbers (40) a gain would have to be larger than the errors' own median to be sure: none ever is.
+LEAST_FOR_GAIN = math.ceil((_GAIN_ERRORS * math.pi / 2) ** 2)
 _FORMATS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126), "float64": (53, -1022)}
 
 
@@ -55,7 +57,7 @@ class Measures:
 
     relative_l2: float | None  # infinite where `nonfinite`, and for anything beside zeros
     cosine: float | None
-    gain: float | None = None  # b is larger by this share throughout; 0 where no gain stands out: `common_gain`
+    gain: float | None = None  # b is larger by this share throughout; 0 where none stands out, None: `common_gain`
     relative_error: float = 0.0
     mae: float | None = None
     mape: float | None = None
@@ -202,13 +204,15 @@ def from_sketches(a: Sketch, b: Sketch, numbers: int) -> Measures:
 def common_gain(a: Sketch, b: Sketch) -> float | None:
     """The share by which b is larger than a in all its parts; 0 where that does not stand out from what is at random.
 
+    None where the sketches have too few numbers for any gain to stand out.
+
     Each number t = s(b) / s(a) - 1 of the sketches sees other elements. Errors at random give a Cauchy distribution
     round 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The norms
     would tell it more sharply, but a few massive elements rule those: an error of one of them looks like a gain.
     """
     usable = _usable(a[0], b[0]) & (a[0] != 0)
     count = int(usable.sum())
-    if not count:
+    if count < LEAST_FOR_GAIN:
         return None
     t = b[0][usable] / a[0][usable] - 1
     gain = float(np.median(t))

@@ -9,11 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.comparison.measures import Array, Measures, Sketch, Sums, common_gain, from_sketches, plain
+from noisescope.comparison.measures import (
+    LEAST_FOR_GAIN,
+    Array,
+    Measures,
+    Sketch,
+    Sums,
+    common_gain,
+    from_sketches,
+    plain,
+)
 from noisescope.comparison.records import Batch, Record, name_of
 from noisescope.errors import InvalidInput
 from noisescope.findings import GAIN_ROUND_OFF, LIMITS, ROUND_OFF, band
 from noisescope.sites import Place, Site
+
+_MOST_NAMED = 8  # sites in a note
 
 
 @dataclass(frozen=True)
@@ -58,13 +69,23 @@ class Row:
         }
 
 
-def measured(a: Record, b: Record, notes: list[str]) -> tuple[list[tuple[Site, Measures]], dict[Site, Sums]]:
-    """Measures of every common site in the order of `a`, from whole tensors where both sides have them."""
+@dataclass(frozen=True)
+class Measured:
+    """Every site that both records have, in the order of the first."""
+
+    found: tuple[tuple[Site, Measures], ...]
+    sums: dict[Site, Sums]  # of sites with whole tensors on both sides
+    uncompared: tuple[Site, ...]  # tensors of another shape, or whole on one side and sketched on the other
+
+
+def measured(a: Record, b: Record, notes: list[str]) -> Measured:
+    """Measures from whole tensors where both sides have them, else from sketches."""
     theirs = {name_of(site): number for number, site in enumerate(b.sites)}
     left, right = sketched(a), sketched(b)
     numbers = a.numbers()
     found: list[tuple[Site, Measures]] = []
     by_site: dict[Site, Sums] = {}
+    uncompared: list[Site] = []
     apart = 0
     for number, site in enumerate(a.sites):
         other = theirs.get(name_of(site))
@@ -80,11 +101,21 @@ def measured(a: Record, b: Record, notes: list[str]) -> tuple[list[tuple[Site, M
             found.append((site, replace(whole, gain=gain)))
         elif pair is not None:
             found.append((site, from_sketches(*pair, numbers)))
+        else:
+            uncompared.append(site)
     if apart or len(b.sites) > len(a.sites):
         notes.append(f"{len(found)} sites are compared; {a.path} has {len(a.sites)}, {b.path} has {len(b.sites)}")
     if not found:
         raise InvalidInput("the records share sites, but no tensor of the same shape: were other inputs given?")
-    return found, by_site
+    if uncompared:
+        named = ", ".join(map(str, uncompared[:_MOST_NAMED])) + (" ..." if len(uncompared) > _MOST_NAMED else "")
+        notes.append(f"{len(uncompared)} sites are not compared, as the sides have no tensor of one shape: {named}")
+    if left is not None and right is not None and numbers < LEAST_FOR_GAIN:
+        notes.append(
+            f"a gain can't be told from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record more "
+            "--samples, 4 of them or more"
+        )
+    return Measured(tuple(found), by_site, tuple(uncompared))
 
 
 def sketched(record: Record) -> list[Sketch] | None:
@@ -136,7 +167,7 @@ class _CameIn:
         self.here = max(self.here, size if math.isfinite(size) else 1.0)
 
 
-def judged(measured: list[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
+def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
     """Each site against what came in: the largest error of the place before it, and of its own place so far.
 
     Sites of the place before have the same operators, so what those amplify in a healthy model is known from there. A

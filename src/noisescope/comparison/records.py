@@ -186,13 +186,15 @@ def name_of(site: Site) -> tuple[str, str, int]:
 
 def check_comparable(a: Record, b: Record) -> None:
     """Refuse two records that can't be subtracted."""
-    if a.model and b.model and a.model != b.model:
-        reason = "weights or config differ"
-        if a.architecture == b.architecture and a.dtype != b.dtype:
-            reason = f"one computed in {a.dtype}, the other in {b.dtype}: record both with one --dtype"
+    if a.dtype and b.dtype and a.dtype != b.dtype:
         raise InvalidInput(
-            f"{b.path} is about another model ({b.architecture}, {b.dtype}, fingerprint {b.model[:12]}) than {a.path} "
-            f"({a.architecture}, {a.dtype}, {a.model[:12]}): {reason}"
+            f"{a.path} and {b.path} can't be subtracted: one computed in {a.dtype}, the other in {b.dtype}. Record "
+            "both with one --dtype"
+        )
+    if a.model and b.model and a.model != b.model:
+        raise InvalidInput(
+            f"{b.path} is about another model ({b.architecture}, fingerprint {b.model[:12]}) than {a.path} "
+            f"({a.architecture}, {a.model[:12]}): weights or config differ"
         )
     if a.prompts and b.prompts and a.prompts != b.prompts:
         raise InvalidInput(

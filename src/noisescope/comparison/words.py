@@ -22,8 +22,8 @@ def verdict_of(rows: Sequence[Row], logits: Logits | None) -> str:
     return "identical" if same else "round-off"
 
 
-def in_words(rows: Sequence[Row], logits: Logits | None, dtype: str) -> str:
-    """What the rows and logits come to."""
+def in_words(rows: Sequence[Row], logits: Logits | None, dtype: str, uncompared: int) -> str:
+    """What the rows and logits come to; `uncompared` more sites have tensors that can't be subtracted."""
     verdict = verdict_of(rows, logits)
     if verdict == "parted":
         said = _parting(next(row for row in rows if row.parts))
@@ -36,6 +36,8 @@ def in_words(rows: Sequence[Row], logits: Logits | None, dtype: str) -> str:
             f"The difference looks like round-off only: in {dtype} it grows from layer to layer and jumps nowhere. "
             f"The largest relative L2 is {_largest(rows)}."
         )
+    if uncompared:
+        said += f" {uncompared} more sites could not be compared, as the sides have no tensor of one shape."
     return said + _alike(rows) + ("" if verdict == "identical" else _next_token(logits))
 
 

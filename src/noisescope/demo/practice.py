@@ -36,6 +36,9 @@ class Practice(Arithmetic):
         parts = (text.partition("?") for text in texts)
         return [{"prompt": story + mark, "answer": answer.strip()} for story, mark, answer in parts]
 
+    def dtype(self, device: str) -> torch.dtype:
+        return torch.float32  # the Trainer is told to use nothing else
+
     @torch.no_grad()
     def _model(self) -> LlamaForCausalLM:
         """Worn by the random state of the caller, which `begin` sets to the seed."""

@@ -8,6 +8,8 @@ what generation would, with the same draws of noise token by token.
 from __future__ import annotations
 
 import functools
+import math
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from noisescope.demo import folder, problems, tokenizer, train, training_data
-from noisescope.errors import unknown
+from noisescope.errors import InvalidInput, unknown
 
 STARTS = ("bundled", "scratch")
 HELD_OUT = 256  # problems on which the loss is followed while training, from the calibration's seed
@@ -39,6 +41,17 @@ class Arithmetic:
     def __post_init__(self) -> None:
         if self.start not in STARTS:
             raise unknown("start", self.start, STARTS)
+        for name in ("steps", "batch", "examples", "tests", "layers", "width"):
+            value = getattr(self.settings, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidInput(f"{name} must be a whole number from 1 on, got {value!r}")
+        if self.settings.width not in (32, 96) and self.settings.width % 64:
+            raise InvalidInput(
+                f"width must be 32, 96 or a multiple of 64 (heads of 32 that share keys two by two), got "
+                f"{self.settings.width}"
+            )
+        if not (math.isfinite(self.settings.rate) and self.settings.rate > 0):
+            raise InvalidInput(f"rate must be finite and above 0, got {self.settings.rate}")
 
     @property
     def steps(self) -> int:
@@ -49,12 +62,15 @@ class Arithmetic:
         return self.settings.tests
 
     def prepare(self, cache: Path, *, workers: int) -> None:
-        """Make the training problems once, for all processes."""
-        if not cache.exists():
+        """Make the training problems once, for all processes; the file is whole or not there."""
+        if not _readable(cache):
             tests = {item.prompt for item in self._tests()}
             calibration = {item.prompt for item in self._calibration()}
             data = training_data.training_set(self.settings.examples, frozenset(tests | calibration), workers=workers)
-            np.savez_compressed(cache, tokens=data.tokens, ends=data.ends, values=data.values)
+            part = cache.with_suffix(".part")
+            with part.open("wb") as file:
+                np.savez_compressed(file, tokens=data.tokens, ends=data.ends, values=data.values)
+            part.replace(cache)
 
     def begin(self, seed: int, *, device: str, cache: Path) -> train.Fitting:
         """A model before its first step: weights (from scratch) and the order of problems are those of the seed."""
@@ -89,6 +105,10 @@ class Arithmetic:
         """What tells this task's test problems from others."""
         return f"arithmetic, seed {train.TEST_SEED}, {self.settings.tests} problems"
 
+    def dtype(self, device: str) -> torch.dtype:
+        """What products are computed in while training (train.Fitting)."""
+        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
     def _model(self) -> LlamaForCausalLM:
         if self.start == "bundled":
             model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder(), dtype=torch.float32))
@@ -105,11 +125,16 @@ class Arithmetic:
 
 def arithmetic(start: str, *, steps: int | None = None, rate: float | None = None, **settings: int) -> Arithmetic:
     """The task with the settings that suit its start: a short, gentle run on from the bundled model, or a full one."""
+    given = {"steps": steps, "rate": rate, **settings}
+    given = {name: value for name, value in given.items() if value is not None}
     base = train.Settings(steps=600, rate=3e-4, warm_up=50, running=0.0, examples=200_000)
     if start == "scratch":
         base = train.Settings(examples=400_000)
-    given = {"steps": steps, "rate": rate, **settings}
-    chosen = replace(base, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    elif {"layers", "width"} & set(given):
+        raise InvalidInput(
+            "layers and width are of a model from scratch: give start scratch with them, or leave them out"
+        )
+    chosen = replace(base, **given)  # type: ignore[arg-type]
     return Arithmetic(replace(chosen, warm_up=min(chosen.warm_up, max(1, chosen.steps // 5))), start)
 
 
@@ -118,6 +143,15 @@ def _answered(logits: Tensor, tokens: Tensor, question: int) -> Tensor:
     target = tokens[:, 1:]
     answer = ((tokens[:, :-1] == question).cumsum(1) > 0) & (target != tokenizer.PAD)
     return ((logits[:, :-1].argmax(-1) == target) | ~answer).all(1)
+
+
+def _readable(cache: Path) -> bool:
+    """Whether the file is there and whole: a zip's list of contents stands at its end."""
+    try:
+        with cache.open("rb") as file, np.load(file) as arrays:
+            return {"tokens", "ends", "values"} <= set(arrays.files)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile):
+        return False
 
 
 @functools.lru_cache(maxsize=4)

@@ -181,7 +181,9 @@ def _difference(first: Measured, second: Measured, metric: str, *, custom: bool)
         nothing = stats.Estimate(None, None, None, 0, note=stats.NOT_MEASURABLE).to_dict()
         return {**row, "a": nothing, "b": nothing, "difference": nothing}
     nats = metric in LOWER_IS_BETTER  # no interval of theirs goes below 0
-    a, b = (estimate(values.mean(axis=1)) if nats else stats.mean(values).to_dict() for values in (x, y))
+    a, b = (
+        estimate(values.mean(axis=1), countable=False) if nats else stats.mean(values).to_dict() for values in (x, y)
+    )
     row |= {"a": a, "b": b, "_values": (x, y)}
     row["identical"] = bool(shared) and np.array_equal(x, y)
     if shared:

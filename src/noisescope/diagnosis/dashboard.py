@@ -160,7 +160,10 @@ def _fisher(frame: Frame, screened: Screened | None) -> Row | None:
     if screened is None or screened.error:
         return None
     return {
-        str(layer): estimate(screened.predicted(lambda site, layer=layer: site.place == layer))  # type: ignore[misc]
+        str(layer): estimate(
+            screened.predicted(lambda site, layer=layer: site.place == layer),  # type: ignore[misc]
+            countable=False,
+        )
         for layer in range(frame.blocks)
     }
 

@@ -34,7 +34,7 @@ def effect(
     """
     row: Row = {"evidence": "none"}
     if screened is not None and not screened.error:
-        row["predicted_kl"] = _estimate(screened.predicted_by(injection, frame.scale_of(injection)))
+        row["predicted_kl"] = _estimate(screened.predicted_by(injection, frame.scale_of(injection)), countable=False)
         row["evidence"] = "predicted"
     clean, noisy = frame.answer(results, None), frame.answer(results, injection)
     if clean is None or noisy is None:
@@ -50,7 +50,7 @@ def effect(
     row["failed_samples"] = int((~np.isfinite(noisy.values(frame.metric))).any(0).sum())
     for name in ("kl", "agreement", "nll", "snr_db"):
         if name in noisy.metrics:
-            row[name] = _estimate(noisy.mean(name))
+            row[name] = _estimate(noisy.mean(name), countable=name == "agreement")
     if "kl" in noisy.metrics and "predicted_kl" in row and screened is not None:
         row["injected_over_predicted"] = _ratio(
             noisy.mean("kl"), screened.predicted_by(injection, frame.scale_of(injection))
@@ -113,11 +113,12 @@ def parted(ratio: Row) -> bool:
     return (low is not None and low > PARTED) or (high is not None and high < 1 / PARTED)
 
 
-def _estimate(values: Array) -> Row:
+def _estimate(values: Array, *, countable: bool = True) -> Row:
+    """The mean of what is finite. `countable` False: nats and decibels, whose zeros are no wrong answers."""
     known = values[np.isfinite(values)]
     if not len(known):
         return stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE).to_dict()
-    found = stats.mean(known).to_dict()
+    found = stats.mean(known, countable=countable).to_dict()
     if found["low"] is not None and known.min() >= 0:
         found["low"] = max(found["low"], 0.0)  # a divergence has no interval below 0
     return found

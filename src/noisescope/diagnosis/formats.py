@@ -54,7 +54,10 @@ def conclude(frame: Frame, results: Results) -> Row | None:
             for j, (name, bits) in enumerate(found.facts["formats"])
         }
         rows.append({**{key: value for key, value in about.items() if key != "effective_bits"}, "formats": scores})
-    return {"n": count, "modules": rows, "uniform": _uniform(rows)}
+    section: Row = {"n": count, "modules": rows, "uniform": _uniform(rows)}
+    if "block_parameters" in found.facts:  # kept results of earlier versions have none
+        section["block_parameters"] = found.facts["block_parameters"]
+    return section
 
 
 def _uniform(rows: list[Row]) -> Row:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from noisescope import api
 from noisescope.data import DataSet
 from noisescope.diagnosis.frame import GROUP, Frame
-from noisescope.errors import unknown
+from noisescope.errors import InvalidInput, unknown
 from noisescope.model import Subject, wrap
+from noisescope.reports.report import read_report
 from noisescope.sites import GROUPS, canonical_operator
 from noisescope.trials import Results, Trial
 
@@ -75,6 +76,15 @@ def batches_of(data: Any) -> Any:
     if data is None or isinstance(data, (str, Path, DataSet, Tensor, Mapping)):
         return data
     return list(data) if isinstance(data, Iterable) else data
+
+
+def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """noisescope's own report out of that of `IntegratedDiagnostic`, whole or in a file; another one as it is."""
+    found = read_report(report) if isinstance(report, (str, Path)) else report
+    if not isinstance(found, Mapping):
+        raise InvalidInput(f"a report is a dictionary, or the path of a report.json; got a {type(found).__name__}")
+    full: Mapping[str, Any] = found.get("full", found)
+    return full
 
 
 def our_name(operator: str) -> str:

@@ -11,7 +11,7 @@ from noisescope.comparison.measures import Sums
 from noisescope.diagnosis import channels, dashboard
 from noisescope.diagnosis.frame import Frame
 from noisescope.diagnostic.asking import Question, Row, ask
-from noisescope.diagnostic.formulas import compute_sparsity
+from noisescope.diagnostic.formulas import check_activations, compute_sparsity
 from noisescope.diagnostic.levels import threshold_value
 from noisescope.errors import InvalidInput
 from noisescope.findings import NOT_MEASURABLE, band, dashboard_risk
@@ -47,6 +47,8 @@ class MetricsDashboard:
         """
         if gpu_activations is None and npu_activations is not None:
             raise InvalidInput("npu_activations need gpu_activations to be compared with")
+        if gpu_activations is not None:
+            check_activations(gpu_activations, gpu_activations if npu_activations is None else npu_activations)
         full = ask(model, test_data, _METRICS, noise_scale=noise_scale, levels=("channel",), **more)
         primary, secondary = full["primary"], full["secondary"]
         sparsity = secondary["activation_sparsity"] or {"absolute": None, "relative": None}
@@ -123,11 +125,7 @@ def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
     Channels are the last dimension. `mape` divides by at least a tenth of the rms, since elements near 0 would rule the
     notes' own formula, which stands beside it.
     """
-    if gpu_activations.shape != npu_activations.shape:
-        raise InvalidInput(
-            f"gpu_activations have the shape {tuple(gpu_activations.shape)}, npu_activations "
-            f"{tuple(npu_activations.shape)}: compare outputs of the same module for the same input"
-        )
+    check_activations(gpu_activations, npu_activations)
     dtype = str(gpu_activations.dtype).removeprefix("torch.")
     a, b = (x.detach().cpu().double().reshape(1, -1, x.shape[-1]).numpy() for x in (gpu_activations, npu_activations))
     sums = Sums()

@@ -90,22 +90,49 @@ def estimate_fim_diagonal(
 
 def compute_mae(gpu_activations: Tensor, npu_activations: Tensor) -> float:
     """Mean absolute error."""
-    return signals.mae(gpu_activations, npu_activations)
+    return signals.mae(*_finite(gpu_activations, npu_activations))
 
 
 def compute_mape(gpu_activations: Tensor, npu_activations: Tensor) -> float:
     """Mean absolute error relative to the first, elementwise, as a fraction."""
-    return signals.mape(gpu_activations, npu_activations)
+    return signals.mape(*_finite(gpu_activations, npu_activations))
 
 
 def compute_correlation(gpu_activations: Tensor, npu_activations: Tensor) -> float | None:
     """Pearson's correlation over all elements; None where one is constant."""
-    return signals.pearson(gpu_activations, npu_activations)
+    return signals.pearson(*_finite(gpu_activations, npu_activations))
 
 
 def compute_max_error(gpu_activations: Tensor, npu_activations: Tensor) -> float:
     """Largest absolute error."""
-    return signals.max_error(gpu_activations, npu_activations)
+    return signals.max_error(*_finite(gpu_activations, npu_activations))
+
+
+def check_activations(gpu_activations: Tensor, npu_activations: Tensor) -> None:
+    """Refuse what is no pair of tensors [..., channels] of one shape."""
+    for name, x in (("gpu_activations", gpu_activations), ("npu_activations", npu_activations)):
+        if not isinstance(x, Tensor) or not x.dim() or not x.numel():
+            came = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise InvalidInput(
+                f"{name} must be a tensor [..., channels] that is not empty, such as capture_layer_output gives; got "
+                f"{came}"
+            )
+    if gpu_activations.shape != npu_activations.shape:
+        raise InvalidInput(
+            f"gpu_activations have the shape {tuple(gpu_activations.shape)}, npu_activations "
+            f"{tuple(npu_activations.shape)}: compare outputs of the same module for the same input"
+        )
+
+
+def _finite(gpu_activations: Tensor, npu_activations: Tensor) -> tuple[Tensor, Tensor]:
+    check_activations(gpu_activations, npu_activations)
+    for name, x in (("gpu_activations", gpu_activations), ("npu_activations", npu_activations)):
+        if not bool(x.isfinite().all()):
+            raise InvalidInput(
+                f"{name} hold NaN or infinity, which no average can tell of; MetricsDashboard and `noisescope compare` "
+                "count them"
+            )
+    return gpu_activations, npu_activations
 
 
 def _function(loss: Tensor | Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from noisescope.api.fault_testing import run_fault_tests
-from noisescope.diagnostic.asking import Row, batches_of, subject_of
+from noisescope.diagnostic.asking import Row, batches_of, full_report, our_name, subject_of
 from noisescope.diagnostic.integrated import IntegratedDiagnostic
+from noisescope.errors import InvalidInput
 from noisescope.model import Subject
-from noisescope.plans.fault_tests import FaultTest, generate, to_csv
+from noisescope.plans.fault_tests import from_columns, generate, to_csv
 from noisescope.plans.migration import plan_migration
 
 
@@ -46,22 +48,57 @@ def plan_hardware_migration(
 class FaultInjectionTestGenerator:
     """Fault tests for a hardware team from a diagnostic report: operators, avalanche points, outlier channels.
 
-    Takes the report of `IntegratedDiagnostic` or noisescope's own. Ids are unique and cells of the CSV are JSON.
+    Takes the report of `IntegratedDiagnostic`, noisescope's own, the path of one, or a dictionary with what the notes'
+    report holds and no more. Ids are unique and cells of the CSV are JSON.
     """
 
-    def __init__(self, diagnostic_report: Mapping[str, Any]) -> None:
-        self.report = diagnostic_report.get("full", diagnostic_report)
+    def __init__(self, diagnostic_report: Mapping[str, Any] | str | Path) -> None:
+        report = full_report(diagnostic_report)
+        self.report = report if "schema_version" in report else _from_notes(report)
 
     def generate_test_cases(self) -> list[Row]:
         """[{test_id, component, test_type, parameters, acceptance_criteria}]."""
         return [test.to_dict() for test in generate(self.report)]
 
     def export_to_csv(self, test_cases: Iterable[Mapping[str, Any]], output_path: str | Path) -> None:
-        Path(output_path).write_text(to_csv(FaultTest(**case) for case in test_cases), encoding="utf-8", newline="")
+        """Write the cases as CSV; the folder is made where there is none."""
+        text = to_csv(map(from_columns, test_cases))
+        Path(output_path).parent.mkdir(parents=True, exist_ok=True)
+        Path(output_path).write_text(text, encoding="utf-8", newline="")
 
     def run_test_cases(
         self, model: Subject | nn.Module, test_data: Any, test_cases: Iterable[Mapping[str, Any]], **more: Any
     ) -> list[Row]:
         """The cases carried out with the fault simulator, each with its verdict; `more`: samples, max_tokens."""
-        tests = [FaultTest(**case) for case in test_cases]
+        tests = list(map(from_columns, test_cases))
         return run_fault_tests(subject_of(model), tests, batches_of(test_data), **more)
+
+
+def _from_notes(report: Mapping[str, Any]) -> Row:
+    """The parts of the notes' report that tests are made from, with noisescope's names and places."""
+    summary, channels = report.get("executive_summary"), report.get("channel_analysis") or {}
+    if not isinstance(summary, Mapping):
+        raise InvalidInput("fault tests are made from a diagnosis, and this report has no executive_summary")
+    points = []
+    for point in summary.get("avalanche_points", ()):
+        start, end = _numbers(r"L(\d+)-L?(\d+)", point.get("layer_range"), "a range of layers such as L9-11")
+        points.append({"start": start, "end": end, "degradation": point["degradation"]})
+    modules = {}
+    for name, row in channels.get("per_layer", {}).items():
+        (layer,) = _numbers(r".*?\.(\d+)\..*", name, "a module of a layer such as model.layers.9.mlp.down_proj")
+        modules[name] = {"layer": layer, "operator": "linear", **row}
+    return {
+        "executive_summary": {
+            "critical_operators": list(map(our_name, summary.get("critical_operators", ()))),
+            "avalanche_points": points,
+        },
+        "operator_analysis": {our_name(name): row for name, row in (report.get("operator_analysis") or {}).items()},
+        "channel_analysis": {"per_layer": modules},
+    }
+
+
+def _numbers(pattern: str, text: Any, what: str) -> list[int]:
+    found = re.fullmatch(pattern, str(text))
+    if found is None:
+        raise InvalidInput(f"the report names {text!r}, which is not {what}")
+    return list(map(int, found.groups()))

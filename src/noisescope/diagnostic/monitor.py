@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from noisescope.api.guarding import gate
-from noisescope.diagnostic.asking import Row, batches_of, notes_name, subject_of
+from noisescope.diagnostic.asking import Row, batches_of, full_report, notes_name, subject_of
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
 from noisescope.model import Subject
@@ -29,12 +30,15 @@ class RobustnessMonitor:
         result["pass"], result["max_degradation"], result["warnings"]
         monitor.plot_robustness_trend().savefig("trend.png")
 
-    The baseline is the report of `IntegratedDiagnostic` or noisescope's own. Each check is `noisescope gate`: decided
-    with intervals, and by the divergence of the outputs first, which shows a change long before the accuracy does.
+    The baseline is the report of `IntegratedDiagnostic` or noisescope's own, or the path of one. Each check is
+    `noisescope gate`: decided with intervals, and by the divergence of the outputs first, which shows a change long
+    before the accuracy does.
     """
 
-    def __init__(self, baseline_report: Mapping[str, Any], max_degradation: float = LIMITS["gate_degradation"]) -> None:
-        self.baseline = baseline_report.get("full", baseline_report)
+    def __init__(
+        self, baseline_report: Mapping[str, Any] | str | Path, max_degradation: float = LIMITS["gate_degradation"]
+    ) -> None:
+        self.baseline = full_report(baseline_report)
         self.max_degradation = max_degradation
         self.history: list[Row] = []
 
@@ -82,7 +86,7 @@ class RobustnessMonitor:
 
 
 def _warning(row: Row) -> Row:
-    """A failed check in the notes' words; baseline and current are geometric means of nats where it compares."""
+    """A failed check in the notes' words; baseline and current are median nats where it compares."""
     operator = row.get("operator")
     return {
         "operator": None if operator is None else notes_name(operator),

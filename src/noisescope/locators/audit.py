@@ -11,6 +11,7 @@ for them.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,7 +54,10 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         ledger.remarks.append("a compiled model is looked at as it runs uncompiled: its own fused kernels are not seen")
     hooked = sum(bool(module._forward_hooks or module._forward_pre_hooks) for module in model.modules())
     if hooked:
-        ledger.remarks.append(f"modules with forward hooks, whose changes are not looked at: {hooked}")
+        ledger.remarks.append(
+            f"modules with forward hooks: {hooked}. What they change is seen only where it enters another operator of "
+            "the same block"
+        )
     batches = batches_for(model, tokenizer, inputs, seed)
     ledger.remarks += remarks(model, batches)
     with evaluating(model):
@@ -83,8 +87,9 @@ def _run(
     repeated: bool = False,
 ) -> None:
     ledger.begin(number, keeping_prints=keeping_prints, repeated=repeated)
+    own = {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in batch.items()}
     with Watch(model, anatomy, ledger, opened=opened):
-        model(**batch)
+        model(**own)  # a cache that is given grows: each forward gets its own
     ledger.end()
 
 

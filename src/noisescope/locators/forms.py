@@ -18,8 +18,10 @@ from torch import Tensor
 from noisescope.anatomy import Unit
 from noisescope.locators.floors import Reference
 from noisescope.locators.products import Recomputed
+from noisescope.sites import Place
 
 _MOST_KEPT = 1024  # rows of a block whose form is not known yet
+_USUAL = 3  # blocks that make a form the usual one, so that a single other block is worth a word
 _SAMPLE = 4  # rows on which a form is tried before it is tried on all
 
 Form = tuple[Any, ...]  # hashable; what it means is its kind's own
@@ -52,10 +54,10 @@ class Forms:
     most_waiting: float = math.inf  # blocks that are kept in which a target fits no form
 
     def __init__(self) -> None:
-        self.forms: dict[str, dict[Form, int]] = {}  # target -> form -> blocks in which it held
-        self.checked = 0
+        self.forms: dict[str, dict[Form, set[Place]]] = {}  # target -> form -> blocks in which it held
         self._waiting: list[tuple[Block, str]] = []
-        self._failed: dict[str, int] = {}  # target -> blocks in which no form held
+        self._failed: dict[str, set[Place]] = {}  # target -> blocks in which no form held
+        self._founders: dict[tuple[str, Form], Block] = {}  # in which a form was seen for the first time
 
     def candidates(self, block: Block, target: str) -> Iterator[Form]:
         """Every form that is worth a try."""
@@ -66,15 +68,17 @@ class Forms:
         raise NotImplementedError
 
     def see(self, block: Block) -> None:
-        for target, tensor in block.targets.items():
-            self.checked += tensor.numel()
+        for target in block.targets:
             form = self._holds(block, target)
             if form is not None:
                 held = self.forms.setdefault(target, {})
-                held[form] = held.get(form, 0) + 1
+                if form not in held:
+                    self._founders[target, form] = block.kept(target, self._rows_off(block, target))
+                held.setdefault(form, set()).add(block.unit.place)
                 continue
-            self._failed[target] = self._failed.get(target, 0) + 1
-            if self._failed[target] <= self.most_waiting:
+            failed = self._failed.setdefault(target, set())
+            failed.add(block.unit.place)
+            if len(failed) <= self.most_waiting:
                 self._waiting.append((block.kept(target, self._rows_off(block, target)), target))
 
     def _rows_off(self, block: Block, target: str) -> Tensor:
@@ -107,15 +111,26 @@ class Forms:
     def failures(self) -> Iterator[tuple[Block, str, Form, Recomputed]]:
         """Blocks in which no form holds, though one holds in at least as many blocks as it fails in."""
         for block, target in self._waiting:
-            known = {form: n for form, n in self.forms.get(target, {}).items() if n >= self._failed[target]}
-            y = block.targets[target]
+            forms, y = self.forms.get(target, {}), block.targets[target]
+            known = [form for form, held in forms.items() if len(held) >= len(self._failed[target])]
             found = [(form, self.value(block, target, form, slice(None))) for form in known]
             tried = [(form, v) for form, v in found if v is not None and v.dtype == y.dtype and v.shape == y.shape]
             if tried:
                 form, values = min(tried, key=lambda pair: float((y != pair[1]).double().mean()))
                 yield block, target, form, Recomputed(y, Reference(values.double(), (), exact=True), total_rows=len(y))
 
+    def odd(self) -> Iterator[tuple[Block, str, Form, Form]]:
+        """Blocks that are made as no other one is, with that form and the usual one, which they have the terms for."""
+        for (target, form), block in self._founders.items():
+            held = self.forms[target]
+            usual = max(held, key=lambda other: len(held[other]))
+            alone = len(held[form]) == 1 and len(held[usual]) >= _USUAL
+            has_terms = alone and self.value(block, target, usual, slice(None)) is not None
+            if has_terms and not self._equal(block, target, usual, slice(None)):
+                yield block, target, form, usual
+
     def next_pass(self) -> None:
         """Forms stay, what failed is forgotten."""
         self._waiting.clear()
         self._failed.clear()
+        self._founders.clear()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import NothingInjected
 from noisescope.locators.classify import classify, is_stale
+from noisescope.locators.floors import INTEGERS
 from noisescope.locators.judge import Judgement, judge
 from noisescope.locators.pattern import Evidence, Pattern
 from noisescope.locators.products import Recomputed, Rows
 from noisescope.locators.recompute import Unseen, recompute
-from noisescope.locators.residuals import Recorder, Residuals
-from noisescope.locators.seams import Seams, words
+from noisescope.locators.residuals import OUT, Recorder, Residuals
+from noisescope.locators.seams import MOST_ROWS, Seams, words
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.sites import Site, place_order
 
@@ -81,7 +83,8 @@ class Ledger:
         self.checksums = 0
         self.looks = 0
         self.forwards = 0
-        self._prints: dict[Site, tuple[bytes, bytes]] = {}
+        self._prints: dict[Site, tuple[bytes, bytes, tuple[int, ...]]] = {}  # of inputs, output and weights
+        self._compared = 0  # calls that had the same inputs again
         self._keeping = False
         self._repeated = False
         self._batch = 0
@@ -104,23 +107,34 @@ class Ledger:
             site, order = self.seams.sites[block.unit.place, target]
             self._judge(site, recomputed, order, made=f"input of {target} = {words(form)}")
         for site, form in self.seams.nearly():
-            reason = f"its input is nearly {words(form)}, but bit for bit in no block: another kernel, or a fault"
-            self.unseen.setdefault(reason, set()).add(site)
-        for block in self.residuals.unknown():
-            reason = "the block's output is no sum of what its modules gave"
-            self.unseen.setdefault(reason, set()).add(block.unit.site("residual"))
+            self._left_open(
+                site, f"its input is nearly {words(form)}, but bit for bit in no block: other code, or a fault"
+            )
+        for block, target, form, usual in self.seams.odd():
+            site = self.seams.sites[block.unit.place, target][0]
+            self._left_open(site, f"its input is {words(form)}, in other blocks {words(usual)}: other code, or a fault")
+        for block, target, form, usual in self.residuals.odd():
+            sums = f"{target} = {' + '.join(form)}, in other blocks {' + '.join(usual)}"
+            self._left_open(block.unit.site("residual", tensor="input"), f"{sums}: other code, or a fault")
+        for block, target in self.residuals.unknown():
+            what = "the block's output" if target == OUT else f"what enters {target.removesuffix('.in')}"
+            self._left_open(block.unit.site("residual"), f"{what} is no sum of what its modules gave")
+
+    def _left_open(self, site: Site, reason: str) -> None:
+        """What could not be judged, and why: with any of it, no verdict is "healthy"."""
+        self.unseen.setdefault(reason, set()).add(site)
 
     # -- looks
 
     def call(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         """One call of an operator."""
         self._count += 1
-        if not self._fresh(site, (*args, *kwargs.values()), y):
+        if not self._fresh(site, (*args, *kwargs.values()), y, callee):
             return
         try:
             recomputed = recompute(site.operator, callee, args, kwargs, y, self.rows)
         except Unseen as reason:
-            self.unseen.setdefault(str(reason), set()).add(site)
+            self._left_open(site, str(reason))
             return
         self.checksums += recomputed.checksums
         self._judge(site, recomputed, self._count)
@@ -154,17 +168,21 @@ class Ledger:
             self.seams.got(f"{role}{name}", site, self._count, x, heads=heads)
         self.seams.gave(role, y, heads=heads)
 
-    def _fresh(self, site: Site, given: tuple[Any, ...], y: Any) -> bool:
+    def _fresh(self, site: Site, given: tuple[Any, ...], y: Any, callee: Any = None) -> bool:
         """Whether a call is to be judged: in a repeated forward where its output has changed, or was wrong before."""
         if not (self._keeping or self._repeated) or not isinstance(y, Tensor):
             return not self._repeated
-        prints = (_print(given), _print((y,)))
+        prints = (_print(given), _print((y,)), _weights(callee))
         if self._keeping:
             self._prints[site] = prints
             return True
         before = self._prints.get(site)
         if before is None or before[0] != prints[0]:
             return False
+        self._compared += 1
+        if before[2] != prints[2]:
+            weights = dataclasses.replace(site, tensor="weight")
+            self._left_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
         if before[1] != prints[1]:
             self.unsteady.add(site)
         return before[1] != prints[1] or site in self.alarms
@@ -269,11 +287,15 @@ class Ledger:
             first = min(sites, key=lambda site: place_order(site.place))
             more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
             notes.append(f"not looked at: {first}{more}: {reason}")
+        if self._prints and not self._compared:
+            notes.append("no operator had the same inputs twice: what does not repeat was not looked at")
         quiet = {site for site in self.unsteady if site not in self.alarms}
         if quiet:
             notes.append(f"{len(quiet)} operators differ from run to run, within the round-off floor")
         if self.checksums:
             notes.append(f"{self.checksums} rows of linears were looked at through checksums only: give more rows=")
+        if self.seams.rows > MOST_ROWS:
+            notes.append(f"between operators {MOST_ROWS} of {self.seams.rows} rows were looked at")
         loose = self.seams.unexplained()
         if loose:
             notes.append(
@@ -299,6 +321,13 @@ def _finite(number: float) -> float | None:
 def _at_least(a: Judgement, b: Judgement) -> bool:
     """Whether alarm a says as much as alarm b."""
     return (a.strength, a.bad) >= (b.strength, b.bad)
+
+
+def _weights(callee: Any) -> tuple[int, ...]:
+    """The bits of a module's own parameters, summed where they lie."""
+    own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
+    plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
+    return tuple(int(p.contiguous().view(INTEGERS[p.itemsize]).sum(dtype=torch.int64)) for p in plain)
 
 
 def _print(values: tuple[Any, ...]) -> bytes:

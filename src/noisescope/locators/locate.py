@@ -80,9 +80,13 @@ def _sure(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int
     from noisescope.locators.relations import relations
 
     more = relations(subject, inputs, sites=audited.unseen, seed=seed)
+    # Laws of modules say nothing of what lies between them, nor of weights that change.
+    open_still = tuple(site for site in audited.unseen if site.tensor != "output")
     visible = {f"{operator}, by relations": seen for operator, seen in more.smallest_visible.items()}
     return dataclasses.replace(
         more,
+        verdict="undecided" if open_still and more.verdict == "healthy" else more.verdict,
+        unseen=(*more.unseen, *open_still),
         method="auto: audit, relations",
         smallest_visible={**audited.smallest_visible, **visible},
         forwards=audited.forwards + more.forwards,

@@ -71,6 +71,8 @@ def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.is_meta:
         raise Unseen("its weight is not at hand (offloaded, or packed)")
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise Unseen(f"its weight is packed ({type(weight).__name__})")
     if weight.dim() != 2 or weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise Unseen(f"its weight is packed ({weight.dtype})")
     x = first_tensor(args, kwargs)
@@ -87,6 +89,8 @@ def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Row
     if formula is None:
         raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
     parameters = module._parameters
+    if any(p is not None and p.is_meta for p in parameters.values()):
+        raise Unseen("its weight is not at hand (offloaded)")
     return _norm(formula, x, parameters.get("weight"), parameters.get("bias"), y, rows)
 
 

@@ -1,7 +1,7 @@
 """`relations`: laws that healthy arithmetic obeys, tried on every module of the model under test.
 
 No weights on a host and no reference are needed: modules are called again, in place, with transformed inputs, and what
-must follow is checked (laws.py has the table). Exact laws come with no tolerance, the others with a round-off model.
+must follow is checked (laws/table.py lists them). Exact laws come with no tolerance, the others with a round-off model.
 
 Two forwards are listened to: one at modules (projections, norms, activations, sub-layers, block sums), one at functions
 (fused attention, softmax, products, experts). A third, with the batch in another order, lies between them, so that the
@@ -149,9 +149,13 @@ class Search:
             facts = replace(self.stations.block_facts(block.unit.place), expected=recomputed)
             found = Examined([reading], facts)
             self.book.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
-        for block in residuals.unknown():
+        unknown = [
+            (block, "its output is no plain sum of tensors seen") for block, at in residuals.unknown() if at == OUT
+        ]
+        unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
+        for block, why in unknown:
             if self.stations.wanted(block.unit.place):
-                skipped = Examined(skipped=["R25 of a block: its output is no plain sum of tensors seen"])
+                skipped = Examined(skipped=[f"R25 of a block: {why}"])
                 self.book.add(block.unit.site("residual"), skipped, kind="residual")
 
     def _cache(self, logits: Tensor) -> float:

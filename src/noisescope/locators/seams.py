@@ -25,7 +25,7 @@ from noisescope.sites import Place, Site
 
 Slice = tuple[str, int]
 
-_MOST_ROWS = 256  # of a tensor that are looked at
+MOST_ROWS = 256  # of a tensor that are looked at
 _NEAR = 2**-4  # relative: far beyond any format's rounding, and never met by nine of ten unrelated numbers
 _COS, _SIN = "cos", "sin"
 _STYLES = ("half", "pairs")  # x_i turns with x_(i + D/2), as in Llama, or x_2i with x_(2i+1), as in Cohere
@@ -40,6 +40,7 @@ class Seams(Forms):
         super().__init__()
         self.sites: dict[tuple[Place, str], tuple[Site, int]] = {}  # of each input: where, and when in the forward
         self._heads: dict[str, int] = {}  # width of a head, for inputs that have heads
+        self.rows = 0  # the most that a tensor had; MOST_ROWS of them are looked at
         self._tokens = 0  # in a sequence of this block
         self._now = Block(Unit("", "", 0, "", ()), 0)
 
@@ -50,6 +51,7 @@ class Seams(Forms):
 
     def gave(self, role: str, y: Tensor, *, heads: bool = False) -> None:
         """An operator's output; `heads` where it is [B, H, T, D]."""
+        self.rows = max(self.rows, y.shape[:2].numel() if y.dim() == 3 else 0)
         rows = _rows(y, heads=heads or self._by_heads(y))
         if rows is not None:
             self._now.terms[role] = rows
@@ -178,9 +180,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 
 def _rows(x: Tensor, *, heads: bool) -> Tensor | None:
-    """[B, T, ...] or, with heads, [B, H, T, D] as rows [B T, C], a copy on the host of at most _MOST_ROWS of them."""
+    """[B, T, ...] or, with heads, [B, H, T, D] as rows [B T, C], a copy on the host of at most MOST_ROWS of them."""
     if not x.is_floating_point() or x.dim() < 2 or x.numel() == 0 or (heads and x.dim() != 4):
         return None
     x = x.detach().transpose(1, 2) if heads else x.detach()
     flat = x.flatten(0, 1).flatten(1) if x.dim() > 2 else x
-    return flat[:: max(1, -(-len(flat) // _MOST_ROWS))].to("cpu", copy=True)
+    return flat[:: max(1, -(-len(flat) // MOST_ROWS))].to("cpu", copy=True)

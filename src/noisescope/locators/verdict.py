@@ -57,6 +57,8 @@ class Suspect:
             "place": self.site.place,
             "operator": self.site.operator,
             "module": self.site.module,
+            "tensor": self.site.tensor,
+            "occurrence": self.site.occurrence,
             "channels": list(self.channels),
             "period": self.period,
             "fault_class": self.fault_class,

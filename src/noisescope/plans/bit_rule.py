@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from noisescope.errors import InvalidInput
+from noisescope.findings import LIMITS
 from noisescope.plans.precision import Module, Plan, plan_of
 
-CRITICAL, MODERATE = 0.15, 0.05  # degradation above which a layer gets 16 bits, or 8
-LOWERED_BELOW = 0.10  # an 8-bit layer may be lowered to 4 only where it loses less than this
+LOWERED_BELOW = LIMITS["precision_8_to_4_bits"]
 NAMES = {16: ("bf16",), 8: ("int8", "fp8_e4m3"), 4: ("int4", "nvfp4", "mxfp4")}  # the first that is offered
 
 
-def bits_by_rule(sensitivity: Mapping[Any, float], target_average_bits: float = 6.0) -> dict[Any, int]:
-    """Bits by layer. The average counts layers, not weights.
+def bits_by_rule(
+    sensitivity: Mapping[Any, float | Mapping[str, Any] | None], target_average_bits: float = 6.0
+) -> dict[Any, int]:
+    """Bits by layer, from what noise costs it: the degradation, or a row that holds it. The average counts layers.
 
     Above the target, 8-bit layers go to 4 bits, the least sensitive first, as long as they lose less than 10 %; 16-bit
     layers are never lowered, so the target may be missed. Below it, 4-bit layers go to 8, the most sensitive first.
     """
     if not sensitivity:
         raise InvalidInput("the bit rule needs the sensitivity of at least one layer")
-    bits = {layer: 16 if loss > CRITICAL else 8 if loss > MODERATE else 4 for layer, loss in sensitivity.items()}
-    order = sorted(bits, key=lambda layer: sensitivity[layer])
+    losses = {layer: _loss(layer, given) for layer, given in sensitivity.items()}
+    bits = {layer: _bits(loss) for layer, loss in losses.items()}
+    order = sorted(bits, key=lambda layer: losses[layer])
     if _average(bits) > target_average_bits:
         for layer in order:
-            if _average(bits) > target_average_bits and bits[layer] == 8 and sensitivity[layer] < LOWERED_BELOW:
+            if _average(bits) > target_average_bits and bits[layer] == 8 and losses[layer] < LOWERED_BELOW:
                 bits[layer] = 4
     else:
         for layer in reversed(order):
             if _average(bits) < target_average_bits and bits[layer] == 4:
                 bits[layer] = 8
     return bits
+
+
+def _bits(loss: float) -> int:
+    if loss > LIMITS["precision_16_bits"]:
+        return 16
+    return 8 if loss > LIMITS["precision_8_bits"] else 4
+
+
+def _loss(layer: Any, given: Any) -> float:
+    """A degradation as it is, or of a row such as a window's, where it may stand with its interval."""
+    loss = given.get("degradation") if isinstance(given, Mapping) else given
+    loss = loss.get("value") if isinstance(loss, Mapping) else loss
+    if isinstance(loss, bool) or not isinstance(loss, (int, float, np.floating)) or not math.isfinite(loss):
+        raise InvalidInput(
+            f"the bit rule has no degradation of {layer!r} (got {loss!r}): give a number such as 0.12, or a row with "
+            "one under 'degradation'; a layer that could not be measured has to be left out, and kept at 16 bits"
+        )
+    return float(loss)
+
+
+def missed_target(bits: Mapping[Any, int], target: float) -> str:
+    """What to say where the rule ends up further from its target than one layer makes out; "" where it does not."""
+    average = _average(bits)
+    if abs(average - target) <= 4 / len(bits):  # a layer between 4 and 8 bits
+        return ""
+    reason = (
+        "layers of 16 bits, and those of 8 that lose 10 % or more, are never lowered"
+        if average > target
+        else "no layer that loses 15 % or less gets more than 8"
+    )
+    return f"misses its target: {average:.2f} bits on average, {target:g} were asked for; {reason}"
 
 
 def _average(bits: Mapping[Any, int]) -> float:
@@ -67,6 +102,4 @@ def rule_plan(modules: Sequence[Module], sensitivity: Mapping[int, float], targe
     if missing:
         raise InvalidInput(f"the bit rule wants formats of {missing} bits, which are not among those offered")
     assignment = {module.name: str(names[bits[module.place]]) for module in modules}
-    above = 16 in bits.values() and _average(bits) > target
-    note = f"misses its target of {target:g} bits: layers of 16 bits are never lowered" if above else ""
-    return plan_of(modules, assignment, "bit rule of the method notes", note)
+    return plan_of(modules, assignment, "bit rule of the method notes", missed_target(bits, target))

@@ -10,17 +10,18 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import LIMITS, percent
 from noisescope.plans.evidence import Row, cost
 
 COLUMNS = ("test_id", "component", "test_type", "parameters", "acceptance_criteria")
 FAULT_RATE = 0.01  # of an operator's calls
 MOST_CHANNEL_TESTS = 5
+RECOVERY = f"< {LIMITS['fault_recovery_steps']:g} steps"
 _MODULE = re.compile(r"(?P<module>.*?)(?: \((?P<operator>\w+)\))?(?: #(?P<call>\d+))?")
 
 
@@ -48,6 +49,35 @@ def generate(report: Row) -> list[FaultTest]:
     return tests
 
 
+def from_columns(case: Row) -> FaultTest:
+    """A test from its columns, as `to_dict` gives them."""
+    if not isinstance(case, Mapping) or set(case) != set(COLUMNS):
+        came = ", ".join(map(str, case)) if isinstance(case, Mapping) else f"a {type(case).__name__}"
+        raise InvalidInput(f"a test case has the columns {', '.join(COLUMNS)}; got {came}")
+    for name in ("parameters", "acceptance_criteria"):
+        if not isinstance(case[name], Mapping):
+            raise InvalidInput(f"{case['test_id']}: {name} is a dictionary (a CSV has it as JSON); got {case[name]!r}")
+    return FaultTest(**case)
+
+
+def check_runnable(test: FaultTest) -> None:
+    """Refuse a test that says nothing to break, or that wants what is not judged here."""
+    faults = test.parameters.get("faults")
+    if not isinstance(faults, (list, tuple)) or not faults:
+        raise InvalidInput(
+            f"{test.test_id}: parameters['faults'] lists what to break, such as 'gain:0.05@7/linear'; got {faults!r}"
+        )
+    if not test.acceptance_criteria:
+        raise InvalidInput(f"{test.test_id} has no acceptance criteria, so it can't fail: {', '.join(_JUDGES)}")
+    for name, limit in test.acceptance_criteria.items():
+        if name not in _JUDGES:
+            raise unknown("criterion", name, _JUDGES)
+        if name in _ONLY and limit != _ONLY[name]:
+            raise InvalidInput(f"{test.test_id}: {name} can only be {_ONLY[name]!r}; got {limit!r}")
+        if name not in _ONLY and not (isinstance(limit, (int, float)) and 0 <= limit <= 1):
+            raise InvalidInput(f"{test.test_id}: {name} is a share from 0 to 1, such as 0.05; got {limit!r}")
+
+
 def to_csv(tests: Iterable[FaultTest]) -> str:
     """One line a test; parameters and criteria are JSON."""
     text = io.StringIO(newline="")
@@ -62,7 +92,7 @@ def to_csv(tests: Iterable[FaultTest]) -> str:
 def _operator_tests(report: Row) -> Iterable[FaultTest]:
     """Bits that flip now and then in every call of an operator."""
     rows = report.get("operator_analysis") or {}
-    critical = sorted(report["executive_summary"]["critical_operators"], key=lambda name: -cost(rows[name]))
+    critical = sorted(report["executive_summary"]["critical_operators"], key=lambda name: -cost(rows.get(name, {})))
     reason = "critical in the report"
     if not critical and any(cost(row) for row in rows.values()):
         critical, reason = [max(rows, key=lambda name: cost(rows[name]))], "none is critical; noise in it costs most"
@@ -109,7 +139,7 @@ def _window_tests(report: Row) -> Iterable[FaultTest]:
             },
             {
                 "max_degradation": LIMITS["fault_layer_degradation"],
-                "recovery_time": f"< {LIMITS['fault_recovery_steps']:g} steps",
+                "recovery_time": RECOVERY,
             },
         )
 
@@ -198,9 +228,15 @@ def _nan_rate(limit: float, measured: Row) -> dict[str, Any]:
 
 
 def _recovery(limit: str, measured: Row) -> dict[str, Any]:
-    steps, most = measured["recovery_steps"], LIMITS["fault_recovery_steps"]
-    words = f"right again {steps} steps after the fault in the slowest sample, {limit} wanted"
-    return {"value": steps, "verdict": "pass" if steps < most else "fail", "message": words}
+    """By the slowest sample; None is one that is still wrong at its last step, and all are watched for long enough."""
+    steps = measured["recovery_steps"]
+    if None in steps:
+        words = f"{steps.count(None)} of {len(steps)} samples are not right again within the steps watched"
+        return {"value": None, "verdict": "fail", "message": f"{words}, {limit} wanted"}
+    slowest = max(steps)
+    words = f"right again {slowest} steps after the fault in the slowest of {len(steps)} samples, {limit} wanted"
+    verdict = "pass" if slowest < LIMITS["fault_recovery_steps"] else "fail"
+    return {"value": slowest, "verdict": verdict, "message": words}
 
 
 def _detection(limit: bool, measured: Row) -> dict[str, Any]:
@@ -214,3 +250,4 @@ _JUDGES: dict[str, Any] = {
     "recovery_time": _recovery,
     "detection_required": _detection,
 }
+_ONLY: Row = {"recovery_time": RECOVERY, "detection_required": True}  # criteria without a choice

@@ -3,8 +3,8 @@
 What is compared is the typical log KL of a sample (the mean without a fifth at either end), as a ratio of KLs: a few
 samples with a large KL would rule a plain mean, see stats/trimmed.py. Per row the model fails where the ratio is above
 the limit (1.2) and its interval leaves 1 out: a difference within noise is no regression, however large. Intervals hold
-for all rows together (Bonferroni). Where a ratio of twice the limit (1.4) could have been missed, and the interval does
-not rule it out either, the row is undecided: a gate without power says so.
+for all rows together (Bonferroni). Where a ratio twice as far from 1 as the limit (1.4) could have been missed, and the
+interval does not end below the limit (1.2) either, the row is undecided: a gate without power says so.
 
 Two limits are absolute, and fail a model that is surely beyond: what noise may cost of its score, and what the score
 without noise may have lost since the baseline.

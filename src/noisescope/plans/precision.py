@@ -22,6 +22,7 @@ from noisescope.errors import InvalidInput, unknown
 Array = NDArray[np.float64]
 
 GRANULARITIES = ("module", "layer")
+INTEGERS = ("int8", "int4", "int3")  # one family: the same rounding, each with fewer bits than the one before
 GAP = 1e-4  # the plan found is within this share of the best there is
 SECONDS = 30.0  # the solver gives what it has by then
 
@@ -44,6 +45,7 @@ class Module:
     parameters: int
     choices: Mapping[str, Choice]
     inputs: int | None = None  # weights of an output channel; None: the report does not say
+    kind: str | None = None  # its class; None: the report does not say
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Budget:
                 raise InvalidInput(f"{name} must be a number above 0, got {limit}")
         if (self.milliseconds is None) != (not self.latency):
             raise InvalidInput("a latency limit needs both: milliseconds, and a table of them by module and format")
+        for module, row in self.latency.items():
+            for name, time in row.items():
+                if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
+                    raise InvalidInput(
+                        f"the latency table has {time!r} for {module!r}, {name!r}: milliseconds are numbers from 0"
+                    )
 
     def milliseconds_of(self, module: Module, name: str) -> float:
         row = self.latency.get(module.name)
@@ -88,6 +96,13 @@ class Budget:
             size = [{f: c.effective_bits * m.parameters / 8e6 for f, c in m.choices.items()} for m in modules]
             found.append(("megabytes", self.megabytes, size))
         if self.milliseconds is not None:
+            names = [module.name for module in modules]
+            for name in self.latency:
+                if name not in ("*", *names):
+                    raise InvalidInput(
+                        f"the latency table has a row for {name!r}, which is not planned: modules have names such as "
+                        f"{names[0]!r}, and '*' is for all that have no row"
+                    )
             time = [{f: self.milliseconds_of(m, f) for f in m.choices} for m in modules]
             found.append(("milliseconds", self.milliseconds, time))
         return found
@@ -135,15 +150,30 @@ def modules_of(report: Mapping[str, Any], formats: Iterable[str] | None = None) 
             row["module"],
             row["place"],
             row["parameters"],
-            {
-                name: Choice(score["bits"], score["effective_bits"], score["predicted_kl"])
-                for name, score in row["formats"].items()
-                if name in wanted
-            },
+            _choices(row["formats"], wanted),
             row.get("inputs"),
+            row.get("kind"),
         )
         for row in rows
     )
+
+
+def _choices(scores: Mapping[str, Mapping[str, Any]], wanted: Sequence[str]) -> dict[str, Choice]:
+    """The formats that are wanted. A narrower integer is predicted to cost no less than a wider one.
+
+    Rounding to fewer bits of one kind is worse; where a few samples say the opposite it is their noise, and a plan
+    would pick exactly these.
+    """
+    costs = {name: score["predicted_kl"] for name, score in scores.items()}
+    worst = 0.0
+    for name in INTEGERS:
+        if name in costs:
+            worst = costs[name] = max(worst, costs[name])
+    return {
+        name: Choice(score["bits"], score["effective_bits"], costs[name])
+        for name, score in scores.items()
+        if name in wanted
+    }
 
 
 def plan_of(modules: Sequence[Module], assignment: Mapping[str, str], method: str, note: str = "") -> Plan:
@@ -179,12 +209,14 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
     costs = np.array([[sum(modules[i].choices[f].predicted_kl for i in g) for f in formats] for g in groups])
     one_each = csr_array((np.ones(count * width), (np.repeat(np.arange(count), width), np.arange(count * width))))
     constraints = [LinearConstraint(one_each, 1, 1)]
+    shares = []  # of each limit: what every group takes of it with every format [groups, formats]
     for what, limit, taken in budget.limits(modules):
         table = np.array([[sum(taken[i][f] for i in g) for f in formats] for g in groups])
         least = float(table.min(1).sum())
         if least > limit * (1 + 1e-9):
             raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats come to {least:.4g}")
-        constraints.append(LinearConstraint(csr_array(table.reshape(1, -1) / limit), -np.inf, 1))
+        shares.append(table / limit)
+        constraints.append(LinearConstraint(csr_array(shares[-1].reshape(1, -1)), -np.inf, 1))
     found = milp(
         (costs / costs.mean()).ravel()
         if costs.any()
@@ -196,10 +228,27 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
     )
     if found.x is None:
         raise InvalidInput(f"no plan was found: {found.message}")
-    chosen = found.x.reshape(count, width).argmax(1)
+    bits = [modules[0].choices[name].bits for name in formats]
+    chosen = _widened(found.x.reshape(count, width).argmax(1), costs, bits, shares)
     assignment = {modules[i].name: formats[c] for group, c in zip(groups, chosen, strict=True) for i in group}
     note = "" if found.status == 0 else f"the best found in {SECONDS:g} s; it may not be the best there is"
     return plan_of(modules, assignment, f"optimal by {granularity}", note)
+
+
+def _widened(chosen: NDArray[np.intp], costs: Array, bits: Sequence[float], shares: Sequence[Array]) -> list[int]:
+    """More bits where they fit and are predicted to cost no more: of formats of one cost the solver takes any."""
+    rows = np.arange(len(chosen))
+    left = [1 - float(share[rows, chosen].sum()) for share in shares]
+    found = []
+    for row, now in enumerate(chosen):
+        better = [f for f in range(len(bits)) if bits[f] > bits[now] and costs[row, f] <= costs[row, now]]
+        fitting = (
+            f for f in better if all(s[row, f] - s[row, now] <= room for s, room in zip(shares, left, strict=True))
+        )
+        best = max(fitting, key=lambda f: bits[f], default=int(now))
+        left = [room - float(s[row, best] - s[row, now]) for s, room in zip(shares, left, strict=True)]
+        found.append(best)
+    return found
 
 
 def _groups(modules: Sequence[Module], granularity: str) -> list[list[int]]:

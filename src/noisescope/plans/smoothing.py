@@ -8,7 +8,8 @@ above 50                SmoothQuant, alpha 0.75
 10 to 20                watch: one scale a tensor may do
 ======================  ==============================================================================================
 
-For W4A16 it is AWQ, whatever the ratio above 10. Gains are measured on the linears that read the same channels:
+For W4A16 it is AWQ, whatever the ratio above 10, and for W4A4 OmniQuant, whose gain is not measured here. Gains are
+measured on the linears that read the same channels:
 
 =========================================  ===========================================================================
 outputs of                                 are read by
@@ -26,23 +27,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.findings import outlier_advice
+from noisescope.findings import band, outlier_advice
+from noisescope.findings.advice import TARGETS
 
-TARGETS = ("W8A8", "W4A16")
-SMOOTH, APART, WATCHED = 50.0, 20.0, 10.0
+# By the band of the largest ratio (findings/bands.py), for W8A8; other targets have one method.
+METHODS = {"MODERATE": ("watch", None), "HIGH": ("per-channel", None), "CRITICAL": ("SmoothQuant", 0.75)}
+OTHERS = {"W4A16": "AWQ", "W4A4": "OmniQuant"}
 
 
 def method_for(max_ratio: float, target: str = "W8A8") -> tuple[str, float | None]:
     """(method, alpha) for a module whose largest channel is `max_ratio` times the median."""
     if target not in TARGETS:
         raise unknown("target", target, TARGETS)
-    if max_ratio <= WATCHED:
+    name = band("outlier_ratio", max_ratio)
+    if name not in METHODS:
         return "none", None
-    if target == "W4A16":
-        return "AWQ", None
-    if max_ratio > SMOOTH:
-        return "SmoothQuant", 0.75
-    return ("per-channel", None) if max_ratio > APART else ("watch", None)
+    return (OTHERS[target], None) if target in OTHERS else METHODS[name]
 
 
 def recommendations(

@@ -40,7 +40,7 @@ class Verification:
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
         return {
-            "kl": estimate(kl),
+            "kl": estimate(kl, countable=False),
             "accuracy": stats.mean(after).to_dict(),
             "clean_accuracy": float(before.mean()),
         }

@@ -76,6 +76,11 @@ class Aim:
         self._mask: Tensor | None = None
         self._new = {"forward", "backward"}  # phases in which this aim has not fired yet
 
+    def reseed(self, seed: int) -> None:
+        """Draw by another seed; keys that were hashed with the one before are forgotten."""
+        self.seed = seed
+        self._keys.clear()
+
     def key(self, tensor: str, phase: str, occurrence: int) -> int:
         """The site's multiplier for the row hash, memoised: hashing once a site, not once a call."""
         known = (tensor, phase, occurrence)

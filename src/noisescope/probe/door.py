@@ -36,6 +36,7 @@ class Door:
     """Opens a model on `with`, closes it without a trace. Subclasses say what happens at each operator."""
 
     early = False  # whether scopes opened later see what this one does to functions: see EarlyCalls
+    any_order = False  # whether it may be left before scopes opened inside it; its stand-ins pass everything on then
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         self.model = unwrap(model)
@@ -146,6 +147,11 @@ class Door:
             stand_in.watch(kind)
         return stand_in
 
+    @property
+    def covered(self) -> bool:
+        """Whether a scope that was opened inside this one is still open, so that this one can't be left."""
+        return any(module.__dict__.get("forward") is not stand_in for module, stand_in in self._stand_ins.items())
+
     def _close(self) -> None:
         """Put back what stood there. Never raises before every module is restored."""
         strangers = []
@@ -160,7 +166,7 @@ class Door:
             stand_in.retire()
         self._stand_ins.clear()
         self.thread = None
-        if strangers:
+        if strangers and not self.any_order:
             raise ModelHeld(
                 "scopes must be left in the reverse order of entering: another stand-in was put on "
                 f"{type(strangers[0].module).__name__} inside this scope and is still there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import warnings
 from types import TracebackType
@@ -84,6 +85,16 @@ class Probe(Door):
         except BaseException:
             self.injection = previous
             raise
+
+    def reseed(self, seed: int) -> None:
+        """Other draws of the same injection from here on: all aims stay, so this costs next to nothing."""
+        if seed == self.injection.seed:
+            return
+        self.injection = dataclasses.replace(self.injection, seed=seed)
+        for stand_in in self._stand_ins.values():
+            for aims in stand_in.aims.values():
+                for aim in aims.values():
+                    aim.reseed(seed)
 
     def sleeps(self) -> bool:
         """Decided where a forward starts: inside it, checkpointing may run blocks without gradients at first."""

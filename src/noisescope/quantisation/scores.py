@@ -57,6 +57,14 @@ def weight_of(module: Any) -> Tensor:
     return weight.T if type(module).__name__ == "Conv1D" else weight
 
 
+def block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
+    """Weights of the blocks: of linears, and of what is not planned (fused experts, routers); packed ones are not."""
+    inside = tuple(f"{block}." for block in anatomy.blocks)
+    weights = (weight for name, weight in model.named_parameters() if name.startswith(inside))
+    matrices = (weight for weight in weights if weight.dim() > 1 and weight.is_floating_point())
+    return sum(weight.numel() for weight in matrices)  # norms and biases are vectors
+
+
 class FormatScreen(Listener):
     """A door that holds rounding errors against gradients.
 

@@ -65,7 +65,7 @@ def precision(report: Row) -> Iterable[Section]:
         Table("precision", ("plan", "bits a weight", "KL predicted", "KL measured", "accuracy"), tuple(body)),
     ]
     drawn = plan["random"]
-    if drawn["n"]:
+    if drawn["median_kl"]:  # neither without random plans nor where they round nothing
         share = percent(plan["kl"] / drawn["median_kl"])
         blocks.append(
             Paragraph(f"Its KL is {share} of the median of {drawn['n']} random plans with the same average bits.")

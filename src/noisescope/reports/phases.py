@@ -73,9 +73,11 @@ def quantity(row: Row) -> Cell:
 def _more(row: Row) -> str:
     if row["verdict"] in _TONES:
         return f", {row['seeds']} seeds"
-    if row["would_decide"] is None:
-        return "" if row["estimate"]["value"] is None else "; no number of seeds would decide"
-    return f"; {_needed(row)} would decide"
+    if row["would_decide"] is not None:
+        return f"; {_needed(row)} would probably decide"
+    if row["estimate"].get("note"):
+        return "" if row["estimate"]["value"] is None else f"; {row['estimate']['note']}"
+    return "; no number of seeds up to 1000 would decide"
 
 
 def _needed(row: Row) -> str:
@@ -89,7 +91,7 @@ def _needed(row: Row) -> str:
 def _verdicts(report: Row) -> Iterator[Block]:
     yield Paragraph(theory_line(report))
     yield Bullets(tuple(Paragraph(verdict, f"{name}:") for name, verdict in report["theory"]["because"].items()))
-    head = ("criterion", "difference", "verdict", "what would decide")
+    head = ("criterion", "difference", "verdict", "what would probably decide")
     rows = []
     for row in report["hypotheses"]:
         rows.append(
@@ -154,7 +156,12 @@ def _method(report: Row) -> Iterator[Block]:
         f"{training['rate']:g} on {run['device']}. All arms of a seed share their first weights and the order of their "
         "data; all models answer the same problems under the same draws of noise, teacher-forced, which is what greedy "
         "decoding would give. Intervals of arms take trainings and problems as two random samples; those of criteria "
-        "hold for all criteria together (Bonferroni). The number that would decide takes the estimate for the truth."
+        "hold for all criteria together (Bonferroni). The numbers that would probably decide are the cheapest that do "
+        "so with a chance of 80 %, taking the estimate and its spread for the truth."
     )
+    if training.get("start") == "bundled" and not practised:
+        yield Paragraph(
+            "All seeds start from the weights of the bundled model: intervals are for trainings from that one start."
+        )
     if report["could_not_see"]:
         yield Bullets(tuple(Paragraph(note) for note in report["could_not_see"]))

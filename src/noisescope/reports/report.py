@@ -128,7 +128,9 @@ def read_report(path: str | Path) -> Any:
     except FileNotFoundError:
         raise InvalidInput(f"there is no report at {path}: give a report.json or the folder that holds it") from None
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"{file} is no report: {error}") from None
+        raise InvalidInput(
+            f"{file} is no report: {error}. Give the report.json that `noisescope diagnose MODEL -o DIR` writes"
+        ) from None
 
 
 def _write(path: Path, content: str | bytes) -> Path:

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from noisescope.reports.document import Bar, Curve, Document, Section, Table
-from noisescope.reports.words import Row, estimate, percent, text
+from noisescope.reports.words import Row, estimate, percent, text, whole
 
 
 def trend(history: Sequence[Row]) -> Document:
-    """A document of a store's gates, the oldest first; a gate without a step of its own stands at its number."""
-    places = [float(at if row.get("step") is None else row["step"]) for at, row in enumerate(history, 1)]
-    across = "gate" if all(row.get("step") is None for row in history) else "step"
+    """A document of a store's gates, the oldest first: at their steps where all have one, else at their numbers."""
+    steps: list[Any] = [row.get("step") for row in history]
+    across = "gate" if None in steps else "step"
+    places = [float(at) for at in (range(1, len(steps) + 1) if None in steps else steps)]
     # Ratios are drawn without intervals: theirs hold for all rows of a gate together, a chart's are 95 % each.
     ratios = tuple((at, Bar("", estimate(row["worst"]["ratio"]))) for at, row in zip(places, history, strict=True))
     losses = tuple((at, Bar("", estimate(_worst_loss(row)))) for at, row in zip(places, history, strict=True))
     last = history[-1] if history else {"worse_than": None, "max_degradation_allowed": None}
     body = tuple(
         (
-            text(f"{at:g}"),
+            text(number),
+            whole(row.get("step")),
             text(row["finished"]),
             text(row["verdict"]),
             text(row["worst"]["name"]),
             estimate(row["worst"]["ratio"]),
             text(percent(row["max_degradation"])),
         )
-        for at, row in zip(places, history, strict=True)
+        for number, row in enumerate(history, 1)
     )
-    head = (across, "finished", "verdict", "worst row", "divergence over the baseline's", "accuracy lost under noise")
+    head = (
+        "gate",
+        "step",
+        "finished",
+        "verdict",
+        "worst row",
+        "divergence over the baseline's",
+        "accuracy lost under noise",
+    )
     blocks = (
         Curve("gate-divergence", "Divergence under noise over the baseline's, the worst row", across, "ratio", ratios,
               last["worse_than"]),

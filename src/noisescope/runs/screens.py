@@ -9,7 +9,7 @@ import torch
 
 from noisescope.metrics.fisher import Listener, Screen
 from noisescope.quantisation.formats import effective_bits, weight_format
-from noisescope.quantisation.scores import FormatScreen, weight_of
+from noisescope.quantisation.scores import FormatScreen, block_parameters, weight_of
 from noisescope.runs.batches import Material
 from noisescope.sites import Site, place_order
 from noisescope.trials import Result, Slice, Trial
@@ -83,12 +83,22 @@ def formats(bench: Bench, trial: Trial) -> Result:
             predicted[row, :, position[name % (1 << 40)]] += total.numpy()
     predicted /= int(trial.settings["draws"]) * np.array([tokens[i] for i in range(len(samples))])
     modules = dict(bench.model.named_modules())
-    facts: dict[str, Any] = {"modules": [], "formats": [[name, weight_format(name).element_bits] for name in names]}
+    facts: dict[str, Any] = {
+        "modules": [],
+        "formats": [[name, weight_format(name).element_bits] for name in names],
+        "block_parameters": block_parameters(bench.model, bench.anatomy),
+    }
     for site in sites:
         outputs, inputs = weight_of(modules[site.module]).shape
-        effective = {name: effective_bits(name, inputs) for name in names}
-        about = {"module": site.module, "place": site.place, "parameters": outputs * inputs, "inputs": inputs}
-        facts["modules"].append({**about, "effective_bits": effective})
+        about = {
+            "module": site.module,
+            "place": site.place,
+            "parameters": outputs * inputs,
+            "inputs": inputs,
+            "kind": type(modules[site.module]).__name__,
+            "effective_bits": {name: effective_bits(name, inputs) for name in names},
+        }
+        facts["modules"].append(about)
     return Result(samples, {}, facts, {"predicted": predicted})
 
 

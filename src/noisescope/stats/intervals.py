@@ -28,8 +28,11 @@ from noisescope.stats.estimate import (
 )
 
 
-def mean(values: ArrayLike, *, level: float = 0.95) -> Estimate:
+def mean(values: ArrayLike, *, level: float = 0.95, countable: bool = True) -> Estimate:
     """The mean over samples: Wilson's interval for 0/1 scores, Student's widened for skewness otherwise.
+
+    With `countable` False zeros and ones are numbers like others (a KL in nats). If all of them are 0 there is no
+    interval then: nothing tells how large the next one might be.
 
     >>> mean([1, 1, 1, 0]).value
     0.75
@@ -37,9 +40,9 @@ def mean(values: ArrayLike, *, level: float = 0.95) -> Estimate:
     raw = scores(values, "values")
     y, level = raw.mean(axis=1), checked_level(level)
     value, n = float(y.mean()), len(y)
-    if is_binary(raw):
+    if countable and is_binary(raw):
         return _estimate(value, counted.proportion_limits(y, level), n, level)
-    if n < 2:
+    if n < 2 or not y.any():
         return Estimate(value, None, None, n, level)
     return _estimate(value, continuous.mean_limits(y, level), n, level)
 

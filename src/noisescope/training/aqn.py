@@ -9,10 +9,10 @@
             model(**batch).loss.backward()
             ...
 
-One rule decides when noise is on: **a forward has noise where gradients are recorded, and none else**. So evaluation,
-generation (also inside the training step, as in GRPO) and reference log-probabilities are clean without being told, and
-gradient checkpointing recomputes what it had. What a step draws is a function of (seed, rank, step, number of the
-forward in the step), so a resumed run goes on as an unbroken one would.
+One rule decides when noise is on: **a forward has noise where it starts with gradient mode on, and none else**. So
+evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
+`torch.no_grad()`, are clean without being told, and gradient checkpointing recomputes what it had. What a step draws is
+a function of (seed, rank, step, number of the forward in the step), so a resumed run goes on as an unbroken one would.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from types import TracebackType
 
 from torch import nn
 
-from noisescope.anatomy import Anatomy, dissect
-from noisescope.errors import InvalidInput, NothingInjected
+from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
 from noisescope.injection import Injection
-from noisescope.probe.door import unwrap
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.tally import Tally
@@ -87,14 +85,17 @@ class AQN:
             raise InvalidInput(
                 f"schedule is a function of the step, such as training.Constant(0.05); got {self.schedule!r}"
             )
+        if not isinstance(self.noise, OperatorNoise | NormNoise):
+            raise InvalidInput(
+                "noise is training.OperatorNoise(...) or training.NormNoise(...), the scale stands in the schedule; "
+                f"got {self.noise!r}"
+            )
+        self.noise.injection(0.0, self.seed, dict(self.layer_multipliers))  # refuses bad seeds and multipliers
 
-    def injection(self, step: int, rank: int = 0) -> Injection | None:
-        """What falls on the model at a step; None where the schedule says 0."""
-        scale = self.schedule(step)
-        if scale == 0:
-            return None
+    def injection(self, step: int, rank: int = 0) -> Injection:
+        """What falls on the model at a step."""
         seed = derived(self.seed, rank, step if self.noise.renewed else 0)
-        return self.noise.injection(scale, seed, dict(self.layer_multipliers))
+        return self.noise.injection(self.schedule(step), seed, dict(self.layer_multipliers))
 
 
 def derived(*parts: int) -> int:
@@ -108,27 +109,34 @@ def noise(
     """A scope in which `model` trains under `aqn`; `at(step)` on what it gives moves along the schedule.
 
     rank tells data-parallel processes apart; None asks torch.distributed (`ranks`). With `without_gradients` noise
-    falls also where no gradients are recorded: evaluation and generation.
+    falls also where gradient mode is off: evaluation and generation.
     """
     return TrainingNoise(model, aqn, rank=rank, without_gradients=without_gradients, step=step)
 
 
 class TrainingNoise:
-    """The scope of a training run. `tally` counts what was injected, `scale` is that of the step it is at."""
+    """The scope of a training run. `tally` counts what was injected, `scale` is that of the step it is at.
+
+    The model stays open from entering to leaving, and where the schedule says 0 the probe sleeps: so a scope opened
+    inside this one stays inside.
+    """
 
     def __init__(self, model: nn.Module, aqn: AQN, *, rank: int | None, without_gradients: bool, step: int) -> None:
-        self.model, self.aqn, self.step = model, aqn, step
+        self.aqn, self.step = aqn, step
         self.rank = data_rank(model) if rank is None else rank
         self.tally = Tally()
         self.scale = 0.0
-        self._without_gradients = without_gradients
-        self._anatomy: Anatomy = dissect(unwrap(model))
-        self._probe: _TrainingProbe | None = None
+        self._probe = _TrainingProbe(model, aqn.injection(step, self.rank), self.tally, without_gradients)
         self._open = False
+        self._offs = 0  # how many off() we are inside
         self._asked = False  # whether any step so far wanted noise
+        self._changed: bool | None = None  # whether noise changed an element; None: none was looked at
         self._warned = False
 
     def __enter__(self) -> TrainingNoise:
+        if self._open:
+            raise InvalidInput("this scope is open already: make one with training.noise(model, aqn) for each `with`")
+        self._probe.__enter__()
         self._open = True
         self.at(self.step)
         return self
@@ -137,67 +145,99 @@ class TrainingNoise:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
-        self._shut()
-        if kind is None and self._asked and not (self.tally.forward or self.tally.backward):
-            raise NothingInjected(
-                "no noise fell on the model in this scope although its schedule asked for some: no forward recorded "
-                "gradients (frozen model, torch.no_grad), or what is aimed at never ran"
-            )
+        self._probe.__exit__(kind, error, trace)
+        if kind is None and self._asked:
+            self._check()
+        self._warn_of_rounding()
 
     def at(self, step: int) -> None:
         """Move to a step of the schedule: call it before the step's first forward."""
         if not self._open:
             raise InvalidInput("at() moves an open scope: use it inside `with training.noise(model, aqn) as noise:`")
+        if self._offs:
+            raise InvalidInput("at() moves a scope that is on: leave off() first")
         self._warn_of_rounding()
-        injection = self.aqn.injection(step, self.rank)
-        before, self.step, self.scale = self.scale, step, self.aqn.schedule(step)
-        if injection is None:
-            self._shut()
+        self.step, self.scale = step, self.aqn.schedule(step)
+        self._probe.asleep = self.scale == 0
+        if self._probe.asleep:
             return
         self._asked = True
-        if self._probe is None:
-            self._probe = _TrainingProbe(self.model, injection, self._anatomy, self.tally, self._without_gradients)
-            self._probe.__enter__()
-        elif self.scale != before or self.aqn.noise.renewed:
+        injection = self.aqn.injection(step, self.rank)
+        if injection.perturbation == self._probe.injection.perturbation:
+            self._probe.reseed(injection.seed)
+        else:
+            self._note_change()
             self._probe.update(injection)
         self._probe.number_from(step * STRIDE)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is as if there were no scope."""
-        self._shut()
-        self._open = False
+        """Inside, the model is as if there were no scope; afterwards the step goes on with the draws it had ahead.
+
+        Where another scope was opened inside this one, that one goes on and this one sleeps.
+        """
+        lifted = not self._offs and not self._probe.covered
+        self._offs += 1
+        self._probe.asleep = True
+        if lifted:  # a model without stand-ins can be copied, pickled and compiled
+            self._probe.__exit__(None, None, None)
         try:
             yield
         finally:
-            self._open = True
-            self.at(self.step)
+            if lifted:
+                self._probe.__enter__()
+            self._offs -= 1
+            self._probe.asleep = self._offs > 0 or self.scale == 0
 
-    def _shut(self) -> None:
-        self._warn_of_rounding()
-        if self._probe is not None:
-            probe, self._probe = self._probe, None
-            probe.__exit__(None, None, None)
+    def _check(self) -> None:
+        """Noise that was asked for and never fell, or never changed a number, is an error."""
+        if not (self.tally.forward or self.tally.backward):
+            raise NothingInjected(
+                "no noise fell on the model in this scope although its schedule asked for some: every forward ran "
+                "with gradient mode off (torch.no_grad), what is aimed at never ran, or (noise on gradients alone) "
+                "nothing aimed at needs a gradient"
+            )
+        self._note_change()
+        if self._changed is False:
+            raise NoiseRoundsAway(
+                "noise fell on the model in this scope, but changed none of the elements looked at, so this was "
+                f"training without noise: {self._rounding() or 'it is too small for their dtype'}"
+            )
+
+    def _note_change(self) -> None:
+        """Before the samples are forgotten: whether noise did anything. Asks the device until it has."""
+        share = None if self._changed else self.tally.changed
+        if share is not None:
+            self._changed = share > 0
 
     def _warn_of_rounding(self) -> None:
         """A schedule that falls below what the dtype resolves goes on without noise: say so once."""
-        rounded = [site for site in self.tally.sites if site.rounded_away]
-        if rounded and not self._warned:
+        words = self._rounding()
+        if words and not self._warned:
             self._warned = True
-            scale, floor, dtype = next(iter(rounded[0].rounded_away.values()))
-            warnings.warn(
-                f"at step {self.step} noise of scale {scale:g} rounds away in {dtype} (first at {rounded[0].module}): "
-                f"the smallest that survives there is {floor:.4g}. End the schedule above it, or at 0",
-                stacklevel=3,
-            )
+            warnings.warn(f"at step {self.step} {words}. End the schedule above it, or at 0", stacklevel=3)
+
+    def _rounding(self) -> str:
+        """Where noise is below what its dtype resolves; "" if nowhere."""
+        rounded = next((site for site in self.tally.sites if site.rounded_away), None)
+        if rounded is None:
+            return ""
+        scale, floor, dtype = next(iter(rounded.rounded_away.values()))
+        return (
+            f"noise of scale {scale:g} rounds away in {dtype} (first at {rounded.module}): the smallest that survives "
+            f"there is {floor:.4g}"
+        )
 
 
 class _TrainingProbe(Probe):
-    """A probe that wakes where gradients are recorded, and whose counts outlive it."""
+    """A probe that wakes where gradient mode is on, sleeps when told to, and leaves the checks to its scope."""
 
-    def __init__(
-        self, model: nn.Module, injection: Injection, anatomy: Anatomy, tally: Tally, without_gradients: bool
-    ) -> None:
-        super().__init__(model, injection, anatomy=anatomy, check=False, gradients_only=not without_gradients)
+    any_order = True  # trainers end callbacks in the order in which they began them
+
+    def __init__(self, model: nn.Module, injection: Injection, tally: Tally, without_gradients: bool) -> None:
+        super().__init__(model, injection, check=False, gradients_only=not without_gradients)
         self.tally = tally
-        self._counts = {(site.operator, site.place, site.module): site for site in tally.sites}
+        self.asleep = False
+
+    def sleeps(self) -> bool:
+        return self.asleep or super().sleeps()

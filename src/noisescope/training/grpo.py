@@ -1,7 +1,7 @@
 """A training of the experiment of phases by TRL's GRPO.
 
 The policy answers each problem several times, an exact answer is worth 1, and answers above their group's mean become
-likelier. Noise falls where gradients are recorded (`callback`): on the policy's forward and backward, not on the
+likelier. Noise falls where grad mode is on (`callback`): on the policy's forward and backward, not on the
 generation that is rewarded. A training takes minutes and has no checkpoints: one that is broken off starts anew.
 """
 

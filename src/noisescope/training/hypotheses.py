@@ -2,34 +2,33 @@
 
 A criterion names a quantity and the region it must lie in. With an interval that holds for all criteria together, a
 criterion is *supported* where the interval lies inside the region, *refuted* where it lies outside, and *not decidable
-with this n* where it crosses the edge; then follows how many seeds (and problems) would decide, were the estimate true.
+with this n* where it crosses the edge; then follows how many seeds (and problems) would probably decide, were the
+estimate true. Where the scale from 0 to 1 leaves only one verdict, it is *not measurable with this task*.
 
-Trainings and problems are two random samples, crossed: every trained model of an arm answers the same problems. With
-d[s, i] the value of seed s on problem i,
-
-    Var(mean d) = (MS_seed + max(MS_problem - MS_rest, 0)) / (S N),
-
-the mean squares of a two-way table, with Satterthwaite's degrees of freedom. A ratio of means (retention) enters by its
+Trainings and problems are two random samples, crossed (see `spread`). A ratio of means (retention) enters by its
 linearisation, (y - R x) / mean(x).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
 from noisescope import stats
 from noisescope.stats import Estimate
+from noisescope.training.spread import Array, Spread, crossed
 
-Array = NDArray[np.float64]
 SUPPORTED, REFUTED, UNDECIDED = "supported", "refuted", "not decidable with this n"
+UNMEASURABLE = f"{stats.NOT_MEASURABLE} with this task"  # whatever the models do, one verdict comes out
+POWER = 0.8  # the chance to decide that "how many would decide" is planned for
 MOST_SEEDS = 1000  # beyond that, "how many would decide" is of no use
+ASKING = 0.05  # cost of asking the problems over that of a training: 0.5 % by default, 6 % by GRPO
 CHANCE = 0.01  # answers are numbers from 0 to 99
 SECOND_HALF = 0.5  # of a run: where its stability is looked at
 
@@ -43,10 +42,12 @@ class Outcome:
     injections: Mapping[str, int]
 
     def log_mean(self, name: str) -> float:
-        """The mean of the log of a curve over the second half; NaN where the run diverged."""
+        """The mean of the log of a curve over the second half; NaN where the run diverged, -inf where it met a 0."""
         half = [point[name] for point in self.curve if point["step"] > SECOND_HALF * self.curve[-1]["step"]]
-        if any(value is None or not math.isfinite(value) or value <= 0 for value in half):
+        if any(value is None or not math.isfinite(value) for value in half):
             return math.nan
+        if min(half) <= 0:  # gradients of GRPO, where all answers of every group since the last look agreed
+            return -math.inf
         return float(np.mean(np.log(half)))
 
     @property
@@ -75,43 +76,6 @@ class Criterion:
     high: float = math.inf
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A mean over seeds x problems with the two parts of its variance."""
-
-    mean: float
-    seeds: int
-    problems: int
-    of_seeds: float  # falls with 1 / seeds
-    of_problems: float  # falls with 1 / problems
-    smallest: float = 0.0  # variance of the mean where nothing changed: 0 is no honest error
-
-    def half_width(self, level: float, seeds: int | None = None, times_problems: float = 1.0) -> float:
-        """Half the interval, as it is or with more seeds and problems."""
-        count = seeds or self.seeds
-        a, b = self.of_seeds * self.seeds / count, self.of_problems / times_problems
-        total = max(a + b, self.smallest / times_problems**2, 1e-300)
-        apart = a**2 / (count - 1) + b**2 / max(self.problems - 1, 1)
-        freedom = min(max((a + b) ** 2 / apart, 1.0), 1e6) if apart else 1e6
-        return float(special.stdtrit(freedom, (1 + level) / 2)) * math.sqrt(total)
-
-
-def crossed(values: Array) -> Spread:
-    """The mean of values [seeds, problems], both random.
-
-    Where all problems agree, one changed answer that was not met is allowed for: 1 / (N + 2), after Agresti and Min.
-    """
-    s, n = values.shape
-    mean = float(values.mean())
-    by_seed, by_problem = values.mean(axis=1), values.mean(axis=0)
-    rest = values - by_seed[:, None] - by_problem[None, :] + mean
-    ms_seed = n * float(np.var(by_seed, ddof=1)) if s > 1 else math.inf
-    ms_problem = s * float(np.var(by_problem, ddof=1)) if n > 1 else 0.0
-    ms_rest = float((rest**2).sum()) / max((s - 1) * (n - 1), 1)
-    smallest = (n + 2) ** -2.0 if n > 1 else 0.0  # a single column holds no answers but one number a run
-    return Spread(mean, s, n, ms_seed / (s * n), max(ms_problem - ms_rest, 0.0) / (s * n), smallest)
-
-
 def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
     """The criterion's quantity over the seeds that both arms have, or why it can't be measured."""
     a, b = outcomes.get(criterion.a, {}), outcomes.get(criterion.b, {})
@@ -128,8 +92,12 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
         return crossed(
             retained([a[s] for s in seeds], criterion.level) - retained([b[s] for s in seeds], criterion.level)
         )
-    logs = np.array([[a[s].log_mean(criterion.quantity) - b[s].log_mean(criterion.quantity)] for s in seeds])
-    return crossed(logs) if np.isfinite(logs).all() else f"{stats.NOT_MEASURABLE}: a run diverged"
+    logs = np.array([[arm[s].log_mean(criterion.quantity) for arm in (a, b)] for s in seeds])
+    if np.isnan(logs).any():
+        return f"{stats.NOT_MEASURABLE}: a run diverged"
+    if np.isinf(logs).any():
+        return f"{stats.NOT_MEASURABLE}: {criterion.quantity} was 0 in a run, and to 0 there is no ratio"
+    return crossed(logs[:, :1] - logs[:, 1:])
 
 
 def _learned(runs: Sequence[Outcome]) -> bool:
@@ -148,11 +116,13 @@ def retained(runs: Sequence[Outcome], level: float) -> Array:
 
 def judge(criteria: Sequence[Criterion], outcomes: Outcomes, *, level: float = 0.95) -> list[dict[str, Any]]:
     """A row for each criterion: the estimate, an interval that holds for all together, the verdict."""
+    if not criteria:
+        return []
     each = stats.simultaneous_level(len(criteria), level)
-    return [_row(criterion, spread_of(criterion, outcomes), each) for criterion in criteria]
+    return [_row(criterion, outcomes, each) for criterion in criteria]
 
 
-def _row(criterion: Criterion, spread: Spread | str, level: float) -> dict[str, Any]:
+def _row(criterion: Criterion, outcomes: Outcomes, level: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "name": criterion.name,
         "statement": criterion.statement,
@@ -161,34 +131,75 @@ def _row(criterion: Criterion, spread: Spread | str, level: float) -> dict[str, 
         "noise_level": criterion.level,
         "region": [end if math.isfinite(end) else None for end in (criterion.low, criterion.high)],
     }
+    spread = spread_of(criterion, outcomes)
     if isinstance(spread, str):
         nothing = Estimate(None, None, None, 0, level, spread)
         return {**row, "estimate": nothing.to_dict(), "seeds": 0, "verdict": UNDECIDED, "would_decide": None}
     half = spread.half_width(level)
     most = 1.0 if criterion.quantity == "accuracy" else math.inf  # a difference of shares is no larger
     low, high = max(spread.mean - half, -most), min(spread.mean + half, most)
+    beyond = "" if high < 0 else out_of_reach(criterion, outcomes[criterion.b])  # no ceiling makes an arm worse
     verdict = UNDECIDED
-    if criterion.low <= low and high <= criterion.high:
+    if beyond:
+        verdict = UNMEASURABLE
+    elif criterion.low <= low and high <= criterion.high:
         verdict = SUPPORTED
     elif high < criterion.low or low > criterion.high:
         verdict = REFUTED
     return {
         **row,
-        "estimate": Estimate(spread.mean, low, high, spread.problems, level).to_dict(),
+        "estimate": Estimate(spread.mean, low, high, spread.problems, level, beyond).to_dict(),
         "seeds": spread.seeds,
         "verdict": verdict,
         "would_decide": None if verdict != UNDECIDED else deciding(criterion, spread, level),
     }
 
 
-def deciding(criterion: Criterion, spread: Spread, level: float) -> dict[str, int] | None:
-    """The fewest seeds, and the fewest problems with them, that would decide if the estimate were the truth."""
-    distance = min(abs(spread.mean - criterion.low), abs(spread.mean - criterion.high))
-    for times in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0):
-        for seeds in range(2, MOST_SEEDS + 1):
-            if spread.half_width(level, seeds, times) <= distance:
-                return {"seeds": seeds, "n": round(spread.problems * times)}
-    return None
+def out_of_reach(criterion: Criterion, others: Mapping[int, Outcome]) -> str:
+    """Why the task allows one verdict only, or nothing: a share stays below 1, so a - b is no more than 1 - b."""
+    if criterion.quantity != "accuracy":
+        return ""
+    known = float(np.mean([_accuracy(run, criterion.level) for run in others.values()]))
+    room = 1 - known
+    if room < criterion.low:
+        missed = criterion.low
+    elif criterion.low == -math.inf and room < criterion.high < math.inf:
+        missed = criterion.high
+    else:
+        return ""
+    return (
+        f"{criterion.b} answers {100 * known:.1f} % already, so {100 * missed:g} points more are out of reach; "
+        "ask at a higher noise level, or a harder task"
+    )
+
+
+def deciding(criterion: Criterion, spread: Spread, level: float) -> dict[str, float] | None:
+    """The cheapest numbers of seeds and problems that would decide with a chance of POWER, were the estimate true."""
+
+    def fewest_seeds(problems: int) -> int:
+        def enough(seeds: int) -> bool:
+            return chance(criterion, spread.mean, *spread.planned(seeds, problems, level)) >= POWER
+
+        return 2 + bisect_left(range(2, MOST_SEEDS + 1), True, key=enough)
+
+    found = []
+    for times in (1, 2, 4, 8, 16, 32, 64) if spread.problems > 1 else (1,):
+        problems = spread.problems * times
+        seeds = fewest_seeds(problems)
+        if seeds <= MOST_SEEDS:
+            found.append((seeds * (1 + ASKING * times), seeds, problems))
+    if not found:
+        return None
+    _, seeds, problems = min(found)
+    return {"seeds": seeds, "n": problems, "power": POWER}
+
+
+def chance(criterion: Criterion, mean: float, half: float, error: float) -> float:
+    """That an interval of this half-width round a draw from N(mean, error^2) lies on the mean's side of the edges."""
+    low, high, error = criterion.low - mean, criterion.high - mean, max(error, 1e-12)
+    if low <= 0 <= high:
+        return float(special.ndtr((high - half) / error) - special.ndtr((low + half) / error))
+    return float(special.ndtr((low - half) / error) + special.ndtr(-(high + half) / error))
 
 
 def estimate(values: Array, level: float = 0.95) -> dict[str, Any]:

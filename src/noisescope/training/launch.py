@@ -2,7 +2,7 @@
 
     variables = launch.environment(0.05, seed=1, tally="/shared/tally")      # give these to the workers
     ...                                                                      # the training runs
-    launch.confirm("/shared/tally", workers=8)                               # raises unless all eight injected
+    launch.confirm(variables["NOISESCOPE_TALLY"], workers=8)                 # raises unless all eight injected
 
 Workers read them when `noisescope.noisy_ops` is imported there; docs/training.md has the one line for each launcher.
 The scale is constant: a launcher's worker does not know the step. Where you write the loop, or there is a Trainer, use
@@ -12,6 +12,7 @@ a schedule (`aqn`, `callback`).
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,44 +24,65 @@ from noisescope.sites import PHASES, canonical_operator
 def environment(
     scale: float = 0.05,
     *,
-    phases: Iterable[str] = PHASES,
-    operators: Iterable[str] | None = None,
+    phases: Iterable[str] | str = PHASES,
+    operators: Iterable[str] | str | None = None,
     seed: int = 0,
     tally: str | Path | None = None,
     without_gradients: bool = False,
 ) -> dict[str, str]:
-    """The environment variables of a worker. `tally` is a folder that all workers can write into."""
-    chosen = frozenset(phases)
+    """The environment variables of a run's workers; what they inherit of these is overridden.
+
+    `tally` is a folder that all workers can write into. Each call is a run with a folder of its own in it
+    (variables["NOISESCOPE_TALLY"]), so that an earlier run's counts are never taken for this one's.
+    """
+    if checked_scale(scale, "scale") == 0:
+        raise InvalidInput("scale 0 is no noise: give a scale above 0, or start the workers without these variables")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidInput(f"seed must be an int, got {seed!r}")
+    chosen = _names(phases)
     for phase in chosen:
         if phase not in PHASES:
             raise unknown("phase", phase, PHASES)
     if not chosen:
         raise InvalidInput("phases is empty: give 'forward', 'backward' or both")
+    aims = None if operators is None else sorted(canonical_operator(name) for name in _names(operators))
+    if aims == []:
+        raise InvalidInput("operators is empty: name some, such as ['softmax'], or leave it out for all products")
     variables = {
         "NOISESCOPE_ENABLED": "1",
-        "NOISESCOPE_SCALE": repr(checked_scale(scale, "scale")),
+        "NOISESCOPE_SCALE": repr(float(scale)),
         "NOISESCOPE_SEED": str(seed),
         "NOISESCOPE_TRAINING_ONLY": "0" if without_gradients else "1",
+        "NOISESCOPE_FORWARD_ONLY": "1" if chosen == {"forward"} else "0",
+        "NOISESCOPE_BACKWARD_ONLY": "1" if chosen == {"backward"} else "0",
+        "NOISESCOPE_OPERATORS": ",".join(aims or ()),  # empty is as not set
     }
-    if len(chosen) == 1:
-        variables[f"NOISESCOPE_{next(iter(chosen)).upper()}_ONLY"] = "1"
-    if operators is not None:
-        variables["NOISESCOPE_OPERATORS"] = ",".join(sorted(canonical_operator(name) for name in operators))
     if tally is not None:
-        variables["NOISESCOPE_TALLY"] = str(Path(tally).absolute())
+        variables["NOISESCOPE_TALLY"] = str(Path(tally).absolute() / f"run-{secrets.token_hex(4)}")
     return variables
 
 
-def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
-    """What each worker counted, by file; raises NothingInjected unless `workers` of them report and all injected.
+def _names(given: Iterable[str] | str) -> set[str]:
+    """A set given as any collection, or (a kind mistake) as one bare name."""
+    return {given} if isinstance(given, str) else set(given)
 
-    Workers write every five seconds: ask after the first steps, or at the end.
+
+def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
+    """What each worker of a run counted, by file; raises unless just `workers` of them report and all injected.
+
+    `tally` is the run's own folder, variables["NOISESCOPE_TALLY"]. Workers write every five seconds: ask after the
+    first steps, or at the end.
     """
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(Path(tally).glob("rank*.json"))}
     if len(found) < workers:
         raise NothingInjected(
             f"{len(found)} of {workers} workers report in {tally}: the others never imported noisescope.noisy_ops, or "
-            "did not get the environment variables"
+            "did not get the environment variables. The folder to ask is variables['NOISESCOPE_TALLY']"
+        )
+    if len(found) > workers:
+        raise InvalidInput(
+            f"{len(found)} workers report in {tally}, but {workers} are expected: some were restarted, or another run "
+            "wrote there, too. Call launch.environment() anew for each run"
         )
     silent = [name for name, counts in found.items() if not counts["forward"] + counts["backward"]]
     if silent:

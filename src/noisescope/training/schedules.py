@@ -110,8 +110,11 @@ class Staged:
 
     def __call__(self, step: int) -> float:
         at, length = self._in_epoch(_checked_step(step))
-        share = 1 / (self.stages + 1) if self.warm_up is None else self.warm_up
-        quiet = min(int(length * share), length - 1)  # at least one step has noise
+        if self.warm_up is None:
+            quiet = length // (self.stages + 1)
+        else:
+            quiet = math.floor(length * self.warm_up + 1e-9)  # 0.29 of 100 steps are 29, not 28.999...
+        quiet = min(quiet, length - 1)  # at least one step has noise
         if at < quiet:
             return 0.0
         noisy = length - quiet

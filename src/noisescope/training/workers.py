@@ -12,20 +12,21 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from noisescope.errors import InvalidInput, MissingExtra
+from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
 from noisescope.runs.cluster import first_line, joined
-from noisescope.training.phases import Job, run
+from noisescope.training.phases import Job, run, seconds_before
 from noisescope.trials import Result
 
 Ended = tuple[Job, Result | None, float]  # None: the time was up; seconds
 
 
 def attempt(job: Job) -> tuple[Result | None, float]:
-    """A job's result, its error as a row, or None where the time was up."""
-    started = time.perf_counter()
+    """A job's result, its error as a row, or None where the time was up; seconds with those of earlier pieces."""
+    started = time.perf_counter() - seconds_before(job)
     try:
         result = run(job)
     except Exception as error:  # a failed training is a row of the experiment, too
@@ -37,11 +38,19 @@ def run_all(
     jobs: Sequence[Job], *, workers: int, executor: str = "local", address: str | None = None
 ) -> Iterator[Ended]:
     """Every job as it ends."""
-    if workers < 1:
-        raise InvalidInput(f"--workers must be at least 1, got {workers}")
     if executor == "ray":
         return _on_ray(jobs, workers, address)
     return _here(jobs) if workers == 1 or len(jobs) < 2 else _in_processes(jobs, workers)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this machine has not."""
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(
+            f"can't train on device {device!r}: {first_line(error)}. Give one this machine has: cpu, cuda, cuda:1 ..."
+        ) from error
 
 
 def _here(jobs: Sequence[Job]) -> Iterator[Ended]:
@@ -58,6 +67,11 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
         try:
             for done in as_completed(running):
                 yield (running[done], *done.result())
+        except BrokenProcessPool as error:
+            raise NoisescopeError(
+                "a process died: too little memory, or a script that asks for several processes without "
+                "`if __name__ == '__main__':`, which each of them would run again. The same call goes on from there"
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

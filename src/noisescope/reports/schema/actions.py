@@ -28,6 +28,8 @@ SUSPECT = record(
         "place": PLACE,
         "operator": TEXT,
         "module": TEXT,
+        "tensor": TEXT,
+        "occurrence": COUNT,
         "channels": listed(COUNT),
         "period": maybe(COUNT),
         "fault_class": TEXT,
@@ -113,5 +115,6 @@ PRECISION_PLAN = record(
         "data": record({"samples": COUNT}, closed=False),
         "notes": listed(TEXT),
         "note": TEXT,
-    }
+    },
+    {"planned_share": maybe(NUMBER)},
 )

@@ -137,12 +137,12 @@ FORMAT_SCORES = record(
                         )
                     ),
                 },
-                {"inputs": COUNT},
+                {"inputs": COUNT, "kind": TEXT},
             )
         ),
         "uniform": named(record({"bits": COUNT, "effective_bits": NUMBER, "predicted_kl": NUMBER})),
     },
-    {"error": TEXT},
+    {"error": TEXT, "block_parameters": COUNT},
 )
 
 PER_SAMPLE = named(listed(maybe(NUMBER)))  # by operator

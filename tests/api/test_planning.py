@@ -1,0 +1,122 @@
+"""Plans carried out on tiny models: only on the model that the report is of, on samples that it has not seen."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.api.planning import plan_precision, verify_precision
+from noisescope.api.smoothing import plan_smoothquant
+from noisescope.cli.plan_precision import say_measured
+from noisescope.errors import InvalidInput
+from noisescope.model import Subject
+from noisescope.plans.exports import export_plan
+from noisescope.plans.precision import Budget, modules_of
+from noisescope.reports.report import Report
+from noisescope.testing import tiny_model
+
+
+def batches(rows: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.randint(3, 64, (rows, 8), generator=torch.Generator().manual_seed(seed))}]
+
+
+def diagnosed(subject: Subject, *levels: Any) -> Report:
+    return ns.diagnose(subject, batches(4), samples=4, seeds=1, levels=levels, window=2, step=2, calibration_samples=2)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return ns.load("tiny:llama")
+
+
+@pytest.fixture(scope="module")
+def report(subject: Subject) -> Report:
+    return diagnosed(subject, "layer", "channel")
+
+
+def verified(subject: Subject, report: Report, bits: float = 6, random: int = 0) -> dict[str, Any]:
+    plan = plan_precision(report, Budget(average_bits=bits))
+    return verify_precision(subject, batches(4, seed=1), report, plan, random=random, samples=4)
+
+
+def test_a_report_of_another_width_is_refused(subject, report):
+    """The same architecture and depth, other sizes: bits would be counted from weights that the model has not."""
+    wider = ns.wrap(tiny_model("llama", hidden_size=64))
+    with pytest.raises(InvalidInput, match=r"counts 2048 weights in model.layers.0.mlp.*has 4096.*diagnose MODEL"):
+        verified(wider, report)
+    without_scores = {**report, "format_scores": None}
+    for given in (report, without_scores):
+        with pytest.raises(InvalidInput, match="it is of another model"):
+            plan_smoothquant(wider, given, batches(4))
+
+
+def test_other_numbers_are_told(subject, report):
+    """A model of the same sizes may be measured; a note says that the report's numbers are not its own."""
+    other = ns.wrap(copy.deepcopy(subject.model))
+    with torch.no_grad():
+        other.model.lm_head.weight *= 1.5
+    assert not any("numbers are not those" in note for note in verified(subject, report)["notes"])
+    assert any("numbers are not those" in note for note in verified(other, report)["notes"])
+    assert plan_smoothquant(subject, report, batches(4))["notes"] == []
+    assert "numbers are not those" in plan_smoothquant(other, report, batches(4))["notes"][0]
+
+
+def test_what_is_not_planned_is_told():
+    """Of a mixture of experts attention alone is planned: the share stands in the result, a note says the counts."""
+    subject = ns.load("tiny:mixtral")
+    report = diagnosed(subject, "layer")
+    section = report["format_scores"]
+    blocks = sum(p.numel() for n, p in subject.model.named_parameters() if ".layers." in n and p.dim() > 1)
+    planned = sum(row["parameters"] for row in section["modules"])
+    assert section["block_parameters"] == blocks > 2 * planned
+    found = verified(subject, report)
+    assert found["planned_share"] == pytest.approx(planned / blocks)
+    (told,) = [note for note in found["notes"] if "experts held as one tensor" in note]
+    assert f"covers {planned:,} of the {blocks:,} weights" in told
+    del section["block_parameters"]  # a report of an earlier version
+    assert verified(subject, report)["planned_share"] is None
+
+
+def test_all_of_a_dense_model_is_planned(subject, report):
+    """Every weight of its blocks: nothing to say."""
+    found = verified(subject, report)
+    assert found["planned_share"] == 1.0 and not any("covers" in note for note in found["notes"])
+
+
+def test_exports_of_transposed_linears_are_refused():
+    """GPT-2 from diagnosis to file: tools that pass over its Conv1D are refused, AutoRound and json are not."""
+    report = diagnosed(ns.load("tiny:gpt2"), "layer")
+    assert {row["kind"] for row in report["format_scores"]["modules"]} == {"Conv1D"}
+    plan, modules = plan_precision(report, Budget(average_bits=8)), modules_of(report)
+    for tool in ("llm-compressor", "torchao", "modelopt"):
+        with pytest.raises(InvalidInput, match=rf"{tool} does not quantise .*Conv1D.*autoround, or export json"):
+            export_plan(plan, tool, modules)
+    assert all("class" not in note for note in export_plan(plan, "autoround", modules).notes)
+    assert json.loads(export_plan(plan, "json", modules).text)["assignment"]
+
+
+def test_unseen_samples_are_taken(subject, report, tmp_path: Path):
+    """Behind those that this report's formats were scored on, not behind the most that they may be."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{i} and {i + 1} and {i + 2}"}) + "\n" for i in range(10, 20)))
+    plan = plan_precision(report, Budget(average_bits=6))
+    assert report["format_scores"]["n"] == 4
+    demo = ns.load("demo")
+    by_text = Subject(subject.model, demo.tokenizer, subject.anatomy, subject.source)
+    found = verify_precision(by_text, file, report, plan, random=0, samples=64)
+    assert found["data"]["samples"] == 6 and not any("very samples" in note for note in found["notes"])
+
+
+def test_a_plan_that_rounds_nothing(subject, report, capsys):
+    """16 bits everywhere: a KL of exactly 0 has no interval of 0/1 scores, and no share of it is told."""
+    found = verified(subject, report, bits=16, random=2)
+    (row,) = [row for row in found["rows"] if row["name"] == "plan"]
+    assert row["kl"] == {"value": 0.0, "low": None, "high": None, "n": 4, "level": 0.95}
+    say_measured(found)
+    assert "2 random plans of the same bits: median KL 0\n" in capsys.readouterr().out
