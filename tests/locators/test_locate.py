@@ -107,7 +107,7 @@ def test_hooks_are_told_of():
     model = tiny_model("llama", layers=2)
     assert not any("hooks" in note or "compiled" in note for note in ns.locate(model).notes)
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, y: 1.02 * y)
-    assert any(note.startswith("modules with forward hooks") and note.endswith(" 1") for note in ns.locate(model).notes)
+    assert any(note.startswith("modules with forward hooks: 1.") for note in ns.locate(model).notes)
 
 
 def test_arguments_of_another_method_are_refused():

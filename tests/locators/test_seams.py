@@ -187,7 +187,7 @@ def altered_block(layer):
 @pytest.mark.parametrize("way", ["without_residual", "without_mlp", "louder"])
 @pytest.mark.parametrize("method", ["audit", "auto"])
 def test_a_block_that_is_made_otherwise_is_not_healthy(way, method):
-    """A lost add is a sum too, of fewer terms: one block that goes its own way leaves the verdict open, or is blamed."""
+    """A lost add is a sum too, of fewer terms: a block that goes its own way is blamed, or left open."""
     model = tiny_model("llama", layers=5)
     block = model.model.layers[2]
     block.forward = types.MethodType(altered_block(way), block)
@@ -253,3 +253,31 @@ def test_weights_that_change_between_forwards_are_told():
     hook.remove()
     assert verdict.verdict == "undecided"
     assert [(site.place, site.tensor) for site in verdict.unseen] == [(1, "weight")]
+
+
+def test_angles_that_leave_the_circle_are_told():
+    """Cosines 2 % too large turn no vector: wrong for all blocks alike, so that no block differs from another."""
+    model = tiny_model("llama", layers=3)
+    original = model.model.rotary_emb.forward
+
+    def forward(*args, **kwargs):
+        cos, sin = original(*args, **kwargs)
+        return 1.02 * cos, sin
+
+    model.model.rotary_emb.forward = forward
+    verdict = audit(model)
+    assert verdict.verdict == "undecided"
+    assert any("one circle" in note for note in verdict.notes)
+
+
+def test_a_cache_that_is_given_does_not_grow():
+    """Each forward gets its own copy, so that the repeated one has the same inputs."""
+    from transformers import DynamicCache
+
+    model, tokens = tiny_model("llama", layers=2), torch.arange(3, 19).reshape(2, 8)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    verdict = audit(model, {"input_ids": tokens, "past_key_values": cache})
+    assert verdict.verdict == "healthy" and cache.get_seq_length() == 8
+    assert not any("same inputs twice" in note for note in verdict.notes)

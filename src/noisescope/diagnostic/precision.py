@@ -11,7 +11,7 @@ from torch import nn
 from noisescope.api.smoothing import smooth_outliers
 from noisescope.diagnostic.asking import batches_of, subject_of
 from noisescope.model import Subject
-from noisescope.plans.bit_rule import bits_by_rule
+from noisescope.plans.bit_rule import bits_by_rule, missed_target
 from noisescope.quantisation.smoothing import Smoothed
 
 
@@ -23,13 +23,8 @@ def generate_mixed_precision_config(
     `noisescope plan precision` finds better plans: this rule knows layers alone, and three widths.
     """
     bits = bits_by_rule(sensitivity_profile, target_avg_bits)
-    average = sum(bits.values()) / len(bits)
-    if average > target_avg_bits:
-        warnings.warn(
-            f"the plan has {average:.2f} bits on average, {target_avg_bits:g} were asked for: layers of 16 bits, and "
-            "those of 8 that lose 10 % or more, are never lowered, and a layer raised to 8 bits may go past the target",
-            stacklevel=2,
-        )
+    if told := missed_target(bits, target_avg_bits):
+        warnings.warn(f"the bit rule {told}", stacklevel=2)
     return bits
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import NothingInjected
 from noisescope.locators.classify import classify, is_stale
-from noisescope.locators.floors import INTEGERS
+from noisescope.locators.floors import INTEGERS, number_format
 from noisescope.locators.judge import Judgement, judge
 from noisescope.locators.pattern import Evidence, Pattern
 from noisescope.locators.products import Recomputed, Rows
 from noisescope.locators.recompute import Unseen, recompute
-from noisescope.locators.residuals import OUT, Recorder, Residuals
+from noisescope.locators.residuals import Recorder, Residuals
 from noisescope.locators.seams import MOST_ROWS, Seams, words
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.sites import Site, place_order
@@ -116,9 +116,8 @@ class Ledger:
         for block, target, form, usual in self.residuals.odd():
             sums = f"{target} = {' + '.join(form)}, in other blocks {' + '.join(usual)}"
             self._left_open(block.unit.site("residual", tensor="input"), f"{sums}: other code, or a fault")
-        for block, target in self.residuals.unknown():
-            what = "the block's output" if target == OUT else f"what enters {target.removesuffix('.in')}"
-            self._left_open(block.unit.site("residual"), f"{what} is no sum of what its modules gave")
+        for block in self.residuals.unknown():
+            self._left_open(block.unit.site("residual"), "the block's output is no sum of what its modules gave")
 
     def _left_open(self, site: Site, reason: str) -> None:
         """What could not be judged, and why: with any of it, no verdict is "healthy"."""
@@ -142,6 +141,9 @@ class Ledger:
     def block(self, unit: Unit, recorder: Recorder, x: Tensor, y: Tensor, angles: tuple[Tensor, Tensor] | None) -> None:
         """One call of a block: its adds, and what lay between its operators."""
         self.seams.end_block(unit, x, angles)
+        if angles is not None and not _on_a_circle(*angles):
+            site = Site("matmul", "rotary", "", tensor="input")
+            self._left_open(site, "cosines and sines of the positions do not lie on one circle")
         self._count += 1
         site = unit.site("residual")
         found = recorder.block(unit, self._count, x, y)
@@ -321,6 +323,12 @@ def _finite(number: float) -> float | None:
 def _at_least(a: Judgement, b: Judgement) -> bool:
     """Whether alarm a says as much as alarm b."""
     return (a.strength, a.bad) >= (b.strength, b.bad)
+
+
+def _on_a_circle(cos: Tensor, sin: Tensor) -> bool:
+    """cos^2 + sin^2 is the same everywhere (1, or a model's own factor squared), each rounded once: within 4 u."""
+    squares = cos.double().square() + sin.double().square()
+    return float(squares.max() - squares.min()) <= 4 * number_format(cos.dtype).u * float(squares.max())
 
 
 def _weights(callee: Any) -> tuple[int, ...]:

@@ -149,9 +149,7 @@ class Search:
             facts = replace(self.stations.block_facts(block.unit.place), expected=recomputed)
             found = Examined([reading], facts)
             self.book.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
-        unknown = [
-            (block, "its output is no plain sum of tensors seen") for block, at in residuals.unknown() if at == OUT
-        ]
+        unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
         unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
         for block, why in unknown:
             if self.stations.wanted(block.unit.place):
@@ -167,6 +165,8 @@ class Search:
             why = "fewer than 3 tokens"
         elif self.stations.mixture:
             why = "MoE routing may jump"
+        elif self.stations.quantised:
+            why = "quantised linears may round by the whole batch"
         elif self.book.suspects():
             why = "not tried, since laws inside are broken"
         if why:

@@ -61,10 +61,10 @@ class Recorder:
 class Residuals(Forms):
     """A form is the roles of the terms of a sum: ((a + b) + c)."""
 
-    def unknown(self) -> list[tuple[Block, str]]:
-        """Blocks whose output, or what enters a norm of theirs, is no sum that is known here."""
-        failing = {(id(block), target) for block, target, _, _ in self.failures()}
-        return [(block, target) for block, target in self._waiting if (id(block), target) not in failing]
+    def unknown(self) -> list[Block]:
+        """Blocks whose output is no sum that is known here."""
+        failing = {id(block) for block, target, _, _ in self.failures() if target == OUT}
+        return [block for block, target in self._waiting if target == OUT and id(block) not in failing]
 
     def candidates(self, block: Block, target: str) -> Iterator[Form]:
         """One term, sums of two, sums of three in every order of adding."""

@@ -121,8 +121,7 @@ class Scanner(Door):
             if target == OUT and isinstance(block.unit.place, int):
                 failure = Failure(block.unit.place, " + ".join(form), recomputed)
                 self.readings.failures.setdefault(block.unit.place, failure)
-        unknown = (block.unit.place for block, target in self._residuals.unknown() if target == OUT)
-        self.readings.unknown |= {place for place in unknown if isinstance(place, int)}
+        self.readings.unknown |= {b.unit.place for b in self._residuals.unknown() if isinstance(b.unit.place, int)}
 
     def heard_part(self, module: str, y: Tensor) -> None:
         if "bookkeeping" in self.which:

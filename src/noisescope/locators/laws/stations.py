@@ -39,6 +39,7 @@ class Stations:
         self.anatomy, self.book = anatomy, book
         self.causal, self.weights, self.places = causal, weights, places
         self.mixture = any(unit.kind in (EXPERTS, ROUTER) or unit.component == "router" for unit in anatomy.units)
+        self.quantised = False  # a linear was met that may round its input by what else is in the batch
         self.rotary = sublayers.Rotary()
         self.recorder, self.residuals = Recorder(), Residuals()
         self.blocks: dict[int, Tensor] = {}  # what each block gave
@@ -108,10 +109,24 @@ class Stations:
         self._record(heard)
         if heard.unit.component == "mlp" and heard.output is not None:
             self._parts[heard.unit.module] = heard.output.detach()
+        weight = getattr(heard.callee, "weight", None)
+        packed = heard.unit.packed
+        self.quantised |= bool(packed)
+        if isinstance(heard.callee, nn.Module) and type(weight) not in (Tensor, nn.Parameter) and not packed:
+            self.quantised = True
+            kind = type(weight).__name__
+            self.add(
+                heard, Examined(skipped=[f"laws of a linear: a weight of the kind {kind} may round what it is given"])
+            )
+            return
+        if sum(isinstance(value, Tensor) for value in (*heard.args, *heard.kwargs.values())) > 1 and isinstance(
+            heard.callee, nn.Module
+        ):
+            self.add(heard, Examined(skipped=["laws of a linear: it is given more than one tensor"]))
+            return
         if not self._can_judge(heard):
             return
         call, biased = unbiased(heard)
-        packed = heard.unit.packed
         x, y = heard.tensors
         given = as_multiplied(x, y)
         own = linear.Linear(
