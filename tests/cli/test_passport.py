@@ -43,7 +43,7 @@ def test_a_passport_is_taken_written_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "passport.json"
     first = run("--quick", "-o", path)
     assert first.exit_code == 0, first.output
-    assert str(path) in first.output and json.loads(path.read_text())["schema_version"] == 1
+    assert str(path) in first.output and json.loads(path.read_text())["schema_version"] == 2
     again = run("--from", path, "--diff", path)
     assert again.exit_code == 0 and "same: the two passports agree" in again.output
     assert again.output.splitlines()[:8] == first.output.splitlines()[:8]
@@ -93,14 +93,14 @@ def test_quick_against_whole_is_said(stored: Path, taken: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"schema_version": 1, "executive_summary": {}}', "is no passport"),
+        ('{"schema_version": 2, "executive_summary": {}}', "is no passport"),
         ("[1, 2]", "is no passport"),
         ("not json", "is not whole JSON"),
         ("", "is not whole JSON"),
         (b"\xff\xfe\x00", "is not text"),
-        ('{"kind": "noisescope passport", "schema_version": 99}', "has schema version 99; this noisescope reads 1"),
-        ('{"kind": "noisescope passport", "schema_version": 1}', "is damaged"),
-        ('{"kind": "noisescope passport", "schema_version": 1, "facts": {}, "dtypes": {"float32": 3}}', "is damaged"),
+        ('{"kind": "noisescope passport", "schema_version": 99}', "has schema version 99; this noisescope reads 2"),
+        ('{"kind": "noisescope passport", "schema_version": 2}', "is damaged"),
+        ('{"kind": "noisescope passport", "schema_version": 2, "facts": {}, "dtypes": {"float32": 3}}', "is damaged"),
     ],
 )
 @pytest.mark.parametrize("option", ["--diff", "--from"])
