@@ -9,7 +9,7 @@ import torch
 
 import noisescope as ns
 from noisescope.anatomy import Unit
-from noisescope.locators.audit import audit
+from noisescope.locators.audit import _angles, audit
 from noisescope.locators.seams import Seams, words
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
@@ -281,3 +281,42 @@ def test_a_cache_that_is_given_does_not_grow():
     verdict = audit(model, {"input_ids": tokens, "past_key_values": cache})
     assert verdict.verdict == "healthy" and cache.get_seq_length() == 8
     assert not any("same inputs twice" in note for note in verdict.notes)
+
+
+def test_other_things_called_position_embeddings_are_left_alone():
+    """Some models hand their blocks learned positions, angles for each axis or complex numbers under that name."""
+    x, cos, sin = torch.zeros(2, 5, 16), torch.ones(1, 5, 8), torch.zeros(1, 5, 8)
+    assert _angles((cos, sin), x) is not None
+    others = [None, cos, cos + 1j * sin, (cos,), (cos[None], sin[None]), (cos[:, :3], sin[:, :3]), (cos + 0j, sin + 0j)]
+    assert [_angles(other, x) for other in others] == [None] * len(others)
+    assert _angles((cos, sin), x[0]) is None
+
+
+class Packed(torch.Tensor):
+    """A weight of another kind, as quantisers make them."""
+
+
+@pytest.mark.parametrize("method", ["audit", "relations", "auto"])
+def test_a_linear_with_a_weight_of_another_kind_is_left_open(method):
+    """It rounds what it is given, by design: neither recomputed nor held to laws of linear functions."""
+    model = tiny_model("llama", layers=3)
+    for layer in model.model.layers:
+        linear = layer.mlp.down_proj
+        plain = linear.weight.detach().clone()
+        linear.weight = torch.nn.Parameter(plain.as_subclass(Packed), requires_grad=False)
+        linear.forward = lambda x, plain=plain: torch.round(x * 16) / 16 @ plain.T
+    verdict = ns.locate(model, method=method)
+    assert verdict.verdict != "faulty", verdict.suspects
+    assert any("Packed" in note or "kind" in note for note in verdict.notes)
+
+
+def test_a_linear_that_is_given_two_tensors_is_no_linear():
+    """An adapter that gets its base's result as well can't be called again with another input alone."""
+    model = tiny_model("llama", layers=3)
+    linear = model.model.layers[1].mlp.down_proj
+    mlp, original = model.model.layers[1].mlp, linear.forward
+    linear.forward = lambda x, base: original(x) + 0.5 * base
+    mlp.forward = lambda x: linear(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x), x.square())
+    verdict = ns.locate(model, method="relations")
+    assert verdict.verdict != "faulty", verdict.suspects
+    assert any("more than one tensor" in note for note in verdict.notes)

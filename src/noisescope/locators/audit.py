@@ -128,8 +128,8 @@ class Listener(CallWatcher):
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if self.operator == "residual":
             if isinstance(whole, Tensor) and given is not None:
-                angles = kwargs.get("position_embeddings")
-                watch.ledger.block(unit, watch.recorder, first_tensor(args, kwargs), whole, angles)
+                x = first_tensor(args, kwargs)
+                watch.ledger.block(unit, watch.recorder, x, whole, _angles(kwargs.get("position_embeddings"), x))
             watch.recorder.clear()
             return
         if isinstance(whole, Tensor) and isinstance(unit.place, int):
@@ -158,6 +158,15 @@ class Listener(CallWatcher):
         elif unit.kind == CALLS and operator in _FOLLOWING:
             name, given = f"{role} {operator} {occurrence}", {"": first_tensor(args, kwargs)}
             ledger.between(unit, name, operator, given, y, occurrence=occurrence)
+
+
+def _angles(given: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [B or 1, T, D] of x [B, T, C]; None for what else has that name (complex, by axis, learned)."""
+    pair = isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(each, Tensor) for each in given)
+    if not pair or x.dim() != 3:
+        return None
+    fits = all(t.is_floating_point() and t.dim() == 3 and t.shape[0] in (1, len(x)) for t in given)
+    return (given[0], given[1]) if fits and all(t.shape[1] == x.shape[1] for t in given) else None
 
 
 def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:

@@ -77,7 +77,7 @@ class Seams(Forms):
         """`x` [B, T, C] is the block's input, `angles` cosines and sines [B or 1, T, D] of its positions."""
         now = self._now
         now.unit = unit
-        if angles is not None and x.dim() == 3:
+        if angles is not None:
             whole = [_rows(angle.expand(len(x), -1, -1), heads=False) for angle in angles]
             turning = {name: rows for name, rows in zip((_COS, _SIN), whole, strict=True) if rows is not None}
             now.terms = {**turning, **now.terms}

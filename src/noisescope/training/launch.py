@@ -1,6 +1,6 @@
 """Noise in workers that a launcher spawns: by environment variables, with a check that it took. No torch.
 
-    variables = launch.environment(0.05, seed=1, tally="/shared/tally")      # give these to the workers
+    variables = launch.environment(0.05, seed=1, tally="tally")      # give these to the workers
     ...                                                                      # the training runs
     launch.confirm(variables["NOISESCOPE_TALLY"], workers=8)                 # raises unless all eight injected
 

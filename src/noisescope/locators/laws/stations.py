@@ -40,6 +40,7 @@ class Stations:
         self.causal, self.weights, self.places = causal, weights, places
         self.mixture = any(unit.kind in (EXPERTS, ROUTER) or unit.component == "router" for unit in anatomy.units)
         self.quantised = False  # a linear was met that may round its input by what else is in the batch
+        self.lawless: set[str] = set()  # linears that need not be linear, nor what is made of them
         self.rotary = sublayers.Rotary()
         self.recorder, self.residuals = Recorder(), Residuals()
         self.blocks: dict[int, Tensor] = {}  # what each block gave
@@ -105,24 +106,24 @@ class Stations:
         self.add(heard, Examined(skipped=[_TOO_LARGE]))
         return False
 
+    def _lawful(self, heard: Heard) -> bool:
+        """Whether every linear inside a module is one."""
+        if not any(name.startswith(f"{heard.unit.module}.") for name in self.lawless):
+            return True
+        self.add(heard, Examined(skipped=["laws of a part with a linear that need not be linear"]))
+        return False
+
     def _linear(self, heard: Heard) -> None:
         self._record(heard)
         if heard.unit.component == "mlp" and heard.output is not None:
             self._parts[heard.unit.module] = heard.output.detach()
-        weight = getattr(heard.callee, "weight", None)
         packed = heard.unit.packed
         self.quantised |= bool(packed)
-        if isinstance(heard.callee, nn.Module) and type(weight) not in (Tensor, nn.Parameter) and not packed:
+        why = _no_linear(heard)
+        if why:
             self.quantised = True
-            kind = type(weight).__name__
-            self.add(
-                heard, Examined(skipped=[f"laws of a linear: a weight of the kind {kind} may round what it is given"])
-            )
-            return
-        if sum(isinstance(value, Tensor) for value in (*heard.args, *heard.kwargs.values())) > 1 and isinstance(
-            heard.callee, nn.Module
-        ):
-            self.add(heard, Examined(skipped=["laws of a linear: it is given more than one tensor"]))
+            self.lawless.add(heard.unit.module)
+            self.add(heard, Examined(skipped=[f"laws of a linear: {why}"]))
             return
         if not self._can_judge(heard):
             return
@@ -162,7 +163,7 @@ class Stations:
         prefix = f"{heard.unit.module}."
         parts = {name.removeprefix(prefix): y for name, y in self._parts.items() if name.startswith(prefix)}
         self._parts.clear()
-        if parts and not self.mixture and self._can_judge(heard):
+        if parts and not self.mixture and self._lawful(heard) and self._can_judge(heard):
             found = sublayers.examine_mlp(heard, parts)
             inside = {op for unit in self.anatomy.units if unit.place == heard.unit.place for op in unit.operators}
             found.facts.activation = "gelu" if "gelu" in inside else "silu"
@@ -170,7 +171,7 @@ class Stations:
 
     def _attention_module(self, heard: Heard) -> None:
         self._record(heard)
-        if self._can_judge(heard):
+        if self._lawful(heard) and self._can_judge(heard):
             self.add(heard, sublayers.examine_attention(heard, self.rotary, causal=self.causal))
 
     def _rotary(self, heard: Heard) -> None:
@@ -254,3 +255,14 @@ def site_of(heard: Heard) -> Site:
     """Within an attention module the n-th product is a site of its own; experts are one site each."""
     apart = heard.unit.kind == ATTENTION and heard.operator != FUSED
     return heard.unit.site(heard.operator, occurrence=heard.occurrence if apart else 0)
+
+
+def _no_linear(heard: Heard) -> str:
+    """Why a module of that name need not be a linear function of its input; "" where nothing speaks for it."""
+    if not isinstance(heard.callee, nn.Module) or heard.unit.packed:
+        return ""
+    weight = getattr(heard.callee, "weight", None)
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"a weight of the kind {type(weight).__name__} may round what it is given"
+    given = sum(isinstance(value, Tensor) for value in (*heard.args, *heard.kwargs.values()))
+    return "it is given more than one tensor" if given > 1 else ""
