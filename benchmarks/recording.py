@@ -3,8 +3,8 @@
     python benchmarks/recording.py                      # CPU: SmolLM2-135M's shape, float32
     python benchmarks/recording.py --device cuda        # Qwen2.5-1.5B's shape, bfloat16
 
-Time: a forward under `record` (sketches, folded, copied and written to disk) over a plain one, in interleaved pairs
-with a plain/plain arm; the median with a bootstrap interval. Not timed: opening the scope, the model's fingerprint,
+Time: four forwards under `record` (sketches, folded, copied and written to disk) over four plain ones, in interleaved
+pairs with a plain/plain arm; the median with a bootstrap interval. Not timed: opening a scope, the model's fingerprint,
 record.json. Weights are random: only time is measured there. Accuracy: the bundled model against itself with small
 noise on every linear, full detail on both sides: each site's relative L2 from sketches against the one from whole
 tensors, and the size of the sketches against that of the tensors.
@@ -17,6 +17,7 @@ import json
 import resource
 import statistics
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from noisescope.comparison.records import Record
 from noisescope.runs.recording import Detail, Recording
 
 TARGET = 1.3
+SHAPES = {"cpu": [(4, 128)], "cuda": [(16, 512), (32, 1024)]}  # prompts x tokens
+BATCHES = 4  # one after the other: one is written while the next one runs
 
 
 def qwen(device: str) -> Any:
@@ -43,7 +46,7 @@ def qwen(device: str) -> Any:
 
 
 class Recorded:
-    """A forward of one batch under a recording; the scope is opened and closed around the clock."""
+    """Forwards of several batches under recordings, written as `record` does; scopes are opened around the clock."""
 
     def __init__(self, model: Any, ids: torch.Tensor, folder: Path) -> None:
         self.model, self.ids, self.folder = model, ids, folder
@@ -53,10 +56,20 @@ class Recorded:
         self.seconds()
 
     def seconds(self) -> float:
-        scope = Recording(self.model, self.anatomy, self.ids.shape, 0, Detail(), self.folder / "0000")
+        """Each batch waits until the one before it is written, the clock runs until all are."""
+        with ThreadPoolExecutor(1) as disk:
+            writing: list[Future[Any]] = []
+            seconds = sum(self._one(number, writing, disk) for number in range(BATCHES))
+            return seconds + host_seconds(writing[-1].result)
+
+    def _one(self, number: int, writing: list[Future[Any]], disk: ThreadPoolExecutor) -> float:
+        scope = Recording(self.model, self.anatomy, self.ids.shape, 0, Detail(), self.folder / str(number))
 
         def run() -> None:
-            scope.finish(self.model(self.ids).logits[:, -1])
+            tensors = scope.finish(self.model(self.ids).logits[:, -1])
+            if writing:
+                writing[-1].result()
+            writing.append(disk.submit(scope.write, tensors))
 
         with scope:
             return _seconds(run, self.ids.device)
@@ -74,12 +87,17 @@ def _seconds(run: Any, device: torch.device) -> float:
     return host_seconds(through)
 
 
-def cost(device: str, pairs: int) -> dict[str, Any]:
+def cost(device: str, shape: tuple[int, int], pairs: int) -> dict[str, Any]:
     if device == "cuda":
-        model, ids, title = qwen(device), torch.randint(0, 151936, (16, 512), device=device), "1.5B, bfloat16, 16 x 512"
+        model, title = qwen(device), f"1.5B, bfloat16, {shape[0]} x {shape[1]}"
     else:
-        model, ids, title = llama(30, 576, 1536, 9, 3, 49152), torch.randint(0, 49152, (4, 128)), "135M, 4 x 128"
-    plain = lambda: model(ids).logits[:, -1].to("cpu")  # noqa: E731
+        model, title = llama(30, 576, 1536, 9, 3, 49152), f"135M, {shape[0]} x {shape[1]}"
+    ids = torch.randint(0, model.config.vocab_size, shape, device=device)
+
+    def plain() -> None:
+        for _ in range(BATCHES):
+            model(ids).logits[:, -1].to("cpu")
+
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         recorded = Recorded(model, ids, Path(folder))
         plain()
@@ -162,7 +180,7 @@ def main() -> None:
     result = {
         "machine": machine,
         "torch": torch.__version__,
-        "cost": cost(options.device, options.pairs),
+        "cost": [cost(options.device, shape, options.pairs) for shape in SHAPES[options.device]],
         "accuracy": accuracy(options.device, options.samples),
     }
     if options.json:

@@ -82,13 +82,26 @@ def test_whole_tensors_keep_their_bits(subject, tmp_path):
 
 
 def test_files_come_batch_by_batch(subject, tmp_path):
-    """Each batch is on disk before the next one runs, and record.json comes last."""
+    """No more than one batch waits for the disk while another runs, and record.json comes last."""
     seen = []
     hook = subject.model.register_forward_pre_hook(lambda *_: seen.append(sorted(p.name for p in tmp_path.glob("x/*"))))
     ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, batch=1)
     hook.remove()
-    assert seen == [[f"{n:04d}.safetensors" for n in range(count)] for count in range(4)]
-    assert (tmp_path / "x" / "record.json").exists()
+    for count, files in enumerate(seen):
+        assert {f"{n:04d}.safetensors" for n in range(count - 1)} <= set(files) and "record.json" not in files
+    assert len(seen) == 4 and (tmp_path / "x" / "record.json").exists()
+
+
+def test_what_could_not_be_written_is_no_record(subject, tmp_path, monkeypatch):
+    """An error of the thread that writes reaches the caller, and record.json is never made."""
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("noisescope.runs.recording.save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, batch=1)
+    assert not (tmp_path / "x" / "record.json").exists()
 
 
 def test_recording_leaves_no_trace(subject, tmp_path):

@@ -59,22 +59,34 @@ def _tape(seed: int, periods: int, device: torch.device, dtype: torch.dtype) -> 
     return signs(seed).repeat(periods).to(device=device, dtype=dtype)
 
 
+def _place(shape: torch.Size, first: int) -> tuple[int, int]:
+    """Where on the tape the signs of prompt `first` start, and how far on those of the next one do."""
+    step = min(shape[1] * shape[2], _LONGEST_STEP)
+    return first * step % _PERIOD, step
+
+
 @functools.lru_cache(maxsize=256)
 def _signs_at(shape: torch.Size, first: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """sign(p, t, c) for a tensor [B, T, C] of prompts from `first` on: a view of the tape."""
     batch, tokens, width = shape
-    step = min(tokens * width, _LONGEST_STEP)
-    start = first * step % _PERIOD
+    start, step = _place(shape, first)
     length = start + (batch - 1) * step + tokens * width
     tape = _tape(seed, -(-length // _PERIOD), device, dtype)
     return tape.as_strided(shape, (step, width, 1), start)
 
 
-def grouped(y: Tensor, first: int, *, seed: int = SEED) -> Tensor:
-    """y [B, T, C] of prompts first, first + 1, ... -> signed sums of neighbouring channels [B, T, G], in two passes."""
-    flipped = y * _signs_at(y.shape, first, seed, y.device, y.dtype)
-    groups = flipped.reshape(*y.shape[:2], _groups(y.shape[2]), -1)
-    return groups.sum(-1, dtype=torch.promote_types(y.dtype, torch.float32))
+def read(y: Tensor, first: int, *, seed: int = SEED) -> tuple[Tensor, Tensor]:
+    """y [B, T, C] of prompts from `first` on -> signed sums of neighbouring channels [B, T, G], and |y| [B, T]."""
+    groups = _groups(y.shape[2])
+    if y.device.type == "cuda":
+        from noisescope.metrics import cuda_sketches
+
+        if cuda_sketches.usable(y):
+            tape, (start, step) = _tape(seed, 2, y.device, torch.int8), _place(y.shape, first)
+            return cuda_sketches.read(y, tape, start=start, step=step, period=_PERIOD, groups=groups)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    flipped = (y * _signs_at(y.shape, first, seed, y.device, y.dtype)).reshape(*y.shape[:2], groups, -1)
+    return flipped.sum(-1, dtype=wide), torch.linalg.vector_norm(y, dim=-1, dtype=wide)
 
 
 def folded(groups: Tensor, numbers: int) -> Tensor:
@@ -84,15 +96,9 @@ def folded(groups: Tensor, numbers: int) -> Tensor:
     return torch.unflatten(flat, -1, (-1, numbers)).sum(-2)
 
 
-def sizes(y: Tensor) -> Tensor:
-    """|y| of each prompt, [B]."""
-    found: Tensor = torch.linalg.vector_norm(y, dim=(1, 2), dtype=torch.promote_types(y.dtype, torch.float32))
-    return found
-
-
 def sketch(y: Tensor, first: int = 0, *, seed: int = SEED) -> Tensor:
     """The sketches [B, m] of one operator's output y [B, T, C]."""
-    return folded(grouped(y, first, seed=seed), numbers_of(y.shape[1]))
+    return folded(read(y, first, seed=seed)[0], numbers_of(y.shape[1]))
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,26 +61,32 @@ def write_record(
     """Run the model on prompts and write a record; `about` goes into record.json beside what is known here.
 
     Prompts of one length share a forward, so that nothing is padded. The model runs in this thread, inside the scopes
-    that are open.
+    that are open; another thread writes the sketches of a batch while the next one runs.
     """
     module = unwrap(model)
     check_vocabulary(module, prompts, "the data")
     target = _new_folder(folder)
     ordered = tuple(sorted(prompts, key=len))  # stable: the same prompts give the same order on every machine
     sites: tuple[Site, ...] = ()
-    written: list[dict[str, Any]] = []
+    batches: list[dict[str, Any]] = []
+    files: list[Future[list[dict[str, Any]]]] = []
     notes: set[str] = set()
-    for first, count in _batches(ordered, batch):
-        ids = torch.tensor(ordered[first : first + count], device=device_of(module))
-        recording = Recording(module, anatomy, ids.shape, first, detail, target / f"{len(written):04d}")
-        with evaluating(module), recording:
-            logits = last_of(module, ids)
-        found, files = recording.finish(logits)
-        if sites and found != sites:
-            raise NothingInjected("the model called other operators on later prompts than on the first: not comparable")
-        sites = found
-        notes |= recording.notes
-        written.append({"first": first, "count": count, "length": ids.shape[1], "files": files})
+    with ThreadPoolExecutor(1) as disk:
+        for first, count in _batches(ordered, batch):
+            ids = torch.tensor(ordered[first : first + count], device=device_of(module))
+            recording = Recording(module, anatomy, ids.shape, first, detail, target / f"{len(batches):04d}")
+            with evaluating(module), recording:
+                logits = last_of(module, ids)
+            tensors = recording.finish(logits)
+            if batches and recording.sites != sites:
+                raise NothingInjected("the model called other operators on later prompts than on the first")
+            sites = recording.sites
+            notes |= recording.notes
+            if files:
+                files[-1].result()  # one batch waits at most
+            files.append(disk.submit(recording.write, tensors))
+            batches.append({"first": first, "count": count, "length": ids.shape[1]})
+    written = [{**facts, "files": found.result()} for facts, found in zip(batches, files, strict=True)]
     record = {
         "format": FORMAT,
         "version": VERSION,
@@ -142,10 +149,9 @@ class Recording(PlainDoor):
         self.stem = stem
         self.notes: set[str] = set()
         self._sites: list[Site] = []
-        self._pending: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
+        self._pending: dict[tuple[int, ...], list[tuple[int, Tensor, Tensor]]] = {}  # sites, group sums, tokens' sizes
         self._waiting = 0
-        self._sketches: dict[int, Tensor] = {}
-        self._sizes: list[Tensor] = []
+        self._sketches: dict[int, tuple[Tensor, Tensor]] = {}  # of each site: the sketch and the size of each prompt
         self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # of each block: signed sum, largest size, its channel
         self._whole = Whole()
         self._files: list[dict[str, Any]] = []
@@ -169,9 +175,8 @@ class Recording(PlainDoor):
             return
         number = len(self._sites)
         self._sites.append(site)
-        groups = sketches.grouped(rows, self.first)
-        self._sizes.append(sketches.sizes(rows))
-        self._pending.setdefault(tuple(groups.shape), []).append((number, groups))
+        groups, sizes = sketches.read(rows, self.first)
+        self._pending.setdefault(tuple(groups.shape), []).append((number, groups, sizes))
         self._waiting += groups.numel()
         if site.operator == "residual":
             largest, channel = rows.abs().max(-1)
@@ -200,8 +205,10 @@ class Recording(PlainDoor):
 
     def _fold(self) -> None:
         for pending in self._pending.values():
-            found = sketches.folded(torch.stack([groups for _, groups in pending]), sketches.numbers_of(self.shape[1]))
-            self._sketches.update((number, row) for (number, _), row in zip(pending, found, strict=True))
+            numbers, groups, sizes = zip(*pending, strict=True)
+            folded = sketches.folded(torch.stack(groups), sketches.numbers_of(self.shape[1]))
+            of_prompts = torch.linalg.vector_norm(torch.stack(sizes), dim=-1)
+            self._sketches.update(zip(numbers, zip(folded, of_prompts, strict=True), strict=True))
         self._pending.clear()
         self._waiting = 0
 
@@ -211,20 +218,29 @@ class Recording(PlainDoor):
         self._files.append(_written(path, self._whole.tensors, {"same": json.dumps(self._whole.same)}))
         self._whole = Whole()
 
-    def finish(self, logits: Tensor | None) -> tuple[tuple[Site, ...], list[dict[str, Any]]]:
-        """The sites in the order they ran, and the files of this batch."""
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """In the order they ran."""
+        return tuple(self._sites)
+
+    def finish(self, logits: Tensor | None) -> dict[str, Tensor]:
+        """What is left to write of this batch, on the host."""
         if not self._sites:
             raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
         self._fold()
-        tensors = {"sketch": torch.stack([self._sketches[number] for number in range(len(self._sites))])}
-        tensors["size"] = torch.stack(self._sizes)
+        found = zip(*(self._sketches[number] for number in range(len(self._sites))), strict=True)
+        tensors = {name: torch.stack(columns) for name, columns in zip(("sketch", "size"), found, strict=True)}
         for name, columns in zip(("sum", "max", "channel"), zip(*self._tokens, strict=True), strict=False):
             tensors[f"token_{name}"] = torch.stack(columns)
         if logits is not None:
             tensors["logits"] = logits
+        return {name: tensor.detach().contiguous().to("cpu") for name, tensor in tensors.items()}
+
+    def write(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """The files of this batch."""
         if self._whole.tensors:
             self._write_whole()
-        return tuple(self._sites), [_written(self.stem.with_suffix(".safetensors"), tensors, {}), *self._files]
+        return [_written(self.stem.with_suffix(".safetensors"), tensors, {}), *self._files]
 
 
 class Listener(CallWatcher):
@@ -279,7 +295,7 @@ def _by_token(y: Tensor, shape: tuple[int, int], *, heads: bool) -> Tensor | Non
 
 def _written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
     """One file, and what it must look like when it is read."""
-    save_file({name: tensor.detach().contiguous().to("cpu") for name, tensor in tensors.items()}, path, metadata)
+    save_file(tensors, path, metadata)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
