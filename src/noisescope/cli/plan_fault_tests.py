@@ -55,7 +55,7 @@ def plan_fault_tests(
     results: list[dict[str, Any]] = []
     if run:
         from noisescope.api.fault_testing import run_fault_tests
-        from noisescope.api.reported import check_model, data_of
+        from noisescope.api.reported import check_sizes, data_of
 
         with common.plain_warnings():
             subject = common.subject_of_report(
@@ -67,7 +67,7 @@ def plan_fault_tests(
                 revision=revision,
                 trust=trust_remote_code,
             )
-            check_model(loaded, subject)
+            check_sizes(loaded, subject)
             told = say_nothing if as_json else say_result
             asked = data_of(loaded) if data is None else data
             results = run_fault_tests(subject, tests, asked, samples=samples, max_tokens=max_tokens, told=told)
