@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import noisescope as ns
 from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
@@ -130,6 +130,24 @@ def test_routers_and_rotary_angles_are_hit_only_when_named(name: str) -> None:
         named = ns.Injection(ns.Gaussian(0.05), modules=("*.mlp.gate",))
         assert fired(model, named, **inputs) == {0: ROUTER[name], 1: ROUTER[name]}
     assert ns.dissect(model).counts(left_alone=True) == left_alone
+
+
+def test_rotary_angles_are_a_product_however_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases multiply positions and frequencies by broadcasting: the same operator, and the audit knows it."""
+    model, inputs = tiny_model("llama"), tiny_inputs("llama")
+    rotary = model.model.rotary_emb
+
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * rotary.inv_freq
+        both = torch.cat((angles, angles), dim=-1)
+        return (both.cos() * rotary.attention_scaling).to(x.dtype), (both.sin() * rotary.attention_scaling).to(x.dtype)
+
+    monkeypatch.setattr(rotary, "forward", forward)
+    assert fired(model, ns.Injection(ns.Gaussian(0.05), places={"rotary"}), **inputs) == {"rotary": ROTARY["llama"]}
+    assert ns.locate(model, method="audit").verdict == "healthy"
+    with ns.faulty(model, "gain", "rotary"):
+        first = ns.locate(model, method="audit").suspects[0]
+    assert (first.site.place, first.site.operator) == ("rotary", "matmul")
 
 
 def test_rotary_is_refused_where_there_is_none() -> None:

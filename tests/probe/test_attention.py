@@ -93,7 +93,11 @@ def test_soft_cap_and_sinks_have_their_formula():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_targeted_layer_computes_what_the_kernel_did(name, implementation, logits):
     """At scale 0 the opened model agrees with the closed one, masks, windows and biases included."""
-    model = tiny_model(name, attn_implementation=implementation)
+    try:
+        model = tiny_model(name, attn_implementation=implementation)
+    except ValueError as error:  # transformers says so from 5.22 on: scores with soft caps have no fused kernel
+        assert (name, implementation) == ("gemma2", "sdpa") and "does not support" in str(error)
+        pytest.skip("this transformers has no such attention")
     inputs = tiny_inputs(name)
     if "input_ids" in inputs:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

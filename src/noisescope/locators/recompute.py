@@ -21,6 +21,7 @@ from noisescope.locators.recognise import (
     gelu_inner,
     norm_formula,
 )
+from noisescope.probe.functions import OUTER
 
 _T = torch.Tensor
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are looked at in one call
@@ -194,6 +195,10 @@ def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     a, b = argument(args, kwargs, 0, "input", "self"), argument(args, kwargs, 1, "other", "mat2", "tensor2")
     if callee is _T.__rmatmul__:
         a, b = b, a
+    if callee in OUTER:
+        if a.shape[-1:] != (1,) or b.dim() != 1:
+            raise Unseen("a product of elements that is no outer product")
+        b = b[None]
     if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can look at all of them
         return products.linear(a, b.detach().T, None, y, rows)
     return products.batched(a, b, y, rows)

@@ -24,6 +24,7 @@ _LINEAR = (F.linear, torch.addmm, _T.addmm)
 _GROUPED = tuple(f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None)
 _FUSED = F.scaled_dot_product_attention
 FUSED = "attention"  # the key of an aim at a fused call as a whole
+OUTER = (torch.mul, _T.mul, _T.__mul__)  # positions [..., 1] times frequencies [F]: a product with sums of one term
 _SOFTMAX = (torch.softmax, F.softmax, _T.softmax, torch.special.softmax)
 
 Function = Callable[..., Any]
@@ -46,10 +47,10 @@ _ALL_LINEAR = {f: "linear" if operator in ("matmul", "bmm") else operator for f,
 _ALL_MATMUL = {f: "matmul" if operator in ("linear", "bmm") else operator for f, operator in _ANYWHERE.items()}
 
 # Which operator a function is depends on whose call it is: every product of MoE experts is `linear`.
-TABLES = {EXPERTS: _ALL_LINEAR, ROUTER: _ALL_LINEAR, ROTARY: _ALL_MATMUL}
+TABLES = {EXPERTS: _ALL_LINEAR, ROUTER: _ALL_LINEAR, ROTARY: _ALL_MATMUL | dict.fromkeys(OUTER, "matmul")}
 
 # Positions of the input and of the weight among a function's arguments, where not (0, and no weight).
-_INPUTS: dict[Function, tuple[int, ...]] = dict.fromkeys((*_MATMUL, *_BMM), (0, 1))
+_INPUTS: dict[Function, tuple[int, ...]] = dict.fromkeys((*_MATMUL, *_BMM, *OUTER), (0, 1))
 _INPUTS |= {torch.baddbmm: (1, 2), _T.baddbmm: (1, 2), torch.addmm: (1,), _T.addmm: (1,)}
 _INPUT_NAMES = ("input", "other", "mat1", "batch1", "batch2")  # the same tensors given by keyword
 _WEIGHT: dict[Function, int] = dict.fromkeys((F.linear, *_GROUPED, *_MATMUL, *_BMM), 1)
@@ -103,7 +104,7 @@ class OperatorCalls(TorchFunctionMode):
         if operator not in ("matmul", "bmm"):
             return operator
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if func is torch.einsum and len(tensors) < 2:  # a permutation or a sum
+        if (func is torch.einsum or func in OUTER) and len(tensors) < 2:  # a permutation, a sum; a scaled cosine
             return ""
         if self._weights and any(tensor.untyped_storage().data_ptr() in self._weights for tensor in tensors):
             return "linear"  # `x @ self.weight`: a projection written by hand
