@@ -98,7 +98,7 @@ def test_what_could_not_be_written_is_no_record(subject, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("noisescope.runs.recording.save_file", full)
+    monkeypatch.setattr("noisescope.runs.recorded_batch.save_file", full)
     with pytest.raises(OSError, match="no space left"):
         ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, batch=1)
     assert not (tmp_path / "x" / "record.json").exists()

@@ -16,7 +16,8 @@ from noisescope.model import Subject
 from noisescope.preparation import material_of, versions
 from noisescope.reports.report import Report
 from noisescope.runs.forwards import Prompts, device_name
-from noisescope.runs.recording import Detail, write_record
+from noisescope.runs.recorded_batch import Detail
+from noisescope.runs.recording import write_record
 
 DETAILS = ("sketch", "full")
 _GRID = 16  # prompts are cut to a multiple of so many tokens, so that many share a forward without padding
