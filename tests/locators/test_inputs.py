@@ -59,3 +59,76 @@ def test_one_token_is_told_of(model):
     column, row = torch.tensor([[5], [6]]), torch.tensor([[5, 6]])
     assert [note[:9] for note in remarks(model, [{"input_ids": column}])] == ["one token"]
     assert remarks(model, [{"input_ids": row}]) == []
+
+
+@pytest.mark.parametrize("method", ["auto", "relations"])
+@pytest.mark.parametrize(
+    ("name", "strange", "words"),
+    [
+        ("llama", {"input_id": torch.tensor([[5, 6]])}, "unknown input of LlamaForCausalLM 'input_id'.*'input_ids'"),
+        ("llama", {"input_ids": torch.tensor([[5, 6]]), "nonsense": 1}, "'nonsense'. Allowed: input_ids, attention_m"),
+        ("gpt2", {"tokens": torch.tensor([[5, 6]])}, "unknown input of GPT2LMHeadModel 'tokens'. Allowed: input_ids"),
+        ("vit", {"images": torch.zeros(1, 3, 8, 8)}, "'images'. Allowed: pixel_values"),
+        ("transformer_encoder", {"source": torch.zeros(1, 4, 32)}, "'source'. Allowed: src, mask"),
+    ],
+)
+def test_inputs_of_another_name_are_refused(method, name, strange, words):
+    """With the names that the model's forward has, also where it would swallow any other in silence."""
+    with pytest.raises(InvalidInput, match=words):
+        ns.locate(tiny_model(name), method=method, inputs=strange)
+
+
+def test_names_that_only_kwargs_take_are_allowed():
+    """What transformers lists for its **kwargs; anything beside a known name where nothing is listed."""
+    ids = torch.tensor([[5, 6]])
+    batches_for(tiny_model("llama"), None, {"input_ids": ids, "output_attentions": False}, 0)
+    batches_for(tiny_model("gpt2"), None, {"input_ids": ids, "something_of_its_own": 1}, 0)
+
+    class Wrapper(torch.nn.Linear):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    batches_for(Wrapper(3, 3), None, {"anything": torch.zeros(1, 3)}, 0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bert"])
+def test_more_tokens_than_learned_positions_are_refused(name):
+    """The last position can be used; OPT's table has two rows more than positions. Rotary angles have no end."""
+    model = tiny_model(name)
+    batches_for(model, None, torch.full((1, 64), 5), 0)
+    assert ns.locate(model, inputs=torch.full((1, 64), 5)).verdict == "healthy"
+    for inputs in (torch.full((2, 65), 5), {"inputs_embeds": torch.zeros(1, 65, 32)}):
+        with pytest.raises(InvalidInput, match=r"a sequence needs 65 positions, .* has learned 64: give at most 64"):
+            ns.locate(model, inputs=inputs)
+    batches_for(tiny_model("llama"), None, torch.full((1, 65), 5), 0)
+
+
+def test_positions_are_counted_from_where_they_begin():
+    """RoBERTa's first is behind the padding's row; a cache holds some already; numbers that are given count."""
+    from transformers import DynamicCache, RobertaConfig, RobertaForMaskedLM
+
+    roberta = RobertaForMaskedLM(
+        RobertaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=34,
+        )
+    ).eval()
+    batches_for(roberta, None, torch.full((1, 32), 5), 0)
+    with pytest.raises(InvalidInput, match=r"needs 33 positions, .* has learned 32"):
+        batches_for(roberta, None, torch.full((1, 33), 5), 0)
+    gpt2, cache = tiny_model("gpt2"), DynamicCache()
+    with torch.no_grad():
+        gpt2(torch.full((1, 60), 5), past_key_values=cache)
+    for more in ({"past_key_values": cache}, {"position_ids": torch.arange(60, 65)[None]}):
+        with pytest.raises(InvalidInput, match="needs 65 positions"):
+            batches_for(gpt2, None, {"input_ids": torch.full((1, 5), 5), **more}, 0)
+
+
+def test_a_cache_may_be_asked_for(model):
+    """Relations, which call modules again, run without one all the same."""
+    inputs = {"input_ids": torch.arange(3, 19).reshape(2, 8), "use_cache": True}
+    assert ns.locate(model, method="relations", inputs=inputs).verdict == "healthy"

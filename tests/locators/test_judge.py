@@ -150,6 +150,24 @@ def test_an_exact_relation_has_no_tolerance():
     assert (found.bad, found.channels, found.test) == (1, {6}, "exact")
 
 
+def test_an_exact_relation_is_told_of_by_size():
+    """How many, the largest difference, and that in ulps of the largest element: a value near 0 has none that count."""
+    values = torch.tensor([[1e-12, 100.0, 3.0], [2.0, -1.0, 5.0]])
+    y = values.clone()
+    y[0, 0] += 2.0**-10
+    found = judge(y, Reference(values.double(), (), exact=True))
+    assert (found.bad, found.strays) == (1, 0)
+    assert found.worst == pytest.approx(2.0**-10, rel=1e-6)
+    assert found.worst_ulp == pytest.approx(2.0**-10 / 2.0 ** (6 - 23), rel=1e-6)  # 100 lies in [2^6, 2^7)
+    assert found.words == ("1 of 6 elements differ, where none may, by up to 0.000977 (128 ulp of the largest element)")
+    y[1] = math.nan
+    assert "4 of 6 elements differ, where none may, 3 of them NaN or infinite on one side only, by up to 0.000977" in (
+        judge(y, Reference(values.double(), (), exact=True)).words
+    )
+    y = torch.full_like(y, math.inf)
+    assert judge(y, Reference(values.double(), (), exact=True)).words.endswith("one side only")
+
+
 def test_it_says_what_it_could_have_seen():
     """The visible mean is what the same test would have alarmed at."""
     values = exact_values(rows=200)

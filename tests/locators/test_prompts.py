@@ -41,7 +41,7 @@ def test_the_built_in_prompts_need_no_data_and_depend_on_the_seed(model):
 
 
 def test_prompts_that_are_none(model):
-    """Texts without a tokenizer, no tokens, no list, ids that the model does not know, a model that takes no tokens."""
+    """Texts without a tokenizer, no tokens, no list, unknown ids, too many, a model that takes no tokens."""
     for prompts, reason in (
         (["hello"], "no tokenizer"),
         ([[]], "no tokens"),
@@ -53,6 +53,8 @@ def test_prompts_that_are_none(model):
             prompt_ids(model, None, prompts, seed=0, count=3, length=5)
     with pytest.raises(InvalidInput, match="can't be made up"):
         prompt_ids(tiny_model("vit"), None, None, seed=0, count=3, length=5)
+    with pytest.raises(InvalidInput, match="a prompt needs 65 positions, but GPT2LMHeadModel has learned 64"):
+        prompt_ids(tiny_model("gpt2"), None, [[5], [5] * 65], seed=0, count=3, length=5)
     with pytest.raises(InvalidInput, match="at least one prompt"):
         prompt_ids(model, None, None, seed=0, count=0, length=5)
     with pytest.raises(InvalidInput, match="no language model"):

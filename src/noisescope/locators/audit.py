@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.errors import InvalidInput
+from noisescope.locators.conclusions import conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.locators.inputs import Batch, batches_for, remarks
-from noisescope.locators.ledger import Ledger
+from noisescope.locators.ledger import FUSED, Ledger
 from noisescope.locators.products import argument
 from noisescope.locators.prompts import evaluating, parts_of
 from noisescope.locators.recompute import first_tensor, host_arithmetic
@@ -30,7 +31,6 @@ from noisescope.probe.aims import CallWatcher, Context
 from noisescope.probe.door import PlainDoor
 
 PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
-FUSED = "attention"
 _FOLLOWING = ("linear", "silu", "gelu")  # operators whose input was made from outputs of the same block
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 
@@ -67,12 +67,12 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
             _run(ledger, model, anatomy, batch, number, opened=opened, keeping_prints=number == 0)
         _run(ledger, model, anatomy, batches[0], 0, opened=frozenset(), repeated=True)
         for attempt in range(_TRIES):  # a fault that always shows is caught at once, if an operator inside has it
-            for number, hidden in ledger.hidden_in_attention(passing_only=attempt > 0).items():
+            for number, hidden in hidden_in_attention(ledger, passing_only=attempt > 0).items():
                 _run(ledger, model, anatomy, batches[number], number, opened=hidden)
-        inside = ledger.suspects_inside_attention()
+        inside = suspects_inside_attention(ledger)
         if inside:  # was it old data of the first batch? Only these are opened, so that all before them is as it was
             _run(ledger, model, anatomy, batches[0], 0, opened=inside)
-    return ledger.verdict()
+    return conclude(ledger)
 
 
 def _run(

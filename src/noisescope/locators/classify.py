@@ -104,7 +104,7 @@ def _saturation(e: Evidence) -> Pattern | None:
         return None
     given, wanted = e.y[e.bad].abs(), e.values[e.bad].abs()
     inside = e.y[e.columns].abs()
-    top = float(inside[inside.isfinite()].max())
+    top = float(torch.where(inside.isfinite(), inside, 0.0).max())
     tied = (given == top) & (wanted > given) & (e.y[e.bad].sign() == e.values[e.bad].sign())
     if float(tied.double().mean()) < _MOST or top == 0:
         return None
@@ -174,6 +174,14 @@ def _rounding(e: Evidence) -> Pattern | None:
     else:
         mode = "down" if offset < 0 else "up"
     return Pattern("rounding mode", 0.9, f"rounded {mode}: {along:+.2f} ulp along the sign, {offset:+.2f} along +1")
+
+
+def _not_finite(e: Evidence) -> Pattern | None:
+    """NaN or infinity where a number belongs: what made it can't be read from it."""
+    strays = int((e.bad & ~e.y.isfinite()).sum())
+    if strays == 0 or strays < _MOST * int(e.bad.sum()):
+        return None
+    return Pattern("unknown", 0.9, f"{strays} results are NaN or infinite where a finite number belongs")
 
 
 def _spike(e: Evidence) -> Pattern | None:
@@ -248,6 +256,7 @@ _PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _bias,
     _gain,
     _row_gain,
+    _not_finite,
     _inputs,
     _spike,
     _remaining,

@@ -41,6 +41,11 @@ class Block:
         """Terms that there were before a target."""
         return list(self.terms)[: self.known_before[target]]
 
+    def tells(self, target: str) -> bool:
+        """Whether there is something to learn: what is NaN throughout, and made of NaN, fits every form."""
+        made = bool(self.targets[target].isfinite().any())
+        return made or all(bool(self.terms[role].isfinite().all()) for role in self.roles(target))
+
     def kept(self, target: str, rows: Tensor) -> Block:
         """Some rows of a target and its terms, in memory of their own: later blocks may show its form."""
         given, roles = self.targets[target], self.roles(target)
@@ -68,7 +73,7 @@ class Forms:
         raise NotImplementedError
 
     def see(self, block: Block) -> None:
-        for target in block.targets:
+        for target in filter(block.tells, block.targets):
             form = self._holds(block, target)
             if form is not None:
                 held = self.forms.setdefault(target, {})
@@ -128,6 +133,10 @@ class Forms:
             has_terms = alone and self.value(block, target, usual, slice(None)) is not None
             if has_terms and not self._equal(block, target, usual, slice(None)):
                 yield block, target, form, usual
+
+    def held(self, target: str, place: Place) -> bool:
+        """Whether a form gave this target of a block in every bit."""
+        return any(place in places for places in self.forms.get(target, {}).values())
 
     def next_pass(self) -> None:
         """Forms stay, what failed is forgotten."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noisescope.data import built_in
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, unknown
 
 Batch = dict[str, Tensor]
 
@@ -23,7 +25,9 @@ def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> lis
     """At least two batches of one shape where that can be had: what a device remembers shows only when data changes."""
     batches = _given(model, tokenizer, inputs) if inputs is not None else _made(model, tokenizer, seed)
     for batch in batches:
+        _check_names(model, batch)
         _check(batch, _vocabulary(model))
+        check_positions(model, _positions_asked(batch), "a sequence")
     if len(batches) == 1:
         batches.append(_turned(batches[0]))
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
@@ -70,6 +74,52 @@ def _check(batch: Batch, vocabulary: int | None) -> None:
                 f"{name} holds ids from {least} to {most}, this model's are {allowed}: use its own tokenizer, and "
                 "leave labels such as -100 out"
             )
+
+
+def _check_names(model: nn.Module, batch: Batch) -> None:
+    """Refuses arguments that the model's forward does not have; one that takes any name must know one at least."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    wild = next((p for p in parameters if p.kind == p.VAR_KEYWORD), None)
+    listed = [] if wild is None else _listed(wild.annotation)
+    strange = [name for name in batch if name not in (*known, *listed)]
+    takes_any = wild is not None and not listed
+    if strange and not (takes_any and (len(strange) < len(batch) or not known)):
+        raise unknown(f"input of {type(model).__name__}", strange[0], dict.fromkeys((*known, *listed)))
+
+
+def _listed(annotation: Any) -> list[str]:
+    """Names in the dict type of `**kwargs: Unpack[...]`, as transformers has it."""
+    return [name for part in typing.get_args(annotation) for name in getattr(part, "__annotations__", ())]
+
+
+def check_positions(model: nn.Module, asked: int, what: str) -> None:
+    """Refuses more tokens than a learned table of positions has rows for; other positions go on for ever."""
+    room = min(_tables_of_positions(model), default=asked)
+    if asked > room:
+        raise InvalidInput(
+            f"{what} needs {asked} positions, but {type(model).__name__} has learned {room}: give at most {room} tokens"
+        )
+
+
+def _tables_of_positions(model: nn.Module) -> Iterator[int]:
+    """Sizes of the tables that lie beside one of tokens; the rows before the first position are not counted."""
+    for parent in model.modules():
+        tables = {name: child for name, child in parent.named_children() if isinstance(child, nn.Embedding)}
+        for name, table in tables.items():
+            if len(tables) > 1 and re.search(r"pos|wpe", name):
+                padding = 0 if table.padding_idx is None else table.padding_idx + 1  # as in RoBERTa
+                yield table.num_embeddings - padding - int(getattr(table, "offset", 0))  # as in OPT and BART
+
+
+def _positions_asked(batch: Batch) -> int:
+    """How many positions a forward looks up."""
+    named = batch.get("position_ids")
+    if isinstance(named, Tensor):
+        return int(named.max()) + 1
+    past = getattr(batch.get("past_key_values"), "get_seq_length", lambda: 0)()
+    lengths = [batch[name].shape[1] for name in (*_IDS, "inputs_embeds") if isinstance(batch.get(name), Tensor)]
+    return int(past) + max(lengths, default=0)
 
 
 def _vocabulary(model: nn.Module) -> int | None:

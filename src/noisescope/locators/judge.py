@@ -52,8 +52,10 @@ class Judgement:
     """What the tests say about one call of an operator; strengths above 1 are alarms."""
 
     strengths: dict[str, float] = field(default_factory=dict)  # test -> statistic / limit
-    worst_ulp: float = 0.0  # largest error, in ulps of the reference's own binade
+    worst: float = 0.0  # largest error
+    worst_ulp: float = 0.0  # in ulps of the reference's own binade; where all must be equal, of its largest value
     bad: int = 0  # elements beyond their tolerance
+    strays: int = 0  # of these, finite on one side only
     elements: int = 0
     mean_ulp: float = 0.0  # along the sign of the value
     offset_ulp: float = 0.0  # along +1
@@ -75,6 +77,17 @@ class Judgement:
     @property
     def test(self) -> str:
         return max(self.strengths, key=lambda name: self.strengths[name], default="")
+
+    @property
+    def words(self) -> str:
+        """The errors, for a reader. Means say nothing where nothing may differ."""
+        exact = "exact" in self.strengths
+        found = f"{self.bad} of {self.elements} elements {'differ, where none may' if exact else 'beyond tolerance'}"
+        found += f", {self.strays} of them NaN or infinite on one side only" if self.strays else ""
+        most = f", worst {self.worst_ulp:.3g} ulp, mean {self.mean_ulp:+.3g} ulp along the sign"
+        if exact:
+            most = f", by up to {self.worst:.3g} ({self.worst_ulp:.3g} ulp of the largest element)"
+        return found if self.strays == self.bad > 0 else found + most
 
     def raise_to(self, test: str, strength: float) -> None:
         self.strengths[test] = max(self.strengths.get(test, 0.0), strength)
@@ -108,9 +121,11 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
         size = error.abs()
         beyond = (size > limit) | one_sided
         result.bad += int(beyond.sum())
+        result.strays += int(one_sided.sum())
         result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
         result.raise_to("element", float((size / limit).max()))
         result.raise_to("non-finite", math.inf if bool(one_sided.any()) else 0.0)
+        result.worst = max(result.worst, float(size.max()))
         result.worst_ulp = max(result.worst_ulp, float((size / ulp).max()))
         tolerances.append(_normal_tolerances(limit, ulp, finite.expand_as(ulp), form))
         means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite.expand_as(ulp)[rows], by_row))
@@ -166,8 +181,11 @@ def _judge_exact(y: Tensor, reference: Reference, form: Format, result: Judgemen
     result.looks = part.numel()
     result.bad = int(differ.sum())
     result.channels = set(differ.any(0).nonzero().flatten().tolist())
-    error = (part - values).abs() / form.ulp(values)
-    result.worst_ulp = float(error.nan_to_num(0.0, posinf=0.0).max())
+    finite = part.isfinite() & values.isfinite()
+    result.strays = int((differ & ~finite).sum())
+    result.worst = float(torch.where(finite, part - values, 0.0).abs().max())
+    # Sums that cancel are near 0, and the ulps there say nothing: the largest element's do.
+    result.worst_ulp = result.worst / float(form.ulp(torch.where(finite, values, 0.0).abs().max()))
     result.visible_element = 0.5
     result.strengths["exact"] = math.inf if result.bad else 0.0
 

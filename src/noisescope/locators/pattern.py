@@ -139,9 +139,9 @@ class Evidence:
 
     def constant_bits(self) -> list[tuple[int, int]]:
         """(bit, value) that never changes in the channels concerned, though it does in the reference."""
-        columns = self.columns[0]
-        given = self.native[:, columns].contiguous().view(_INTEGERS[self.native.dtype.itemsize])
-        expected = self.values[:, columns].to(self.native.dtype).contiguous().view(given.dtype)
+        inside = self.columns & self.native.isfinite()  # the bits of a NaN say nothing
+        given = self.native[inside].view(_INTEGERS[self.native.dtype.itemsize])
+        expected = self.values[inside].to(self.native.dtype).view(given.dtype)
         if given.numel() < 32:
             return []
         found = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from noisescope.anatomy import Anatomy, dissect
 from noisescope.data import built_in
 from noisescope.errors import InvalidInput
+from noisescope.locators.inputs import check_positions
 from noisescope.model import Subject
 from noisescope.probe.door import unwrap
 from noisescope.runs.forwards import Prompts as Prompts
@@ -64,6 +65,7 @@ def prompt_ids(
         raise InvalidInput(f"prompts are a list of texts or of token ids, got {prompts!r:.60}")
     chosen = tuple(_ids(prompt, tokenizer) for prompt in prompts)
     check_vocabulary(model, chosen, "a prompt")
+    check_positions(model, max(map(len, chosen)), "a prompt")
     return chosen
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from noisescope.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.comparison.records import Batch, Record
 from noisescope.errors import InvalidInput
+from noisescope.locators.conclusions import conclude
 from noisescope.locators.floors import Reference, rounded_once
 from noisescope.locators.ledger import Ledger
 from noisescope.locators.products import Recomputed, Rows, on_host
@@ -65,7 +66,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
         ledger.begin(number, keeping_prints=False, repeated=False)
         with evaluating(model), Replay(model, anatomy, record, kept, batch, ledger):
             last_of(model, ids)
-    found = ledger.verdict()
+    found = conclude(ledger)
     notes = found.notes
     if len(kept) < len(record.sites):
         partly = f"whole tensors are in the record for {len(kept)} of {len(record.sites)} sites: only those were seen"

@@ -165,10 +165,7 @@ def _broken(anatomy: Anatomy, failure: Failure, readings: Readings) -> Suspect:
     name = pattern.fault_class
     if failure.layer in readings.unstable and name != "spike":
         name = "noise"
-    evidence = (
-        f"bookkeeping: {judgement.bad} of {judgement.elements} elements are not {failure.form}, worst "
-        f"{judgement.worst_ulp:.3g} ulp; {pattern.text}"
-    )
+    evidence = f"bookkeeping: {judgement.words}; {pattern.text}; should be {failure.form}"
     details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
     score = 3 - failure.layer / len(anatomy.blocks)  # the first in the order of computation
     site = _site(anatomy, failure.layer)

@@ -34,7 +34,7 @@ _JITTERED = ("linear", "norm", "silu", "gelu")
 
 def run(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
     """One forward without a key-value cache, where the model has one."""
-    return model(**batch, **without_cache(model), **changed)
+    return model(**{**batch, **without_cache(model), **changed})
 
 
 def answer(output: Any) -> Tensor:
