@@ -129,3 +129,15 @@ def test_the_grain_bounds_every_partial_sum():
     grain = sum_grain(64, terms.square().sum(1), terms.sum(1), 2.0**-24)
     for order in (terms, terms.flip(1), terms.sort(1).values):
         assert bool((order.cumsum(1).abs().amax(1) * 2.0**-23 <= grain).all())
+
+
+def test_bits_of_a_bias_are_no_stuck_bits():
+    """A coarse sum and a finer bias cancel: the low bits are the bias's, in every row, 1s among them."""
+    bias = torch.full((WIDTH,), 3 + 2.0**-20, dtype=torch.float64)  # its last bits are ...0100
+    coarse = 2.0**-12 * torch.randint(1, 4096, (3 * ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).double()
+    y = (bias - 4 + coarse).float()
+    values = y.double() + 2.0**-14 * drawn(3 * ROWS, WIDTH)  # what the host says, below the sum's spacing
+    grain = torch.full_like(values, 2.0**-11)
+    assert stuck_channels(y, Reference(values, (), grain=grain))[1]
+    assert stuck_channels(y, Reference(values, (), grain=grain, offset=True)) == (False, [])
+    assert stuck_channels(held(y, 20, 1, slice(3, 4)), Reference(values, (), grain=grain, offset=True))[1] == [3]

@@ -35,7 +35,8 @@ def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tens
     """Of y [R, N] = a w^T + added, for a [R, K], w [N, K] and random signs [N], all on the host.
 
     `short` is what the user lets the device shorten (floors.shortened). The variance is that of one rounding of each
-    output, of its sum (floors.sum_spread with P = S), and of a rounding before the addend, which some kernels make.
+    output, of its sum (floors.sum_spread with P^2 = S^2 + added^2), and of a rounding before the addend, which some
+    kernels make.
     """
     wide = a.double()
     squared = wide.square().float()
@@ -51,6 +52,7 @@ def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tens
         if added is not None:
             expected = expected + _per_block((added[here] * sign)[None])
             variance += _per_block(rounded_once(out - added[here], y.dtype).square() / 3)
+            variance += per_sum * _per_block(added[here].square()[None])
         errors.append(_per_block(out * sign) - expected)
         variances.append(variance)
     return Checksums(torch.cat(errors, 1), torch.cat(variances, 1))

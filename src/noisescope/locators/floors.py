@@ -9,7 +9,8 @@ after the other is rounded at each step: std 0.425 u sqrt(sum of squares of the 
 
 for terms of random sign (partial sums grow as S sqrt(k / K)), for one massive term at the start (all partial sums are
 about S), for terms of one sign (they grow as y k / K), and for parts that cancel each other (P, taken at a few places
-in the order of the inner dimension). Blocked sums, as devices make them, do better by 2 to 10. So the model is an upper
+in the order of the inner dimension). An addend from which a kernel starts is in every partial sum, so b^2 is added to
+P^2. Blocked sums, as devices make them, do better by 2 to 10. So the model is an upper
 limit for any usual order of summation, and nothing in it is measured on the device under test, where a fault could
 hide in it. (Higham and Mary 2019; Ipsen and Zhou 2020 for the probabilistic bounds.)
 """
@@ -85,6 +86,7 @@ class Reference:
     spread: Tensor | None = None
     systematic: Tensor | None = None
     grain: Tensor | None = None  # spacing of the largest number that may have cancelled to a value: see `sum_grain`
+    offset: bool = False  # something is added that is the same in all rows: bits below the grain may be its own
     exact: bool = False  # equal bit by bit, or wrong
     sums: bool = False  # errors of long sums are unlike from row to row; those of a function of few bits are not
 

@@ -115,16 +115,19 @@ def _sum_reference(
 ) -> Reference:
     """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
     u = WORK_ROUNDOFF
+    if added is not None:
+        squares = squares + added.square()  # some kernels start from the addend: then it is in every partial sum
     spread = sum_spread(terms, squares, values, u)
     grain = sum_grain(terms, squares, values, max(u, short))
     if short:
         spread = (spread.square() + short**2 * squares.double()).sqrt()
     bounds: tuple[Tensor, ...] = ()
     if added is not None:
-        bounds = (rounded_once(values, dtype),)  # some kernels round the product before they add
+        bounds = (rounded_once(values, dtype),)  # others round the product before they add
         grain = grain + 2 * bounds[0]
         values = values + added
-    return Reference(values, (rounded_once(values, dtype), *bounds), spread, grain=grain, sums=True)
+    bounds = (rounded_once(values, dtype), *bounds)
+    return Reference(values, bounds, spread, grain=grain, offset=added is not None, sums=True)
 
 
 def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: float) -> Tensor:

@@ -112,18 +112,20 @@ def _norm(
     scaled = normal.abs() * gain
     function = 8 * u * scaled
     bounds = [rounded_once(values, out.dtype), rounded_once(normal, x.dtype) * gain, function]
-    grain = None
+    spread = sum_spread(width, torch.zeros_like(scaled), scaled, u)
+    grain = 0.0 * scaled
     if b is not None:
         bounds.append(rounded_once(values - b, out.dtype))
-        grain = 2 * bounds[-1]  # the bias may cancel it
-    spread = sum_spread(width, torch.zeros_like(scaled), scaled, u)
-    if formula.centred:  # the mean's error, in units of the normalised x
+        grain += 2 * bounds[-1] + 2 * u * b.abs()  # they may cancel
+    if formula.centred:  # the mean's error, in units of the normalised x; kernels may take x s + (b - mean s)
+        mean = wide.mean(-1, keepdim=True)
         root = wide.square().mean(-1, keepdim=True).sqrt() * normal.square().mean(-1, keepdim=True).sqrt()
-        deviation = (wide - wide.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-        spread = spread + 0.5 * u * math.sqrt(width) * gain * (root / deviation.clamp_min(1e-300))
+        deviation = (wide - mean).square().mean(-1, keepdim=True).sqrt().clamp_min(1e-300)
+        spread = spread + 0.5 * u * math.sqrt(width) * gain * (root / deviation)
+        grain += 2 * u * gain * (wide.abs() + mean.abs()) / deviation
     # The gain has few bits: 129/128 times a number of 8 bits is rounded down more often than up, 0.03 ulp on average.
     systematic = _FUNCTION_SHARE * function + _GAIN_SHARE * rounded_once(values, out.dtype)
-    reference = Reference(values, tuple(bounds), spread, systematic, grain)
+    reference = Reference(values, tuple(bounds), spread, systematic, grain, offset=b is not None)
     return Recomputed(out, reference, x=wide, total_rows=total)
 
 

@@ -11,6 +11,7 @@ into few cells of its format, where errors are the same: numbers that occur twic
 
 One thing sets healthy bits to 0, never to 1: sums that cancel are multiples of a spacing coarser than their own. Below
 the spacing of the largest partial sum there can be (`Reference.grain`) a 0 says nothing, and the row does not count.
+Where a bias is added (`Reference.offset`), a 1 says nothing there either: the bits of a coarser sum are the bias's own.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) 
     `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is looked at.
     """
     grain = torch.zeros_like(reference.values) if reference.grain is None else reference.grain
-    tensors = (y, reference.values, grain)
+    tensors, offset = (y, reference.values, grain), reference.offset
     some = slice(None, None, max(1, y.numel() // _MOST_ELEMENTS))
-    whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one)))
+    whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one), offset=offset))
     found: list[int] = []
     width = max(1, _PIECE // max(1, len(y)))
     for start in range(0, 0 if below_one else y.shape[1], width):
-        stuck = _stuck(*_bits(*(t[:, start : start + width] for t in tensors), below_one=below_one))
+        stuck = _stuck(*_bits(*(t[:, start : start + width] for t in tensors), below_one=below_one), offset=offset)
         found += [start + column for column in stuck]
     return whole, found
 
@@ -58,19 +59,20 @@ def looks(width: int, dtype: torch.dtype) -> int:
     return 16 * dtype.itemsize * (width + 1)
 
 
-def _stuck(given: Tensor, expected: Tensor, usable: Tensor, lowest: Tensor) -> list[int]:
-    """Columns with a stuck bit; a 0 counts from the bit `lowest` on."""
+def _stuck(given: Tensor, expected: Tensor, usable: Tensor, lowest: Tensor, *, offset: bool) -> list[int]:
+    """Columns with a stuck bit; a 0, and with an offset a 1, counts from the bit `lowest` on."""
     if _by_chance(np.ones(len(given)), 0) >= CHANCE:  # too few rows to tell anything
         return []
     above = torch.where(usable, torch.bitwise_left_shift(torch.full_like(given, -1), lowest), 0)  # 1 where a 0 counts
-    never_0 = ~_together(~given & -usable.to(given.dtype)) & _together(~expected & -usable.to(given.dtype))
+    counts = above if offset else -usable.to(given.dtype)  # 1 where a 1 counts
+    never_0 = ~_together(~given & counts) & _together(~expected & counts)
     never_1 = _together(expected & above) & ~_together(given & above)
     stuck = []
     for column in (never_0 | never_1).nonzero().flatten().tolist():
         rows = usable[:, column]
         for held, value in ((int(never_0[column]), 1), (int(never_1[column]), 0)):
             for bit in (bit for bit in range(8 * given.itemsize) if held >> bit & 1):
-                chosen = rows & ((lowest[:, column] <= bit) | bool(value))
+                chosen = rows & ((lowest[:, column] <= bit) | (value == 1 and not offset))
                 ones = np.unique(expected[chosen, column].numpy()) >> bit & 1
                 if _by_chance(ones, value) < CHANCE:
                     stuck.append(column)
