@@ -40,6 +40,7 @@ from noisescope.locators.inputs import batches_for
 from noisescope.locators.verdict import Suspect, Verdict
 from noisescope.model import Subject, outline
 from noisescope.testing import MODELS as TINY
+from noisescope.testing import tiny_model
 
 Locator = Callable[[Subject, Any, int], Verdict]  # of the model, token batches (None: built-in text) and a seed
 METHODS = ("audit", "relations", "relations_weights", "scans", "srdd", "auto")
@@ -250,7 +251,12 @@ def main() -> None:
 
     def load(model: str, dtype: str) -> Subject:
         if (model, dtype) not in loaded:
-            loaded[model, dtype] = ns.load(model, dtype=dtype, device=options.device)
+            kind = model.removeprefix(f"{ZOO}:")
+            if kind == model:
+                loaded[model, dtype] = ns.load(model, dtype=dtype, device=options.device)
+            else:  # with biases: initialisation leaves them at 0, training does not
+                zoo = tiny_model(kind, biases=0.1)
+                loaded[model, dtype] = ns.wrap(zoo.to(options.device, getattr(torch, dtype)))
         return loaded[model, dtype]
 
     rows = run(cells, methods, options.store, options.tag, load, seconds=options.seconds)

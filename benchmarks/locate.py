@@ -33,11 +33,11 @@ TINY = ("llama", "gpt2", "mixtral", "gemma2", "gpt_neox", "opt")
 
 
 def subjects(device: str) -> dict[str, Any]:
-    """Healthy models by name: the bundled one, and small ones of other architectures."""
+    """Healthy models by name: the bundled one, and small ones of other architectures, biases not 0."""
     found: dict[str, Any] = {f"demo {dtype}": ns.load("demo", device=device, dtype=dtype) for dtype in DTYPES}
     for kind in TINY:
         for dtype in DTYPES:
-            model = tiny_model(kind, layers=4).to(device, getattr(torch, dtype)).eval()
+            model = tiny_model(kind, layers=4, biases=0.1).to(device, getattr(torch, dtype)).eval()
             found[f"{kind} {dtype}"] = ns.wrap(model)
     return found
 

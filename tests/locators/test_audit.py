@@ -64,30 +64,20 @@ SITES = [
 AT = [(*site, torch.bfloat16) for site in SITES] + [(*site, torch.float32) for site in SITES[2:8:2]]
 
 
-def with_biases(name: str, size: float) -> torch.nn.Module:
-    """A tiny model with biases, as training leaves them; initialisation sets them to 0."""
-    model, generator = tiny_model(name), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
-                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 64])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert"])
 @pytest.mark.parametrize("size", [0.02, 0.5])
 def test_biases_are_part_of_the_sums(name, size, tokens):
     """Kernels that start from a bias round at its size in every step, and leave its bits in what cancels."""
     ids = torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(tokens))
-    found = ns.locate(with_biases(name, size), method="audit", inputs={"input_ids": ids})
+    found = ns.locate(tiny_model(name, biases=size), method="audit", inputs={"input_ids": ids})
     assert found.verdict == "healthy", found.suspects[:1]
 
 
 @pytest.mark.parametrize("fault", ["gain", "stuck_bit", "dead_lane", "dead_k_lane", "bias"])
 def test_faults_of_linears_with_biases_are_found(fault):
     """The floor is no larger than it must be."""
-    model = with_biases("gpt2", 0.1)
+    model = tiny_model("gpt2", biases=0.1)
     with ns.faulty(model, fault, ns.Site("linear", 1, "transformer.h.1.mlp.c_fc")):
         found = ns.locate(model, method="audit")
     assert found.suspects[0].site.module == "transformer.h.1.mlp.c_fc"

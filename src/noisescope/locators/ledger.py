@@ -10,7 +10,7 @@ from torch import Tensor
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.locators.classify import classify, is_stale
 from noisescope.locators.entries import Alarm, Power, Print
-from noisescope.locators.floors import number_format
+from noisescope.locators.floors import WORK_ROUNDOFF, number_format
 from noisescope.locators.judge import judge
 from noisescope.locators.pattern import Evidence, Pattern
 from noisescope.locators.products import Recomputed, Rows, argument
@@ -187,6 +187,11 @@ def _inputs(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _on_a_circle(cos: Tensor, sin: Tensor) -> bool:
-    """cos^2 + sin^2 is the same everywhere (1, or a model's own factor squared), each rounded once: within 4 u."""
+    """cos^2 + sin^2 is the same everywhere: 1, or a model's own factor squared.
+
+    A relative error e in both moves it by 2 e: u of the last rounding, and in float32 an ulp (2 u) of the function that
+    a factor may round once more. The largest and the smallest may each be off by that.
+    """
     squares = cos.double().square() + sin.double().square()
-    return float(squares.max() - squares.min()) <= 4 * number_format(cos.dtype).u * float(squares.max())
+    limit = 4 * number_format(cos.dtype).u + 8 * WORK_ROUNDOFF
+    return float(squares.max() - squares.min()) <= limit * float(squares.max())

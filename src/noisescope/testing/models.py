@@ -55,12 +55,13 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 MODELS: tuple[str, ...] = (*_FAMILIES, "transformer_encoder")
 
 
-def tiny_model(name: str, *, layers: int = 2, seed: int = 0, **config_overrides: Any) -> nn.Module:
+def tiny_model(name: str, *, layers: int = 2, seed: int = 0, biases: float = 0.0, **config_overrides: Any) -> nn.Module:
     """A random model of one architecture in eval mode: `tiny_model("llama", layers=12)`.
 
     The weights depend on `seed` alone, and the caller's random state is left as it was. `config_overrides` go to the
     transformers config (`attn_implementation="eager"` among them), or to nn.TransformerEncoderLayer. T5 gets `layers`
-    encoder blocks and as many decoder blocks.
+    encoder blocks and as many decoder blocks. Initialisation sets biases to 0, training does not: `biases` draws them
+    with that standard deviation.
     """
     if name not in MODELS:
         raise unknown("tiny model", name, MODELS)
@@ -74,6 +75,9 @@ def tiny_model(name: str, *, layers: int = 2, seed: int = 0, **config_overrides:
             model = _encoder(layers, config_overrides)
         else:
             model = _hf(name, layers, config_overrides)
+        for parameter_name, parameter in model.named_parameters():
+            if biases and parameter_name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=biases)
     return model.eval()
 
 
