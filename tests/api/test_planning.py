@@ -101,6 +101,26 @@ def test_exports_of_transposed_linears_are_refused():
     assert json.loads(export_plan(plan, "json", modules).text)["assignment"]
 
 
+def test_a_prediction_far_off_is_told(subject, report):
+    """Scores a thousand times too small choose the same plan; the measured KL is told to go by."""
+    small = copy.deepcopy(dict(report))
+    for row in small["format_scores"]["modules"]:
+        for score in row["formats"].values():
+            score["predicted_kl"] /= 1000
+            score["standard_error"] /= 1000
+    far, near = verified(subject, small, bits=4), verified(subject, report, bits=4)
+    assert far["kl"] == near["kl"] and far["prediction"]["value"] == pytest.approx(near["prediction"]["value"] / 1000)
+    assert any("lies far above the predicted" in note for note in far["notes"])
+    assert not any("lies far" in note for note in near["notes"])
+    assert {"prediction"} <= near.keys() and near["prediction"]["scored_tokens"] == 4 * 7
+
+
+def test_a_gain_is_paired(subject, report):
+    """Of the very samples: before over after, with an interval."""
+    found = plan_smoothquant(subject, report, batches(8))
+    assert found["gain"]["n"] == 4 and found["gain"]["low"] < found["gain"]["value"] < found["gain"]["high"]
+
+
 def test_unseen_samples_are_taken(subject, report, tmp_path: Path):
     """Behind those that this report's formats were scored on, not behind the most that they may be."""
     file = tmp_path / "rows.jsonl"

@@ -41,6 +41,22 @@ def test_a_record_says_what_it_is(tmp_path: Path) -> None:
     assert "whole numbers" in call("record", "demo", "-o", tmp_path / "y", "--full-layers", "six", code=2).output
 
 
+def test_an_interrupted_record_says_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, with the folder to remove where there is something in it; the same command again says so too."""
+    folder = tmp_path / "x.record"
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for at, left in (("api.comparing.material_of", ""), ("runs.recording.model_fingerprint", "holds an unfinished")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"noisescope.{at}", interrupted)
+            output = call("record", "demo", "-o", folder, "--samples", 2, code=130).output
+        assert output.strip().startswith("interrupted.") and (left in output if left else "unfinished" not in output)
+    output = call("record", "demo", "-o", folder, "--samples", 2, code=2).output
+    assert output == f"error: an unfinished record is in {folder}: remove it, or choose another with -o\n"
+
+
 def test_the_fault_is_named(records: Path) -> None:
     """A verdict, the first site to part, a table with bands."""
     output = call("compare", records / "good.record", records / "bad.record").output

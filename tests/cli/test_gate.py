@@ -33,11 +33,13 @@ def baseline(tmp_path_factory) -> Path:
 def test_the_gate_passes_and_fails(baseline, tmp_path):
     """The same model passes, with JUnit and history; against a baseline half as sensitive it fails with code 1."""
     junit, history = tmp_path / "gate.xml", tmp_path / "gates"
-    asked = ("gate", "demo", "--samples", 6, "--max-degradation", 0.9)
+    asked = ("gate", "demo", "--samples", 5, "--max-degradation", 0.9)
     code, said = run(*asked, "--baseline", baseline / "report.json", "--junit", junit, "--history", history)
-    assert code == 0 and said.startswith("pass: demo") and "would have caught" in said
+    assert code == 0 and said.startswith("pass: demo against demo (20") and "would have caught" in said
+    assert said.splitlines()[0].endswith("): 5 samples in pairs, of 6 before and 5 now")
     assert "pass       conditions of the baseline: both dtype float32, device cpu" in said
     assert ET.parse(junit).getroot()[0][0].get("name") == "conditions of the baseline"
+    assert 0.05 < float(ET.parse(junit).getroot()[0].get("time")) < 600  # what was measured, not 0.000
     assert ET.parse(junit).getroot()[0].get("failures") == "0" and (history / "trend" / "gate-divergence.png").exists()
     report = json.loads((baseline / "report.json").read_text())
     halved = {name: [kl / 2 for kl in values] for name, values in report["gate"]["predicted_kl"].items()}

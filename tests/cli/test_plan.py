@@ -47,6 +47,7 @@ def test_a_plan_beats_random_ones(folder: Path) -> None:
     assert found["random"]["n"] == 8 and found["kl"] < 0.35 * found["random"]["median_kl"]
     assert found["kl"] < found["uniform_kl"] and found["uniform_format"] == "int4"
     assert found["kl"] < found["seeds_rule_kl"] and found["seeds_rule_bits"] >= 5
+    assert found["prediction"]["value"] == found["predicted_kl"] and found["prediction"]["n"] == 16
     assert found["data"]["samples"] == 64 and len(found["rows"]) == 1 + 3 + 1 + 8
 
 
@@ -55,6 +56,7 @@ def test_words_and_files(folder: Path, tmp_path: Path) -> None:
     """Without --verify nothing is loaded or claimed; exports are written; layers share a format."""
     said = call("precision", folder / "report.json", "--average-bits", 4.5, "--granularity", "layer", *FORMATS)
     assert "optimal by layer: 4." in said and "predicted only: --verify" in said
+    assert "\npredicted KL 0.0" in said and "(standard error at most 0.0" in said and "; 16 samples, about " in said
     recipe = tmp_path / "missing" / "folder" / "recipe.yaml"
     found = json.loads(
         call("precision", folder, "--max-megabytes", 1, *FORMATS, "--export", "llm-compressor", "-o", recipe, "--json")
@@ -96,5 +98,8 @@ def test_smoothquant(folder: Path, tmp_path: Path) -> None:
     said = call("smoothquant", folder, "--samples", 8, "--max-tokens", 64, "-o", out)
     found = json.loads(out.read_text())
     assert "folds smoothed" in said and found["float_error"] < 1e-5 and found["kl"]["after"]["n"] == 4
+    gain, kl = found["gain"], found["kl"]
+    assert gain["value"] == pytest.approx(kl["before"]["value"] / kl["after"]["value"]) and gain["n"] == 4
+    assert f"smoothing divides it by {gain['value']:.3g} [" in said and f"{kl['after']['value']:.4g} [" in said
     assert len(found["folds"]) == 4 * 16 and found["kl"]["after"]["value"] < 2 * found["kl"]["before"]["value"]
     assert "or search" in call("smoothquant", folder, "--alpha", "much", code=2)

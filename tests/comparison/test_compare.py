@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 import noisescope as ns
+from noisescope.comparison.words import in_words
 from noisescope.errors import InvalidInput
 from noisescope.testing import tiny_model
 
@@ -235,11 +237,68 @@ def test_sites_of_another_shape_do_not_pass(good, subject, tmp_path):
     found = ns.compare(good, other, max_mape=0.05)
     assert found.passed is False and found.worst_mape.measures.mape == 0
     assert [site.module for site in found.uncompared] == ["model.layers.1.self_attn.q_proj"]
-    assert "1 more sites could not be compared" in found.words
+    assert f"{len(good.sites) - 1} of {len(good.sites)} sites could be compared" in found.words
     assert any("1 sites are not compared" in note and "q_proj" in note for note in found.notes)
     assert found.to_dict()["uncompared"][0]["place"] == 1 and len(found.rows) == len(good.sites) - 1
     assert ns.compare(good, other, layers=[1], max_mape=0.05).passed is False
     assert ns.compare(good, other, layers=[2], max_mape=0.05).passed is True
+
+
+def without(record, *modules):
+    """A record that lacks some sites: its tensors are found by the numbers that are left."""
+    kept = [number for number, site in enumerate(record.sites) if site.module not in modules]
+
+    def read(batch, name):
+        number, dot, tensor = name.partition(".")
+        found = batch.read(f"{kept[int(number)]}.{tensor}" if dot else name)
+        return replace(found, values=found.values[kept]) if name in ("sketch", "size") else found
+
+    batches = tuple(replace(batch, read=partial(read, batch)) for batch in record.batches)
+    return replace(record, sites=tuple(record.sites[number] for number in kept), batches=batches)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sites_that_one_side_lacks_do_not_pass(good, swapped):
+    """On either side, in their layer; the words say how many were compared before they say identical."""
+    lost = ("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj")
+    pair = (good, without(good, *lost))
+    pair = pair[::-1] if swapped else pair
+    found = ns.compare(*pair, max_mape=0.05)
+    assert found.passed is False and found.worst_mape.measures.mape == 0
+    assert [site.module for site in found.uncompared] == list(lost)
+    total = len(good.sites)
+    assert found.words.startswith("What could be compared is identical")
+    assert f"{total - 2} of {total} sites could be compared" in found.words
+    assert any("2 sites are not compared" in note and "down_proj" in note for note in found.notes)
+    assert ns.compare(*pair, layers=[1], max_mape=0.05).passed is False
+    assert ns.compare(*pair, layers=[2], max_mape=0.05).passed is True
+
+
+def test_attention_taken_apart_is_not_missing(subject, good, tmp_path):
+    """One side has fused calls, the other none at all, which is no fault; one fused call that lacks is."""
+    subject.model.set_attn_implementation("eager")
+    other = ns.record(subject, output=tmp_path / "eager", prompts=PROMPTS, detail="full")
+    subject.model.set_attn_implementation("sdpa")
+    assert len(other.sites) == len(good.sites) - LAYERS
+    for pair in ((good, other), (other, good)):
+        found = ns.compare(*pair, max_mape=0.05)
+        assert found.passed is True and found.uncompared == ()
+        assert f"{len(other.sites)} of {len(good.sites)} sites could be compared" in found.words
+    assert ns.compare(good, without(good, "model.layers.1.self_attn"), max_mape=0.05).passed is False
+
+
+def test_an_error_is_put_beside_what_came_in(subject, good, broken, tmp_path):
+    """Beside round-off where nothing did, and never said to be that many times nothing."""
+    words = ns.compare(good, broken("gain:0.5@2/linear/down_proj", detail="full")).words
+    assert "times round-off" in words and "what came in" not in words
+    noise = ns.Injection(ns.Gaussian(1e-4), operators={"embedding"}, seed=1)
+    with ns.inject(subject.model, noise):
+        noisy = ns.record(subject, output=tmp_path / "noisy", prompts=PROMPTS, detail="full")
+        worse = broken("gain:0.5@2/linear/down_proj", detail="full")
+    rows = ns.compare(good, worse).rows
+    assert "times round-off" in ns.compare(good, noisy).words
+    later = next(row for row in rows if row.site.module == "model.layers.2.mlp.down_proj")
+    assert "times what came in" in in_words([later], None, "float32", 1)
 
 
 def test_few_numbers_tell_no_gain(subject, tmp_path):

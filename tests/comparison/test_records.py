@@ -112,7 +112,7 @@ def test_what_is_no_record_is_refused(copy, tmp_path):
         read_record(copy)
     for part in ({"sites": [{"operator": "linear"}]}, {"sites": [], "batches": [{"first": 0, "files": [{}]}]}):
         rewritten(copy, **part)
-        with pytest.raises(InvalidInput, match=r"record.json is damaged"):
+        with pytest.raises(InvalidInput, match=r"a (site|batch): '\w+' is missing or no .*: damaged or altered"):
             read_record(copy)
     rewritten(copy, format="another")
     with pytest.raises(InvalidInput, match="is no record of noisescope"):
@@ -128,6 +128,61 @@ def test_an_altered_list_of_prompts_is_refused(copy, change):
     rewritten(copy, prompts=change)
     with pytest.raises(InvalidInput, match="the prompts do not fit their checksum"):
         read_record(copy)
+
+
+@pytest.fixture(scope="module")
+def kept_whole(tmp_path_factory):
+    """Two batches, of 12 and of 20 tokens, with whole tensors of block 1."""
+    folder = tmp_path_factory.mktemp("records") / "whole"
+    ns.record(ns.wrap(tiny_model("llama")), output=folder, prompts=[*PROMPTS, PROMPTS[0][:12]], full_layers={1})
+    return folder
+
+
+def _of_batch(**changes):
+    return lambda about: about["batches"][1].update(changes)
+
+
+def _of_file(**changes):
+    return lambda about: about["batches"][1]["files"][0].update(changes)
+
+
+INCONSISTENT = {
+    "begins with prompt 0, where 1 is the next": _of_batch(first=0),
+    "batches have 2 prompts, where there are 3": _of_batch(count=1),
+    r"prompts of batch 1 have \[\] tokens": _of_batch(count=-1),
+    r"have \[20\] tokens, not the 16": _of_batch(length=16),
+    "a batch: 'count' is missing or no int": _of_batch(count=2.0),
+    "batch 2 begins with prompt 1, where 3": lambda about: about["batches"].append(about["batches"][1]),
+    "batches have 0 prompts": lambda about: about["batches"].clear(),
+    "can't have a file '../copy/0001.safetensors'": _of_file(name="../copy/0001.safetensors"),
+    "can't have a file '/tmp/0001.safetensors'": _of_file(name="/tmp/0001.safetensors"),
+    "can't have a file '0000.safetensors'": _of_file(name="0000.safetensors"),
+    "a file: 'bytes' is missing": _of_file(bytes=None),
+    "has 0 files of sketches": lambda about: about["batches"][0]["files"].pop(0),
+    "has whole tensors of none, by detail and full_layers of 1": lambda about: about["batches"][0]["files"].pop(),
+    "has whole tensors of 1, by detail and full_layers of none": lambda about: about.update(full_layers=[]),
+    "of 1, by detail and full_layers of 0, 1": lambda about: about.update(full_layers=[0, 1]),
+    "no site is in the full_layers 9": lambda about: about.update(full_layers=[1, 9]),
+    "has whole tensors of 1, by detail and full_layers of 0, 1, embed": lambda about: about.update(detail="full"),
+    "detail is sketch or full": lambda about: about.update(detail="some"),
+    "'notes' is missing or no list": lambda about: about.update(notes=None),
+    "a site: 'operator' is missing": lambda about: about["sites"].__setitem__(3, "x"),
+    "a site: 'place' is missing or no int or str": lambda about: about["sites"][3].update(place=[]),
+    r"has sketches of \d+ sites and 1 prompts": lambda about: about["sites"].pop(),
+    r"prompts, where record.json tells of \d+ and 1": lambda about: about["sites"].append(about["sites"][3]),
+}
+
+
+@pytest.mark.parametrize(("reason", "change"), INCONSISTENT.items(), ids=INCONSISTENT)
+def test_a_description_that_contradicts_itself_is_refused(kept_whole, tmp_path, reason, change):
+    """Batches, files, detail, sites: whatever was changed is named, and no file outside the folder is read."""
+    folder = Path(shutil.copytree(kept_whole, tmp_path / "copy"))
+    about = json.loads((folder / "record.json").read_text())
+    assert ns.compare(kept_whole, folder).verdict == "identical"
+    change(about)
+    (folder / "record.json").write_text(json.dumps(about))
+    with pytest.raises(InvalidInput, match=reason):
+        ns.compare(kept_whole, folder)
 
 
 def test_records_of_different_things_are_not_subtracted(recorded, copy, tmp_path):

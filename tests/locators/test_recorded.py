@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -52,8 +53,8 @@ def test_tokens_beyond_the_vocabulary_are_refused_before_anything_runs(model, re
     for wrong in (size, -1):
         prompts = ((3, 4, 5, 6), (5, 6, 7, wrong))
         about = record.about | {"prompts": prompts, "prompts_sha256": prompts_digest(prompts)}
-        (tmp_path / "forged").mkdir(exist_ok=True)
-        (tmp_path / "forged" / "record.json").write_text(json.dumps(about | {"batches": []}))
+        shutil.copytree(record.path, tmp_path / "forged", dirs_exist_ok=True)
+        (tmp_path / "forged" / "record.json").write_text(json.dumps(about))
         for given in (dataclasses.replace(record, prompts=prompts), tmp_path / "forged"):
             with pytest.raises(InvalidInput, match=f"token id {wrong}, but LlamaForCausalLM knows ids 0 to {size - 1}"):
                 recorded(given, model)

@@ -28,7 +28,8 @@ def test_it_says_when_it_misses_its_target() -> None:
         assert generate_mixed_precision_config({0: 0.3, 1: 0.01}, target_avg_bits=6) == {0: 16, 1: 4}
     assert assign_precision({0: 0.01, 1: 0.02}, 6) == {0: 4, 1: 8}
     modules = [Module(f"m{i}", i, 8, {"bf16": Choice(16, 16, 0), "int4": Choice(4, 4, 1)}) for i in range(2)]
-    assert "misses its target" in rule_plan(modules, {0: 0.3, 1: 0.01}, 6).note
+    assert rule_plan(modules, {0: 0.3, 1: 0.01}, 6).note.startswith("the bit rule misses its target: 10.00 bits")
+    assert rule_plan(modules, {0: 0.3, 1: 0.01}, 10).note == ""
     with pytest.raises(InvalidInput, match=r"formats of \[8\] bits"):
         rule_plan(modules, {0: 0.1, 1: 0.01}, 6)
     with pytest.raises(InvalidInput, match="at least one layer"):

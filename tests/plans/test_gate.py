@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from noisescope.errors import InvalidInput
-from noisescope.plans.comparable import conditions_row, refuse_architecture, refuse_kind, refuse_other_samples
+from noisescope.plans.comparable import (
+    conditions_row,
+    refuse_architecture,
+    refuse_kind,
+    refuse_other_samples,
+    samples_of,
+    samples_told,
+)
 from noisescope.plans.gate import checks, decide
 
 NUMBER = itertools.count()
@@ -70,6 +77,16 @@ def test_what_is_surely_better_passes_without_power():
     result = decide(section(12, sd=0.8), section(12, sd=0.8, seed=1, factor=0.1))
     row = result["divergence"][0]
     assert row["smallest_detectable"] > 1.4 and row["ratio"]["high"] < 1.2 and row["verdict"] == "pass"
+
+
+def test_it_says_what_was_compared():
+    """The pairs, not what either side has; of other samples there are none."""
+    before = section(9)
+    one = {**before, "samples": before["samples"][:1]}
+    assert decide(before, before)["n"] == {"baseline": 9, "candidate": 9, "pairs": 9}
+    assert decide(before, section(8))["n"] == {"baseline": 9, "candidate": 8, "pairs": 0}
+    assert samples_told(samples_of(before["samples"], one["samples"])) == "1 sample in pairs, of 9 before and 1 now"
+    assert samples_told({"baseline": 9, "candidate": 1, "pairs": 0}) == "1 other sample than the baseline's 9"
 
 
 def test_a_sure_difference_below_the_limit_passes():

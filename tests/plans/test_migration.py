@@ -101,6 +101,21 @@ def test_commands_are_commands():
     assert all(c[c.index("--dtype") + 1] == "bfloat16" for c in records)
 
 
+def test_places_outside_the_layers_are_compared_by_sketch():
+    """No option names them: the text says how they are checked, and the comparison of everything keeps their rows."""
+    plan = plan_migration(report())
+    first, second, _ = plan["priorities"]
+    assert first["validation"].endswith("5 %; lm_head, outside the layers: by sketch, no site may part")
+    assert second["validation"].endswith("MAPE below 10 %")
+    (everything,) = [step for step in plan["commands"] if "--sensitivity" in step["command"]]
+    assert everything["command"].endswith("-o comparison.json")
+    assert "everything; for lm_head see the rows of that place in comparison.json" in everything["where"]
+    without = plan_migration(report(layer_analysis={**report()["layer_analysis"], "places": {}}))
+    assert "sketch" not in str(without["priorities"]) and any(
+        step["where"].endswith("everything") for step in without["commands"]
+    )
+
+
 def test_predictions_say_what_they_are():
     """A screen alone ranks by predicted nats, with a note; without layers there is no plan."""
     rows = [{"layer": i, "evidence": "predicted", "predicted_kl": {"value": (i == 7) + 0.1}} for i in range(9)]

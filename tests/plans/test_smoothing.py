@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from noisescope.errors import InvalidInput
-from noisescope.plans.smoothing import method_for, recommendations
+from noisescope.plans.smoothing import gain_told, method_for, recommendations
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,17 @@ def test_rows_and_refusals() -> None:
         recommendations({}, [])
     with pytest.raises(InvalidInput, match="'W2A2'"):
         method_for(60, "W2A2")
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        ({"value": 2.0, "low": 1.5, "high": 3.0}, "divides it by 2 [1.5, 3], in pairs: it pays"),
+        ({"value": 2.0, "low": 0.5, "high": None}, "by 2 [0.5, ...], in pairs: whether it pays is not sure"),
+        ({"value": 0.5, "low": 0.25, "high": 0.75}, "by 0.5 [0.25, 0.75], in pairs: it makes it worse"),
+        ({"value": None, "low": None, "high": None, "note": "not measurable"}, "is not measurable: no KL is left"),
+    ],
+)
+def test_a_gain_is_told_with_its_interval(gain: dict[str, Any], words: str) -> None:
+    """Smoothing pays where the whole interval lies above 1, and harms where it lies below."""
+    assert words in gain_told(gain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -92,16 +93,38 @@ def test_files_come_batch_by_batch(subject, tmp_path):
     assert len(seen) == 4 and (tmp_path / "x" / "record.json").exists()
 
 
-def test_what_could_not_be_written_is_no_record(subject, tmp_path, monkeypatch):
-    """An error of the thread that writes reaches the caller, and record.json is never made."""
+@contextmanager
+def files_up_to(size):
+    """A disk that takes no larger files, as a full one would not."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    def full(*_):
-        raise OSError("no space left")
 
-    monkeypatch.setattr("noisescope.runs.recorded_batch.save_file", full)
-    with pytest.raises(OSError, match="no space left"):
-        ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, batch=1)
-    assert not (tmp_path / "x" / "record.json").exists()
+@pytest.mark.parametrize(
+    ("detail", "last"),
+    [
+        ("sketch", "0000.safetensors"),  # the sketches of longer prompts come next
+        ("full", "0000-000-embed.safetensors"),  # then the whole tensors of block 0
+        ("sketch", "0003.safetensors"),  # then record.json
+    ],
+)
+def test_what_could_not_be_written_is_no_record(subject, tmp_path, detail, last):
+    """The disk's refusal, also in the thread that writes, is the user's to mend; what is left is told as unfinished."""
+    options = {"prompts": PROMPTS, "batch": 1, "detail": detail}
+    good, folder = tmp_path / "good", tmp_path / "x"
+    ns.record(subject, output=good, **options)
+    limit = (good / last).stat().st_size
+    with files_up_to(limit), pytest.raises(InvalidInput, match=r"can't write into .*File too large.*another with -o"):
+        ns.record(subject, output=folder, **options)
+    assert (folder / last).exists() and not (folder / "record.json").exists()
+    assert not any("forward" in vars(module) for module in subject.model.modules())
+    with pytest.raises(InvalidInput, match=r"an unfinished record is in .*: remove it, or choose another with -o"):
+        ns.record(subject, output=folder, **options)
 
 
 def test_recording_leaves_no_trace(subject, tmp_path):
@@ -136,8 +159,10 @@ def test_what_is_refused(subject, tmp_path):
     """A folder in use, a layer that is not there, a detail that does not exist, no samples."""
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("")
-    with pytest.raises(InvalidInput, match="is not empty"):
-        ns.record(subject, output=tmp_path / "used", prompts=PROMPTS)
+    for more in ("0000.safetensors", "record.json", "model-00001-of-00002.safetensors"):
+        with pytest.raises(InvalidInput, match="is not empty"):  # nobody is told to remove what may be of use
+            ns.record(subject, output=tmp_path / "used", prompts=PROMPTS)
+        (tmp_path / "used" / more).write_text("")
     with pytest.raises(InvalidInput, match="blocks are 0 to 2"):
         ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, full_layers={3})
     with pytest.raises(InvalidInput, match="Did you mean 'full'"):

@@ -112,8 +112,11 @@ def _site(found: re.Match[str]) -> Site:
 def _read(file: Path, rows: int) -> Numbers:
     try:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises pickle, zip and runtime errors of its own
-        raise InvalidInput(f"{file} can't be read as a tensor alone: {type(error).__name__}: {error}") from error
+    except Exception as error:  # torch raises pickle, zip and runtime errors of its own, and advises to run the file
+        raise InvalidInput(
+            f"{file} can't be read as a tensor alone ({type(error).__name__}): it is damaged, or holds more than a "
+            "tensor. Copy or dump it again"
+        ) from error
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(f"{file} holds a {type(tensor).__name__}, not a tensor")
     dtype = str(tensor.dtype).removeprefix("torch.")

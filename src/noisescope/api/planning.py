@@ -16,7 +16,9 @@ from noisescope.model import Subject
 from noisescope.plans.bit_rule import layer_sensitivity, rule_plan
 from noisescope.plans.coverage import coverage_notes, planned_share
 from noisescope.plans.precision import Budget, Module, Plan, modules_of, optimal_plan, random_plans, uniform_plan
+from noisescope.plans.prediction import prediction_notes, prediction_of
 from noisescope.plans.verification import Verification
+from noisescope.plans.words import counted
 from noisescope.preparation import Options, prepare
 from noisescope.probe.noise import Gaussian
 from noisescope.quantisation.fake import plan_injection
@@ -79,11 +81,14 @@ def verify_precision(
     injections = {name: plan_injection(one.assignment) for name, one in plans.items()}
     measured = prepared.run(Verification(injections), options or Options())
     rows = [_row(name, one, measured["verification"][name]) for name, one in plans.items()]
+    predicted = prediction_of(report, modules, plan)
     return {
         **_result(plan, rows),
+        "prediction": predicted,
         "planned_share": planned_share(report),
         "data": measured["run"]["data"],
         "notes": [
+            *prediction_notes(predicted, measured["verification"]["plan"]["kl"]),
             *coverage_notes(report),
             *other_numbers(report, measured["run"]["model"]["fingerprint"]),
             *seen_before,
@@ -155,5 +160,5 @@ def _unseen(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
         return data, []
     if len(data.items) > scored:
         return replace(data, items=data.items[scored:]), []
-    held = f"the data holds {len(data.items)} samples, no more than the {scored} that formats are scored on"
+    held = f"the data holds {counted(len(data.items), 'sample')}, no more than the {scored} that formats are scored on"
     return data, [f"{held}: the plan may be measured on the very samples it was made from. Give more with --data"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from noisescope.api.reported import check_sizes, data_of, other_numbers
-from noisescope.diagnosis.effects import estimate
+from noisescope.diagnosis.effects import estimate, ratio
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.plans.smoothing import recommendations
@@ -65,15 +65,14 @@ def plan_smoothquant(
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
     half = len(batches) // 2
     smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
-    before = rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy)
-    after = rounded_kl(smoothed.model, subject.model, batches[half:], W8A8)
+    before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
+    after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
     folds = [fold.to_dict() for fold in smoothed.folds]
-    kl = {name: estimate(np.array(kl), countable=False) for name, kl in (("before", before), ("after", after))}
     return {
         "scheme": "W8A8: int8 weights with a scale each output channel, int8 activations with a scale each token",
         "alpha": alpha,
-        "kl": kl,
-        "gain": kl["before"]["value"] / max(kl["after"]["value"], 1e-30),
+        "kl": {name: estimate(kl, countable=False) for name, kl in (("before", before), ("after", after))},
+        "gain": ratio(before, after),
         "float_error": smoothed.float_error,
         "folds": folds,
         "recommendations": recommendations(report, folds, target=target),

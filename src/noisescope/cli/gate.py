@@ -77,7 +77,7 @@ def gate_model(
     """
     from noisescope.api import guarding
     from noisescope.cli.progress import Shown
-    from noisescope.plans.gate import FAIL, checks
+    from noisescope.plans.gate import FAIL
     from noisescope.preparation import Options
     from noisescope.reports.junit import write_junit
 
@@ -100,7 +100,7 @@ def gate_model(
                 step=step,
                 options=Options(progress=progress),
             )
-    paths = [] if junit is None else [write_junit(junit, "noisescope gate", checks(result))]
+    paths = [] if junit is None else [write_junit(junit, "noisescope gate", _timed(result))]
     paths += [] if history is None else guarding.keep(result, history)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
@@ -111,13 +111,21 @@ def gate_model(
     raise typer.Exit(1 if result["verdict"] == FAIL else 0)
 
 
-def say_verdict(result: dict[str, Any]) -> None:
-    """The verdict, every check with its numbers, and the accuracy with its power."""
+def _timed(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The checks for JUnit: one measurement serves all of them, so each has its share of the time."""
     from noisescope.plans.gate import checks
 
-    n, how = result["n"], "the same samples, in pairs" if result["paired"] else "other samples"
-    typer.echo(f"{result['verdict']}: {result['model']} (n = {n['candidate']}) against {result['baseline']['model']} "
-               f"(n = {n['baseline']}, {result['baseline']['finished']}), {how}\n")  # fmt: skip
+    rows = checks(result)
+    return [{**row, "seconds": result["seconds"] / len(rows)} for row in rows]
+
+
+def say_verdict(result: dict[str, Any]) -> None:
+    """The verdict, every check with its numbers, and the accuracy with its power."""
+    from noisescope.plans.comparable import samples_told
+    from noisescope.plans.gate import checks
+
+    before = f"{result['baseline']['model']} ({result['baseline']['finished']})"
+    typer.echo(f"{result['verdict']}: {result['model']} against {before}: {samples_told(result['n'])}\n")
     for row in checks(result):
         typer.echo(f"  {row['verdict']:<9}  {row['name']}: {row['message']}")
     typer.echo("\naccuracy, which does not decide:")

@@ -43,9 +43,11 @@ def plan_hardware_migration(
 
 
 def say_plan(plan: dict[str, Any]) -> None:
+    from noisescope.plans.words import counted
+
     for priority in plan["priorities"]:
         entries = priority["evidence"]
-        typer.echo(f"priority {priority['priority']}: {len(entries)} places. {priority['validation']}")
+        typer.echo(f"priority {priority['priority']}: {counted(len(entries), 'place')}. {priority['validation']}")
         if priority["priority"] == 3:
             continue
         for entry in entries:

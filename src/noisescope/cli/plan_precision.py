@@ -66,6 +66,7 @@ def plan_precision(
     from noisescope.plans.coverage import coverage_notes, planned_share
     from noisescope.plans.exports import export_plan
     from noisescope.plans.precision import Budget, modules_of, optimal_plan
+    from noisescope.plans.prediction import prediction_of
 
     if (export is None) != (output is None):
         raise InvalidInput("--export and -o belong together: the tool, and the file to write for it")
@@ -78,6 +79,7 @@ def plan_precision(
     result: dict[str, Any] = {
         **NO_MEASUREMENT,
         **plan.to_dict(),
+        "prediction": prediction_of(found, modules, plan),
         "planned_share": planned_share(found),
         "verified": verify,
         "notes": coverage_notes(found),
@@ -131,9 +133,13 @@ def _table(path: Path | None) -> Any:
 
 def say_plan(plan: Any, result: dict[str, Any]) -> None:
     """What each format got, what it costs, and what it was compared with."""
+    from noisescope.plans.prediction import prediction_told
+    from noisescope.plans.words import counted
+
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
-    typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits a weight ({sizes}); predicted KL {plan.predicted_kl:.4g}")
-    typer.echo("  " + ", ".join(f"{name}: {count} modules" for name, count in plan.counts().items()))
+    typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits a weight ({sizes})")
+    typer.echo("  " + ", ".join(f"{name}: {counted(count, 'module')}" for name, count in plan.counts().items()))
+    typer.echo(f"predicted KL {prediction_told(result['prediction'])}")
     if plan.note:
         typer.echo(f"note: {plan.note}")
     if result["verified"]:
@@ -145,7 +151,10 @@ def say_plan(plan: Any, result: dict[str, Any]) -> None:
 
 
 def say_measured(result: dict[str, Any]) -> None:
-    typer.echo(f"\nmeasured on {result['data']['samples']} samples ({result['data']['scored_tokens']} tokens):")
+    from noisescope.plans.words import counted
+
+    data = result["data"]
+    typer.echo(f"\nmeasured on {counted(data['samples'], 'sample')} ({counted(data['scored_tokens'], 'token')}):")
     typer.echo(f"{'':<18}{'bits':>7}  {'KL (nats a token)':>30}  {'accuracy':>9}")
     for row in result["rows"]:
         if not row["name"].startswith("random"):

@@ -83,18 +83,20 @@ def _alpha(text: str) -> float | None:
 
 
 def say_result(result: dict[str, Any]) -> None:
-    before, after = result["kl"]["before"], result["kl"]["after"]
+    from noisescope.plans.smoothing import gain_told
+    from noisescope.plans.words import span, times_better
+
     typer.echo(result["scheme"])
-    gain = result["gain"]
-    outcome = f"{gain:.2f} x less" if gain >= 1 else f"{1 / gain:.2f} x more: smoothing does not pay here"
-    typer.echo(f"KL {before['value']:.4g} before, {after['value']:.4g} after (n = {after['n']}), {outcome}")
+    before, after = (f"{kl['value']:.4g} {span(kl, '.3g')}" for kl in result["kl"].values())
+    typer.echo(f"KL {before} before, {after} after (n = {result['gain']['n']})")
+    typer.echo(gain_told(result["gain"]))
     typer.echo(f"the float output moved by {result['float_error']:.2g} (relative L2)")
     folds = [fold for fold in result["folds"] if fold["alpha"] is not None]
     typer.echo(f"{len(folds)} of {len(result['folds'])} folds smoothed; the others are better left alone")
     for row in result["recommendations"][:SHOWN]:
-        gains = ", ".join(f"{name} {gain:.2f} x" for name, gain in row["gains"].items())
+        gains = ", ".join(f"{name} {times_better(gain)}" for name, gain in row["gains"].items())
         strength = "" if row["alpha"] is None else f", alpha {row['alpha']:g}"
-        measured = f"; error of the linears there divided by: {gains}" if gains else ""
+        measured = f"; error of the linears there: {gains}" if gains else ""
         typer.echo(f"  {row['component']}: {row['max_ratio']:.1f} x the median: {row['method']}{strength}{measured}")
     for note in result["notes"]:
         typer.echo(f"note: {note}")

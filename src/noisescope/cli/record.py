@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from noisescope.cli import common
+from noisescope.record_format import is_unfinished
 
 
 def record_device(
@@ -45,7 +48,7 @@ def record_device(
     """
     from noisescope.api import record
 
-    with common.plain_warnings():
+    with common.plain_warnings(), _interruptible(output):
         subject = common.load_subject(
             model, device=device, dtype=dtype, device_map=device_map, revision=revision, trust=trust_remote_code
         )
@@ -80,3 +83,14 @@ def record_device(
     )
     for note in facts["notes"]:
         typer.echo(f"note: {note}")
+
+
+@contextmanager
+def _interruptible(output: Path) -> Iterator[None]:
+    """Ctrl-C says what is left behind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = f" {output} holds an unfinished record: remove it, and record again" if is_unfinished(output) else ""
+        typer.echo(f"\ninterrupted.{left}", err=True)
+        raise typer.Exit(130) from None

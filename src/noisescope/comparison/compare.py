@@ -45,14 +45,14 @@ class Comparison:
     max_mape: float | None
     sides: Mapping[str, Any]
     notes: tuple[str, ...]
-    uncompared: tuple[Site, ...]  # of the chosen layers: both sides have them, but no tensor of one shape
+    uncompared: tuple[Site, ...]  # of the chosen layers: one side lacks them, or has no tensor of that shape
 
     @property
     def passed(self) -> bool | None:
         """Whether every MAPE is within `max_mape`; None where none was asked for.
 
-        False too where NaN or infinite numbers, or other shapes, leave nothing to check: what was not seen has not
-        passed.
+        False too where NaN or infinite numbers, other shapes, or sites that one side lacks leave nothing to check:
+        what was not seen has not passed.
         """
         if self.max_mape is None:
             return None
@@ -138,7 +138,7 @@ def compare_records(
         crossing = crossed({row.site: row.measures for row in rows}, sensitivity, a.model, nats)
     return Comparison(
         verdict_of(rows, logits),
-        in_words(rows, logits, a.dtype, len(seen.uncompared)),
+        in_words(rows, logits, a.dtype, seen.sites),
         shown,
         next((row for row in rows if row.parts), None),
         tuple(piled_up(rows)),

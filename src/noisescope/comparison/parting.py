@@ -25,6 +25,7 @@ from noisescope.findings import GAIN_ROUND_OFF, LIMITS, ROUND_OFF, band
 from noisescope.sites import Place, Site
 
 _MOST_NAMED = 8  # sites in a note
+_FUSED = "attention"  # the operator of a fused call
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Measured:
 
     found: tuple[tuple[Site, Measures], ...]
     sums: dict[Site, Sums]  # of sites with whole tensors on both sides
-    uncompared: tuple[Site, ...]  # tensors of another shape, or whole on one side and sketched on the other
+    uncompared: tuple[Site, ...]  # lacking on one side, of another shape, or whole here and sketched there
+    sites: int  # of either record
 
 
 def measured(a: Record, b: Record, notes: list[str]) -> Measured:
@@ -85,12 +87,10 @@ def measured(a: Record, b: Record, notes: list[str]) -> Measured:
     numbers = a.numbers()
     found: list[tuple[Site, Measures]] = []
     by_site: dict[Site, Sums] = {}
-    uncompared: list[Site] = []
-    apart = 0
+    uncompared = [*_lacking(a, b), *_lacking(b, a)]
     for number, site in enumerate(a.sites):
         other = theirs.get(name_of(site))
         if other is None:
-            apart += 1
             continue
         sums = _summed(a, b, number, other)
         pair = None if left is None or right is None else (left[number], right[other])
@@ -103,19 +103,37 @@ def measured(a: Record, b: Record, notes: list[str]) -> Measured:
             found.append((site, from_sketches(*pair, numbers)))
         else:
             uncompared.append(site)
-    if apart or len(b.sites) > len(a.sites):
+    if _alone(a, b) or _alone(b, a):
         notes.append(f"{len(found)} sites are compared; {a.path} has {len(a.sites)}, {b.path} has {len(b.sites)}")
     if not found:
         raise InvalidInput("the records share sites, but no tensor of the same shape: were other inputs given?")
     if uncompared:
         named = ", ".join(map(str, uncompared[:_MOST_NAMED])) + (" ..." if len(uncompared) > _MOST_NAMED else "")
-        notes.append(f"{len(uncompared)} sites are not compared, as the sides have no tensor of one shape: {named}")
+        notes.append(f"{len(uncompared)} sites are not compared, as one side lacks them or has another shape: {named}")
     if left is not None and right is not None and numbers < LEAST_FOR_GAIN:
         notes.append(
             f"a gain can't be told from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record more "
             "--samples, 4 of them or more"
         )
-    return Measured(tuple(found), by_site, tuple(uncompared))
+    return Measured(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
+
+
+def _alone(a: Record, b: Record) -> list[Site]:
+    """Sites that a has and b has not."""
+    theirs = set(map(name_of, b.sites))
+    return [site for site in a.sites if name_of(site) not in theirs]
+
+
+def _lacking(a: Record, b: Record) -> list[Site]:
+    """Sites of a that b ought to have.
+
+    Calls of fused attention are none where b takes attention apart throughout. A dump of another tool has modules
+    that no record has (whole MLPs, tables of angles); what noisescope records of a model, it records every time.
+    """
+    if a.sketch is None and b.sketch is not None:
+        return []
+    taken_apart = all(site.operator != _FUSED for site in b.sites)
+    return [site for site in _alone(a, b) if not (taken_apart and site.operator == _FUSED)]
 
 
 def sketched(record: Record) -> list[Sketch] | None:
@@ -167,6 +185,12 @@ class _CameIn:
         self.here = max(self.here, size if math.isfinite(size) else 1.0)
 
 
+def round_off(dtype: str) -> tuple[float, float]:
+    """The relative L2, and the gain, that the round-off of one operator may make."""
+    known = dtype if dtype in ROUND_OFF else "float32"
+    return ROUND_OFF[known], GAIN_ROUND_OFF[known]
+
+
 def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
     """Each site against what came in: the largest error of the place before it, and of its own place so far.
 
@@ -175,8 +199,8 @@ def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[Ro
 
     The error is looked at twice: by its size, and for a gain, which round-off does not have, however far it piled up.
     """
-    known = dtype if dtype in ROUND_OFF else "float32"
-    sizes, gains = _CameIn(ROUND_OFF[known]), _CameIn(GAIN_ROUND_OFF[known])
+    size, gain = round_off(dtype)
+    sizes, gains = _CameIn(size), _CameIn(gain)
     place: Place | None = None
     for site, found in measured:
         if site.place != place:

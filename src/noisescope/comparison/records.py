@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from noisescope.comparison.record_json import SITE, read_description
 from noisescope.comparison.tensor_files import Numbers, TensorFile
 from noisescope.errors import InvalidInput
-from noisescope.record_format import FORMAT, VERSION, prompts_digest
+from noisescope.record_format import prompts_digest
 from noisescope.sites import Site
-
-_NEEDED = {
-    "model": dict,
-    "dtype": str,
-    "sketch": dict,
-    "prompts": list,
-    "prompts_sha256": str,
-    "sites": list,
-    "batches": list,
-}
 
 
 @dataclass(frozen=True)
@@ -120,63 +110,52 @@ class Record:
 def read_record(path: str | Path) -> Record:
     """A record from its folder; refused with the reason where it is broken, unfinished or of another version."""
     folder = Path(path)
-    about = _about(folder)
-    try:
-        model, sketch = about["model"], about["sketch"]
-        return Record(
-            str(folder),
-            str(model.get("fingerprint", "")),
-            str(model.get("architecture", "")),
-            about["dtype"],
-            tuple(tuple(prompt) for prompt in about["prompts"]),
-            tuple(Site(**facts) for facts in about["sites"]),
-            tuple(_batch(folder, one) for one in about["batches"]),
-            (sketch["seed"], sketch["version"]),
-            about,
-        )
-    except (KeyError, TypeError) as error:
-        raise InvalidInput(f"{folder / 'record.json'} is damaged ({error!r}): copy it again, or record again") from None
+    about = read_description(folder)
+    model, sketch = about["model"], about["sketch"]
+    sites = tuple(Site(**{name: facts[name] for name in SITE}) for facts in about["sites"])
+    return Record(
+        str(folder),
+        str(model.get("fingerprint", "")),
+        str(model.get("architecture", "")),
+        about["dtype"],
+        tuple(tuple(prompt) for prompt in about["prompts"]),
+        sites,
+        tuple(_batch(folder, one, len(sites)) for one in about["batches"]),
+        (sketch["seed"], sketch["version"]),
+        about,
+    )
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    file = folder / "record.json"
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        unfinished = folder.is_dir() and any(folder.glob("*.safetensors"))
-        reason = "it was never finished: record again" if unfinished else "`noisescope record` writes one"
-        raise InvalidInput(f"{folder} is no record, it holds no record.json: {reason}") from None
-    except OSError as error:
-        raise InvalidInput(f"{file} can't be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InvalidInput(f"{file} is truncated or damaged: {error}. Copy it again, or record again") from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise InvalidInput(f"{file} is no record of noisescope: it does not say {FORMAT!r}")
-    if about.get("version") != VERSION:
-        raise InvalidInput(
-            f"{file} has version {about.get('version')!r} of the format; this noisescope reads {VERSION}"
-        )
-    for name, kind in _NEEDED.items():
-        if not isinstance(about.get(name), kind):
-            raise InvalidInput(f"{file}: {name!r} is missing or no {kind.__name__}: damaged, record again")
-    if prompts_digest(about["prompts"]) != about["prompts_sha256"]:
-        raise InvalidInput(f"{file}: the prompts do not fit their checksum: damaged or altered, record again")
-    return about
-
-
-def _batch(folder: Path, facts: dict[str, Any]) -> Batch:
+def _batch(folder: Path, facts: dict[str, Any], sites: int) -> Batch:
     told = [(folder / one["name"], one["bytes"], one["sha256"]) for one in facts["files"]]
     files: list[TensorFile] = []
 
     def read(name: str) -> Numbers | None:
         if not files:  # checksums are looked at when the first tensor is wanted, once
-            files.extend(TensorFile(*one) for one in told)
-        return next((found for file in files if (found := file.read(name)) is not None), None)
+            files.extend(_opened(told, sites, facts["count"]))
+        return _tensor(files, name)
 
     for path, _, _ in told:
         if not path.is_file():
             raise InvalidInput(f"{folder} lacks {path.name}: copy the whole folder again, or record again")
     return Batch(facts["first"], facts["count"], facts["length"], read)
+
+
+def _opened(told: Iterable[tuple[Path, int, str]], sites: int, prompts: int) -> list[TensorFile]:
+    """The files of a batch, whose sketches [sites, prompts, numbers] must be of what record.json tells."""
+    files = [TensorFile(*one) for one in told]
+    sketch = _tensor(files, "sketch")
+    found = (0, 0) if sketch is None else sketch.values.shape[:2]
+    if found != (sites, prompts):
+        raise InvalidInput(
+            f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json tells of "
+            f"{sites} and {prompts}: damaged or altered. Copy both again, or record again"
+        )
+    return files
+
+
+def _tensor(files: Iterable[TensorFile], name: str) -> Numbers | None:
+    return next((found for file in files if (found := file.read(name)) is not None), None)
 
 
 def name_of(site: Site) -> tuple[str, str, int]:

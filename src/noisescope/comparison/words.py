@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from noisescope.comparison.parting import Row
+from noisescope.comparison.parting import Row, round_off
 from noisescope.findings import NOT_MEASURABLE, percent
 
 Logits = Mapping[str, Any]
@@ -22,13 +22,14 @@ def verdict_of(rows: Sequence[Row], logits: Logits | None) -> str:
     return "identical" if same else "round-off"
 
 
-def in_words(rows: Sequence[Row], logits: Logits | None, dtype: str, uncompared: int) -> str:
-    """What the rows and logits come to; `uncompared` more sites have tensors that can't be subtracted."""
+def in_words(rows: Sequence[Row], logits: Logits | None, dtype: str, sites: int) -> str:
+    """What the rows and logits come to; of so many `sites` on either side, those of the rows were compared."""
     verdict = verdict_of(rows, logits)
     if verdict == "parted":
-        said = _parting(next(row for row in rows if row.parts))
+        said = _parting(next(row for row in rows if row.parts), dtype)
     elif verdict == "identical":
-        said = "The records are identical, bit for bit as far as they go."
+        which = "The records are" if len(rows) == sites else "What could be compared is"
+        said = f"{which} identical, bit for bit as far as they go."
     elif verdict == NOT_MEASURABLE:
         said = _unmeasurable(rows)
     else:
@@ -36,26 +37,32 @@ def in_words(rows: Sequence[Row], logits: Logits | None, dtype: str, uncompared:
             f"The difference looks like round-off only: in {dtype} it grows from layer to layer and jumps nowhere. "
             f"The largest relative L2 is {_largest(rows)}."
         )
-    if uncompared:
-        said += f" {uncompared} more sites could not be compared, as the sides have no tensor of one shape."
+    if len(rows) < sites:
+        said += f" {len(rows)} of {sites} sites could be compared: one side lacks the others, or has another shape."
     return said + _alike(rows) + ("" if verdict == "identical" else _next_token(logits))
 
 
-def _parting(first: Row) -> str:
+def _parting(first: Row, dtype: str) -> str:
     found, gain = first.measures, first.measures.gain or 0.0
+    least_size, least_gain = round_off(dtype)
     if found.nonfinite:
         what = f"{found.nonfinite} {found.counted} are NaN or infinite on one side only, which is critical"
     elif found.relative_l2 is None or math.isinf(found.relative_l2):
         what = "the reference has zeros alone there, the other has not"
     elif first.too_far:
-        what = f"relative L2 {found.relative_l2:.2g}, {found.relative_l2 / first.expected:.0f} times what came in"
+        what = f"relative L2 {found.relative_l2:.2g}, {_times(found.relative_l2, first.expected, least_size)}"
         what += f", most of it a gain of {100 * gain:+.2f} %" if gain else ""
     else:
         what = (
-            f"a gain of {100 * gain:+.2f} %, {abs(gain) / first.expected_gain:.0f} times what came in, in a relative "
-            f"L2 of {found.relative_l2:.2g} that may be round-off"
+            f"a gain of {100 * gain:+.2f} %, {_times(abs(gain), first.expected_gain, least_gain)}, in a relative L2 of "
+            f"{found.relative_l2:.2g} that may be round-off"
         )
     return f"The devices part at {first.site}: {what}. What comes after it inherits that."
+
+
+def _times(size: float, expected: float, least: float) -> str:
+    """How many times what came in, or round-off where no more than that came in."""
+    return f"{size / expected:.0f} times {'what came in' if expected > least else 'round-off'}"
 
 
 def _unmeasurable(rows: Sequence[Row]) -> str:

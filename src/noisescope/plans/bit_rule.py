@@ -102,4 +102,5 @@ def rule_plan(modules: Sequence[Module], sensitivity: Mapping[int, float], targe
     if missing:
         raise InvalidInput(f"the bit rule wants formats of {missing} bits, which are not among those offered")
     assignment = {module.name: str(names[bits[module.place]]) for module in modules}
-    return plan_of(modules, assignment, "bit rule of the method notes", missed_target(bits, target))
+    missed = missed_target(bits, target)
+    return plan_of(modules, assignment, "bit rule of the method notes", f"the bit rule {missed}" if missed else "")

@@ -12,6 +12,7 @@ from typing import Any
 
 from noisescope.diagnosis.effects import Row
 from noisescope.errors import InvalidInput
+from noisescope.plans.words import counted
 
 Run = Mapping[str, Any]  # what a report says of its making, under "run"
 Section = Mapping[str, Any]  # what diagnosis/gauge.py keeps, under "gate"
@@ -76,7 +77,7 @@ def conditions_row(before: Run, now: Run, sections: tuple[Section, Section]) -> 
     return {
         "name": "conditions of the baseline",
         "verdict": "undecided" if unlike else "pass",
-        "message": f"{told}; {_samples_told(*(section['samples'] for section in sections))}",
+        "message": f"{told}; {samples_told(samples_of(*(section['samples'] for section in sections)))}",
         "differences": unlike,
     }
 
@@ -92,8 +93,16 @@ def _conditions(run: Run, section: Section) -> dict[str, Any]:
     }
 
 
-def _samples_told(before: Sequence[str], now: Sequence[str]) -> str:
-    if pairs_of(before, now) is None:
-        return f"{len(now)} other samples than the baseline's {len(before)}"
-    told = f"{min(len(before), len(now))} samples in pairs"
-    return told if len(before) == len(now) else f"{told}, of {len(before)} before and {len(now)} now"
+def samples_of(before: Sequence[str], now: Sequence[str]) -> dict[str, int]:
+    """How many either side has, and how many of them are compared in pairs."""
+    pairs = pairs_of(before, now)
+    return {"baseline": len(before), "candidate": len(now), "pairs": 0 if pairs is None else len(pairs[0])}
+
+
+def samples_told(n: Mapping[str, int]) -> str:
+    """The counts of `samples_of` in words."""
+    before, now = n["baseline"], n["candidate"]
+    if not n["pairs"]:
+        return f"{counted(now, 'other sample')} than the baseline's {before}"
+    told = f"{counted(n['pairs'], 'sample')} in pairs"
+    return told if before == now else f"{told}, of {before} before and {now} now"

@@ -25,7 +25,8 @@ from noisescope.diagnosis.gauge import CLEAN
 from noisescope.diagnosis.unpaired import smallest_unpaired, unpaired
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
-from noisescope.plans.comparable import Pairs, Section, pairs_of
+from noisescope.plans.comparable import Pairs, Section, pairs_of, samples_of
+from noisescope.plans.words import counted, span
 
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
 MEASURES = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
@@ -61,7 +62,7 @@ def decide(
         "max_degradation": max(losses, default=None),
         "worst": max(divergence, key=lambda row: (row["verdict"] != UNDECIDED, row["ratio"]["value"] or 0.0)),
         "paired": pairs is not None,
-        "n": {"baseline": len(baseline["samples"]), "candidate": len(candidate["samples"])},
+        "n": samples_of(baseline["samples"], candidate["samples"]),
         "divergence": divergence,
         "limits": limits,
         "finite": finite,
@@ -239,14 +240,8 @@ def _limit_told(row: Row) -> str:
 def _finite(baseline: Section, candidate: Section) -> Row:
     count = candidate["nonfinite"]
     bad = count > 0 and not baseline["nonfinite"]
-    told = f"{count} tokens are not finite, the baseline's all were" if bad else f"{count} tokens are not finite"
+    told = f"{counted(count, 'token')} not finite" + (", the baseline's all were" if bad else "")
     return {"name": "finite outputs", "verdict": FAIL if bad else PASS, "message": told}
-
-
-def span(row: Row, form: str, times: float = 1) -> str:
-    """An interval in words; an end without bound is "..."."""
-    low, high = ("..." if row[end] is None else f"{times * row[end]:{form}}" for end in ("low", "high"))
-    return f"[{low}, {high}]"
 
 
 def _exp(value: float | None) -> float | None:

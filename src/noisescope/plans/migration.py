@@ -9,6 +9,8 @@
 
 Outliers are those of linears: a massive channel of the residual stream stays in it to the end, so it tells no layer
 from another. Within a priority the dearest comes first. Places outside the blocks (embed, lm_head) are ranked, too.
+Records keep whole tensors of blocks alone, or of everything, so these places are compared by their sketches: by their
+relative L2, and whether they part, in the comparison of everything.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Row = dict[str, Any]
 Report = Mapping[str, Any]
 COSTLY = (3.0, 1.5)  # times the median layer's nats: priorities 1 and 2
 HEADROOM = 0.5  # of FP16's range may be used by what was captured: other inputs go further
-REFERENCE, TARGET = "reference.record", "target.record"
+REFERENCE, TARGET, COMPARISON = "reference.record", "target.record", "comparison.json"
 
 
 def plan_migration(report: Report, *, path: str = "report.json", device: str = "cuda") -> Row:
@@ -107,18 +109,21 @@ def _captured(report: Report, place: Any) -> list[tuple[str, Any]]:
 
 def _priority(number: int, entries: Sequence[Row]) -> Row:
     first, second = LIMITS["migration_mape"], LIMITS["migration_mape_second"]
+    layers = [entry["place"] for entry in entries if isinstance(entry["place"], int)]
+    places = [entry["place"] for entry in entries if not isinstance(entry["place"], int)]
     validation = {
         1: f"compare every operator of these layers between both machines: MAPE below {100 * first:g} %",
         2: f"compare the outputs of these layers: MAPE below {100 * second:g} %",
         3: "nothing special: the end-to-end score will do",
-    }
-    layers = [entry["place"] for entry in entries if isinstance(entry["place"], int)]
+    }[number]
+    if places and number < 3:
+        validation += f"; {' and '.join(places)}, outside the layers: by sketch, no site may part"
     return {
         "priority": number,
         "layers": layers,
-        "places": [entry["place"] for entry in entries if not isinstance(entry["place"], int)],
+        "places": places,
         "precision": {str(entry["place"]): _precision(number, entry["largest_activation"]) for entry in entries},
-        "validation": validation[number],
+        "validation": validation,
         "max_mape": {1: first, 2: second, 3: None}[number],
         "evidence": [{name: value for name, value in entry.items() if name != "priority"} for entry in entries],
     }
@@ -145,7 +150,10 @@ def _commands(report: Report, priorities: Sequence[Row], path: str, device: str)
     yield {"where": there, "command": f"{record} --device {device} -o {TARGET}"}
     report_path = shlex.quote(path)
     compare = f"noisescope compare {REFERENCE} {TARGET}"
-    yield {"where": f"{both}: everything", "command": f"{compare} --sensitivity {report_path}"}
+    outside = [place for entry in priorities[:2] for place in entry["places"]]
+    rows = f"; for {' and '.join(outside)} see the rows of that place in {COMPARISON}: relative_l2, parts"
+    everything = f"{compare} --sensitivity {report_path} -o {COMPARISON}"
+    yield {"where": f"{both}: everything{rows if outside else ''}", "command": everything}
     for layers, limit in ((first, "migration_mape"), (second, "migration_mape_second")):
         if layers:
             asked = f"--layers {_listed(layers)} --max-mape {LIMITS[limit]:g}"

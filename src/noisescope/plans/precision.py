@@ -34,6 +34,7 @@ class Choice:
     bits: float
     effective_bits: float
     predicted_kl: float
+    standard_error: float | None = None  # of the prediction; None: the report does not say
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,13 @@ def _choices(scores: Mapping[str, Mapping[str, Any]], wanted: Sequence[str]) -> 
     Rounding to fewer bits of one kind is worse; where a few samples say the opposite it is their noise, and a plan
     would pick exactly these.
     """
-    costs = {name: score["predicted_kl"] for name, score in scores.items()}
-    worst = 0.0
+    costs = {name: (score["predicted_kl"], score.get("standard_error")) for name, score in scores.items()}
+    wider = 0.0, None  # the dearest integer so far, with its standard error
     for name in INTEGERS:
         if name in costs:
-            worst = costs[name] = max(worst, costs[name])
+            wider = costs[name] = max(costs[name], wider, key=lambda cost: cost[0])
     return {
-        name: Choice(score["bits"], score["effective_bits"], costs[name])
+        name: Choice(score["bits"], score["effective_bits"], *costs[name])
         for name, score in scores.items()
         if name in wanted
     }

@@ -29,6 +29,7 @@ from typing import Any
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import band, outlier_advice
 from noisescope.findings.advice import TARGETS
+from noisescope.plans.words import span
 
 # By the band of the largest ratio (findings/bands.py), for W8A8; other targets have one method.
 METHODS = {"MODERATE": ("watch", None), "HIGH": ("per-channel", None), "CRITICAL": ("SmoothQuant", 0.75)}
@@ -43,6 +44,18 @@ def method_for(max_ratio: float, target: str = "W8A8") -> tuple[str, float | Non
     if name not in METHODS:
         return "none", None
     return (OTHERS[target], None) if target in OTHERS else METHODS[name]
+
+
+def gain_told(gain: Mapping[str, Any]) -> str:
+    """What smoothing divides the KL by, and whether that is sure."""
+    if gain["value"] is None:
+        return f"what smoothing gains is {gain['note']}: no KL is left"
+    words = f"smoothing divides it by {gain['value']:.3g} {span(gain, '.3g')}, in pairs: "
+    if gain["low"] is not None and gain["low"] > 1:
+        return words + "it pays"
+    if gain["high"] is not None and gain["high"] < 1:
+        return words + "it makes it worse"
+    return words + "whether it pays is not sure, raise --samples"
 
 
 def recommendations(

@@ -45,10 +45,12 @@ def precision(report: Row) -> Iterable[Section]:
     if not plan:
         return
     formats = ", ".join(f"{name} for {count}" for name, count in plan["counts"].items())
+    bound = plan.get("prediction", {}).get("largest_standard_error")
+    error = "" if bound is None else f", standard error at most {bound:.2g}"
     told = (
         f"{plan['average_bits']:.2f} bits a weight on average ({plan['effective_bits']:.2f} with scales): {formats} of "
-        f"{len(plan['assignment'])} linears, chosen for the least predicted KL ({plan['predicted_kl']:.3g} nats). "
-        f"Carried out by rounding the weights, and measured on {plan['data']['samples']} samples that scored no format."
+        f"{len(plan['assignment'])} linears, chosen for the least predicted KL "
+        f"({plan['predicted_kl']:.3g} nats{error}). Carried out by rounding the weights, and measured on {plan['data']['samples']} samples that scored no format."
     )
     body = [
         (

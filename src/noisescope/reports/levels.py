@@ -233,8 +233,7 @@ def formats(report: Row) -> Iterable[Section]:
     )
     told = (
         "Predicted from the rounding error that each weight really has, and added up over the linears of all blocks; "
-        "above a few tenths of a nat only the order is to be trusted. noisescope plan precision mixes formats, and "
-        "measures."
+        "the order is to be trusted, the size only roughly. noisescope plan precision mixes formats, and measures."
     )
     head = ("format of every linear", "bits", "bits with scales", "KL predicted")
     yield Section("formats", "Number formats for the weights", (Paragraph(told), Table("formats", head, body)))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from noisescope.anatomy import ATTENTION, MODULE, Anatomy, Unit
-from noisescope.errors import NothingInjected
+from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.metrics import sketches
 from noisescope.probe.aims import CallWatcher, Context
 from noisescope.probe.door import PlainDoor
@@ -196,7 +199,18 @@ def _by_token(y: Tensor, shape: tuple[int, int], *, heads: bool) -> Tensor | Non
 
 def _written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
     """One file, and what it must look like when it is read."""
-    save_file(tensors, path, metadata)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+    with writing_into(path.parent):
+        save_file(tensors, path, metadata)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
+@contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """What the disk refuses (no space, no permission) is told as the user's to mend."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"can't write into {folder}: {reason}. Make room, or choose another with -o") from error

@@ -21,10 +21,10 @@ from noisescope.anatomy import Anatomy
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.metrics import sketches
 from noisescope.probe.door import unwrap
-from noisescope.record_format import FORMAT, VERSION, prompts_digest
+from noisescope.record_format import DESCRIPTION, FORMAT, UNFINISHED, VERSION, is_unfinished, prompts_digest
 from noisescope.runs.fingerprints import model_fingerprint
 from noisescope.runs.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_of
-from noisescope.runs.recorded_batch import Detail, Recording
+from noisescope.runs.recorded_batch import Detail, Recording, writing_into
 from noisescope.sites import Site
 
 
@@ -74,7 +74,7 @@ def write_record(
         "model": {**about.get("model", {}), "fingerprint": model_fingerprint(module)},
         "dtype": dtype_of(module),
         "detail": "full" if detail.full else "sketch",
-        "full_layers": sorted(detail.full_layers),
+        "full_layers": sorted(detail.full_layers.intersection(site.place for site in sites)),
         "sketch": {"seed": sketches.SEED, "version": sketches.VERSION},
         "prompts": ordered,
         "prompts_sha256": prompts_digest(ordered),
@@ -82,19 +82,20 @@ def write_record(
         "batches": written,
         "notes": sorted(notes),
     }
-    unfinished = target / "record.json.unfinished"
-    unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    unfinished.replace(target / "record.json")
+    with writing_into(target):
+        unfinished = target / UNFINISHED
+        unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        unfinished.replace(target / DESCRIPTION)
     return target
 
 
 def _new_folder(folder: str | Path) -> Path:
     target = Path(folder)
-    try:
+    with writing_into(target):
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())
-    except OSError as error:
-        raise InvalidInput(f"can't write into {folder}: {error.strerror or error}. Choose another with -o") from error
+    if is_unfinished(target):
+        raise InvalidInput(f"an unfinished record is in {folder}: remove it, or choose another with -o")
     if occupied:
         raise InvalidInput(f"{folder} is not empty: a record gets a folder of its own. Remove it, or choose another")
     return target

@@ -84,6 +84,18 @@ MIGRATION = record(
     }
 )
 
+PREDICTION = record(
+    {
+        "value": NUMBER,
+        "low": maybe(NUMBER),
+        "high": maybe(NUMBER),
+        "n": COUNT,
+        "level": NUMBER,
+        "largest_standard_error": maybe(NUMBER),
+        "scored_tokens": COUNT,
+    }
+)
+
 PRECISION_PLAN = record(
     {
         "method": TEXT,
@@ -116,5 +128,5 @@ PRECISION_PLAN = record(
         "notes": listed(TEXT),
         "note": TEXT,
     },
-    {"planned_share": maybe(NUMBER)},
+    {"planned_share": maybe(NUMBER), "prediction": PREDICTION},
 )
