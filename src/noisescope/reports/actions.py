@@ -50,7 +50,8 @@ def precision(report: Row) -> Iterable[Section]:
     told = (
         f"{plan['average_bits']:.2f} bits a weight on average ({plan['effective_bits']:.2f} with scales): {formats} of "
         f"{len(plan['assignment'])} linears, chosen for the least predicted KL "
-        f"({plan['predicted_kl']:.3g} nats{error}). Carried out by rounding the weights, and measured on {plan['data']['samples']} samples that scored no format."
+        f"({plan['predicted_kl']:.3g} nats{error}). Carried out by rounding the weights, and measured on "
+        f"{plan['data']['samples']} samples that scored no format."
     )
     body = [
         (
