@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from noisescope.locators.floors import Reference, number_format, rounded_once, sum_grain, sum_spread
-from noisescope.locators.judge import judge
+from noisescope.locators.judge import Judgement, judge
+from noisescope.locators.products import Rows
+from noisescope.locators.recompute import recompute
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -176,3 +179,26 @@ def test_it_says_what_it_could_have_seen():
     shifted = values + 1.3 * visible * ulp * values.sign()
     assert judged(shifted.bfloat16(), values).alarm
     assert visible < 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1e-3, 1e-2, 1.0])
+def test_roundings_that_lean_by_themselves_are_healthy(dtype, size):
+    """silu of a small number in 16 bits is always rounded to half of it."""
+    assert judged_silu(size, dtype).strength <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_toward_zero_is_no_such_lean(dtype):
+    """It goes beyond what correct rounding does."""
+    found = judged_silu(1.0, dtype, toward_zero=True)
+    assert found.strength > 1 and found.mean_ulp == pytest.approx(-0.5, abs=0.1)
+
+
+def judged_silu(size: float, dtype: torch.dtype, *, toward_zero: bool = False) -> Judgement:
+    x = (size * torch.randn(64, 48, generator=torch.Generator().manual_seed(0))).to(dtype)
+    y, true = F.silu(x), F.silu(x.double())
+    if toward_zero:
+        y = torch.where(y.double().abs() > true.abs(), torch.nextafter(y, torch.zeros_like(y)), y)
+    found = recompute("silu", F.silu, (x,), {}, y, Rows(64, 0))
+    return judge(found.y, found.reference)

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+import transformers
 
 import noisescope as ns
 from noisescope.anatomy import Unit
@@ -318,3 +319,22 @@ def test_a_linear_that_is_given_two_tensors_is_no_linear():
     verdict = ns.locate(model, method="relations")
     assert verdict.verdict != "faulty", verdict.suspects
     assert any("more than one tensor" in note for note in verdict.notes)
+
+
+def family(stem: str, **own: float) -> torch.nn.Module:
+    """A small random model of an architecture that is not among the tiny ones."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    config = getattr(transformers, f"{stem}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2, **own)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return getattr(transformers, f"{stem}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("stem", "own"), [("Granite", {"residual_multiplier": 0.22}), ("Olmo2", {}), ("Cohere", {})])
+def test_other_ways_to_add_and_to_turn_are_known(stem, own, dtype):
+    """Granite scales what it adds, OLMo2 and Cohere turn in float32: healthy ones are, and what is not is named."""
+    model = family(stem, **own).to(dtype)
+    assert ns.locate(model, method="audit").verdict == "healthy"
+    with ns.faulty(model, "bias", 2):
+        assert ns.locate(model, method="audit").suspects[0].site.place == 2

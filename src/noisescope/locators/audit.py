@@ -100,7 +100,7 @@ class Watch(PlainDoor):
         super().__init__(model, _with_parts(model, anatomy))
         self.ledger = ledger
         self.opened = opened
-        self.recorder = Recorder()
+        self.recorder = Recorder(model)
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         return Listener(self, unit, operator)

@@ -6,7 +6,8 @@ element       |e| beyond twice the limits of all roundings plus 7 standard devia
 non-finite    NaN or Inf on one side only
 rms           mean (e / sigma)^2 above 1.5, significantly: noise smaller than an ulp
 signed        mean error along the value's sign, or along +1, in ulps: a rounding mode, a small gain or offset; for the
-              whole output and for each channel. Healthy rounding leaves 0.01 to 0.02 ulp (density falls within a cell)
+              whole output and for each channel. Healthy sums leave 0.01 to 0.02 ulp (density falls within a cell); of
+              functions only what lies beyond one correct rounding counts
 bits          a bit that never changes in a channel where it should: a stuck bit, a short output path (stuck_bits.py)
 exact         any difference, where the relation is exact
 ============  ==================================================================================================
@@ -128,7 +129,7 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
         result.worst = max(result.worst, float(size.max()))
         result.worst_ulp = max(result.worst_ulp, float((size / ulp).max()))
         tolerances.append(_normal_tolerances(limit, ulp, finite.expand_as(ulp), form))
-        means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite.expand_as(ulp)[rows], by_row))
+        means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite.expand_as(ulp)[rows], by_row, y.dtype))
         result.looks += part.numel() + 2 * part.shape[1] + 4
     found = torch.cat(tolerances)
     result.visible_element = float(found.median()) if len(found) else 0.0
@@ -223,14 +224,21 @@ def _different_rows(y: Tensor, values: Tensor) -> Tensor | slice:
     return slice(None) if len(found) == len(y) else torch.tensor(found)
 
 
-def _sums(error: Tensor, reference: Reference, ulp: Tensor, finite: Tensor, by_row: Tensor) -> Tensor:
-    """The fields of `Means` for some columns; the first two are added up in `by_row` [2, R] as well."""
+def _sums(
+    error: Tensor, reference: Reference, ulp: Tensor, finite: Tensor, by_row: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The fields of `Means` for some columns; the first two are added up in `by_row` [2, R] as well.
+
+    One correct rounding of a function of numbers with few bits may lean: silu(x) = x / 2 + x^2 / 4 + ... of a small x
+    in 16 bits is always rounded to x / 2. So means are those of what lies beyond it. Errors of long sums are their own.
+    """
     variance = reference.variance
     finite = finite & (variance > 0)
     if not bool(finite.all()):
         variance = torch.where(finite, variance, torch.inf)
     lever = ulp / variance
-    along = lever * error
+    beyond = error if reference.sums else error - (reference.values.to(dtype).double() - reference.values)
+    along = lever * beyond if bool(finite.all()) else torch.where(finite, lever * beyond, 0.0)
     signed = torch.where(reference.values < 0, -along, along)
     by_row[0] += signed.sum(1)
     by_row[1] += along.sum(1)

@@ -1,16 +1,17 @@
 """The residual adds of a block, replayed bit for bit.
 
 Pre-norm, post-norm and parallel blocks add different tensors: a block's output, and the input of each norm in it, is
-sought among the sums of up to three tensors that its modules gave (forms.py).
+sought among the sums of up to three tensors that its modules gave, or a number that it holds times one (forms.py).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noisescope.anatomy import Unit
 from noisescope.locators.forms import Block, Form, Forms
@@ -23,7 +24,8 @@ _MOST_ELEMENTS = 1 << 23  # of one tensor; more rows than that are thinned out
 class Recorder:
     """Collects what the modules of the block that runs now are given and give, as it was then: blocks add in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._modules = {} if model is None else dict(model.named_modules())
         self._events: list[tuple[str, Tensor, bool]] = []  # module, tensor, whether it was given to the module
 
     def clear(self) -> None:
@@ -39,7 +41,7 @@ class Recorder:
         """The block that has just run, from x to y."""
         width, size = y.shape[-1], y.numel()
         step = max(1, -(-size // _MOST_ELEMENTS))
-        found = Block(unit, order)
+        found, factors = Block(unit, order), _factors(self._modules.get(unit.module))
 
         def rows(tensor: Tensor) -> Tensor:
             return on_host(tensor.reshape(-1, width)[::step])
@@ -54,8 +56,15 @@ class Recorder:
             if given:  # to a norm: a sum itself, and a term of what follows
                 found.targets[role], found.known_before[role] = rows(tensor), len(found.terms)
             found.terms[role] = rows(tensor)
+            found.terms |= {f"{factor} x {role}": found.terms[role] * factor for factor in factors}
         found.targets[OUT], found.known_before[OUT] = rows(y), len(found.terms)
         return found
+
+
+def _factors(block: nn.Module | None) -> list[float]:
+    """Numbers that a block holds and may multiply by before it adds, as Granite's residual_multiplier."""
+    held = [] if block is None else [value for value in vars(block).values() if isinstance(value, float)]
+    return sorted(value for value in set(held) if math.isfinite(value) and value not in (0.0, 1.0))
 
 
 class Residuals(Forms):

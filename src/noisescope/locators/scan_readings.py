@@ -98,7 +98,7 @@ class Scanner(Door):
         self.readings = Readings()
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._residuals = Residuals()
-        self._recorder = Recorder()
+        self._recorder = Recorder(model)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # x and y [R, C] of the first run of a batch
         self._seen: set[int] = set()
         self._first = True

@@ -7,7 +7,7 @@ them leads to an operator's input is found as the sums of a block are (forms.py)
     ("same", slice)    ("product", slice, slice)    ("heads", slice, "half", 3)
 
 A slice is a role and n: the n-th part of that term, as wide as the operation needs it. "heads" are turned by the angles
-(in one of two styles, or "" for not at all) and each repeated so many times.
+(in one of the styles, or "" for not at all) and each repeated so many times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Slice = tuple[str, int]
 MOST_ROWS = 256  # of a tensor that are looked at
 _NEAR = 2**-4  # relative: far beyond any format's rounding, and never met by nine of ten unrelated numbers
 _COS, _SIN = "cos", "sin"
-_STYLES = ("half", "pairs")  # x_i turns with x_(i + D/2), as in Llama, or x_2i with x_(2i+1), as in Cohere
+_WIDE = " in float32"
+# x_i turns with x_(i + D/2), as in Llama, or x_2i with x_(2i+1), as in Cohere; there in float32, and back
+_STYLES = tuple(style + width for width in ("", _WIDE) for style in ("half", "pairs"))
 
 
 class Seams(Forms):
@@ -169,14 +171,16 @@ def _slice(block: Block, target: str, part: Slice, width: int | None, rows: slic
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """x [R, H, D] by the angles of its rows [R, D' <= D], as x cos + turn(x) sin in x's own dtype."""
-    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    if style == "half":
+    """x [R, H, D] by the angles of its rows [R, D' <= D], as x cos + turn(x) sin."""
+    wide = x.float() if style.endswith(_WIDE) else x
+    turning, rest = wide[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if style.startswith("half"):
         first, second = turning.chunk(2, -1)
         across = torch.cat([-second, first], -1)
     else:
         across = torch.stack([-turning[..., 1::2], turning[..., ::2]], -1).flatten(-2)
-    return torch.cat([turning * cos[:, None] + across * sin[:, None], rest], -1)
+    made = turning * cos[:, None] + across * sin[:, None]
+    return torch.cat([made.to(x.dtype) if style.endswith(_WIDE) else made, rest], -1)
 
 
 def _rows(x: Tensor, *, heads: bool) -> Tensor | None:
