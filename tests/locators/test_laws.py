@@ -16,6 +16,7 @@ from noisescope.locators.laws.examined import Facts
 from noisescope.locators.laws.linear import Linear, examine
 from noisescope.locators.laws.readings import Reading, exact, floored, period, worse
 from noisescope.locators.laws.roundoff import combination, mean_square_limit, squares_from_split, truncation_share
+from noisescope.locators.laws.suspects import look_closer
 from noisescope.sites import Site
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,6 +127,48 @@ def test_ties_at_the_top_are_seen():
     assert statistics.look(normal(64, 96).clamp(-2, 2).float()).clear_ties
 
 
+def alike(dtype: torch.dtype, *, massive: float = 1.0) -> torch.Tensor:
+    """One row 48 times, but for one or two spacings of the dtype; its largest channel tie in four places."""
+    row = normal(1, 96)
+    row[:, :4], row[:, 50] = 4.0, 2.5 * massive
+    u = torch.finfo(dtype).eps
+    return (row * (1 + u * normal(48, 96, seed=1))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("massive", [1.0, 100.0])
+def test_rows_alike_but_for_roundings_have_no_statistics(dtype, massive):
+    """Channels that are constant, and numbers that tie, in copies of one row say nothing; a channel of zeros does."""
+    y = alike(dtype, massive=massive)
+    y[:, 7] = y[0, 7]
+    seen = statistics.look(y)
+    assert not seen.dead and not seen.clear_ties and not seen.gap
+    y[:, 7] = 0
+    assert statistics.look(y).dead == (7,)
+
+
+def test_numbers_under_the_normal_range_have_no_statistics():
+    """A few spacings of float16's smallest number are zeros, ties and constants for a good reason; 2^-14 is none."""
+    y = normal(64, 96)
+    seen = statistics.look((y * 2.0**-23).half())
+    assert not seen.dead and not seen.clear_ties and not seen.gap
+    flushed = torch.where(y.abs() < 0.1, 0.0, y) * 10 * 2.0**-14
+    assert statistics.look(flushed.half()).gap == pytest.approx(2.0**-14, rel=0.05)
+
+
+def test_copies_are_elements_that_another_row_of_the_channel_has():
+    """All outputs must be the same, in the same channel; the first of them is no copy."""
+    a = torch.tensor([[1.0, 2.0], [1.0, 1.0], [1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    b = torch.tensor([[5.0, 5.0], [5.0, 5.0], [6.0, 5.0], [5.0, 5.0]], dtype=torch.float64)
+    assert statistics.copies([a, b]).tolist() == [[False, False], [True, False], [False, True], [False, False]]
+
+
+def test_many_rows_of_short_numbers_are_not_all_copies():
+    """bfloat16 has few numbers, so that late rows hold little new; early ones do."""
+    new = ~statistics.copies([normal(4096, 64).bfloat16().double()])
+    assert bool((new[:100].double().mean(-1) > 0.5).all())
+
+
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(
     seed=st.integers(0, 10**6),
@@ -141,6 +184,21 @@ def test_a_healthy_linear_keeps_its_laws(seed, terms, massive, dtype):
     x = (x / max(1.0, float(x.abs().max()) / 2000)).to(dtype)
     found, _ = examine(Linear(lambda z: torch.nn.functional.linear(z, weight), x, terms), None)
     assert not found.broken, [str(reading) for reading in found.readings if reading.broken]
+
+
+def test_inputs_that_neither_double_nor_halve_keep_the_other_laws():
+    """float16 with a massive and a tiny number: R17 is told as skipped, an offset still breaks R7."""
+    x = normal(24, 64).half()
+    x[:, 0], x[:, 1] = 30000.0, 3 * 2.0**-24
+    weight = (normal(40, 64, seed=1) / 8).half()
+    for offset, broken in ((0.0, False), (100.0, True)):
+        linear = Linear(lambda z, added=offset: torch.nn.functional.linear(z, weight) + added, x, 64)
+        found, base = examine(linear, None)
+        assert any(text.startswith("R17") for text in found.skipped)
+        assert {reading.law: reading.broken for reading in found.readings}["R7"] is broken
+        if broken:
+            look_closer(linear, base, found)
+    assert "R17" not in {reading.law for reading in found.readings}
 
 
 @pytest.mark.parametrize("massive", [1.0, 100.0])

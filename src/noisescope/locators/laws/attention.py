@@ -71,14 +71,18 @@ class Attention:
         """Whether a mask shuts out all keys of some query."""
         if self.mask is None:
             return False
-        shut = ~self.mask if self.mask.dtype == torch.bool else self.mask < _SHUT
-        return bool(shut.all(-1).any())
+        return bool(shut_out(self.mask).all(-1).any())
 
     def read(self, q: Tensor, k: Tensor) -> Tensor:
         """Probabilities [B, H, T, n] of n <= D keys without a mask, by V = I."""
         eye = torch.eye(k.shape[-2], self.v.shape[-1], dtype=q.dtype, device=q.device)
         value = eye.expand(*k.shape[:-1], -1).contiguous()
         return self(q=q, k=k, v=value, mask=None, causal=False)[..., : k.shape[-2]]
+
+
+def shut_out(mask: Tensor) -> Tensor:
+    """Where a mask lets a query see nothing of a key: False in a mask of bools, a very low number in another."""
+    return ~mask if mask.dtype == torch.bool else mask < _SHUT
 
 
 def examine(heard: Heard) -> Examined:
@@ -221,8 +225,7 @@ def _later_keys(call: Attention, y: Tensor, found: Examined) -> None:
         blind = torch.arange(length) < late
         blind = blind.expand(*call.q.shape[:2], -1)
     elif call.mask is not None:
-        shut = ~call.mask if call.mask.dtype == torch.bool else call.mask < _SHUT
-        blind = shut.expand(*call.q.shape[:2], length, total)[..., late:].all(-1).cpu()
+        blind = shut_out(call.mask).expand(*call.q.shape[:2], length, total)[..., late:].all(-1).cpu()
     else:
         return
     seen = (y.detach().cpu() != 0).any(-1)

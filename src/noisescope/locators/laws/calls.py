@@ -143,7 +143,7 @@ def biases(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     """Every bias in a module, with zeros to stand in for it: laws such as f(0) = 0 then hold for biased modules too."""
     found = []
     for part in module.modules():
-        for name in ("bias", "in_proj_bias"):
+        for name in ("bias", "in_proj_bias", "bias_k", "bias_v"):
             bias = part._parameters.get(name)
             if bias is not None and not bias.is_meta:
                 found.append((part, name, torch.zeros_like(bias, requires_grad=False)))

@@ -20,6 +20,7 @@ from noisescope.locators.laws import statistics
 from noisescope.locators.laws.examined import Examined
 from noisescope.locators.laws.readings import Reading, exact, floored, host, looked_at, rms, same_bits
 from noisescope.locators.laws.roundoff import (
+    Floor,
     combination,
     mean_square_limit,
     squares_from_split,
@@ -84,7 +85,10 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[Examined, Tensor]:
         found.readings.append(exact("R1", host(repeat)[rows].double(), b, round_off=floor))
         got = host(scaled)[rows].double() / -factor
         # Stands for R7 as well until it breaks.
-        found.readings.append(exact("R17", got, b, allowed=allowed(b, base.dtype), round_off=floor))
+        law = "R7" if factor == 1 else "R17"
+        found.readings.append(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
+        if factor == 1:
+            found.skipped.append("R17: inputs so large and so small that neither twice nor half of them fits the dtype")
         found.readings.append(exact("R8", host(zero).double(), torch.zeros_like(host(zero).double()), scale=size))
         if nan is not None:
             _nan_passes(host(nan).double(), found)
@@ -105,9 +109,11 @@ def random_half(x: Tensor, seed: int) -> Tensor:
 
 
 def scale_factor(x: Tensor, y: Tensor) -> float:
-    """2, or 1/2 where twice the numbers would not fit the dtype (float16)."""
+    """2, or 1/2 where twice the numbers would not fit the dtype (float16), or 1 where halves would lose bits."""
     largest = max(float(x.abs().nan_to_num(0.0).max()), float(y.abs().nan_to_num(0.0, posinf=0.0).max()))
-    return 2.0 if 2.5 * largest < torch.finfo(y.dtype).max else 0.5
+    if 2.5 * largest < torch.finfo(y.dtype).max:
+        return 2.0
+    return 0.5 if bool((x / 2 * 2 == x).all()) else 1.0
 
 
 def allowed(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,27 +186,48 @@ def _additivity(linear: Linear, base: Tensor, first: Tensor, second: Tensor, whe
     floor = combination(outputs, [here / 2, here / 2, here], linear.terms, base.dtype, short=here)
     error, scale = a + b - y, max(rms(y), 1e-300)
     reading = floored("R18", error, floor.limit, scale)
-    usable = error.isfinite() & (floor.variance > 0)
+    usable = error.isfinite() & (floor.variance > 0) & _full_precision(outputs, base.dtype)
     if bool(usable.any()):
-        clean = torch.where(usable, error, 0.0)
-        square = float((clean.square() / floor.variance)[usable].mean())
-        limit = mean_square_limit(int(usable.sum()))
-        share, uncertainty = truncation_share(clean, outputs, [1, 1, -1], floor, base.dtype)
-        by_share = (abs(share) - Z_MEAN * uncertainty) / _TRUNCATES
+        means = _Means.of(error, outputs, floor, usable, base.dtype)
+        if means.strength > 1:  # a sort that only a suspect pays for
+            means = _Means.of(error, outputs, floor, usable & ~statistics.copies(outputs), base.dtype)
         reading = replace(
-            reading,
-            strength=max(reading.strength, math.sqrt(square / limit), by_share),
-            floor=math.sqrt(limit * float(floor.variance[usable].mean())) / scale,
+            reading, strength=max(reading.strength, means.strength), floor=math.sqrt(means.visible) / scale
         )
-        found.facts.truncates = share if abs(share) > Z_MEAN * uncertainty else 0.0
-        found.facts.mean_square = square
-        found.facts.additivity = (clean, outputs)
+        found.facts.truncates = means.truncates
+        found.facts.mean_square = means.square
+        found.facts.additivity = (torch.where(usable, error, 0.0), outputs)
     found.readings.append(reading)
     if reading.broken:
         bad = ~(error.abs() <= floor.limit)
         found.facts.at_top = _at_top(bad, outputs, error)
         found.facts.few = float(bad.double().mean()) < 0.02 and reading.strength > 4
     return squares
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What R18 says on average, where single errors are within their limits."""
+
+    strength: float
+    square: float  # of the error, in variances of healthy round-off
+    truncates: float  # share of it that looks like rounding toward zero; 0 where that may be chance
+    visible: float  # mean square that would have broken the law
+
+    @classmethod
+    def of(cls, error: Tensor, outputs: list[Tensor], floor: Floor, usable: Tensor, dtype: torch.dtype) -> _Means:
+        error, variance = error[usable], floor.variance[usable]
+        own = Floor(floor.limit[usable], variance)
+        square, limit = float((error.square() / variance).mean()), mean_square_limit(len(error))
+        share, uncertainty = truncation_share(error, [values[usable] for values in outputs], [1, 1, -1], own, dtype)
+        by_share = (abs(share) - Z_MEAN * uncertainty) / _TRUNCATES
+        truncates = share if abs(share) > Z_MEAN * uncertainty else 0.0
+        return cls(max(math.sqrt(square / limit), by_share), square, truncates, limit * float(variance.mean()))
+
+
+def _full_precision(outputs: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Elements in the normal range: under it a number has few bits, and its rounding leans toward zero."""
+    return torch.stack(outputs).abs().amin(0) >= 2.0 ** number_format(dtype).least
 
 
 def _at_top(bad: Tensor, outputs: list[Tensor], error: Tensor) -> str:

@@ -188,8 +188,10 @@ def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
     reading = floored(law, values - expected, limit, rms(expected))
     energy = expected.square().sum(-1)
     factor = torch.where(energy > 0, (values * expected).sum(-1) / energy.clamp_min(1e-300) - 1, 0.0)
-    few = expected.pow(4).sum(-1).sqrt() / energy.clamp_min(1e-300)  # 1 / sqrt(number of elements that matter)
-    floor = Z_ELEMENT * number_format(dtype).u * few  # two roundings and those of the gains: below u together
+    form = number_format(dtype)
+    rounded = expected.abs().clamp_min(2.0**form.least)  # under the normal range roundings get no smaller
+    few = (expected * rounded).square().sum(-1).sqrt() / energy.clamp_min(1e-300)  # 1 / sqrt(elements that matter)
+    floor = Z_ELEMENT * form.u * few  # two roundings and those of the gains: below u together
     floor = floor + WORK_ROUNDOFF * (16 + math.sqrt(n.shape[-1]))
     strength = float((factor.abs() / floor).nan_to_num(math.inf).max())
     if strength <= reading.strength:
@@ -205,8 +207,9 @@ def _stored_gains(heard: Heard, gains: Tensor, n: Tensor, dtype: torch.dtype, fo
     if not isinstance(weight, Tensor) or weight.numel() != gains.numel() or formula is None:
         return gains
     stored = host(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
-    gains = torch.where((n != 0).any(0), gains, stored)  # an input that is always 0 says nothing of its gain
     form, u = number_format(dtype), WORK_ROUNDOFF
+    # An input that is always 0 says nothing of its gain, nor does an output with few bits.
+    gains = torch.where((n != 0).any(0) & ((stored * n).abs().amax(0) >= 2.0**form.least), gains, stored)
     limit = (8 * form.u + u * (16 + math.sqrt(gains.numel()))) * stored.abs() + 1e-30
     reading = floored("R27", (gains - stored)[None], limit[None], rms(stored))
     slope = float((gains * stored).sum() / stored.square().sum().clamp_min(1e-300)) - 1

@@ -95,13 +95,13 @@ class Stations:
             self.recorder.got(heard.unit.module, heard.x)
         self.recorder.gave(heard.unit.module, heard.output)
 
-    def _can_judge(self, heard: Heard, *, room: float = 4.0) -> bool:
-        """Whether the input is finite, and not so large that a healthy module overflows."""
+    def _can_judge(self, heard: Heard, *others: Tensor, room: float = 4.0) -> bool:
+        """Whether the input, and what else it meets, is finite and not so large that a healthy module overflows."""
         x = heard.x
         if x is None or heard.output is None or not x.is_floating_point() or x.numel() == 0:
             return False
         largest = min(torch.finfo(t.dtype).max for t in (x, heard.output))  # unlike under autocast
-        if float(x.detach().abs().max()) < min(_HUGE, largest / room):
+        if all(float(t.detach().abs().max()) < min(_HUGE, largest / room) for t in (x, *others)):
             return True
         self.add(heard, Examined(skipped=[_TOO_LARGE]))
         return False
@@ -214,23 +214,30 @@ class Stations:
         if added and isinstance(args[0], Tensor):
             args[0] = torch.zeros_like(args[0])
         x = args[added] if len(args) > added else None
-        if not self._can_judge(heard) or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
+        factors = [arg for arg in heard.args if isinstance(arg, Tensor) and arg.is_floating_point()]
+        if not self._can_judge(heard, *factors) or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
             return
         if name in ("einsum", "__rmatmul__"):
             self.add(heard, Examined(skipped=[f"laws of products: {name}"]))
+            return
+        y = heard.tensors[1]
+        if y.dim() < x.dim() or y.shape[-2] != x.shape[-2]:
+            self.add(heard, Examined(skipped=["laws of products: a matrix times a vector"]))
             return
         plain, biased = unbiased(replace(heard, args=tuple(args)))
 
         def call(z: Tensor) -> Tensor:
             if not added:
                 return plain(z)
-            y: Tensor = heard.call(*(z if arg is x else arg for arg in args), **heard.kwargs)
-            return y
+            out: Tensor = heard.call(*(z if arg is x else arg for arg in args), **heard.kwargs)
+            return out
 
         # Rows of a plain linear are free; those of grouped products belong to an expert, of a batch to its matrix.
-        given = as_multiplied(x, heard.tensors[1])
+        # A matrix that meets a batch of others (Mamba's) is given once for each.
+        given = as_multiplied(x, y)
+        given = given if y.dim() == x.dim() else given.expand(*y.shape[:-2], -1, -1)
         own = linear.Linear(call, given, x.shape[-1], free_rows=name == "linear")
-        found, base = linear.examine(own, heard.output if given is x and not (biased or added) else None)
+        found, base = linear.examine(own, y if given is x and not (biased or added) else None)
         if found.broken:
             look_closer(own, base, found)
         self.add(heard, found)

@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.locators.floors import INTEGERS, as_judged, number_format
+from noisescope.locators.floors import INTEGERS, Format, as_judged, number_format
 from noisescope.locators.laws.readings import Reading, columns, rms
 
 _CELLS = 40  # different settings of the higher bits under which a bit must stay the same: 2^-39 by chance
 _CONSTANT = 0.995
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # a multiplier that spreads bits (the golden ratio, as Knuth's hashes have it)
 _SAMPLE = 1024
 _DIFFERENT = 4  # rows that must differ before a constant channel says anything
+# Spacings of the format that channels must spread over before equal numbers say anything: rows that are alike but for a
+# few roundings (one token repeated), or numbers near the smallest, are equal for a good reason.
+_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,21 @@ def different_rows(x: Tensor) -> Tensor:
     return torch.tensor(list(seen.values()), dtype=torch.long)
 
 
+def copies(outputs: list[Tensor]) -> Tensor:
+    """Elements that say again what an earlier row of their channel said, of outputs [R, C].
+
+    Rows may be alike (one token repeated) but for a few roundings. Where all outputs of an element are the same
+    numbers, so are their rounding errors: a mean over them is no surer than one of them.
+    """
+    keys = torch.zeros_like(outputs[0], dtype=torch.int64)
+    for values in outputs:
+        keys = keys * _ODD + values.contiguous().view(torch.int64)  # a hash: it wraps
+    ordered, order = keys.sort(dim=0, stable=True)
+    again = torch.zeros_like(keys, dtype=torch.bool)
+    again[1:] = ordered[1:] == ordered[:-1]
+    return torch.zeros_like(again).scatter_(0, order, again)
+
+
 def look(y: Tensor) -> Statistics:
     """Statistics of an output [R, C] in its own dtype, rows all different, no bias added."""
     y = as_judged(y)
@@ -53,10 +72,11 @@ def look(y: Tensor) -> Statistics:
     y, values = y[usable], values[usable]
     if len(y) < 2:
         return Statistics()
-    dead = _dead(values)
+    form = number_format(y.dtype)
+    dead = _dead(values, form)
     stuck, stuck_channels = _stuck_bits(y, values, dead)
-    gap, share, gap_channels = _gap(values, dead)
-    limit, ties, clear = _ties(values)
+    gap, share, gap_channels = _gap(values, dead, form)
+    limit, ties, clear = _ties(values, form)
     return Statistics(stuck, stuck_channels, dead, gap, share, gap_channels, limit, ties, clear)
 
 
@@ -82,11 +102,18 @@ def reading(found: Statistics, y: Tensor) -> Reading:
     return Reading("R24", strength, size, 0.0, share, channels, y.numel(), words="; ".join(told))
 
 
-def _dead(values: Tensor) -> tuple[int, ...]:
+def _spread(values: Tensor) -> float:
+    """How far the numbers of a typical channel lie apart."""
+    return float(values.std(0).median())
+
+
+def _dead(values: Tensor, form: Format) -> tuple[int, ...]:
     """Channels with one number in all rows, where fewer than half of the channels are so."""
     if len(values) < _DIFFERENT:
         return ()
     constant = (values == values[:1]).all(0)
+    if bool(constant.any()):
+        constant &= _spread(values) >= _STEPS * form.ulp(values[0])
     return tuple(constant.nonzero().flatten().tolist()) if int(constant.sum()) * 2 <= constant.numel() else ()
 
 
@@ -144,7 +171,7 @@ def _different(cells: Tensor) -> Tensor:
     return (ordered[1:] != ordered[:-1]).sum(0) + 1
 
 
-def _gap(values: Tensor, dead: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+def _gap(values: Tensor, dead: tuple[int, ...], form: Format) -> tuple[float, float, tuple[int, ...]]:
     """Zeros where the density of numbers says there should be small ones."""
     zero = values == 0
     zero[:, list(dead)] = False
@@ -160,12 +187,13 @@ def _gap(values: Tensor, dead: tuple[int, ...]) -> tuple[float, float, tuple[int
         smallest = float(size.min())
         near = int((size <= 2 * smallest).sum())
         # Density is highest round 0, so the gap (0, s) lacks about as many numbers as (s, 2 s) has.
-        if near >= 4 and 0.25 * near <= zeros <= 64 * near:
+        # Numbers under the normal range fill it; what is between them and 0 is the rounding of the format.
+        if smallest >= 2.0**form.least and near >= 4 and 0.25 * near <= zeros <= 64 * near:
             return smallest, zeros / values.numel(), columns(zero)
     return 0.0, 0.0, ()
 
 
-def _ties(values: Tensor) -> tuple[float, int, bool]:
+def _ties(values: Tensor, form: Format) -> tuple[float, int, bool]:
     """Numbers that are exactly as large as the largest, of one sign or both."""
     best = (0.0, 0, False)
     for side in (values, -values, values.abs()):
@@ -179,4 +207,7 @@ def _ties(values: Tensor) -> tuple[float, int, bool]:
             # A sixteenth below the top holds 8 numbers of bfloat16 or more: none may have more than they have together.
             clear = ties >= 8 and int(at.any(0).sum()) >= 3 and ties > near
             best = (top, ties, clear)
-    return best
+    top, ties, clear = best
+    spacing = float(form.ulp(torch.tensor([top], dtype=torch.float64)))
+    normal = top >= 2.0**form.least
+    return top, ties, clear and normal and _spread(values) >= _STEPS * spacing

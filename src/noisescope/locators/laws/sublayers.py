@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.locators.floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
+from noisescope.locators.laws.attention import shut_out
 from noisescope.locators.laws.calls import Heard, biases, parameters_replaced
 from noisescope.locators.laws.examined import Examined
 from noisescope.locators.laws.readings import Reading, exact, floored, host, rms
 from noisescope.locators.laws.roundoff import squares_from_split
+from noisescope.locators.recognise import activation_formula
 from noisescope.locators.recompute import host_arithmetic
 
 _CROSS = ("key_value_states", "encoder_hidden_states")
@@ -43,6 +45,10 @@ def examine_attention(heard: Heard, rotary: Rotary, *, causal: bool) -> Examined
     if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
         found.skipped.append("attention sub-layer laws: its input has not the shape [batch, 3 tokens or more, width]")
         return found
+    looking = _looking(heard, x)
+    if not bool(looking.any()):
+        found.skipped.append("attention sub-layer laws: a mask shuts out every token")
+        return found
     zeros = biases(heard.callee)
     plain = heard if isinstance(heard.callee, nn.MultiheadAttention) else heard.alone()
 
@@ -50,45 +56,84 @@ def examine_attention(heard: Heard, rotary: Rotary, *, causal: bool) -> Examined
         with parameters_replaced(zeros):
             return plain.again(z, **changed)
 
+    def without_sinks(z: Tensor) -> Tensor:
+        with parameters_replaced(_shut_sinks(heard.callee)):
+            return call(z)
+
     base = call(x) if zeros or (plain is not heard and heard.adds) else y
     minus, zero = call(-x), call(torch.zeros_like(x))
     with host_arithmetic():
-        b = host(base).double()
+        b, odd, null = (_rows(t, looking) for t in (base, minus, zero))
         u, scale = number_format(y.dtype).u, rms(b)
         limit = _LOOSE * u * (b.abs() + scale)
-        found.readings.append(exact("R7", host(minus).double(), -b, round_off=limit))
-        found.readings.append(exact("R8", host(zero).double(), torch.zeros_like(host(zero).double()), scale=scale))
-    found.readings.append(_repeated_token(call, x))
+        found.readings.append(exact("R7", odd, -b, round_off=limit))
+        found.readings.append(exact("R8", null, torch.zeros_like(null), scale=scale))
+    if _own_keys(heard.callee):
+        found.skipped.append("R10: the module adds keys of its own, which take a share")
+    else:
+        found.readings.append(_repeated_token(without_sinks, x, looking))
     if causal:
-        found.readings.append(_later_tokens(call, x, base))
+        found.readings.append(_later_tokens(call, x, base, looking))
     shifted = rotary.shifted(heard.kwargs.get("position_embeddings"))
     if shifted is not None:
         found.readings.append(_positions(call, x, base, heard.kwargs["position_embeddings"], *shifted))
     return found
 
 
-def _repeated_token(call: Again, x: Tensor) -> Reading:
+def _looking(heard: Heard, x: Tensor) -> Tensor:
+    """Tokens [B, T] that may look at something: what padding gives, which looks nowhere, is anybody's guess."""
+    looking = torch.ones(x.shape[:2], dtype=torch.bool)
+    for value in (*heard.args, *heard.kwargs.values()):
+        # [B, H, T, S], B and H perhaps 1
+        if isinstance(value, Tensor) and value.dim() == 4 and value.shape[::2] in ((1, x.shape[1]), x.shape[:2]):
+            looking &= ~shut_out(value).all(-1).all(1).cpu()
+    padding = heard.kwargs.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.shape == x.shape[:2] and not padding.is_floating_point():  # 1 and 0
+        looking &= (padding != 0).cpu()
+    return looking
+
+
+def _rows(t: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen tokens of [B, T, C] on the host, [R, C]."""
+    return host(t)[chosen.flatten()].double()
+
+
+def _own_keys(module: nn.Module) -> bool:
+    """Whether every token also looks at a key that is no token."""
+    return getattr(module, "bias_k", None) is not None or bool(getattr(module, "add_zero_attn", False))
+
+
+def _shut_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Learned sinks, scores [H] of a key without a value, and numbers so low that they take no share."""
+    sinks = module._parameters.get("sinks")
+    lowest = None if sinks is None else torch.full_like(sinks, torch.finfo(sinks.dtype).min, requires_grad=False)
+    return [] if lowest is None else [(module, "sinks", lowest)]
+
+
+def _repeated_token(call: Again, x: Tensor, looking: Tensor) -> Reading:
     """R10."""
     one = x[:, 1:2].expand_as(x).contiguous()
     out = call(one)
     same, u = out.detach().cpu().double(), number_format(out.dtype).u
-    error, size = (same - same[:, :1]).flatten(0, 1), rms(same)
+    first = same[torch.arange(len(same)), looking.int().argmax(1)]  # of each sequence, [B, C]
+    error, size = _rows(same - first[:, None], looking), rms(_rows(same, looking))
     limit = _LOOSE * u * size
     if float(error.abs().max()) > limit:
         # One rounding of the input is as good a measure as any of what one rounding of a probability costs.
-        limit += _LOOSE * rms(call(_jitter(one, u)).detach().cpu().double() - same)
+        limit += _LOOSE * rms(_rows(call(_jitter(one, u)), looking) - _rows(same, looking))
     return floored("R10", error, torch.full_like(error, limit) + 2.0**-60, size)
 
 
-def _later_tokens(call: Again, x: Tensor, base: Tensor) -> Reading:
+def _later_tokens(call: Again, x: Tensor, base: Tensor, looking: Tensor) -> Reading:
     """R4."""
     late = x.shape[1] - x.shape[1] // 3
     changed = x.clone()
     changed[:, late:] = -2 * x[:, late:].flip(-1)
-    ahead, kept = (t.detach().cpu().double()[:, :late] for t in (call(changed), base))
+    early = looking & (torch.arange(x.shape[1]) < late)
+    ahead, kept = (_rows(t, early) for t in (call(changed), base))
     u = number_format(base.dtype).u
     limit = _LOOSE * u * (kept.square().mean(-1, keepdim=True).sqrt() + kept.abs())
-    return floored("R4", (ahead - kept).flatten(0, 1), limit.flatten(0, 1), rms(kept))
+    return floored("R4", ahead - kept, limit, rms(kept))
 
 
 def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> Reading:
@@ -119,6 +164,10 @@ def examine_mlp(heard: Heard, parts: dict[str, Tensor]) -> Examined:
     if down is None or gate is None:
         found.skipped.append("R16: an MLP of another form than down(act(gate) up) or down(act(up))")
         return found
+    others = [child for name, child in children.items() if name not in parts and not isinstance(child, nn.Dropout)]
+    if len(others) != 1 or not _halves_its_input(others[0]):
+        found.skipped.append("R16: the MLP's activation is not known to be one with a(z) - a(-z) = z")
+        return found
     if biases(heard.callee) or heard.adds:
         found.skipped.append("R16: the MLP adds biases or a residual")
         return found
@@ -144,6 +193,11 @@ def examine_mlp(heard: Heard, parts: dict[str, Tensor]) -> Examined:
         limit = Z_ELEMENT * deviation + 2 * (form.ulp(a) + form.ulp(b) + form.ulp(e))
         found.readings.append(floored("R16", error, limit, rms(a)))
     return found
+
+
+def _halves_its_input(activation: nn.Module) -> bool:
+    """Whether a(z) - a(-z) = z: relu, and the formulas known, all z g(z) with g(z) + g(-z) = 1."""
+    return isinstance(activation, nn.ReLU) or activation_formula(activation) is not None
 
 
 def _roles(names: list[str], parts: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, str | None]:

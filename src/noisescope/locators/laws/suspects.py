@@ -66,9 +66,9 @@ def look_closer(linear: Linear, base: Tensor, found: Examined) -> None:
     with host_arithmetic():
         rows = looked_at(base)
         y = steady[rows]
-        both = next(r for r in found.readings if r.law == "R17")  # f(-2 x): now each law by itself
+        both = next(r for r in found.readings if r.law in ("R17", "R7"))  # f(-2 x): now each law by itself
         found.readings.remove(both)
-        for law, out, sign in (("R17", double, factor), ("R7", minus, -1.0)):
+        for law, out, sign in ((both.law, double, factor), ("R7", minus, -1.0)):
             reading = exact(law, host(out)[rows].double() / sign, y, allowed=allowed(y, base.dtype))
             found.readings.append(replace(both, law=law) if facts.random else reading)
         seen, odd, null = (linear.view(t).double() for t in (again, minus, zero))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from noisescope.locators import products
 from noisescope.locators.checksums import BLOCK, checksums
 from noisescope.locators.floors import Z_ELEMENT, shortened
+from noisescope.locators.laws import statistics
 from noisescope.locators.laws.calls import Heard, parameters_replaced, unbiased
 from noisescope.locators.laws.examined import Examined
 from noisescope.locators.laws.readings import Reading, columns, differing, exact, floored, host, looked_at, rms
@@ -21,6 +22,7 @@ from noisescope.locators.laws.roundoff import combination, mean_square_limit
 from noisescope.locators.recompute import host_arithmetic
 
 _SEED = 21
+_FEWEST = 32  # checksums in a mean: what its limit is derived for (roundoff.MEAN_SQUARE)
 _READ_BACK = 4096  # columns that are read back at most
 
 
@@ -53,13 +55,21 @@ def freivalds(heard: Heard, found: Examined) -> None:
         a, y = products.as_multiplied(host(x)[rows], out), host(out)[rows]
         signs = products.Rows(len(rows), _SEED).signs(len(weight))
         sums = checksums(a, products.as_multiplied(weight, out), None, y, signs, shortened(out))
-        square, limit = float(sums.z.square().mean()), mean_square_limit(sums.z.numel())
-        strength = max(float(sums.z.max()) / Z_ELEMENT, math.sqrt(square / limit))
+        on_average = _mean_strength(sums.z)
+        if on_average > 1:  # rows that are mostly copies of others are no further evidence
+            on_average = _mean_strength(sums.z[statistics.copies([y.double()]).double().mean(-1) < 0.5])
+        strength, limit = max(float(sums.z.max()) / Z_ELEMENT, on_average), mean_square_limit(sums.z.numel())
         scale = max(rms(y.double()), 1e-300) * math.sqrt(BLOCK)
         size = float(sums.error.square().mean().sqrt()) / scale
         floor = math.sqrt(limit * float(sums.variance.mean())) / scale
         share = float((sums.z > Z_ELEMENT).double().mean())
         found.readings.append(Reading("R21", strength, size, floor, share, (), y.numel()))
+
+
+def _mean_strength(z: Tensor) -> float:
+    """The mean of z^2 against its limit, where there are enough for one."""
+    enough = z.numel() >= _FEWEST
+    return math.sqrt(float(z.square().mean()) / mean_square_limit(z.numel())) if enough else 0.0
 
 
 def look_closer(heard: Heard, found: Examined) -> None:
