@@ -1,4 +1,4 @@
-"""What a number means: bands, findings, risk scores, avalanche points and advice. No torch, no numpy.
+"""What a number means: bands, findings, risk scores, avalanche points and advice. No torch.
 
 Bands, risk and avalanches are for injected task metrics; a predicted divergence in nats has a rank and no band. What
 could not be measured stays "not measurable" and never falls into a good band.
@@ -23,13 +23,13 @@ from noisescope.findings.bands import (
 )
 from noisescope.findings.risk import Risk, Term, dashboard_risk, report_risk
 from noisescope.findings.values import (
-    EVIDENCE,
+    NOT_RATED,
     PRIORITIES,
     SEVERITIES,
     Finding,
     Recommendation,
+    Target,
     by_priority,
-    by_severity,
     percent,
 )
 
@@ -38,11 +38,11 @@ __all__ = [
     "ADVICE",
     "BANDS",
     "DASHBOARD_POINTS",
-    "EVIDENCE",
     "EXPECTED_CORRELATIONS",
     "GAIN_ROUND_OFF",
     "LIMITS",
     "NOT_MEASURABLE",
+    "NOT_RATED",
     "PRIORITIES",
     "REPORT_POINTS",
     "ROUND_OFF",
@@ -52,13 +52,13 @@ __all__ = [
     "Finding",
     "Recommendation",
     "Risk",
+    "Target",
     "Term",
     "Window",
     "as_expected",
     "avalanche_points",
     "band",
     "by_priority",
-    "by_severity",
     "dashboard_risk",
     "meaning",
     "operator_advice",

@@ -1,44 +1,103 @@
-"""A finding and a recommendation as values, and the order in which a reader should see them."""
+"""A finding and a recommendation as values, what they are about, and the order in which a reader should see them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from noisescope.errors import unknown
 from noisescope.findings.bands import NOT_MEASURABLE
+from noisescope.sites import GROUPS, Place
+from noisescope.stats.estimate import Estimate
 
-# Worst first. What could not be measured stands before what was measured and found harmless.
-SEVERITIES = ("CRITICAL", "HIGH", "MODERATE", NOT_MEASURABLE, "LOW")
+NOT_RATED = "not rated"  # ranked by nats: bands belong to losses of a task metric
+# Worst first. What could not be measured comes before what was measured and found harmless.
+SEVERITIES = ("CRITICAL", "HIGH", "MODERATE", NOT_RATED, NOT_MEASURABLE, "LOW")
 PRIORITIES = ("CRITICAL", "HIGH", "MEDIUM", "LOW")
-EVIDENCE = ("injected", "predicted")
+
+Evidence = Literal["injected", "predicted", "captured", "failed", "absent", "none"]
+Kind = Literal["model", "operator", "window", "layer", "place", "cell", "channels"]
+Unit = Literal["share", "nats", "ratio", "count"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a finding is about. `layers` () means every layer, `operators` () every operator."""
+
+    kind: Kind
+    operators: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    place: str | None = None  # outside the blocks: embed, final_norm, lm_head
+    module: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For people: "layers 0 to 2", "layer 0, matmul", "operator softmax", "lm_head"."""
+        if self.kind == "operator":
+            return f"operator {' + '.join(self.operators)}"
+        if self.kind == "channels":
+            return str(self.module)
+        if self.kind == "place":
+            return str(self.place)
+        if self.kind == "window":
+            return f"layers {self.layers[0]} to {self.layers[-1]}"
+        if self.kind == "cell":
+            return f"layer {self.layers[0]}, {' + '.join(self.operators)}"
+        return f"layer {self.layers[0]}" if self.kind == "layer" else "the whole model"
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The blocks by index, or the place outside them; () for what is everywhere."""
+        return self.layers or (() if self.place is None else (self.place,))
+
+    @property
+    def computes(self) -> frozenset[str]:
+        """Single operators, groups taken apart."""
+        found: set[str] = set()
+        for name in self.operators:
+            found |= GROUPS[name][0] if name in GROUPS else {name}
+        return frozenset(found)
+
+    def holds(self, other: Target) -> bool:
+        """Whether noise in this target is also in all of the other, which is the more specific one."""
+        if self == other or other.kind not in ("window", "layer", "cell") or self.place is not None:
+            return False
+        if self.layers and not (other.layers and set(other.layers) <= set(self.layers)):
+            return False
+        return not self.operators or (bool(other.operators) and other.computes <= self.computes)
 
 
 @dataclass(frozen=True)
 class Finding:
     """A conclusion with the number behind it.
 
-    n counts samples; `interval` is (low, high), where an end may be None (no bound). `evidence` says whether noise was
-    injected and the score measured again, or the effect was predicted from one backward pass.
+    `size` accounts for the choice of the largest of many rows where it is a loss; `nats` orders findings of one
+    severity. `notes` say what else is known of the same target, and what nested ones add.
     """
 
     severity: str
-    component: str
+    component: str  # the target's name
     statement: str
-    value: float | None
-    interval: tuple[float | None, float | None] | None
-    n: int
-    evidence: str = "injected"
+    target: Target
+    size: Estimate | None
+    unit: Unit
+    nats: float | None
+    evidence: Evidence
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
             raise unknown("severity", self.severity, SEVERITIES)
-        if self.evidence not in EVIDENCE:
-            raise unknown("evidence", self.evidence, EVIDENCE)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "interval": None if self.interval is None else list(self.interval)}
+    @property
+    def rated(self) -> bool:
+        """Whether a loss of the task metric was found significant and worth a band."""
+        return self.severity in ("CRITICAL", "HIGH", "MODERATE")
+
+    @property
+    def urgent(self) -> bool:
+        return self.severity in ("CRITICAL", "HIGH")
 
 
 @dataclass(frozen=True)
@@ -54,21 +113,9 @@ class Recommendation:
         if self.priority not in PRIORITIES:
             raise unknown("priority", self.priority, PRIORITIES)
 
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
-
-
-def by_severity(findings: Iterable[Finding]) -> list[Finding]:
-    """Worst first; alike severe ones by the size of the number, those without one last."""
-
-    def key(finding: Finding) -> tuple[int, bool, float]:
-        return SEVERITIES.index(finding.severity), finding.value is None, -abs(finding.value or 0.0)
-
-    return sorted(findings, key=key)
-
 
 def by_priority(recommendations: Iterable[Recommendation]) -> list[Recommendation]:
-    """Most urgent first; alike urgent ones keep their order."""
+    """Most urgent first; equally urgent ones keep their order."""
     return sorted(recommendations, key=lambda r: PRIORITIES.index(r.priority))
 
 

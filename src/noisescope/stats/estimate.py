@@ -30,6 +30,15 @@ class Estimate:
     n: int
     level: float = 0.95
     note: str = ""
+    method: str = ""  # how the interval was made
+
+    def above(self, limit: float) -> bool:
+        """Whether the whole interval lies above a limit."""
+        return self.low is not None and self.low > limit
+
+    def below(self, limit: float) -> bool:
+        """Whether the whole interval lies below a limit."""
+        return self.high is not None and self.high < limit
 
     def to_dict(self) -> dict[str, Any]:
         plain = {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "level": self.level}

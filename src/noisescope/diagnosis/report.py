@@ -1,0 +1,136 @@
+"""The report of a diagnosis, and of a robustness curve, as one value each: what was asked, what was found, what was not.
+
+What may differ between two identical runs (times, versions, host) is under `run` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from noisescope.diagnosis.rows import Effect, LayerAnalysis, LevelEffect
+from noisescope.diagnosis.sections import (
+    ChannelAnalysis,
+    Conclusions,
+    ExecutiveSummary,
+    ExpectedCorrelation,
+    FormatScores,
+    GateNumbers,
+    Metrics,
+)
+from noisescope.findings import Finding, Recommendation
+from noisescope.trials import Conditions
+
+SCHEMA_VERSION = 2  # 2: rows are typed, labels are decided by intervals, KL has a median and a mean
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    source: str
+    architecture: str
+    fingerprint: str
+    blocks: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    source: str
+    kind: str
+    samples: int
+    scored_tokens: int
+    fingerprint: str
+    note: str
+    measure: str
+
+
+@dataclass(frozen=True)
+class SettingsFacts:
+    """What the user chose, as far as it may change a number."""
+
+    perturbation: str
+    noise_scale: float
+    levels: tuple[str, ...]
+    operators: tuple[str, ...]
+    layer_operators: tuple[str, ...]
+    window: int
+    step: int
+    outlier_threshold: float
+    seeds: tuple[int, ...]
+    effort: str
+    draws: int
+    target_degradation: float
+    highest_scale: float
+    probes: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run was asked, of what, and under which conditions."""
+
+    model: ModelFacts
+    data: DataFacts
+    settings: SettingsFacts
+    metric: str
+    conditions: Conditions
+    device: str
+    kl_floor: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    trials: int
+    trials_run_now: int
+    forwards: float  # of the test data
+
+
+@dataclass(frozen=True)
+class Run(Asked):
+    """A run that has ended."""
+
+    cost: Cost
+    notes: tuple[str, ...]
+    finished: str
+    versions: Mapping[str, str]
+    host: str
+    store: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Everything a diagnosis found."""
+
+    schema_version: int = SCHEMA_VERSION
+    run: Run
+    executive_summary: ExecutiveSummary
+    operator_analysis: Mapping[str, Effect] | None
+    layer_analysis: LayerAnalysis | None
+    channel_analysis: ChannelAnalysis | None
+    metrics: Metrics
+    correlations: Mapping[str, ExpectedCorrelation]
+    format_scores: FormatScores | None
+    gate: GateNumbers | None
+    findings: tuple[Finding, ...]
+    recommendations: tuple[Recommendation, ...]
+    could_not_see: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run: Run, found: Conclusions) -> Diagnosis:
+        return cls(run=run, **vars(found))
+
+
+@dataclass(frozen=True)
+class RobustnessCurve:
+    """Accuracy and retention at several noise levels."""
+
+    operators: tuple[str, ...]
+    levels: tuple[LevelEffect, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Robustness:
+    schema_version: int = SCHEMA_VERSION
+    run: Run
+    robustness: RobustnessCurve
+    could_not_see: tuple[str, ...]

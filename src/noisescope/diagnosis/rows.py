@@ -1,0 +1,246 @@
+"""The rows of a diagnosis: what noise in one place did, and the tables these rows stand in.
+
+Field names are the keys of report.json (jsonform.py). The questions that people ask of a row are its properties, so that
+"is this significant?" has one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from noisescope.findings import NOT_MEASURABLE, Target
+from noisescope.findings.values import Evidence
+from noisescope.stats import Estimate
+
+SIGNIFICANT = 0.05  # a loss is a finding where its p, corrected for all rows of its table, is below this
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL of the noisy output from the clean one, nats per token, over samples.
+
+    Half of the samples diverge by more than `median`. A few samples can decide `mean`: where its interval has no upper
+    end, only "at least" is known. `size` is the number that ranks.
+    """
+
+    median: Estimate
+    mean: Estimate
+    ranked_by: Literal["median", "mean"] = "median"
+
+    @property
+    def size(self) -> Estimate:
+        return self.median if self.ranked_by == "median" else self.mean
+
+
+@dataclass(frozen=True)
+class PointRule:
+    """Bands of the point values, by the rules of the original method notes: no interval decides them."""
+
+    degradation_band: str
+    sensitivity_band: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What one injection did.
+
+    `evidence` is "injected" where noise was really put in, "predicted" where only the screen knows, "failed" with the
+    error of a trial, "absent" where the model has no such operator. `degradation` has the interval of this row alone;
+    `simultaneous` the one that holds for all rows of its table together, which `band` and `band_upper` (the bands of
+    its two ends) and every finding are decided by.
+    """
+
+    evidence: Evidence = "none"
+    metric: str = "accuracy"
+    error: str = ""
+    predicted_kl: Divergence | None = None
+    kl: Divergence | None = None
+    baseline_acc: float | None = None
+    noisy_acc: float | None = None
+    noisy_acc_interval: Estimate | None = None
+    degradation: Estimate | None = None
+    simultaneous: Estimate | None = None
+    band: str = NOT_MEASURABLE
+    band_upper: str = NOT_MEASURABLE
+    sensitivity_score: float | None = None
+    noise_tolerance_index: Estimate | None = None
+    agreement: Estimate | None = None
+    nll: Estimate | None = None
+    snr_db: Estimate | None = None
+    injected_over_predicted: Estimate | None = None
+    p: float | None = None
+    p_corrected: float | None = None
+    smallest_detectable: float | None = None
+    total_injections: int = 0
+    seeds: int = 0
+    nonfinite: int = 0
+    failed_samples: int = 0
+    point_rule: PointRule | None = None
+
+    @property
+    def injected(self) -> bool:
+        return self.evidence == "injected"
+
+    @property
+    def significant(self) -> bool:
+        """Whether noise here changed the score for certain: p = 0 is as certain as can be."""
+        return self.injected and self.p_corrected is not None and self.p_corrected < SIGNIFICANT
+
+    @property
+    def borderline(self) -> bool:
+        """Whether the interval reaches from one band into another."""
+        return self.band != self.band_upper
+
+    @property
+    def loss(self) -> float | None:
+        """The share of the score that noise costs; None where it was not measured or is not significant."""
+        return self.degradation.value if self.significant and self.degradation is not None else None
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """Injected where that is known, else predicted."""
+        return self.kl if self.kl is not None and self.kl.size.value is not None else self.predicted_kl
+
+    @property
+    def nats(self) -> float:
+        """The size of the divergence, 0 where nothing is known."""
+        return (self.divergence.size.value or 0.0) if self.divergence is not None else 0.0
+
+    @property
+    def nonlinear(self) -> bool:
+        """Whether injection differs from the prediction by more than a factor of two, both ends of the interval."""
+        ratio = self.injected_over_predicted
+        return ratio is not None and (ratio.above(NONLINEAR) or ratio.below(1 / NONLINEAR))
+
+
+NONLINEAR = 2.0
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """KL of a window over the sum of the KL of its layers: 1 is additive, above 1 errors compound.
+
+    `of` says whether the layers' own KL was injected or predicted by the screen.
+    """
+
+    index: Estimate
+    of: Literal["injected", "predicted"]
+
+    @property
+    def compounds(self) -> bool:
+        """A prediction is too rough to decide it."""
+        return self.of == "injected" and self.index.above(1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowEffect(Effect):
+    """Noise in neighbouring layers, both ends included."""
+
+    layer_range: str
+    start_layer: int
+    end_layer: int
+    interaction_index: Interaction | None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(range(self.start_layer, self.end_layer + 1))
+
+    def shares_layers_with(self, other: WindowEffect) -> bool:
+        return self.start_layer <= other.end_layer and other.start_layer <= self.end_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerEffect(Effect):
+    """Noise in one block."""
+
+    layer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellEffect(Effect):
+    """Noise in one operator of one block."""
+
+    layer: int
+    operator: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelEffect(Effect):
+    """Noise of one scale in the whole model."""
+
+    noise_level: float
+    accuracy: Estimate | None
+    retention: Estimate | None
+
+
+@dataclass(frozen=True)
+class AvalanchePoint:
+    """A window that costs more than 15 % of the score and more than 1.5 times what the windows beside it cost.
+
+    `state` is "avalanche" where the intervals of both decide so, "borderline" where an interval holds its limit.
+    `ratio` is its loss over that of the costlier neighbour, None where that is not measurable; `common` the first and
+    the last layer that all windows of the hot region share.
+    """
+
+    start: int
+    end: int
+    layer_range: str
+    state: Literal["avalanche", "borderline"]
+    severity: str
+    degradation: Estimate
+    neighbours: tuple[float, ...]
+    ratio: Estimate | None
+    common: tuple[int, int]
+    interaction_index: Interaction | None
+
+    @property
+    def decided(self) -> bool:
+        return self.state == "avalanche"
+
+
+@dataclass(frozen=True)
+class PointAvalanche:
+    """An avalanche point by the point rule of the original method notes: no interval decides it."""
+
+    start: int
+    end: int
+    degradation: float
+    severity: str
+    neighbours: tuple[float, ...]
+    common: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LayerAnalysis:
+    """Level 2. `operators` are what is noised in a window or a layer; places and cells are noised by themselves."""
+
+    operators: tuple[str, ...]
+    window: int
+    step: int
+    windows: tuple[WindowEffect, ...]
+    layers: tuple[LayerEffect, ...]
+    places: Mapping[str, Effect]
+    map: tuple[CellEffect, ...]
+    avalanche_points: tuple[AvalanchePoint, ...]
+    compounding: tuple[str, ...]
+    point_rule_avalanches: tuple[PointAvalanche, ...]
+
+    def window_target(self, row: WindowEffect) -> Target:
+        return Target("window", self.operators, row.layers)
+
+    def layer_target(self, row: LayerEffect) -> Target:
+        return Target("layer", self.operators, (row.layer,))
+
+
+def cell_target(row: CellEffect) -> Target:
+    return Target("cell", (row.operator,), (row.layer,))
+
+
+E = TypeVar("E", bound=Effect)
+
+
+def as_row(effect: Effect, kind: type[E], **where: object) -> E:
+    """An effect as a row of a table, which says where it is."""
+    return kind(**vars(effect), **where)
