@@ -150,15 +150,9 @@ class _View:
 
 def _judged(view: _View, place: Place, row: Effect) -> tuple[Rank, PlaceEvidence]:
     """A place's priority and every reason for it, the strongest first."""
-    found = sorted(
-        [
-            *_by_findings(view, place),
-            *_by_avalanches(view, place),
-            *_by_effect(view, place, row),
-            *_by_channels(view, place),
-        ],
-        key=lambda reason: reason[0],
-    )
+    found = [*_by_findings(view, place), *_by_avalanches(view, place)]
+    found += [*_by_effect(view, place, row), *_by_channels(view, place)]
+    found.sort(key=lambda reason: reason[0])
     largest = max((info.global_max for _, info in view.captured(place)), default=None)
     reasons = tuple(dict.fromkeys(reason for _, reason in found))
     return (found[0][0] if found else 3), PlaceEvidence(place, reasons, row.nats, row.loss, largest)

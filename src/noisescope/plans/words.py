@@ -9,7 +9,7 @@ METRICS = {"next_token_accuracy": "next-token accuracy", "agreement": "agreement
 
 def metric_name(metric: str) -> str:
     """A metric in words: "next_token_accuracy" is "next-token accuracy"."""
-    return METRICS[metric] if metric in METRICS else metric
+    return METRICS.get(metric, metric)
 
 
 def counted(number: int, noun: str) -> str:
