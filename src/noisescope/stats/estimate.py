@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,11 @@ class Estimate:
     def below(self, limit: float) -> bool:
         """Whether the whole interval lies below a limit."""
         return self.high is not None and self.high < limit
+
+    def within(self, least: float, most: float) -> Estimate:
+        """The same with ends cut to what the quantity can be at all: a share has none below 0 or above 1."""
+        low, high = (None if end is None else min(max(end, least), most) for end in (self.low, self.high))
+        return replace(self, low=low, high=high)
 
     def to_dict(self) -> dict[str, Any]:
         plain = {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "level": self.level}
