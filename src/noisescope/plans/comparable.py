@@ -60,16 +60,15 @@ def refuse_other_samples(before: DataFacts, now: DataFacts, samples: tuple[Seque
 def conditions_row(before: Asked, now: Asked, numbers: tuple[GateNumbers, GateNumbers]) -> ConditionsRow:
     """How both were measured, as a check."""
     sides = [_conditions(run, side) for run, side in zip((before, now), numbers, strict=True)]
-    unlike = tuple(Difference(name, value, sides[1][name]) for name, value in sides[0].items() if value != sides[1][name])
+    both = [Difference(name, value, sides[1][name]) for name, value in sides[0].items()]
+    unlike = tuple(one for one in both if one.baseline != one.candidate)
     if unlike:
         words = "; ".join(f"{one.what} {one.baseline} before, {one.candidate} now" for one in unlike)
         words += ": a difference may come from that, and not from the model"
     else:
-        words = "both " + ", ".join(f"{name} {value}" for name, value in sides[0].items())
+        words = "both " + ", ".join(f"{one.what} {one.baseline}" for one in both)
     counts = counts_of(numbers[0].samples, numbers[1].samples)
-    return ConditionsRow(
-        "conditions of the baseline", UNDECIDED if unlike else PASS, f"{words}; {counts}", unlike
-    )
+    return ConditionsRow("conditions of the baseline", UNDECIDED if unlike else PASS, f"{words}; {counts}", unlike)
 
 
 def _conditions(run: Asked, numbers: GateNumbers) -> dict[str, str | int]:

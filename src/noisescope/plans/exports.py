@@ -171,7 +171,9 @@ def _rounded(plan: Plan, tool: str, modules: Sequence[Module], spellings: dict[s
         if name == UNTOUCHED:
             continue
         if name not in spellings:
-            raise InvalidInput(f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *spellings))}")
+            raise InvalidInput(
+                f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *spellings))}"
+            )
         if module.kind == TRANSPOSED and tool not in TRANSPOSING:
             raise InvalidInput(
                 f"{tool} does not quantise {module.name}, which is a {TRANSPOSED} and no torch.nn.Linear: export for "

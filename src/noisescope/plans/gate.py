@@ -28,7 +28,17 @@ from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
 from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict
 from noisescope.plans.comparable import Pairs, counts_of, pairs_of
-from noisescope.plans.gate_rows import Decision, DivergenceRow, GateRow, LimitRow, Measure, ScoreChange, ScoreRow, verdict_of
+from noisescope.plans.gate_rows import (
+    Decision,
+    DivergenceRow,
+    GateRow,
+    LimitRow,
+    Measure,
+    ScoreChange,
+    ScoreRow,
+    verdict_of,
+)
+from noisescope.plans.limits import at_least, at_most
 from noisescope.plans.words import counted, metric_name, span
 from noisescope.stats import Estimate
 
@@ -199,17 +209,9 @@ def _limits(candidate: GateNumbers, limit: float) -> tuple[LimitRow, ...]:
             chance=candidate.chance,
             level=stats.simultaneous_level(len(names)),
         )
-        verdict = within(loss, limit)
-        message = _limit_sentence(loss, limit, verdict)
-        rows.append(LimitRow(f"{metric_name(candidate.metric)} under noise: {name}", verdict, message, name, loss, limit))
+        check, verdict = f"{metric_name(candidate.metric)} under noise: {name}", at_most(loss, limit)
+        rows.append(LimitRow(check, verdict, _limit_sentence(loss, limit, verdict), name, loss, limit))
     return tuple(rows)
-
-
-def within(loss: Estimate, limit: float) -> Verdict:
-    """Whether a loss stays within a limit, decided by the whole interval."""
-    if loss.above(limit):
-        return FAIL
-    return PASS if loss.high is not None and loss.high <= limit else UNDECIDED
 
 
 def _limit_sentence(loss: Estimate, limit: float, verdict: Verdict) -> str:
@@ -231,14 +233,9 @@ def _clean_score(baseline: GateNumbers, candidate: GateNumbers, pairs: Pairs, li
         message = f"the change of the score is {stats.NOT_MEASURABLE}"
         return ScoreRow(name, UNDECIDED, message, limit)
     lowest = -limit * before
-    verdict: Verdict = UNDECIDED
-    if change.below(lowest):
-        verdict = FAIL
-    elif change.low is not None and change.low >= lowest:
-        verdict = PASS
     change_words = f"{100 * change.value:+.1f} points {span(change, '+.1f', 100)}"
     message = f"{percent(before)} before, {percent(now)} now ({change_words}), limit {100 * lowest:+.1f} points"
-    return ScoreRow(name, verdict, message, limit)
+    return ScoreRow(name, at_least(change, lowest), message, limit)
 
 
 def _change(baseline: GateNumbers, candidate: GateNumbers, name: str, pairs: Pairs) -> ScoreChange:

@@ -118,9 +118,7 @@ def channels_of(found: Diagnosis) -> Mapping[str, ChannelRow]:
     return found.channel_analysis.per_layer
 
 
-def recommendations(
-    found: Diagnosis, folds: Sequence[FoldRow], *, target: str = "W8A8"
-) -> tuple[SmoothingAdvice, ...]:
+def recommendations(found: Diagnosis, folds: Sequence[FoldRow], *, target: str = "W8A8") -> tuple[SmoothingAdvice, ...]:
     """A row for each module with outliers, the largest first; gains are the largest of the folds that read it."""
     rows = []
     for name, row in channels_of(found).items():
@@ -146,10 +144,10 @@ def _reading(row: ChannelRow, folds: Sequence[FoldRow]) -> list[FoldRow]:
         return own
     # What is left adds to the residual stream, at the end of the sub-layer whose first linears have the same parent.
     here = [fold for fold in norms if fold.place == place]
-    begun = [fold.norm for fold in here if _parent(row.module) in map(_parent, fold.targets)]
+    begun = [fold.norm or 0 for fold in here if _parent(row.module) in map(_parent, fold.targets)]
     if not begun:
         return []
-    return [fold for fold in here if fold.norm is not None and begun[0] is not None and fold.norm > begun[0]] or next_block
+    return [fold for fold in here if fold.norm is not None and fold.norm > begun[0]] or next_block
 
 
 def _parent(module: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from noisescope import stats
+from noisescope.diagnosis.effects import NOTHING, injected_kl, paired
 from noisescope.diagnosis.frame import Array, Frame
 from noisescope.diagnosis.rows import Divergence
 from noisescope.errors import NoisescopeError
@@ -26,13 +27,13 @@ class Carried:
 
     @property
     def divergence(self) -> Divergence:
-        return divergence_of(self.kl)
+        return injected_kl(self.kl)
 
     def over(self, other: Carried) -> Estimate:
         """The typical ratio of this plan's KL to another's on the same sample."""
         known = np.isfinite(self.kl) & np.isfinite(other.kl)
         if not known.any():
-            return Estimate(None, None, None, 0, note=stats.NOT_MEASURABLE)
+            return NOTHING
         return stats.typical_ratio(np.maximum(self.kl[known], 0.0), np.maximum(other.kl[known], 0.0))
 
 
@@ -65,17 +66,6 @@ class Verification:
         for answer in (clean, rounded):
             if answer.error:
                 raise NoisescopeError(f"a plan could not be carried out: {answer.error}")
-        before, after = clean.values(frame.metric)[0], rounded.values(frame.metric)[0]
-        known = np.isfinite(before)
+        before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
-        # a sample whose score is not finite after rounding has failed
-        return Carried(kl, np.nan_to_num(after[known], nan=0.0, posinf=0.0, neginf=0.0), before[known])
-
-
-def divergence_of(kl: Array) -> Divergence:
-    """The KL of samples as a divergence; what is not finite is left out."""
-    known = np.maximum(kl[np.isfinite(kl)], 0.0)
-    if not len(known):
-        nothing = Estimate(None, None, None, 0, note=stats.NOT_MEASURABLE)
-        return Divergence(nothing, nothing)
-    return Divergence(stats.median(known), stats.nonnegative_mean(known))
+        return Carried(kl, after.mean(axis=1), before)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from noisescope.stats import Estimate
 
-METRICS = {"next_token_accuracy": "next-token accuracy", "agreement": "agreement with the clean model"}
+METRICS = {
+    "next_token_accuracy": "next-token accuracy",
+    "agreement": "agreement with the clean model",
+    "custom": "custom metric",
+}
 
 
 def metric_name(metric: str) -> str:
