@@ -71,7 +71,9 @@ def layers(*rows: LayerEffect, windows: Any = (), places: Any = None, points: An
     )  # fmt: skip
 
 
-def point(start: int, end: int, common: tuple[int, int], loss: float = 0.25, state: Any = "avalanche") -> AvalanchePoint:
+def point(
+    start: int, end: int, common: tuple[int, int], loss: float = 0.25, state: Any = "avalanche"
+) -> AvalanchePoint:
     interval = estimate(loss, loss - 0.05, loss + 0.05)
     return AvalanchePoint(
         start, end, f"L{start}-{end}", state, "CRITICAL", interval, (0.01,), estimate(3.0, 2.0, 4.0), common, None

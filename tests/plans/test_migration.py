@@ -163,9 +163,7 @@ def test_places_outside_the_layers_are_compared_by_sketch(found: Diagnosis, made
 
 def test_predictions_say_what_they_are(made: Any) -> None:
     """A screen alone ranks by predicted nats, with a note; without layers there is no plan."""
-    rows = [
-        LayerEffect(layer=i, evidence="predicted", predicted_kl=made.divergence((i == 7) + 0.1)) for i in range(9)
-    ]
+    rows = [LayerEffect(layer=i, evidence="predicted", predicted_kl=made.divergence((i == 7) + 0.1)) for i in range(9)]
     plan = plan_migration(made.diagnosis(layer_analysis=made.layers(*rows)))
     assert plan.priorities[0].layers == (7,) and "standard" in plan.notes[0]
     with pytest.raises(InvalidInput, match="--level operator,layer,channel"):

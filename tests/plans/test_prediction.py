@@ -33,9 +33,7 @@ def diagnosis_of(made: Any, scores: np.ndarray) -> Diagnosis:
         )
         for i, row in enumerate(scores)
     ]
-    return made.diagnosis(
-        made.about(samples=2 * count, tokens=6 * count), format_scores=made.scores(*modules, n=count)
-    )
+    return made.diagnosis(made.about(samples=2 * count, tokens=6 * count), format_scores=made.scores(*modules, n=count))
 
 
 def predicted(found: Diagnosis, name: str = "int4") -> Prediction:
