@@ -15,6 +15,7 @@ from noisescope.stats.nonnegative import nonnegative_mean
 from noisescope.stats.quantiles import median, quantile, typical_ratio
 from noisescope.stats.ranks import Correlation, correlation, split_half_agreement
 from noisescope.stats.selection import Picked, picked, picked_median
+from noisescope.stats.temporary import degradation_ratio, without_most_influential
 from noisescope.stats.trimmed import Shift, trimmed_shift
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Shift",
     "correlation",
     "degradation",
+    "degradation_ratio",
     "difference",
     "holm",
     "mean",
@@ -44,4 +46,5 @@ __all__ = [
     "split_half_agreement",
     "trimmed_shift",
     "typical_ratio",
+    "without_most_influential",
 ]
