@@ -21,6 +21,7 @@ from noisescope.diagnosis.frame import DEFAULT_OPERATORS, LEVELS, Frame, Setting
 from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.report import Cost as RunCost
 from noisescope.errors import InvalidInput, unknown
+from noisescope.jsonform import to_json
 from noisescope.metrics.divergence import KL_FLOOR
 from noisescope.model import Subject
 from noisescope.probe.noise import Gaussian
@@ -30,7 +31,6 @@ from noisescope.runs.execute import Executor, InProcess, Progress, Silent, settl
 from noisescope.runs.fingerprints import conditions
 from noisescope.runs.forwards import device_name
 from noisescope.runs.store import Store
-from noisescope.jsonform import to_json
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 EXECUTORS = ("local", "ray")
@@ -84,7 +84,7 @@ def prepare_diagnosis(
     return prepare(subject, data, settings=settings, **measured)
 
 
-C = TypeVar("C")
+C = TypeVar("C", covariant=True)
 
 
 class Question(Protocol[C]):
