@@ -49,8 +49,7 @@ def effect(nats: float = 1e-3, loss: float | None = 0.0, p: float | None = 1.0, 
     """What an injection of noise did; the interval of the loss is a fifth of it to either side."""
     lost = None if loss is None else estimate(loss, 0.8 * loss, 1.2 * loss)
     return {
-        "evidence": "injected", "kl": divergence(nats), "degradation": lost, "simultaneous": lost, "p_corrected": p,
-        **more,
+        "evidence": "injected", "kl": divergence(nats), "nats": nats, "degradation": lost, "p_corrected": p, **more,
     }  # fmt: skip
 
 
@@ -67,7 +66,7 @@ def window(start: int, end: int, *args: Any, **more: Any) -> WindowEffect:
 def layers(*rows: LayerEffect, windows: Any = (), places: Any = None, points: Any = ()) -> LayerAnalysis:
     return LayerAnalysis(
         operators=("gemm",), window=3, step=1, windows=tuple(windows), layers=rows, places=places or {}, map=(),
-        avalanche_points=tuple(points), compounding=(), point_rule_avalanches=(),
+        avalanche_points=tuple(points), compounding=(), prediction_scale=1.0, point_rule_avalanches=(),
     )  # fmt: skip
 
 
@@ -104,8 +103,10 @@ def captured(*rows: ChannelRow) -> ChannelAnalysis:
     return ChannelAnalysis("captured", "", 8, 10.0, None, named, ())
 
 
-def finding(severity: str, target: Target, nats: float = 0.1, statement: str = "noise here costs much") -> Finding:
-    return Finding(severity, target.name, statement, target, estimate(0.2, 0.15, 0.25), "share", nats, "injected")
+def finding(
+    severity: str, target: Target, nats: float = 0.1, statement: str = "noise here costs much", unit: Any = "share"
+) -> Finding:
+    return Finding(severity, target.name, statement, target, estimate(0.2, 0.15, 0.25), unit, nats, "injected")
 
 
 def module_scores(name: str, place: int = 0, costs: Any = None, **more: Any) -> ModuleScores:

@@ -87,6 +87,9 @@ def test_the_order_is_that_of_the_findings(made: Any) -> None:
         made.finding("HIGH", window(0, 1)),
         made.finding("HIGH", Target("place", place="embed")),
         made.finding("MODERATE", layer(5)),
+        made.finding("BORDERLINE", layer(6)),
+        made.finding("not rated", Target("cell", ("softmax",), (2,)), 0.02, unit="nats"),
+        made.finding("not rated", Target("cell", ("softmax",), (4,)), 0.008, unit="nats"),
     )
     plan = rank_places(
         made.diagnosis(
@@ -96,10 +99,10 @@ def test_the_order_is_that_of_the_findings(made: Any) -> None:
         )
     )
     first, second, third = plan.priorities
-    assert [one.place for one in first.evidence] == [3, 1, 0, "embed"]
+    assert [one.place for one in first.evidence] == [3, 1, 0, "embed", 2]  # 2: softmax there, 4.4 x the median layer
     assert first.evidence[0].reasons[0] == "layer 3, matmul: noise costs 30 % of the accuracy"
-    assert second.layers[0] == 5 and 7 in second.layers  # by its nats: 1.8 x the median layer
-    assert not any("outlier" in reason for one in second.evidence for reason in one.reasons) and third.layers
+    assert second.layers == (5, 6, 4, 7)  # 7 by its nats alone: 1.8 x the median layer
+    assert not any("outlier" in reason for one in second.evidence for reason in one.reasons) and third.layers == ()
 
 
 def test_every_place_is_planned_once(found: Diagnosis) -> None:
@@ -163,7 +166,7 @@ def test_places_outside_the_layers_are_compared_by_sketch(found: Diagnosis, made
 
 def test_predictions_say_what_they_are(made: Any) -> None:
     """A screen alone ranks by predicted nats, with a note; without layers there is no plan."""
-    rows = [LayerEffect(layer=i, evidence="predicted", predicted_kl=made.divergence((i == 7) + 0.1)) for i in range(9)]
+    rows = [LayerEffect(layer=i, evidence="predicted", nats=(i == 7) + 0.1) for i in range(9)]
     plan = plan_migration(made.diagnosis(layer_analysis=made.layers(*rows)))
     assert plan.priorities[0].layers == (7,) and "standard" in plan.notes[0]
     with pytest.raises(InvalidInput, match="--level operator,layer,channel"):

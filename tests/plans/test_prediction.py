@@ -14,7 +14,7 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.jsonform import from_json, to_json
 from noisescope.plans.precision import Budget, modules_of, optimal_plan, uniform_plan
 from noisescope.plans.prediction import Prediction, prediction_notes, prediction_of, prediction_sentence
-from noisescope.plans.words import counted, metric_name, span, times_better
+from noisescope.plans.words import counted, span, times_better
 from noisescope.stats import Estimate
 
 
@@ -118,5 +118,4 @@ def test_numbers_in_words() -> None:
     """One is singular, an end without bound is open, a divisor below 1 makes things worse."""
     assert [counted(n, "sample") for n in (0, 1, 2)] == ["0 samples", "1 sample", "2 samples"]
     assert span(Estimate(0.2, None, 0.5, 9), ".1f", 100) == "[..., 50.0]"
-    assert metric_name("next_token_accuracy") == "next-token accuracy" and metric_name("accuracy") == "accuracy"
     assert [times_better(gain) for gain in (2.5, 0.04, 0.0)] == ["2.5 x better", "25 x worse", "nothing to gain"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
-from noisescope.findings import LIMITS, percent
+from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, overall
 from noisescope.plans.fault_values import (
     RECOVERY,
@@ -25,7 +25,7 @@ from noisescope.plans.fault_values import (
     Measured,
 )
 from noisescope.plans.limits import at_most
-from noisescope.plans.words import counted, metric_name, span
+from noisescope.plans.words import counted, span
 from noisescope.sites import Place
 
 FAULT_RATE = 0.01  # of an operator's calls

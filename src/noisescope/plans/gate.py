@@ -25,7 +25,7 @@ from noisescope.diagnosis.gauge import CLEAN
 from noisescope.diagnosis.sections import GateNumbers
 from noisescope.diagnosis.unpaired import smallest_unpaired, unpaired
 from noisescope.errors import InvalidInput
-from noisescope.findings import LIMITS, percent
+from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict
 from noisescope.plans.comparable import Pairs, counts_of, pairs_of
 from noisescope.plans.gate_rows import (
@@ -39,7 +39,7 @@ from noisescope.plans.gate_rows import (
     verdict_of,
 )
 from noisescope.plans.limits import at_least, at_most
-from noisescope.plans.words import counted, metric_name, span
+from noisescope.plans.words import counted, span
 from noisescope.stats import Estimate
 
 MEASURES: dict[Measure, str] = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
