@@ -95,7 +95,7 @@ def test_what_json_cannot_say_is_refused_when_written() -> None:
     """NaN, infinity and objects without fields are programming errors here."""
     with pytest.raises(InvalidInput, match="nan has no form in JSON"):
         to_json(Leaf(float("nan"), "oak"))
-    with pytest.raises(InvalidInput, match="object.* has no form in JSON"):
+    with pytest.raises(InvalidInput, match=r"object.* has no form in JSON"):
         to_json({"a": object()})
 
 
