@@ -15,7 +15,7 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "sites", "injection", "trials", "record_format"}
+VALUES = {"errors", "identity", "sites", "injection", "trials", "record_format"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"anatomy", "evaluation", "model", "probe", "faults", "metrics", "quantisation", "tasks", "data", "runs"}
 ABOVE_RUNS = {"locators", "training"}

@@ -24,12 +24,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from noisescope.demo import folder, problems, tokenizer, train, training_data
 from noisescope.errors import InvalidInput, unknown
 from noisescope.evaluation import evaluating
+from noisescope.identity import registered
 
 STARTS = ("bundled", "scratch")
 HELD_OUT = 256  # problems on which the loss is followed while training, from the calibration's seed
 _EVALUATED = 500  # problems in one forward
 
 
+@registered("noisescope.demo.Arithmetic")
 @dataclass(frozen=True)
 class Arithmetic:
     """What is learned, how long, and on how many held-out problems it is asked. Nothing here depends on the machine."""
