@@ -120,7 +120,7 @@ class Prepared:
                     "trials_run_now": len(store) - before,
                     "forwards": forwards / sum(map(len, self.materials[0].encoded.sequences)),  # of the test data
                 },
-                "notes": notes,
+                "notes": [*store.damage(), *notes],
                 "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "versions": versions(),
                 "host": platform.node(),
