@@ -389,3 +389,18 @@ def test_noise_that_changed_nothing_is_an_error(tokens: torch.Tensor, schedule: 
             scope.at(step)
             model(tokens, labels=tokens).loss.backward()
     assert scope.tally.forward == 3 * 5
+
+
+def test_entering_that_fails_leaves_no_noise_behind(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe is open when the first step's noise is set up: where that fails, the model is shut again."""
+    scope = noise(llama, AQN(OperatorNoise(), Constant(0.05)))
+
+    def fail(number: int) -> None:
+        raise ValueError(f"no forward {number}")
+
+    monkeypatch.setattr(scope._probe, "number_from", fail)
+    with pytest.raises(ValueError, match="no forward"), scope:
+        raise AssertionError("never reached")
+    assert not [m for m in llama.modules() if "forward" in m.__dict__]
+    with pytest.raises(InvalidInput, match=r"at\(\) moves an open scope"):
+        scope.at(0)
