@@ -7,6 +7,7 @@ and MLP, of which one (a constant gain of a norm) does.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BLOCK = 7
 # Those that need weights, and those that the laws see at their limits: enough for each run, the rest is marked slow.
 HARD = ("gain 1 %", "swapped channels", "lost inputs", "inputs cut short", "short accumulation", "noise by value")
+
+
+@pytest.fixture(scope="module")
+def subjects(shallow_demo: Callable[..., ns.Subject]) -> dict[str, ns.Subject]:
+    return {dtype: shallow_demo(BLOCK + 1, dtype) for dtype in ("float32", "bfloat16")}
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +42,9 @@ def outcome(rows: Any) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_linear_faults_without_weights(bench, dtype):
+def test_linear_faults_without_weights(bench, subjects, dtype):
     """Sixteen of twenty are asked for; only faults that are linear themselves may be missed."""
-    rows = list(bench.linear_rows(ns.load("demo", dtype=dtype), BLOCK, weights=False))
+    rows = list(bench.linear_rows(subjects[dtype], BLOCK, weights=False))
     missed, wrong = outcome(rows)
     assert len(rows) == 20
     assert missed <= {"gain 1 %", "swapped channels"}
@@ -50,16 +56,16 @@ def test_linear_faults_without_weights(bench, dtype):
     "dtype, names",
     [("bfloat16", HARD), *(pytest.param(dtype, (), marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))],
 )
-def test_linear_faults_with_weights(bench, dtype, names):
+def test_linear_faults_with_weights(bench, subjects, dtype, names):
     """All twenty."""
-    missed, wrong = outcome(bench.linear_rows(ns.load("demo", dtype=dtype), BLOCK, weights=True, names=names))
+    missed, wrong = outcome(bench.linear_rows(subjects[dtype], BLOCK, weights=True, names=names))
     assert not missed
     assert wrong <= {"noise by value"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_attention_and_mlp_faults(bench, dtype):
+def test_attention_and_mlp_faults(bench, subjects, dtype):
     """Thirteen of fifteen are asked for in float32; 16-bit units are driven with float32 numbers and show as many."""
-    missed, wrong = outcome(bench.sublayer_rows(ns.load("demo", dtype=dtype), BLOCK))
+    missed, wrong = outcome(bench.sublayer_rows(subjects[dtype], BLOCK))
     assert missed <= {"rsqrt gain 1 %"}
     assert wrong <= {"short rotary angles"}  # R14 says that angles are off, not whether the table or the angle is short

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import random
@@ -37,7 +38,7 @@ PERTURBATIONS = [
     ns.Format("nvfp4"),
 ]
 OPERATORS = ["linear", "matmul", "softmax", "silu", "norm", "embedding", "residual", "gemm", "attention", "mlp"]
-WAYS = ["normal", "exception", "bad argument", "nothing ran", "nested", "updated", "training"]
+WAYS = ["normal", "exception", "bad argument", "failing perturbation", "nothing ran", "nested", "updated", "training"]
 TENSORS = ["output", "input", "weight"]
 KINDS = ["llama", "llama eager", "llama registered", "mixtral"]  # ways to attention's operators, and experts
 FACTORS = [PERTURBATIONS, OPERATORS, WAYS, KINDS, TENSORS]
@@ -112,6 +113,14 @@ def leave(model, tokens, injection, way: str) -> None:
     elif way == "bad argument":
         with pytest.raises((TypeError, ValueError, NoisescopeError)), ns.inject(model, injection), torch.no_grad():
             model(tokens, no_such_argument_at_all=object(), inputs_embeds=torch.zeros(1, 1, 1))
+    elif way == "failing perturbation":
+
+        def failing(y, draw):
+            raise ZeroDivisionError(injection.perturbation(y, draw).shape)
+
+        failing_injection = dataclasses.replace(injection, perturbation=failing)
+        with pytest.raises(ZeroDivisionError), ns.inject(model, failing_injection), torch.no_grad():
+            model(tokens)
     elif way == "nothing ran":
         with pytest.raises(NothingInjected), ns.inject(model, injection):
             pass
