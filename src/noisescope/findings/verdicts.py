@@ -1,0 +1,34 @@
+"""Verdicts of checks, and the one rule by which many checks become one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+Verdict = Literal["pass", "fail", "undecided"]
+PASS: Final = "pass"
+FAIL: Final = "fail"
+UNDECIDED: Final = "undecided"
+VERDICTS: tuple[Verdict, ...] = (PASS, FAIL, UNDECIDED)
+
+
+def overall(verdicts: Sequence[Verdict]) -> Verdict:
+    """Fail where a check fails, else pass where one passes; undecided only where no check decides.
+
+    >>> overall(["pass", "undecided"]), overall(["undecided", "fail"]), overall(["undecided"]), overall([])
+    ('pass', 'fail', 'undecided', 'undecided')
+    """
+    if FAIL in verdicts:
+        return FAIL
+    return PASS if PASS in verdicts else UNDECIDED
+
+
+def headline(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """The verdict in words, with the number of checks that failed or are undecided.
+
+    >>> headline("pass", ["pass", "pass", "undecided"]), headline("fail", ["fail", "pass"])
+    ('passed; 1 of 3 checks undecided', 'failed: 1 of 2 checks')
+    """
+    count, failed, open_ = len(verdicts), verdicts.count(FAIL), verdicts.count(UNDECIDED)
+    words = {PASS: "passed", FAIL: f"failed: {failed} of {count} checks", UNDECIDED: "undecided"}[verdict]
+    return f"{words}; {open_} of {count} checks undecided" if open_ else words
