@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from noisescope import findings
+from noisescope.diagnosis.report import Run
 from noisescope.diagnosis.rows import Divergence, Effect
 from noisescope.findings import Finding
 from noisescope.reports.document import Cell
@@ -31,12 +32,16 @@ METRICS = {
     "nll": "loss of the clean model (nats per token)",
     "margin": "margin of the best token (logits)",
 }
-_UNITS = {"share": "", "nats": " nats per token", "ratio": " x", "count": ""}
 
 
 def metric_name(metric: str) -> str:
     """A metric in a word or two: "next-token accuracy"."""
     return NAMES.get(metric, metric)
+
+
+def run_metric(run: Run) -> str:
+    """The metric that losses of a run are shares of; the caller's own has no name."""
+    return "custom" if run.data.measure == "custom" else run.metric
 
 
 def described(metric: str) -> str:
@@ -130,10 +135,15 @@ def whole(value: int | None) -> Cell:
     return Cell("") if value is None else Cell(str(value), float(value))
 
 
+def counted_noun(count: int, noun: str) -> str:
+    """ "1 module", "2 modules"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def finding_span(finding: Finding) -> str:
     """The interval of a finding and its n, to stand after its statement."""
     size = finding.size
     if size is None:
         return ""
     interval = span(size.low, size.high, percent if finding.unit == "share" else number)
-    return f" {interval}{_UNITS[finding.unit]}, n = {size.n}" if interval else f" (n = {size.n})"
+    return f" {interval}, n = {size.n}" if interval else f" (n = {size.n})"
