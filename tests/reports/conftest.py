@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from noisescope.diagnosis.check import CheckedWindow, CheckResult
 from noisescope.diagnosis.report import (
     Cost,
     DataFacts,
@@ -24,7 +25,6 @@ from noisescope.diagnosis.rows import (
     LayerAnalysis,
     LayerEffect,
     LevelEffect,
-    PointAvalanche,
     PointRule,
     WindowEffect,
     as_row,
@@ -54,11 +54,10 @@ from noisescope.diagnosis.sections import (
     Tried,
     UniformScore,
 )
-from noisescope.findings import Finding, Recommendation, Risk, Target, Term
+from noisescope.findings import Finding, PointAvalanche, Recommendation, Risk, Target, Term
 from noisescope.plans.measured import PlanData, PlanRow, PrecisionPlan, RandomPlans
 from noisescope.plans.migration import MigrationPlan, PlaceEvidence, Priority
 from noisescope.plans.prediction import Prediction
-from noisescope.reports._stub import CheckedWindow, CheckResult
 from noisescope.reports.values import DiagnosisReport, LocateSection
 from noisescope.stats import Correlation, Estimate
 from noisescope.trials import Conditions
@@ -76,7 +75,6 @@ def kl(size: float, *, one_sided: bool = False) -> Divergence:
 
 
 def effect(loss: float, band: str, upper: str | None = None, **more: Any) -> Effect:
-    wide = known(loss, loss - 0.06, loss + 0.06)
     return Effect(
         **{
             "evidence": "injected",
@@ -86,8 +84,8 @@ def effect(loss: float, band: str, upper: str | None = None, **more: Any) -> Eff
             "baseline_acc": 0.9,
             "noisy_acc": 0.9 * (1 - loss),
             "noisy_acc_interval": known(0.9 * (1 - loss), 0.5, 0.95),
-            "degradation": known(loss, loss - 0.03, loss + 0.03),
-            "simultaneous": wide,
+            "degradation": known(loss, loss - 0.06, loss + 0.06),
+            "nats": loss / 10,
             "band": band,
             "band_upper": upper or band,
             "sensitivity_score": loss / 0.05,
@@ -103,7 +101,7 @@ def effect(loss: float, band: str, upper: str | None = None, **more: Any) -> Eff
 
 
 def predicted(size: float) -> Effect:
-    return Effect(evidence="predicted", metric="next_token_accuracy", predicted_kl=kl(size))
+    return Effect(evidence="predicted", metric="next_token_accuracy", predicted_kl=kl(size), nats=2 * size)
 
 
 def layer_analysis() -> LayerAnalysis:
@@ -134,6 +132,7 @@ def layer_analysis() -> LayerAnalysis:
             AvalanchePoint(2, 3, "L2-3", "borderline", "HIGH", known(0.16, 0.1, 0.22), (0.31,), None, (2, 3), None),
         ),
         compounding=("L0-1",),
+        prediction_scale=2.0,
         point_rule_avalanches=(PointAvalanche(0, 1, 0.31, "CRITICAL", (0.12,), (0, 1)),),
     )  # fmt: skip
 
@@ -279,12 +278,12 @@ def located() -> LocateSection:
 
 def diagnosis_report() -> DiagnosisReport:
     layers, found = layer_analysis(), findings()
-    checked = CheckedWindow("warned", 0, 1, 0.031, "", 0.9, 0.6, known(0.6, 0.5, 0.7), known(0.33, 0.2, 0.4), "HIGH")
+    checked = as_row(effect(0.33, "HIGH"), CheckedWindow, role="warned", start_layer=0, end_layer=1, reported_kl=0.031)
     return DiagnosisReport(
         run=run_facts(),
         executive_summary=summary(found, layers.avalanche_points),
         operator_analysis={
-            "gemm": effect(0.31, "CRITICAL"),
+            "gemm": effect(0.31, "CRITICAL", selected=known(0.29, 0.21, 0.37)),
             "softmax": effect(0.12, "MODERATE", "HIGH"),
             "gelu": Effect(evidence="absent", metric="next_token_accuracy"),
             "norm": Effect(evidence="failed", metric="next_token_accuracy", error="out of memory"),

@@ -95,7 +95,7 @@ def layer_analysis() -> LayerAnalysis:
     rows = [LayerEffect(layer=i, evidence="predicted", predicted_kl=kl(0.01 / (i + 1))) for i in range(28)]
     return LayerAnalysis(
         operators=("gemm",), window=3, step=1, windows=tuple(windows), layers=tuple(rows), places={}, map=tuple(cells),
-        avalanche_points=tuple(points), compounding=(), point_rule_avalanches=(),
+        avalanche_points=tuple(points), compounding=(), prediction_scale=1.0, point_rule_avalanches=(),
     )  # fmt: skip
 
 

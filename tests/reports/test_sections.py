@@ -42,7 +42,9 @@ def paragraphs(document: Document, section: str) -> str:
 def test_one_band_and_one_score_per_row(drawn: Document) -> None:
     """The band that the interval decides, both where it reaches into another, and no second label in the row."""
     head = table(drawn, "operators").head
-    assert [name for name in head if "band" in name] == ["band"] and [n for n in head if "score" in n] == ["sensitivity score"]
+    assert [name for name in head if "band" in name] == ["band"] and [n for n in head if "score" in n] == [
+        "sensitivity score"
+    ]
     assert row(drawn, "operators", "gemm")["band"] == "CRITICAL"
     assert row(drawn, "operators", "softmax")["band"] == "MODERATE to HIGH (borderline)"
     for key in ("windows", "layers"):
@@ -111,10 +113,10 @@ def test_findings_have_interval_n_and_notes(drawn: Document) -> None:
     """Severity, component, statement, interval, n, and what else is known of the same place."""
     first, second, third, *_ = paragraphs(drawn, "summary").splitlines()[1:]
     assert first == (
-        "[CRITICAL] layers 0 to 1: noise here costs 31.0 % of the next-token accuracy [25.0 %, 37.0 %], n = 64; "
-        "layer 0 alone costs 20.0 %"
+        "[CRITICAL] layers 0 to 1: noise here costs 31.0 % of the next-token accuracy (31.0 % [25.0 %, 37.0 %], "
+        "n = 64); layer 0 alone costs 20.0 %"
     )
-    assert second.endswith("0.0007 nats per token [0.0003, 0.0014], n = 64")
+    assert second.endswith("0.0007 nats per token (KL 0.0007 [0.0003, 0.0014], n = 64)")
     assert third == "[MODERATE] model.layers.0.mlp: 3 of 96 channels are outliers (n = 128)"
 
 
@@ -129,6 +131,24 @@ def test_the_risk_comes_first_and_its_raw_scores_last(drawn: Document) -> None:
     assert keys.index("risk-scores") > keys.index("correlations")
 
 
+def test_the_largest_row_is_given_corrected_for_selection(drawn: Document) -> None:
+    """As its finding states it; the method says what that means, and no other row has it."""
+    lost = "next-token accuracy lost"
+    assert row(drawn, "operators", "gemm")[lost] == (
+        "31.0 % [25.0 %, 37.0 %], corrected for selection 29.0 % [21.0 %, 37.0 %]"
+    )
+    assert row(drawn, "operators", "softmax")[lost] == "12.0 % [6.0 %, 18.0 %]"
+    assert "corrected for selection" in paragraphs(drawn, "method")
+
+
+def test_predictions_that_findings_scale_say_by_how_much(made: DiagnosisReport, drawn: Document) -> None:
+    """A finding ranks predicted rows on the scale of injected ones: the factor stands beside the table."""
+    assert "their KL is 2 times the predicted one" in paragraphs(drawn, "layers")
+    assert made.layer_analysis is not None
+    alike = replace(made, layer_analysis=replace(made.layer_analysis, prediction_scale=1.0))
+    assert "times the predicted one" not in Report(alike).to_markdown()
+
+
 def test_a_correlation_says_whether_it_held_and_what_carries_it(drawn: Document) -> None:
     """yes, no or undecided; and where one layer carries it, that."""
     first = row(drawn, "correlations", "Hessian trace and sensitivity")
@@ -141,7 +161,9 @@ def test_a_correlation_says_whether_it_held_and_what_carries_it(drawn: Document)
 def test_every_page_names_its_metric(made: DiagnosisReport, made_curve: Robustness, metric: str) -> None:
     """No table speaks of accuracy where another metric was measured."""
     measure = "custom" if metric == "custom" else "score"
-    run = replace(made.run, metric="a" * 64 if metric == "custom" else metric, data=replace(made.run.data, measure=measure))
+    run = replace(
+        made.run, metric="a" * 64 if metric == "custom" else metric, data=replace(made.run.data, measure=measure)
+    )
     words = metric_name(metric)
     document = Report(replace(made, run=run)).document()
     for key in ("operators", "windows", "layers"):

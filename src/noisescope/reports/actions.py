@@ -9,7 +9,17 @@ from noisescope.plans.measured import PlanRow, PrecisionPlan
 from noisescope.plans.migration import Priority
 from noisescope.reports.document import Block, Cell, Paragraph, Section, Table
 from noisescope.reports.values import DiagnosisReport, LocatedSuspect
-from noisescope.reports.words import band, counted_noun, divergence, estimate, metric_name, percent, plain, run_metric, text
+from noisescope.reports.words import (
+    band,
+    counted_noun,
+    divergence,
+    estimate,
+    metric_name,
+    percent,
+    plain,
+    run_metric,
+    text,
+)
 from noisescope.sites import Place
 
 SUSPECTS = 10  # rows of the table of suspects

@@ -59,6 +59,8 @@ def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
     named += section.places.items()
     singles = tuple((text(name), *_loss(row), *_divergence(row)) for name, row in named)
     blocks.append(Table("layers", ("place", *columns, *KL), singles, "Single layers and places"))
+    if section.prediction_scale != 1:
+        blocks.append(Paragraph(_scaled(section.prediction_scale)))
     yield Section("layers", f"Layers (noise on {', '.join(section.operators)})", tuple(blocks))
     yield from _map(section, metric)
 
@@ -66,7 +68,8 @@ def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
 def _window_chart(section: LayerAnalysis, metric: str) -> Iterable[Chart]:
     """What each window loses; where nothing was injected, its predicted divergence."""
     states = {point.layer_range: point for point in section.avalanche_points}
-    losses = [(row, loss) for row in section.windows if (loss := row.degradation) is not None and loss.value is not None]
+    known = [(row, row.degradation) for row in section.windows if row.degradation is not None]
+    losses = [(row, loss) for row, loss in known if loss.value is not None]
     if losses:
         bars = tuple(_loss_bar(row, loss, states.get(row.layer_range)) for row, loss in losses)
         yield Chart("windows-chart", f"{capitalised(metric)} lost by window", f"share of the {metric}", bars)
@@ -121,6 +124,13 @@ def ratio(found: Estimate | None) -> Cell:
     if found is None or found.value is None or (found.low is None and found.high is None):
         return Cell("")
     return Cell(f"{number(found.value)} x", found.value, interval=span(found.low, found.high))
+
+
+def _scaled(scale: float) -> str:
+    return (
+        f"Where rows were injected, their KL is {number(scale)} times the predicted one (the median of the ratio). "
+        "Findings rank predicted rows on the scale of injected ones: by their predicted KL times this."
+    )
 
 
 def _interaction(found: Interaction | None) -> Cell:

@@ -10,7 +10,18 @@ from noisescope.findings import Finding
 from noisescope.reports import actions, details, levels, measured
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Table, Verdict
 from noisescope.reports.values import DiagnosisReport
-from noisescope.reports.words import SHARES, band, band_of, capitalised, estimate, finding_span, metric_name, run_metric, text, tone
+from noisescope.reports.words import (
+    SHARES,
+    band,
+    band_of,
+    capitalised,
+    estimate,
+    finding_span,
+    metric_name,
+    run_metric,
+    text,
+    tone,
+)
 
 TITLE = "noisescope report"
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}

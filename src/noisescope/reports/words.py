@@ -8,35 +8,21 @@ from noisescope import findings
 from noisescope.diagnosis.report import Run
 from noisescope.diagnosis.rows import Divergence, Effect
 from noisescope.findings import Finding
+from noisescope.findings import metric_name as metric_name
 from noisescope.reports.document import Cell
 from noisescope.stats import Correlation, Estimate
 
 _TONES = {
     "CRITICAL": "critical", "AVALANCHE": "critical", "HIGH": "high", "POOR": "high", "MODERATE": "moderate",
     "MEDIUM": "moderate", "FAIR": "moderate", "LOW": "low", "ROBUST": "low", "GOOD": "low", "EXCELLENT": "low",
-    "NORMAL": "low", "not measurable": "unsure",
+    "NORMAL": "low", "BORDERLINE": "unsure", "not measurable": "unsure",
 }  # fmt: skip
 SHARES = ("accuracy", "next_token_accuracy", "agreement")
-NAMES = {
-    "next_token_accuracy": "next-token accuracy",
-    "custom": "your metric",
-    "kl": "KL divergence",
-    "nll": "loss",
-    "margin": "margin of the best token",
-}
 METRICS = {
-    "next_token_accuracy": "next-token accuracy",
-    "agreement": "agreement with the clean model",
-    "custom": "your metric",
     "kl": "divergence from the clean model (KL, nats per token)",
     "nll": "loss of the clean model (nats per token)",
     "margin": "margin of the best token (logits)",
 }
-
-
-def metric_name(metric: str) -> str:
-    """A metric in a word or two: "next-token accuracy"."""
-    return NAMES.get(metric, metric)
 
 
 def run_metric(run: Run) -> str:
@@ -46,7 +32,7 @@ def run_metric(run: Run) -> str:
 
 def described(metric: str) -> str:
     """A metric with its unit, for the title of a section or a row of a table."""
-    return METRICS.get(metric, metric)
+    return METRICS.get(metric) or metric_name(metric)
 
 
 def capitalised(words: str) -> str:
@@ -141,9 +127,9 @@ def counted_noun(count: int, noun: str) -> str:
 
 
 def finding_span(finding: Finding) -> str:
-    """The interval of a finding and its n, to stand after its statement."""
-    size = finding.size
-    if size is None:
+    """The size of a finding with its interval and its n, to stand after its statement."""
+    if finding.size is None:
         return ""
-    interval = span(size.low, size.high, percent if finding.unit == "share" else number)
-    return f" {interval}, n = {size.n}" if interval else f" (n = {size.n})"
+    cell = estimate(finding.size, share=finding.unit == "share")
+    what = "KL " if finding.unit == "nats" else ""
+    return f" ({what}{cell.text}, n = {finding.size.n})" if cell.interval else f" (n = {finding.size.n})"
