@@ -163,7 +163,9 @@ def mean_of(answer: Answer, name: str) -> stats.Estimate | None:
         return None
     values = answer.mean(name)
     known = values[np.isfinite(values)]
-    return stats.mean(known, countable=name in SHARES) if len(known) else NOTHING
+    if not len(known):
+        return NOTHING
+    return stats.share(known) if name in SHARES else stats.mean(known, countable=False)
 
 
 SHARES = ("accuracy", "next_token_accuracy", "agreement")

@@ -220,7 +220,7 @@ def _decided(frame: Frame, results: Results, windows: list[WindowEffect], point:
     ]
     assert row.degradation is not None
     level = stats.simultaneous_level(len(windows))
-    stands_out = all(_contrast(frame, results, row, other, level).above(0.0) for other in beside)
+    stands_out = all(_excess(frame, results, row, other, level).above(0.0) for other in beside)
     decided = stands_out and row.degradation.above(LIMITS["avalanche_degradation"])
     worst = max(beside, key=lambda one: _loss(one), default=None)
     return AvalanchePoint(
@@ -249,27 +249,26 @@ def _loss(row: WindowEffect) -> float:
     return row.degradation.value or 0.0 if row.degradation is not None else 0.0
 
 
-def _losses(frame: Frame, results: Results, *rows: WindowEffect) -> tuple[Array, ...]:
-    """The score that each sample loses in each window, seeds averaged, and the clean score last."""
+def _scores(frame: Frame, results: Results, *rows: WindowEffect) -> tuple[Array, ...]:
+    """The clean score of each sample, and its scores [samples, seeds] with noise in each window."""
     clean = frame.answer(results, None)
     assert clean is not None
-    found = []
-    before = np.zeros(0)
+    found: list[Array] = []
     for row in rows:
         noisy = frame.answer(results, window_injection(frame, (row.start_layer, row.end_layer)))
         assert noisy is not None
         before, after = paired(frame, clean, noisy)
-        found.append(before - after.mean(1))
-    return (*found, before)
+        found = [before, *found[1:], after]
+    return tuple(found)
 
 
-def _contrast(frame: Frame, results: Results, row: WindowEffect, other: WindowEffect, level: float) -> stats.Estimate:
-    here, there, _ = _losses(frame, results, row, other)
-    return stats.mean(here - LIMITS["avalanche_neighbour_factor"] * there, level=level, countable=False)
+def _excess(frame: Frame, results: Results, row: WindowEffect, other: WindowEffect, level: float) -> stats.Estimate:
+    """What a window loses beyond 1.5 times its neighbour's loss."""
+    clean, here, there = _scores(frame, results, row, other)
+    return stats.degradation_excess(clean, here, there, factor=LIMITS["avalanche_neighbour_factor"], level=level)
 
 
 def _times(frame: Frame, results: Results, row: WindowEffect, other: WindowEffect) -> stats.Estimate | None:
     """How many times the neighbour's loss; None where that has no interval."""
-    here, there, before = _losses(frame, results, row, other)
-    found = stats.degradation_ratio(before, before - here, before - there)
+    found = stats.degradation_ratio(*_scores(frame, results, row, other))
     return found if found.value is not None and found.bounded else None
