@@ -72,7 +72,7 @@ def record_device(
         "tokens": sum(map(len, found.prompts)),
         "device": found.device,
         "dtype": found.dtype,
-        "notes": found.about["notes"],
+        "notes": list(found.notes),
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
