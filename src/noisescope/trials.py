@@ -129,6 +129,11 @@ class Result:
     def failed(self) -> bool:
         return bool(self.error)
 
+    @property
+    def injected_nothing(self) -> bool:
+        """Whether it failed because the model never computed what the injection was aimed at."""
+        return self.facts.get("error_type") == "NothingInjected"
+
 
 Results = Mapping[str, Result]  # by trial id
 

@@ -1,15 +1,25 @@
-"""Level 3: channels far larger than the rest, by four rules, and channels whose noise costs most."""
+"""Level 3: channels far larger than the rest, by four rules, and the channels in which noise costs most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.effects import Row, effect
+from noisescope.diagnosis.effects import effect
 from noisescope.diagnosis.frame import Array, Frame
-from noisescope.diagnosis.screen import Screened
+from noisescope.diagnosis.rows import WindowEffect
+from noisescope.diagnosis.screen import Screened, site_of
+from noisescope.diagnosis.sections import (
+    ChannelAnalysis,
+    ChannelRow,
+    CostlyChannel,
+    OutlierRules,
+    OutlierSummary,
+)
 from noisescope.findings import LIMITS, band
 from noisescope.injection import Injection
 from noisescope.sites import Site
@@ -65,72 +75,88 @@ def costliest(screened: Screened | None, listed: int = LISTED) -> list[tuple[Sit
     return sorted(found, key=lambda entry: -entry[2])[:listed]
 
 
-def conclude(frame: Frame, results: Results, screened: Screened | None) -> Row:
+def conclude(frame: Frame, results: Results, screened: Screened | None) -> ChannelAnalysis:
     trial = capture_trial(frame)
     captured = None if trial is None else results.get(trial.id)
-    row: Row = {"costliest": [_cost_row(frame, results, screened, *entry) for entry in costliest(screened)]}
+    found = ChannelAnalysis(
+        evidence="none",
+        error="",
+        n=0 if trial is None else trial.slice.stop - trial.slice.start,
+        threshold=frame.settings.outlier_threshold,
+        summary=None,
+        per_layer={},
+        costliest=tuple(_cost_row(frame, results, *entry) for entry in costliest(screened)),
+    )
     if captured is None:
-        return {**row, "evidence": "none"}
+        return found
     if captured.failed:
-        return {**row, "evidence": "failed", "error": captured.error}
+        return replace(found, evidence="failed", error=captured.error)
     per_layer = outliers_of(frame, captured, screened)
-    assert trial is not None
-    return {
-        **row,
-        "evidence": "captured",
-        "n": trial.slice.stop - trial.slice.start,
-        "threshold": frame.settings.outlier_threshold,
-        "summary": summary_of(per_layer),
-        "per_layer": per_layer,
-    }
+    return replace(found, evidence="captured", summary=summary_of(per_layer.values()), per_layer=per_layer)
 
 
-def captured_sites(captured: Result) -> Iterator[tuple[Site, Row, dict[str, Array]]]:
+def captured_sites(captured: Result) -> Iterator[tuple[Site, Mapping[str, Any], dict[str, Array]]]:
     """Each site of a capture with its facts and its statistics [C] by name."""
     at = 0
     for facts in captured.facts["sites"]:
         end = at + facts["channels"]
-        site = Site(
-            facts["operator"], facts["place"], facts["module"], facts["component"], occurrence=facts["occurrence"]
-        )
-        yield site, facts, {name: array[at:end].astype(np.float64) for name, array in captured.arrays.items()}
+        yield site_of(facts), facts, {name: array[at:end].astype(np.float64) for name, array in captured.arrays.items()}
         at = end
 
 
-def outliers_of(frame: Frame, captured: Result, screened: Screened | None) -> dict[str, Row]:
+def outliers_of(frame: Frame, captured: Result, screened: Screened | None) -> dict[str, ChannelRow]:
     """Each module's channels under the four rules; `outlier_indices` are those of the first, the default."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, ChannelRow] = {}
     for site, facts, columns in captured_sites(captured):
         name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
         name = f"{name} #{site.occurrence}" if site.occurrence else name  # experts compute several products
-        rows[name] = {
-            "layer": site.place,
-            "operator": site.operator,
-            **outlier_row(columns, _fisher(screened, site), frame.settings.outlier_threshold),
-            "sparsity": facts["sparsity"],
-            "relative_sparsity": facts["relative_sparsity"],
-            "count": facts["count"],
-        }
+        found = outliers(columns, _fisher(screened, site), frame.settings.outlier_threshold)
+        rows[name] = ChannelRow(
+            layer=site.place,
+            operator=site.operator,
+            module=site.module,
+            occurrence=site.occurrence,
+            sparsity=facts["sparsity"],
+            relative_sparsity=facts["relative_sparsity"],
+            count=facts["count"],
+            **vars(found),
+        )
     return rows
 
 
-def summary_of(per_layer: dict[str, Row]) -> Row:
+def summary_of(rows: Iterable[ChannelRow]) -> OutlierSummary:
     """Outliers of all modules together."""
-    found = [row for row in per_layer.values() if row["num_outliers"]]
-    total = sum(row["total_channels"] for row in per_layer.values())
-    outliers = sum(row["num_outliers"] for row in found)
-    return {
-        "layers_with_outliers": len(found),
-        "total_outlier_channels": outliers,
-        "total_channels": total,
-        "outlier_percentage": 100 * outliers / total if total else 0.0,
-        "nonfinite_channels": sum(row["nonfinite_channels"] for row in per_layer.values()),
-        "max_ratio": max((row["max_ratio"] for row in per_layer.values()), default=None),
-        "largest": max((row["global_max"] for row in per_layer.values()), default=None),
-    }
+    rows = list(rows)
+    total, outlying = sum(row.total_channels for row in rows), sum(row.num_outliers for row in rows)
+    return OutlierSummary(
+        layers_with_outliers=sum(row.num_outliers > 0 for row in rows),
+        total_outlier_channels=outlying,
+        total_channels=total,
+        outlier_percentage=100 * outlying / total if total else 0.0,
+        nonfinite_channels=sum(row.nonfinite_channels for row in rows),
+        max_ratio=max((row.max_ratio for row in rows), default=None),
+        largest=max((row.global_max for row in rows), default=None),
+    )
 
 
-def outlier_row(columns: dict[str, Array], fisher: Array | None, threshold: float, *, listed: int = LISTED) -> Row:
+@dataclass(frozen=True)
+class Outliers:
+    """What the four rules say of one module's channels."""
+
+    outlier_indices: tuple[int, ...]
+    outlier_ratios: tuple[float, ...]
+    num_outliers: int
+    total_channels: int
+    outlier_percentage: float
+    nonfinite_channels: int
+    max_ratio: float
+    band: str
+    median_max: float
+    global_max: float
+    rules: OutlierRules
+
+
+def outliers(columns: Mapping[str, Array], fisher: Array | None, threshold: float, *, listed: int = LISTED) -> Outliers:
     """The four rules, on statistics [C] of one module's channels. Channels that are not finite are counted apart."""
     finite = np.isfinite(columns["max"])
     columns = {name: np.where(finite, column, 0.0) for name, column in columns.items()}
@@ -145,24 +171,24 @@ def outlier_row(columns: dict[str, Array], fisher: Array | None, threshold: floa
         if fisher is None or len(fisher) != len(ratio)
         else int((fisher > np.quantile(fisher, LIMITS["outlier_fisher_quantile"])).sum())
     )
-    return {
-        "outlier_indices": [int(i) for i in order[:listed]],
-        "outlier_ratios": [float(ratio[i]) for i in order[:listed]],
-        "num_outliers": len(found),
-        "total_channels": len(ratio),
-        "outlier_percentage": 100 * len(found) / len(ratio),
-        "nonfinite_channels": int((~finite).sum()),
-        "max_ratio": float(ratio.max()),
-        "band": band("outlier_ratio", float(ratio.max())),
-        "median_max": float(np.median(columns["max"])),
-        "global_max": float(columns["max"].max()),
-        "rules": {
-            "max": len(found),
-            "mean": int((mean_ratio > threshold).sum()),
-            "quantile": int((spread > LIMITS["outlier_quantile_ratio"]).sum()),
-            "fisher": by_fisher,
-        },
-    }
+    return Outliers(
+        outlier_indices=tuple(int(i) for i in order[:listed]),
+        outlier_ratios=tuple(float(ratio[i]) for i in order[:listed]),
+        num_outliers=len(found),
+        total_channels=len(ratio),
+        outlier_percentage=100 * len(found) / len(ratio),
+        nonfinite_channels=int((~finite).sum()),
+        max_ratio=float(ratio.max()),
+        band=band("outlier_ratio", float(ratio.max())),
+        median_max=float(np.median(columns["max"])),
+        global_max=float(columns["max"].max()),
+        rules=OutlierRules(
+            max=len(found),
+            mean=int((mean_ratio > threshold).sum()),
+            quantile=int((spread > LIMITS["outlier_quantile_ratio"]).sum()),
+            fisher=by_fisher,
+        ),
+    )
 
 
 def over_median(values: Array) -> Array:
@@ -181,35 +207,34 @@ def _fisher(screened: Screened | None, site: Site) -> Array | None:
     return screened.channel_shares(site)
 
 
-def _cost_row(frame: Frame, results: Results, screened: Screened | None, site: Site, channel: int, cost: float) -> Row:
-    row: Row = {"module": site.module, "layer": site.place, "channel": channel, "predicted_nats": cost}
+def _cost_row(frame: Frame, results: Results, site: Site, channel: int, cost: float) -> CostlyChannel:
     known = effect(frame, results, channel_injection(frame, site, channel))
-    if known["evidence"] == "injected" and "kl" in known:
-        injected = known["kl"]["value"]
-        row |= {
-            "kl": known["kl"],
-            "injected_over_predicted": None if injected is None or cost <= 0 else injected / cost,
-        }
-    return {**row, "evidence": "injected" if known["evidence"] == "injected" else "predicted"}
+    assert isinstance(site.place, int)
+    injected = None if known.kl is None else known.kl.mean.value
+    return CostlyChannel(
+        module=site.module,
+        layer=site.place,
+        channel=channel,
+        predicted_nats=cost,
+        evidence="injected" if known.injected else "predicted",
+        kl=known.kl,
+        injected_over_predicted=None if injected is None or cost <= 0 else injected / cost,
+    )
 
 
-def correlate_with_layers(frame: Frame, windows: list[Row], per_layer: dict[str, Row]) -> Row:
+def correlate_with_layers(
+    frame: Frame, windows: Sequence[WindowEffect], rows: Iterable[ChannelRow]
+) -> stats.Correlation:
     """Outlier counts against the degradation of windows that share no layer (the cross-level correlation)."""
-    rows = [row for row in windows if row["evidence"] == "injected" and row["degradation"]["value"] is not None]
-    counts = [
-        sum(
-            info["num_outliers"]
-            for info in per_layer.values()
-            if row["start_layer"] <= _block(info) <= row["end_layer"]
-        )
-        for row in rows
+    measured = [
+        (window, window.degradation.value)
+        for window in windows
+        if window.injected and window.degradation is not None and window.degradation.value is not None
     ]
-    losses = [row["degradation"]["value"] for row in rows]
+    if len(measured) < 2:
+        note = "fewer than two windows were measured"
+        return stats.Correlation("pearson", None, None, None, None, len(measured), note=note)
+    rows = list(rows)
+    counts = [sum(row.num_outliers for row in rows if row.layer in window.layers) for window, _ in measured]
     every = max(1, -(-min(frame.settings.window, frame.blocks) // frame.settings.step))
-    if len(rows) < 2:
-        return {"value": None, "note": "fewer than two windows were measured", "n": len(rows)}
-    return stats.correlation(counts, losses, method="pearson", every=every).to_dict()
-
-
-def _block(info: Row) -> int:
-    return info["layer"] if isinstance(info["layer"], int) else -1
+    return stats.correlation(counts, [loss for _, loss in measured], method="pearson", every=every)

@@ -1,18 +1,31 @@
-"""The metrics dashboard: the model in single numbers, curvature per layer, and whether metrics agree."""
+"""The metrics dashboard: the model in single numbers, and curvature per layer."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis import channels, threshold
-from noisescope.diagnosis.effects import Row, effect, estimate
+from noisescope.diagnosis import threshold
+from noisescope.diagnosis.effects import clean_score, effect, predicted_kl
 from noisescope.diagnosis.frame import Frame, present_operators
+from noisescope.diagnosis.rows import Divergence
 from noisescope.diagnosis.screen import Screened
-from noisescope.findings import EXPECTED_CORRELATIONS, NOT_MEASURABLE, as_expected, band, dashboard_risk
+from noisescope.diagnosis.sections import (
+    Baseline,
+    ChannelAnalysis,
+    GradientRatio,
+    HessianTraces,
+    Metrics,
+    PrimaryMetrics,
+    SecondaryMetrics,
+    Sparsity,
+    Trace,
+)
+from noisescope.findings import band, dashboard_risk
 from noisescope.injection import Injection
 from noisescope.sites import GROUPS
 from noisescope.trials import Results, Trial
@@ -58,157 +71,97 @@ def threshold_aims(frame: Frame, screened: Screened | None) -> dict[str, dict[st
             if operator not in GROUPS:
                 aims[f"operator {operator}"] = {"operators": frozenset({operator})}
         if screened is not None and not screened.error:
-            cost = {
-                layer: float(screened.predicted(lambda site, layer=layer: site.place == layer).mean())  # type: ignore[misc]
-                for layer in range(frame.blocks)
-            }
+            cost = {layer: float(screened.in_layer(layer).mean()) for layer in range(frame.blocks)}
             for layer in sorted(cost, key=lambda layer: -cost[layer])[:LAYERS_WITH_THRESHOLD]:
                 aims[f"layer {layer}"] = {"layers": frozenset({layer})}
     return aims
 
 
-def conclude(frame: Frame, results: Results, screened: Screened | None, channel_rows: Row | None) -> Row:
+def conclude(
+    frame: Frame, results: Results, screened: Screened | None, captured: ChannelAnalysis | None
+) -> Metrics:
     whole = effect(frame, results, model_injection(frame), screened)
-    loss = whole.get("degradation", {}).get("value")
-    thresholds = {
-        name: threshold.conclude(frame, results, **aim) for name, aim in threshold_aims(frame, screened).items()
-    }
-    if frame.settings.effort == "screen":
-        thresholds = {}
-    return {
-        "primary": {
-            "relative_degradation": whole.get("degradation"),
-            "degradation_band": whole.get("band", NOT_MEASURABLE),
-            "noise_tolerance_index": whole.get("noise_tolerance_index"),
-            "noise_tolerance_band": _tolerance_band(whole),
-            "critical_threshold": thresholds.get("model"),
-        },
-        "secondary": {
-            "snr_db": whole.get("snr_db"),
-            "snr_band": band("snr_db", (whole.get("snr_db") or {}).get("value")),
-            "nominal_snr_db": -20 * float(np.log10(frame.settings.scale)),
-            "gradient_ratio": _gradient_ratio(frame, results),
-            "activation_sparsity": _sparsity(channel_rows),
-        },
-        "critical_thresholds": thresholds,
-        "hessian_trace": _traces(frame, results),
-        "fisher": _fisher(frame, screened),
-        "baseline": _baseline(frame, results),
-        "risk": dashboard_risk(loss).to_dict(),
-    }
+    loss = None if whole.degradation is None else whole.degradation.value
+    aims = {} if frame.settings.effort == "screen" else threshold_aims(frame, screened)
+    thresholds = {name: threshold.conclude(frame, results, **aim) for name, aim in aims.items()}
+    return Metrics(
+        primary=PrimaryMetrics(
+            relative_degradation=whole.degradation,
+            degradation_band=whole.band,
+            noise_tolerance_index=whole.noise_tolerance_index,
+            noise_tolerance_band=_tolerance_band(whole.noise_tolerance_index),
+            critical_threshold=thresholds.get("model"),
+        ),
+        secondary=SecondaryMetrics(
+            snr_db=whole.snr_db,
+            snr_band=band("snr_db", None if whole.snr_db is None else whole.snr_db.value),
+            nominal_snr_db=-20 * float(np.log10(frame.settings.scale)),
+            gradient_ratio=_gradient_ratio(frame, results),
+            activation_sparsity=_sparsity(captured),
+        ),
+        critical_thresholds=thresholds,
+        hessian_trace=_traces(frame, results),
+        fisher=_fisher(frame, screened),
+        baseline=_baseline(frame, results),
+        risk=dashboard_risk(loss),
+    )
 
 
-def _tolerance_band(whole: Row) -> str:
-    index = whole.get("noise_tolerance_index")
+def _tolerance_band(index: stats.Estimate | None) -> str:
     if index is None:
-        return NOT_MEASURABLE
-    if index.get("note") == stats.UNBOUNDED:
-        return band("noise_tolerance_index", float("inf"))
-    return band("noise_tolerance_index", index["value"])
+        return band("noise_tolerance_index", None)
+    return band("noise_tolerance_index", math.inf if index.note == stats.UNBOUNDED else index.value)
 
 
-def _baseline(frame: Frame, results: Results) -> Row:
+def _baseline(frame: Frame, results: Results) -> Baseline | None:
     """The clean model, metric by metric."""
     clean = frame.answer(results, None)
     if clean is None or clean.error:
-        return {}
-    row: Row = {name: estimate(clean.values(name)[0]) for name in clean.metrics if name != "nonfinite"}
-    for name in ("accuracy", "next_token_accuracy", "agreement"):
-        if name in row and frame.measure != "custom" and row[name]["high"] is not None:
-            row[name]["high"] = min(row[name]["high"], 1.0)
-    row["nonfinite"] = clean.nonfinite
+        return None
     known = clean.values(frame.metric)[0]
-    row["measurable"] = stats.measurable(known[np.isfinite(known)], frame.chance)
-    row["chance"] = frame.chance
-    return row
+    return Baseline(
+        metrics={name: clean_score(frame, clean.values(name)[0], name) for name in clean.metrics if name != "nonfinite"},
+        nonfinite=clean.nonfinite,
+        measurable=stats.measurable(known[np.isfinite(known)], frame.chance),
+        chance=frame.chance,
+    )
 
 
-def _gradient_ratio(frame: Frame, results: Results) -> Row | None:
+def _gradient_ratio(frame: Frame, results: Results) -> GradientRatio | None:
     found = [results.get(trial.id) for trial in gradient_trials(frame)]
     if len(found) != 2 or any(result is None or result.failed for result in found):
         return None
     clean, noisy = (result.facts["norms"] for result in found if result is not None)
     total = float(np.hypot.reduce(list(noisy.values())) / max(np.hypot.reduce(list(clean.values())), 1e-30))
-    per_layer = {layer: noisy[layer] / clean[layer] if clean[layer] > 0 else None for layer in clean}
-    count = 0 if frame.few is None else frame.few.stop - frame.few.start
-    return {"value": total, "band": band("gradient_ratio", total), "n": count, "seeds": 1, "per_layer": per_layer}
-
-
-def _sparsity(channel_rows: Row | None) -> Row | None:
-    """Mean over the captured linears, by an absolute threshold of 1e-6 and by 1 % of the tensor's rms."""
-    rows = (
-        []
-        if channel_rows is None
-        else [r for r in channel_rows.get("per_layer", {}).values() if r["operator"] == "linear"]
+    return GradientRatio(
+        value=total,
+        band=band("gradient_ratio", total),
+        n=0 if frame.few is None else frame.few.stop - frame.few.start,
+        seeds=1,
+        per_layer={layer: noisy[layer] / clean[layer] if clean[layer] > 0 else None for layer in clean},
     )
+
+
+def _sparsity(captured: ChannelAnalysis | None) -> Sparsity | None:
+    """Mean over the captured linears, by an absolute threshold of 1e-6 and by 1 % of the tensor's rms."""
+    rows = [] if captured is None else [row for row in captured.per_layer.values() if row.operator == "linear"]
     if not rows:
         return None
-    absolute, relative = (float(np.mean([row[name] for row in rows])) for name in ("sparsity", "relative_sparsity"))
-    return {"absolute": absolute, "relative": relative, "band": band("sparsity", relative)}
+    relative = float(np.mean([row.relative_sparsity for row in rows]))
+    return Sparsity(float(np.mean([row.sparsity for row in rows])), relative, band("sparsity", relative))
 
 
-def _traces(frame: Frame, results: Results) -> Row | None:
+def _traces(frame: Frame, results: Results) -> HessianTraces | None:
     trial = curvature_trial(frame)
     found = None if trial is None else results.get(trial.id)
     if found is None:
         return None
-    return {"error": found.error} if found.failed else dict(found.facts["traces"])
+    layers = {} if found.failed else {name: Trace(**row) for name, row in found.facts["traces"].items()}
+    return HessianTraces(found.error, layers)
 
 
-def _fisher(frame: Frame, screened: Screened | None) -> Row | None:
+def _fisher(frame: Frame, screened: Screened | None) -> dict[str, Divergence] | None:
     """Predicted KL of each layer: the Fisher information of its activations, weighted by the noise."""
     if screened is None or screened.error:
         return None
-    return {
-        str(layer): estimate(
-            screened.predicted(lambda site, layer=layer: site.place == layer),  # type: ignore[misc]
-            countable=False,
-        )
-        for layer in range(frame.blocks)
-    }
-
-
-def correlations(frame: Frame, layer_rows: Row | None, metrics: Row, channel_rows: Row | None) -> Row:
-    """Whether metrics relate as the original method notes expect, over layers that were measured.
-
-    Per layer the sensitivity is the injected KL where all layers have one, else the predicted; `against` says which.
-    """
-    if layer_rows is None:
-        return {}
-    against, sensitivity = _layer_sensitivity(layer_rows)
-    if sensitivity is None:
-        return {}
-    found: Row = {}
-    traces = metrics["hessian_trace"]
-    if traces and "error" not in traces:
-        values = [traces[str(layer)]["trace"] for layer in range(frame.blocks)]
-        found["hessian_sensitivity"] = _correlated("hessian_sensitivity", values, sensitivity, against)
-    per_layer = (channel_rows or {}).get("per_layer")
-    if per_layer:
-        blocks = range(frame.blocks)
-        counts = [sum(r["num_outliers"] for r in per_layer.values() if r["layer"] == layer) for layer in blocks]
-        sparse = [
-            float(np.mean([r["relative_sparsity"] for r in per_layer.values() if r["layer"] == layer]))
-            for layer in blocks
-        ]
-        found["outliers_sensitivity"] = _correlated("outliers_sensitivity", counts, sensitivity, against)
-        found["sparsity_degradation"] = _correlated("sparsity_degradation", sparse, sensitivity, against)
-        found["outliers_windows"] = channels.correlate_with_layers(frame, layer_rows["windows"], per_layer)
-    return found
-
-
-def _layer_sensitivity(layer_rows: Row) -> tuple[str, list[float] | None]:
-    for name, key in (("injected KL", "kl"), ("predicted KL", "predicted_kl")):
-        values = [row.get(key, {}).get("value") for row in layer_rows["layers"]]
-        if values and all(value is not None for value in values):
-            return name, values
-    return "", None
-
-
-def _correlated(name: str, values: list[float], sensitivity: list[float], against: str) -> Row:
-    sign, bound = EXPECTED_CORRELATIONS[name]
-    expected = f"r {'above' if sign == '>' else 'below'} {bound}"
-    if len(values) < 3:
-        return {"value": None, "note": "fewer than three layers", "n": len(values), "expected": expected}
-    row = stats.correlation(values, sensitivity, method="pearson").to_dict()
-    return {**row, "against": against, "expected": expected, "held": as_expected(name, row["value"])}
+    return {str(layer): predicted_kl(screened.in_layer(layer)) for layer in range(frame.blocks)}

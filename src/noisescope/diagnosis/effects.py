@@ -1,21 +1,21 @@
-"""The effect of one injection as a row of numbers: what was lost, how surely, and what was predicted."""
+"""The effect of one injection: what was lost, how certain that is, how far the output moved, what was predicted."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis.frame import Answer, Array, Frame
+from noisescope.diagnosis.rows import Divergence, E, Effect, PointRule
 from noisescope.diagnosis.screen import Screened
-from noisescope.findings import NOT_MEASURABLE, band
+from noisescope.findings import NOT_MEASURABLE, band, band_range
 from noisescope.injection import Injection
 from noisescope.trials import Results
 
-PARTED = 2.0  # injected and predicted KL that differ by more than this factor, both ends of the interval, have parted
-SURE = 0.05  # a loss is a finding where its corrected p is below this
-Row = dict[str, Any]
+NOTHING = stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE)
 
 
 def effect(
@@ -26,64 +26,63 @@ def effect(
     *,
     looks: int = 1,
     bands: str = "degradation",
-) -> Row:
-    """Everything known of an injection.
-
-    `evidence` is "injected" where the noise was really put in, "predicted" where only the screen knows, "failed" with
-    the error of a trial, or "none". Bands come from injected task metrics alone.
-    """
-    row: Row = {"evidence": "none"}
+) -> Effect:
+    """Everything known of an injection. `looks` counts the rows of its table, which intervals and p account for."""
+    scale = frame.scale_of(injection)
+    known = Effect(metric=frame.metric_name)
     if screened is not None and not screened.error:
-        row["predicted_kl"] = _estimate(screened.predicted_by(injection, frame.scale_of(injection)), countable=False)
-        row["evidence"] = "predicted"
+        known = replace(known, evidence="predicted", predicted_kl=predicted_kl(screened.predicted_by(injection, scale)))
     clean, noisy = frame.answer(results, None), frame.answer(results, injection)
     if clean is None or noisy is None:
-        return row
+        return known
     for answer in (clean, noisy):
         if answer.error:
-            return {**row, "evidence": "failed", "error": answer.error}
-    row["evidence"] = "injected"
-    row.update(task_loss(frame, clean, noisy, frame.scale_of(injection), looks=looks, bands=bands))
-    row["total_injections"] = noisy.injections
-    row["seeds"] = noisy.seeds
-    row["nonfinite"] = noisy.nonfinite
-    row["failed_samples"] = int((~np.isfinite(noisy.values(frame.metric))).any(0).sum())
-    for name in ("kl", "agreement", "nll", "snr_db"):
-        if name in noisy.metrics:
-            row[name] = _estimate(noisy.mean(name), countable=name == "agreement")
-    if "kl" in noisy.metrics and "predicted_kl" in row and screened is not None:
-        row["injected_over_predicted"] = _ratio(
-            noisy.mean("kl"), screened.predicted_by(injection, frame.scale_of(injection))
-        )
-        row["parted"] = parted(row["injected_over_predicted"])
-    return row
+            return replace(known, evidence="failed", error=answer.error)
+    found = replace(task_loss(frame, clean, noisy, scale, looks=looks, bands=bands), predicted_kl=known.predicted_kl)
+    over = None
+    if "kl" in noisy.metrics and screened is not None and not screened.error:
+        over = ratio(noisy.mean("kl"), screened.predicted_by(injection, scale))
+    return replace(
+        found,
+        evidence="injected",
+        total_injections=noisy.injections,
+        seeds=noisy.seeds,
+        nonfinite=noisy.nonfinite,
+        failed_samples=int((~np.isfinite(noisy.values(frame.metric))).any(0).sum()),
+        kl=injected_kl(noisy.mean("kl")) if "kl" in noisy.metrics else None,
+        agreement=mean_of(noisy, "agreement"),
+        nll=mean_of(noisy, "nll"),
+        snr_db=mean_of(noisy, "snr_db"),
+        injected_over_predicted=over,
+    )
 
 
 def task_loss(
     frame: Frame, clean: Answer, noisy: Answer, scale: float, *, looks: int = 1, bands: str = "degradation"
-) -> Row:
-    """Accuracy before and after, degradation with its interval and bands, and what could have been seen."""
+) -> Effect:
+    """The score before and after, degradation with its intervals and bands, and what could have been detected."""
     before, after = paired(frame, clean, noisy)
     if not len(before):
-        return {
-            "degradation": stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE).to_dict(),
-            "band": NOT_MEASURABLE,
-        }
+        return Effect(metric=frame.metric_name, degradation=NOTHING)
     loss = stats.degradation(before, after, chance=frame.chance)
-    tolerance = stats.noise_tolerance(loss)
+    together = stats.degradation(before, after, chance=frame.chance, level=stats.simultaneous_level(looks))
     score = None if loss.value is None else loss.value / scale
-    return {
-        "baseline_acc": float(before.mean()),
-        "noisy_acc": float(after.mean()),
-        "noisy_acc_interval": _accuracy(frame, after),
-        "degradation": loss.to_dict(),
-        "band": band(bands, loss.value),
-        "sensitivity_score": score,
-        "sensitivity_band": band("sensitivity_score", score),
-        "noise_tolerance_index": tolerance.to_dict(),
-        "p": stats.p_no_difference(before, after),
-        "smallest_detectable": stats.smallest_detectable(before, after, looks=looks, relative=True),
-    }
+    lower, upper = band_range(bands, together)
+    return Effect(
+        metric=frame.metric_name,
+        baseline_acc=float(before.mean()),
+        noisy_acc=float(after.mean()),
+        noisy_acc_interval=_score(frame, after),
+        degradation=loss,
+        simultaneous=together,
+        band=lower,
+        band_upper=upper,
+        sensitivity_score=score,
+        noise_tolerance_index=stats.noise_tolerance(loss),
+        p=stats.p_no_difference(before, after),
+        smallest_detectable=stats.smallest_detectable(before, after, looks=looks, relative=True),
+        point_rule=PointRule(band(bands, loss.value), band("sensitivity_score", score)),
+    )
 
 
 def paired(frame: Frame, clean: Answer, noisy: Answer) -> tuple[Array, Array]:
@@ -93,42 +92,61 @@ def paired(frame: Frame, clean: Answer, noisy: Answer) -> tuple[Array, Array]:
     return before[known], np.nan_to_num(after[known], nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _accuracy(frame: Frame, after: Array) -> Row:
-    found = stats.mean(after).to_dict()
-    if frame.measure != "custom":  # a share; a metric of one's own may be anything
-        found |= {end: None if found[end] is None else min(max(found[end], 0.0), 1.0) for end in ("low", "high")}
-    return found
+def correct_looks(rows: Sequence[E]) -> list[E]:
+    """The rows with Holm's correction over the p values of those that were looked at together."""
+    looked = [row.p for row in rows if row.p is not None]
+    corrected = iter(stats.holm(looked))
+    return [row if row.p is None else replace(row, p_corrected=next(corrected)) for row in rows]
 
 
-def correct_looks(rows: list[Row]) -> None:
-    """Holm's correction over the p values of rows that were looked at together."""
-    looked = [row for row in rows if "p" in row]
-    for row, corrected in zip(looked, stats.holm([row["p"] for row in looked]), strict=True):
-        row["p_corrected"] = corrected
+# -- estimates
 
 
-def parted(ratio: Row) -> bool:
-    """Whether injection surely differs from prediction by more than a factor of two: the model is not linear there."""
-    low, high = ratio["low"], ratio["high"]
-    return (low is not None and low > PARTED) or (high is not None and high < 1 / PARTED)
+def injected_kl(values: Array) -> Divergence:
+    """Median and mean over the samples whose KL is finite."""
+    known = np.maximum(values[np.isfinite(values)], 0.0)  # rounding may leave -1e-12
+    if not len(known):
+        return Divergence(NOTHING, NOTHING)
+    return Divergence(stats.median(known), stats.nonnegative_mean(known))
 
 
-def _estimate(values: Array, *, countable: bool = True) -> Row:
-    """The mean of what is finite. `countable` False: nats and decibels, whose zeros are no wrong answers."""
+def predicted_kl(values: Array) -> Divergence:
+    """As for injected KL, but the mean ranks.
+
+    A sample's prediction is an unbiased estimate from a few drawn labels: mostly too small and sometimes far too
+    large, so that its median is not the median of what it estimates.
+    """
+    return replace(injected_kl(values), ranked_by="mean")
+
+
+def mean_of(answer: Answer, name: str) -> stats.Estimate | None:
+    """The mean of a column over samples; None where the measure has no such column."""
+    if name not in answer.metrics:
+        return None
+    values = answer.mean(name)
+    known = values[np.isfinite(values)]
+    return stats.mean(known, countable=name in SHARES) if len(known) else NOTHING
+
+
+SHARES = ("accuracy", "next_token_accuracy", "agreement")
+
+
+def ratio(above: Array, below: Array) -> stats.Estimate:
+    """mean(above) / mean(below) over the samples that have both."""
+    known = np.isfinite(above) & np.isfinite(below)
+    return stats.ratio(np.maximum(above[known], 0.0), np.maximum(below[known], 0.0)) if known.any() else NOTHING
+
+
+def clean_score(frame: Frame, values: Array, name: str | None = None) -> stats.Estimate:
+    """The mean of a column of the clean model; `name` None is the metric."""
     known = values[np.isfinite(values)]
     if not len(known):
-        return stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE).to_dict()
-    found = stats.mean(known, countable=countable).to_dict()
-    if found["low"] is not None and known.min() >= 0:
-        found["low"] = max(found["low"], 0.0)  # a divergence has no interval below 0
-    return found
+        return NOTHING
+    found = stats.mean(known)
+    is_share = (frame.metric if name is None else name) in SHARES and frame.measure != "custom"
+    return found.within(0.0, 1.0) if is_share else found
 
 
-def _ratio(above: Array, below: Array) -> Row:
-    known = np.isfinite(above) & np.isfinite(below)
-    if not known.any():
-        return stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE).to_dict()
-    return stats.ratio(np.maximum(above[known], 0.0), below[known]).to_dict()
-
-
-estimate, ratio = _estimate, _ratio
+def _score(frame: Frame, after: Array) -> stats.Estimate:
+    found = stats.mean(after)
+    return found if frame.measure == "custom" else found.within(0.0, 1.0)  # a metric of one's own may be anything

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
-from noisescope.diagnosis.effects import Row
 from noisescope.diagnosis.frame import Frame
+from noisescope.diagnosis.sections import FormatScore, FormatScores, ModuleScores, UniformScore
 from noisescope.trials import Results, Trial
 
 # As in quantisation/formats.py, which needs torch; a test holds them together.
@@ -30,46 +31,48 @@ def propose(frame: Frame) -> list[Trial]:
     return [] if trial is None else [trial]
 
 
-def conclude(frame: Frame, results: Results) -> Row | None:
+def conclude(frame: Frame, results: Results) -> FormatScores | None:
     """Predicted KL per token of each format at each linear alone, mean of the samples with its standard error."""
     trial = formats_trial(frame)
     found = None if trial is None else results.get(trial.id)
     if found is None:
         return None
     if found.failed:
-        return {"n": 0, "modules": [], "uniform": {}, "error": found.error}
+        return FormatScores(0, found.error, (), {}, 0)
     predicted = found.arrays["predicted"]  # [modules, formats, samples]
     count = predicted.shape[2]
     mean = predicted.mean(2)
     error = predicted.std(2, ddof=1) / np.sqrt(count) if count > 1 else np.full_like(mean, np.nan)
-    rows = []
-    for i, about in enumerate(found.facts["modules"]):
-        scores = {
-            name: {
-                "bits": bits,
-                "effective_bits": about["effective_bits"][name],
-                "predicted_kl": float(mean[i, j]),
-                "standard_error": float(error[i, j]) if count > 1 else None,
-            }
-            for j, (name, bits) in enumerate(found.facts["formats"])
-        }
-        rows.append({**{key: value for key, value in about.items() if key != "effective_bits"}, "formats": scores})
-    section: Row = {"n": count, "modules": rows, "uniform": _uniform(rows)}
-    if "block_parameters" in found.facts:  # kept results of earlier versions have none
-        section["block_parameters"] = found.facts["block_parameters"]
-    return section
+    rows = tuple(
+        ModuleScores(
+            about["module"],
+            about["place"],
+            about["parameters"],
+            about["inputs"],
+            about["kind"],
+            {
+                name: FormatScore(
+                    bits,
+                    about["effective_bits"][name],
+                    float(mean[i, j]),
+                    float(error[i, j]) if count > 1 else None,
+                )
+                for j, (name, bits) in enumerate(found.facts["formats"])
+            },
+        )
+        for i, about in enumerate(found.facts["modules"])
+    )
+    return FormatScores(count, "", rows, _uniform(rows), found.facts["block_parameters"])
 
 
-def _uniform(rows: list[Row]) -> Row:
+def _uniform(rows: Sequence[ModuleScores]) -> dict[str, UniformScore]:
     """One format for all linears: its bits, and the predicted KL of all of them together (predictions add up)."""
-    weights = sum(row["parameters"] for row in rows)
-    found: Row = {}
-    for name in rows[0]["formats"] if rows else ():
-        scores = [row["formats"][name] for row in rows]
-        stored = sum(row["parameters"] * row["formats"][name]["effective_bits"] for row in rows)
-        found[name] = {
-            "bits": scores[0]["bits"],
-            "effective_bits": stored / weights,
-            "predicted_kl": sum(score["predicted_kl"] for score in scores),
-        }
-    return found
+    weights = sum(row.parameters for row in rows)
+    return {
+        name: UniformScore(
+            score.bits,
+            sum(row.parameters * row.formats[name].effective_bits for row in rows) / weights,
+            sum(row.formats[name].predicted_kl for row in rows),
+        )
+        for name, score in (rows[0].formats if rows else {}).items()
+    }

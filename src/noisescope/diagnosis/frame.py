@@ -86,6 +86,11 @@ class Frame:
     whole: tuple[Slice, ...] = ()  # the test samples again, every token of them scored: see gauge.py
     names: tuple[str, ...] = ()  # a hash of each test sample's tokens: the same sample in another set has the same
 
+    @property
+    def metric_name(self) -> str:
+        """What the metric is called in rows and sentences; the caller's own has no name."""
+        return "custom" if self.measure == "custom" else self.metric
+
     @cached_property
     def present(self) -> frozenset[str]:
         """Operators and groups that the model has, outside routers and rotary tables."""
@@ -151,9 +156,9 @@ class Frame:
         if any(trial.id not in results for trial in trials):
             return None
         found = [results[trial.id] for trial in trials]
-        failed = next((result.error for result in found if result.failed), "")
-        if failed:
-            return Answer(error=failed)
+        failed = next((result for result in found if result.failed), None)
+        if failed is not None:
+            return Answer(error=failed.error, injected_nothing=failed.injected_nothing)
         rows = [found[at : at + len(self.test)] for at in range(0, len(found), len(self.test))]
         return Answer(tuple(map(tuple, rows)))
 
@@ -164,6 +169,7 @@ class Answer:
 
     rows: tuple[tuple[Result, ...], ...] = ()  # seeds x slices
     error: str = ""
+    injected_nothing: bool = False  # the error is that no noise fell on anything
 
     @property
     def metrics(self) -> list[str]:

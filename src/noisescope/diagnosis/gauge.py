@@ -14,8 +14,8 @@ import math
 import numpy as np
 
 from noisescope.diagnosis import operators, screen
-from noisescope.diagnosis.effects import Row
 from noisescope.diagnosis.frame import GROUP, Array, Frame
+from noisescope.diagnosis.sections import GateNumbers
 from noisescope.trials import Results, Trial
 
 OPERATORS = (GROUP, "softmax", "silu", "gelu", "norm")  # those of the original method notes, products as one
@@ -34,7 +34,7 @@ def propose(frame: Frame, results: Results) -> list[Trial]:
     return trials
 
 
-def conclude(frame: Frame, results: Results) -> Row | None:
+def conclude(frame: Frame, results: Results) -> GateNumbers | None:
     """Numbers by operator and sample; None where nothing was asked, or the model itself failed."""
     if not frame.whole:
         return None
@@ -48,17 +48,17 @@ def conclude(frame: Frame, results: Results) -> Row | None:
         predicted = {name: screened.predicted_by(operators.injection(frame, name)) for name in present}
     injected = over.answer(results, operators.injection(frame, GROUP)) if GROUP in present else None
     measured = injected is not None and not injected.error
-    return {
-        "samples": list(frame.names),
-        "noise": repr(frame.settings.perturbation),
-        "seeds": list(frame.settings.seeds),
-        "metric": frame.metric,
-        "chance": frame.chance,
-        "predicted_kl": {name: _numbers(values) for name, values in predicted.items()},
-        "kl": {GROUP: _numbers(injected.mean("kl"))} if injected is not None and measured else {},
-        "accuracy": {name: _numbers(values) for name, values in _scores(frame, results, present).items()},
-        "nonfinite": clean.nonfinite + (injected.nonfinite if injected is not None and measured else 0),
-    }
+    return GateNumbers(
+        samples=frame.names,
+        noise=repr(frame.settings.perturbation),
+        seeds=frame.settings.seeds,
+        metric=frame.metric,
+        chance=frame.chance,
+        predicted_kl={name: _numbers(values) for name, values in predicted.items()},
+        kl={GROUP: _numbers(injected.mean("kl"))} if injected is not None and measured else {},
+        accuracy={name: _numbers(values) for name, values in _scores(frame, results, present).items()},
+        nonfinite=clean.nonfinite + (injected.nonfinite if injected is not None and measured else 0),
+    )
 
 
 def _scores(frame: Frame, results: Results, present: list[str]) -> dict[str, Array]:
@@ -72,6 +72,6 @@ def _scores(frame: Frame, results: Results, present: list[str]) -> dict[str, Arr
     }
 
 
-def _numbers(values: Array) -> list[float | None]:
+def _numbers(values: Array) -> tuple[float | None, ...]:
     """As JSON has them: None for what is not finite."""
-    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values]
+    return tuple(float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from noisescope.diagnosis.effects import SURE, Row, correct_looks, effect, ratio
+from noisescope import stats
+from noisescope.diagnosis.effects import correct_looks, effect, paired, ratio
 from noisescope.diagnosis.frame import Array, Frame, present_operators
+from noisescope.diagnosis.rows import (
+    AvalanchePoint,
+    CellEffect,
+    Effect,
+    Interaction,
+    LayerAnalysis,
+    LayerEffect,
+    WindowEffect,
+    as_row,
+)
 from noisescope.diagnosis.screen import Screened
-from noisescope.findings import Window, avalanche_points
+from noisescope.findings import LIMITS, PointAvalanche, Window, avalanche_points, neighbours
 from noisescope.injection import Injection
 from noisescope.sites import GROUPS, OUTER_PLACES, Place, matches_operator
 from noisescope.trials import Results, Trial
@@ -78,7 +89,7 @@ def _strength(frame: Frame, results: Results, window: tuple[int, int]) -> tuple[
         return None
     if noisy.error:
         return (0.0, 0.0)
-    divergence = float(np.nanmean(noisy.mean("kl"))) if "kl" in noisy.metrics else 0.0
+    divergence = float(np.nanmedian(noisy.mean("kl"))) if "kl" in noisy.metrics else 0.0
     return (divergence, -float(np.nanmean(noisy.mean(frame.metric))))
 
 
@@ -99,87 +110,143 @@ def _predicted(frame: Frame, screened: Screened, cell: tuple[Place, str]) -> Arr
     )
 
 
-def conclude(frame: Frame, results: Results, screened: Screened | None) -> Row:
+def conclude(frame: Frame, results: Results, screened: Screened | None) -> LayerAnalysis:
     """Windows, single layers, places outside the blocks, the map, and avalanche points by both rules."""
-    looks = len(frame.windows)
-    windows = []
-    for window in frame.windows:
-        start, end = window
-        row = effect(frame, results, window_injection(frame, window), screened, looks=looks, bands="window")
-        row = {"layer_range": f"L{start}-{end}", "start_layer": start, "end_layer": end, **row}
-        row["interaction_index"] = interaction(frame, results, screened, window)
-        windows.append(row)
-    layers = [
-        {"layer": layer, **effect(frame, results, layer_injection(frame, layer), screened, looks=frame.blocks)}
-        for layer in range(frame.blocks)
-    ]
-    places = {place: effect(frame, results, place_injection(frame, place), screened) for place in outer_places(frame)}
-    table = [
-        {
-            "layer": place,
-            "operator": operator,
-            **effect(frame, results, cell_injection(frame, place, operator), screened),
-        }
-        for place, operator in cells(frame)
-    ]
-    for rows in (windows, layers, list(places.values()), table):
-        correct_looks(rows)
-    return {
-        "operators": list(frame.settings.layer_operators),
-        "window": min(frame.settings.window, frame.blocks),
-        "step": frame.settings.step,
-        "windows": windows,
-        "layers": layers,
-        "places": places,
-        "map": table,
-        "avalanche_points": _avalanches(windows),
-        "compounding": [row["layer_range"] for row in windows if _compounds(row["interaction_index"])],
-    }
+    windows = correct_looks([_window(frame, results, screened, window) for window in frame.windows])
+    singles = (effect(frame, results, layer_injection(frame, i), screened, looks=frame.blocks) for i in range(frame.blocks))
+    layers = correct_looks([as_row(one, LayerEffect, layer=i) for i, one in enumerate(singles)])
+    outer = outer_places(frame)
+    places = correct_looks(
+        [effect(frame, results, place_injection(frame, place), screened, looks=len(outer)) for place in outer]
+    )
+    wanted = cells(frame)
+    measured = [effect(frame, results, cell_injection(frame, *cell), screened, looks=len(wanted)) for cell in wanted]
+    table = correct_looks(
+        [as_row(one, CellEffect, layer=layer, operator=name) for (layer, name), one in zip(wanted, measured, strict=True)]
+    )
+    by_points = avalanche_points(
+        Window(row.start_layer, row.end_layer, row.degradation.value)
+        for row in windows
+        if row.injected and row.degradation is not None
+    )
+    return LayerAnalysis(
+        operators=frame.settings.layer_operators,
+        window=min(frame.settings.window, frame.blocks),
+        step=frame.settings.step,
+        windows=tuple(windows),
+        layers=tuple(layers),
+        places=dict(zip(outer, places, strict=True)),
+        map=tuple(table),
+        avalanche_points=tuple(_decided(frame, results, windows, point) for point in by_points),
+        compounding=tuple(
+            row.layer_range for row in windows if row.interaction_index is not None and row.interaction_index.compounds
+        ),
+        point_rule_avalanches=tuple(by_points),
+    )
 
 
-def interaction(frame: Frame, results: Results, screened: Screened | None, window: tuple[int, int]) -> Row | None:
-    """KL of the window over the sum of the KL of its layers: 1 is additive, above 1 errors compound.
+def _window(frame: Frame, results: Results, screened: Screened | None, window: tuple[int, int]) -> WindowEffect:
+    start, end = window
+    found = effect(
+        frame, results, window_injection(frame, window), screened, looks=len(frame.windows), bands="window"
+    )
+    return as_row(
+        found,
+        WindowEffect,
+        layer_range=f"L{start}-{end}",
+        start_layer=start,
+        end_layer=end,
+        interaction_index=interaction(frame, results, screened, window),
+    )
 
-    The layers' KL is injected where all of them were, else predicted by the screen (`of` says which).
-    """
+
+def interaction(
+    frame: Frame, results: Results, screened: Screened | None, window: tuple[int, int]
+) -> Interaction | None:
+    """KL of the window over the sum of the KL of its layers, injected where all of them were, else predicted."""
     together = frame.answer(results, window_injection(frame, window))
     if together is None or together.error or "kl" not in together.metrics or window[0] == window[1]:
         return None
     apart = [frame.answer(results, layer_injection(frame, layer)) for layer in range(window[0], window[1] + 1)]
-    if all(answer is not None and not answer.error for answer in apart):
-        total = sum(answer.mean("kl") for answer in apart if answer is not None)
-        return {**ratio(together.mean("kl"), np.asarray(total)), "of": "injected"}
+    known = [answer.mean("kl") for answer in apart if answer is not None and not answer.error]
+    if len(known) == len(apart):
+        return Interaction(ratio(together.mean("kl"), np.sum(known, axis=0)), "injected")
     if screened is None or screened.error:
         return None
-    return {**ratio(together.mean("kl"), screened.predicted_by(window_injection(frame, window))), "of": "predicted"}
+    predicted = screened.predicted_by(window_injection(frame, window))
+    return Interaction(ratio(together.mean("kl"), predicted), "predicted")
 
 
-def _compounds(index: Row | None) -> bool:
-    """Whether a window surely costs more than its layers apart; a prediction is too rough to say so by itself."""
-    return index is not None and index["of"] == "injected" and index["low"] is not None and index["low"] > 1.0
+def _decided(
+    frame: Frame, results: Results, windows: list[WindowEffect], point: PointAvalanche
+) -> AvalanchePoint:
+    """An avalanche point by point values, with what the intervals say of it.
 
-
-def _avalanches(windows: list[Row]) -> list[Row]:
-    """Avalanche points by the rule of the original method notes, with the interaction index beside each.
-
-    A point whose loss is not sure (corrected p) is `sure: False`: it is listed and counts for nothing.
+    Both limits must be cleared: 15 % by the interval that holds for all windows together, and 1.5 times each
+    neighbour's loss by the interval of loss - 1.5 x neighbour's loss, sample by sample.
     """
-    measured = [
-        Window(row["start_layer"], row["end_layer"], row["degradation"]["value"])
-        for row in windows
-        if row["evidence"] == "injected"
-    ]
-    by_range = {(row["start_layer"], row["end_layer"]): row for row in windows}
-    points = []
-    for point in avalanche_points(measured):
-        row = by_range[point.start, point.end]
-        points.append(
-            {
-                **point.to_dict(),
-                "layer_range": row["layer_range"],
-                "interval": row["degradation"],
-                "interaction_index": row["interaction_index"],
-                "sure": row.get("p_corrected", 1.0) < SURE,
-            }
+    row = _at(windows, point.start, point.end)
+    beside = [
+        _at(windows, other.start, other.end)
+        for other in neighbours(
+            Window(point.start, point.end, point.degradation),
+            [Window(one.start_layer, one.end_layer, 0.0) for one in windows if _measured(one)],
         )
-    return points
+    ]
+    assert row.degradation is not None and row.simultaneous is not None
+    level = stats.simultaneous_level(len(windows))
+    stands_out = all(_contrast(frame, results, row, other, level).above(0.0) for other in beside)
+    decided = stands_out and row.simultaneous.above(LIMITS["avalanche_degradation"])
+    worst = max(beside, key=lambda one: _loss(one), default=None)
+    return AvalanchePoint(
+        start=point.start,
+        end=point.end,
+        layer_range=row.layer_range,
+        state="avalanche" if decided else "borderline",
+        severity="CRITICAL" if row.simultaneous.above(LIMITS["avalanche_critical"]) else "HIGH",
+        degradation=row.simultaneous,
+        neighbours=point.neighbours,
+        ratio=None if worst is None else _times(frame, results, row, worst),
+        common=point.common,
+        interaction_index=row.interaction_index,
+    )
+
+
+def _at(windows: list[WindowEffect], start: int, end: int) -> WindowEffect:
+    return next(row for row in windows if (row.start_layer, row.end_layer) == (start, end))
+
+
+def _measured(row: WindowEffect) -> bool:
+    return row.injected and row.degradation is not None and row.degradation.value is not None
+
+
+def _loss(row: WindowEffect) -> float:
+    return row.degradation.value or 0.0 if row.degradation is not None else 0.0
+
+
+def _losses(frame: Frame, results: Results, *rows: WindowEffect) -> tuple[Array, ...]:
+    """The score that each sample loses in each window, seeds averaged, and the clean score last."""
+    clean = frame.answer(results, None)
+    assert clean is not None
+    found = []
+    before = np.zeros(0)
+    for row in rows:
+        noisy = frame.answer(results, window_injection(frame, (row.start_layer, row.end_layer)))
+        assert noisy is not None
+        before, after = paired(frame, clean, noisy)
+        found.append(before - after.mean(1))
+    return (*found, before)
+
+
+def _contrast(
+    frame: Frame, results: Results, row: WindowEffect, other: WindowEffect, level: float
+) -> stats.Estimate:
+    here, there, _ = _losses(frame, results, row, other)
+    return stats.mean(here - LIMITS["avalanche_neighbour_factor"] * there, level=level, countable=False)
+
+
+def _times(frame: Frame, results: Results, row: WindowEffect, other: WindowEffect) -> stats.Estimate | None:
+    """How many times the neighbour's loss; None where that has no interval."""
+    here, there, before = _losses(frame, results, row, other)
+    found = stats.degradation_ratio(before, before - here, before - there)
+    return found if found.value is not None and found.low is not None else None

@@ -1,9 +1,10 @@
-"""Level 1: which kinds of operation can't stand noise."""
+"""Level 1: which kinds of operation are sensitive to noise."""
 
 from __future__ import annotations
 
-from noisescope.diagnosis.effects import Row, correct_looks, effect
+from noisescope.diagnosis.effects import correct_looks, effect
 from noisescope.diagnosis.frame import Frame, present_operators
+from noisescope.diagnosis.rows import Effect
 from noisescope.diagnosis.screen import Screened
 from noisescope.injection import Injection
 from noisescope.trials import Results, Trial
@@ -20,16 +21,19 @@ def propose(frame: Frame, results: Results) -> list[Trial]:
     return [trial for operator in present_operators(frame) for trial in frame.ask(injection(frame, operator))]
 
 
-def conclude(frame: Frame, results: Results, screened: Screened | None) -> dict[str, Row]:
+def conclude(frame: Frame, results: Results, screened: Screened | None) -> dict[str, Effect]:
     """A row for every operator asked for; one that the model lacks is a row "absent"."""
     present = present_operators(frame)
-    rows: dict[str, Row] = {}
-    for operator in frame.settings.operators:
-        if operator in present:
-            row = effect(frame, results, injection(frame, operator), screened, looks=len(present))
-            never = operator in frame.doubtful and row.get("error", "").startswith("NothingInjected")
-            rows[operator] = {"evidence": "absent"} if never else row
-        else:
-            rows[operator] = {"evidence": "absent"}
-    correct_looks(list(rows.values()))
-    return rows
+    rows = [
+        effect(frame, results, injection(frame, operator), screened, looks=len(present))
+        if operator in present and not _never_computed(frame, results, operator)
+        else Effect(evidence="absent", metric=frame.metric_name)
+        for operator in frame.settings.operators
+    ]
+    return dict(zip(frame.settings.operators, correct_looks(rows), strict=True))
+
+
+def _never_computed(frame: Frame, results: Results, operator: str) -> bool:
+    """Whether an operator that the model may or may not have turned out to be absent."""
+    answer = frame.answer(results, injection(frame, operator)) if operator in frame.doubtful else None
+    return answer is not None and answer.injected_nothing

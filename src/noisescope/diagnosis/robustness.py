@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from noisescope import stats
-from noisescope.diagnosis.effects import Row, correct_looks, effect, estimate, paired
+from noisescope.diagnosis.effects import clean_score, correct_looks, effect, paired
 from noisescope.diagnosis.frame import Frame
+from noisescope.diagnosis.report import RobustnessCurve
+from noisescope.diagnosis.rows import Effect, LevelEffect, as_row
 from noisescope.errors import InvalidInput
 from noisescope.injection import checked_scale
 from noisescope.trials import Results, Trial
-
-SCHEMA_VERSION = 1
-
 
 def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
     """Noise levels in order, each once; 0 is the clean model."""
@@ -25,7 +23,15 @@ def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Robustness:
+class RobustnessFound:
+    """What the question found, before the run's own facts are added."""
+
+    robustness: RobustnessCurve
+    could_not_see: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RobustnessQuestion:
     """The pair of this question: the levels are all that it has."""
 
     levels: tuple[float, ...]
@@ -34,29 +40,22 @@ class Robustness:
         noisy = [trial for level in self.levels if level for trial in frame.ask(frame.injection(scale=level))]
         return frame.ask(None) + noisy
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[str, Any]:
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> RobustnessFound:
+        rows = correct_looks([self._row(frame, results, level) for level in self.levels])
+        return RobustnessFound(RobustnessCurve(frame.settings.layer_operators, tuple(rows)), tuple(notes))
+
+    def _row(self, frame: Frame, results: Results, level: float) -> LevelEffect:
         clean = frame.answer(results, None)
         assert clean is not None
-        rows: list[Row] = []
-        for level in self.levels:
-            if clean.error:
-                rows.append({"noise_level": level, "evidence": "failed", "error": clean.error, "accuracy": None})
-                continue
-            if level == 0:
-                rows.append(
-                    {"noise_level": 0.0, "accuracy": estimate(clean.values(frame.metric)[0]), "retention": None}
-                )
-                continue
-            row = effect(frame, results, frame.injection(scale=level), looks=len(self.levels))
-            noisy = frame.answer(results, frame.injection(scale=level))
-            row |= {"noise_level": level, "accuracy": row.get("noisy_acc_interval")}
-            if noisy is not None and not noisy.error and not clean.error:
-                before, after = paired(frame, clean, noisy)
-                row["retention"] = stats.retention(before, after, chance=frame.chance).to_dict()
-            rows.append(row)
-        correct_looks(rows)
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "robustness": {"operators": list(frame.settings.layer_operators), "levels": rows},
-            "could_not_see": list(notes),
-        }
+        here = {"noise_level": level, "accuracy": None, "retention": None}
+        if clean.error:
+            failed = Effect(evidence="failed", metric=frame.metric_name, error=clean.error)
+            return as_row(failed, LevelEffect, **here)
+        if level == 0:
+            score = clean_score(frame, clean.values(frame.metric)[0])
+            return as_row(Effect(metric=frame.metric_name), LevelEffect, **{**here, "accuracy": score})
+        row = effect(frame, results, frame.injection(scale=level), looks=len(self.levels))
+        noisy = frame.answer(results, frame.injection(scale=level))
+        if noisy is not None and not noisy.error:
+            here["retention"] = stats.retention(*paired(frame, clean, noisy), chance=frame.chance)
+        return as_row(row, LevelEffect, **{**here, "accuracy": row.noisy_acc_interval})

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from noisescope.findings import NOT_MEASURABLE, Target
+from noisescope.findings import NOT_MEASURABLE, PointAvalanche, Target
 from noisescope.findings.values import Evidence
 from noisescope.stats import Estimate
 
@@ -198,18 +198,6 @@ class AvalanchePoint:
     @property
     def decided(self) -> bool:
         return self.state == "avalanche"
-
-
-@dataclass(frozen=True)
-class PointAvalanche:
-    """An avalanche point by the point rule of the original method notes: no interval decides it."""
-
-    start: int
-    end: int
-    degradation: float
-    severity: str
-    neighbours: tuple[float, ...]
-    common: tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,10 @@ class Screened:
         total: Array = self.samples[rows].sum(0) * (self.scale**2 / 2)
         return total
 
+    def in_layer(self, layer: int) -> Array:
+        """Predicted KL per sample of all operators of one block."""
+        return self.predicted(lambda site: site.place == layer)
+
     def predicted_by(self, injection: Injection, scale: float | None = None) -> Array:
         used = self.scale if scale is None else scale
         total: Array = self.predicted(injection.selects) * (used / self.scale) ** 2
@@ -56,6 +61,11 @@ class Screened:
         return total
 
 
+def site_of(facts: Mapping[str, Any]) -> Site:
+    """A site as a trial's result keeps it."""
+    return Site(facts["operator"], facts["place"], facts["module"], facts["component"], occurrence=facts["occurrence"])
+
+
 def conclude(frame: Frame, results: Results) -> Screened | None:
     """The screen of all slices put together; None where there is none."""
     if propose(frame, results):
@@ -66,12 +76,9 @@ def conclude(frame: Frame, results: Results) -> Screened | None:
     failed = next((result.error for result in found if result.failed), "")
     if failed:
         return Screened((), np.zeros((0, 0)), (), frame.settings.scale, failed)
-    sites = tuple(
-        Site(f["operator"], f["place"], f["module"], f["component"], occurrence=f["occurrence"])
-        for f in found[0].facts["sites"]
-    )
+    sites = tuple(map(site_of, found[0].facts["sites"]))
     samples = np.concatenate([result.arrays["sums"] / result.arrays["tokens"] for result in found], axis=1)
     flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / samples.shape[1]
     ends = np.cumsum([f["channels"] for f in found[0].facts["sites"]])[:-1]
-    lost = tuple(sorted({name for result in found for name in result.facts.get("lost", ())}))
+    lost = tuple(sorted({name for result in found for name in result.facts["lost"]}))
     return Screened(sites, samples, tuple(np.split(np.asarray(flat), ends)), frame.settings.scale, lost=lost)

@@ -7,14 +7,15 @@ curve (made monotone) is inverted.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.effects import Row
 from noisescope.diagnosis.frame import Array, Frame
+from noisescope.diagnosis.sections import Threshold, Tried
 from noisescope.findings import NOT_MEASURABLE, band
 from noisescope.injection import Injection
 from noisescope.trials import Results, Trial
@@ -66,29 +67,29 @@ def propose(frame: Frame, results: Results, **aim: Any) -> list[Trial]:
     return [] if scale is None else frame.ask(frame.injection(scale=scale, **aim))
 
 
-def conclude(frame: Frame, results: Results, **aim: Any) -> Row:
+def conclude(frame: Frame, results: Results, **aim: Any) -> Threshold:
     """The threshold with its interval; "> 0.20" where it was not reached, "not measurable" at chance."""
     known = bisect(frame, results, **aim)
     clean = _accuracy(frame, results, None)
+    target = frame.settings.target_degradation
+    nothing = Threshold(None, NOT_MEASURABLE, None, None, NOT_MEASURABLE, target, 0, ())
     if clean is None or (not known.tried and not known.error):
-        return {"value": None, "label": NOT_MEASURABLE, "band": NOT_MEASURABLE, "n": 0}
+        return nothing
     if known.error:
         between = f"between {known.low:g} and {known.high:g}" if known.high is not None else "unknown"
-        return {"value": None, "label": f"{between}: a trial failed ({known.error})", "band": NOT_MEASURABLE, "n": 0}
+        return dataclasses.replace(nothing, label=f"{between}: a trial failed ({known.error})")
     highest = frame.settings.highest_scale
     low, high = _interval(frame, clean, known.tried)
-    return {
-        "value": known.high,
-        "label": f"> {highest:.2f}" if known.high is None else f"{known.high:.3f}",
-        "low": low,
-        "high": high,
-        "band": band("critical_threshold", highest if known.high is None else known.high),
-        "target_degradation": frame.settings.target_degradation,
-        "n": int(np.isfinite(clean).sum()),
-        "tried": [
-            {"scale": s, "accuracy": float(np.nanmean(a))} for s, a in sorted(known.tried, key=lambda pair: pair[0])
-        ],
-    }
+    return Threshold(
+        value=known.high,
+        label=f"> {highest:.2f}" if known.high is None else f"{known.high:.3f}",
+        low=low,
+        high=high,
+        band=band("critical_threshold", highest if known.high is None else known.high),
+        target_degradation=target,
+        n=int(np.isfinite(clean).sum()),
+        tried=tuple(Tried(s, float(np.nanmean(a))) for s, a in sorted(known.tried, key=lambda pair: pair[0])),
+    )
 
 
 def _interval(frame: Frame, before: Array, tried: tuple[tuple[float, Array], ...]) -> tuple[float | None, float | None]:

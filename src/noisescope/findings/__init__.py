@@ -5,7 +5,7 @@ could not be measured stays "not measurable" and never falls into a good band.
 """
 
 from noisescope.findings.advice import ADVICE, operator_advice, outlier_advice
-from noisescope.findings.avalanche import AvalanchePoint, Window, avalanche_points
+from noisescope.findings.avalanche import PointAvalanche, Window, avalanche_points, neighbours
 from noisescope.findings.bands import (
     ADAPTIVE_RULES,
     BANDS,
@@ -19,6 +19,7 @@ from noisescope.findings.bands import (
     Bands,
     as_expected,
     band,
+    band_range,
     meaning,
 )
 from noisescope.findings.risk import Risk, Term, dashboard_risk, report_risk
@@ -47,9 +48,9 @@ __all__ = [
     "REPORT_POINTS",
     "ROUND_OFF",
     "SEVERITIES",
-    "AvalanchePoint",
     "Bands",
     "Finding",
+    "PointAvalanche",
     "Recommendation",
     "Risk",
     "Target",
@@ -58,9 +59,11 @@ __all__ = [
     "as_expected",
     "avalanche_points",
     "band",
+    "band_range",
     "by_priority",
     "dashboard_risk",
     "meaning",
+    "neighbours",
     "operator_advice",
     "outlier_advice",
     "percent",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from noisescope.errors import InvalidInput
 from noisescope.findings.bands import LIMITS
@@ -28,8 +27,8 @@ class Window:
 
 
 @dataclass(frozen=True)
-class AvalanchePoint:
-    """The worst window of a hot region.
+class PointAvalanche:
+    """The worst window of a hot region, by point values alone.
 
     `neighbours` are the degradations it was compared with,
     `common` the first and last layer that all hits of the region share: with windows of 3, one hot layer lifts three.
@@ -42,11 +41,8 @@ class AvalanchePoint:
     neighbours: tuple[float, ...]
     common: tuple[int, int]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "neighbours": list(self.neighbours), "common": list(self.common)}
 
-
-def avalanche_points(windows: Iterable[Window], *, threshold: float | None = None) -> list[AvalanchePoint]:
+def avalanche_points(windows: Iterable[Window], *, threshold: float | None = None) -> list[PointAvalanche]:
     """Windows that lose more than 15 % and more than 1.5 times what the nearest windows on both sides lose.
 
     A neighbour shares no layer with the window: one hot layer lifts all overlapping windows alike, so against those
@@ -57,19 +53,19 @@ def avalanche_points(windows: Iterable[Window], *, threshold: float | None = Non
     """
     limit = LIMITS["avalanche_degradation"] if threshold is None else threshold
     measured = [w for w in windows if w.degradation is not None and not math.isnan(w.degradation)]
-    hits = [w for w in measured if _loss(w) > limit and _stands_out(w, _neighbours(w, measured))]
+    hits = [w for w in measured if _loss(w) > limit and _stands_out(w, neighbours(w, measured))]
     points = []
     while hits:
         worst = min(hits, key=lambda w: (-_loss(w), w.start))
         region = [w for w in hits if w.shares_layers_with(worst)]
         hits = [w for w in hits if w not in region]
         points.append(
-            AvalanchePoint(
+            PointAvalanche(
                 worst.start,
                 worst.end,
                 _loss(worst),
                 "CRITICAL" if _loss(worst) > LIMITS["avalanche_critical"] else "HIGH",
-                tuple(_loss(w) for w in _neighbours(worst, measured)),
+                tuple(_loss(w) for w in neighbours(worst, measured)),
                 _common_layers(worst, region),
             )
         )
@@ -81,7 +77,7 @@ def _loss(window: Window) -> float:
     return window.degradation
 
 
-def _neighbours(window: Window, others: list[Window]) -> list[Window]:
+def neighbours(window: Window, others: list[Window]) -> list[Window]:
     """The nearest window that ends before this one starts, and the nearest that starts after it ends."""
     before = max((w for w in others if w.end < window.start), key=lambda w: (w.end, w.start), default=None)
     after = min((w for w in others if w.start > window.end), key=lambda w: (w.start, w.end), default=None)

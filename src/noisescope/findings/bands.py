@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from noisescope.errors import unknown
+from noisescope.stats.estimate import Estimate
 
 NOT_MEASURABLE = "not measurable"
 
@@ -216,6 +217,19 @@ def band(metric: str, value: float | None) -> str:
     """The band's name: `band("degradation", 0.12) == "HIGH"`; None and NaN are "not measurable"."""
     bands = _bands(metric)
     return NOT_MEASURABLE if value is None or math.isnan(value) else bands.names[bands.index(value)]
+
+
+def band_range(metric: str, estimate: Estimate) -> tuple[str, str]:
+    """The bands of both ends of an interval, the milder first: equal where the interval decides.
+
+    An end without bound lies in the last band on its side; without any interval there is no band.
+    """
+    if estimate.value is None or (estimate.low is None and estimate.high is None):
+        return NOT_MEASURABLE, NOT_MEASURABLE
+    bands = _bands(metric)
+    first = bands.names[0] if estimate.low is None else band(metric, estimate.low)
+    last = bands.names[-1] if estimate.high is None else band(metric, estimate.high)
+    return first, last
 
 
 def meaning(metric: str, value: float | None) -> str:

@@ -264,7 +264,8 @@ def _finish(finish: Finish) -> Result:
 
 
 def _failure(error: Exception) -> Result:
-    return Result(error=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+    name = type(error).__name__
+    return Result(facts={"error_type": name}, error=f"{name}: {' '.join(str(error).split())[:500]}")
 
 
 def _rows(logits: Tensor, wanted: Tensor) -> Tensor:

@@ -11,7 +11,10 @@ from noisescope.stats.intervals import (
     retention,
 )
 from noisescope.stats.looks import holm, p_no_difference, simultaneous_level, smallest_detectable
+from noisescope.stats.nonnegative import nonnegative_mean
+from noisescope.stats.quantiles import median, quantile, typical_ratio
 from noisescope.stats.ranks import Correlation, correlation, split_half_agreement
+from noisescope.stats.selection import Picked, picked, picked_median
 from noisescope.stats.trimmed import Shift, trimmed_shift
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "UNBOUNDED",
     "Correlation",
     "Estimate",
+    "Picked",
     "Shift",
     "correlation",
     "degradation",
@@ -26,12 +30,18 @@ __all__ = [
     "holm",
     "mean",
     "measurable",
+    "median",
     "noise_tolerance",
+    "nonnegative_mean",
     "p_no_difference",
+    "picked",
+    "picked_median",
+    "quantile",
     "ratio",
     "retention",
     "simultaneous_level",
     "smallest_detectable",
     "split_half_agreement",
     "trimmed_shift",
+    "typical_ratio",
 ]
