@@ -51,6 +51,7 @@ def compare_devices(
     --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
     """
     from noisescope.api import compare
+    from noisescope.findings.verdicts import exit_code
 
     if affordable is not None and sensitivity is None:
         raise InvalidInput("--affordable needs --sensitivity: a diagnosis's report says what a difference costs")
@@ -63,7 +64,7 @@ def compare_devices(
         typer.echo(found.to_json(), nl=False)
     else:
         say_comparison(found)
-    raise typer.Exit(1 if found.passed is False else 0 if found.decided else 3)
+    raise typer.Exit(exit_code(found.outcome, allow_undecided=False))
 
 
 def say_comparison(found: Comparison) -> None:
@@ -90,7 +91,7 @@ def _decision(found: Comparison) -> str:
         outcome = "undecided, no site has a finite number on both sides"
     elif found.passed:
         outcome = "passed" + (f"; {undecided} of {len(found.sites)} sites are undecided" if undecided else "")
-    elif worst is not None and worst > found.max_mape:
+    elif worst is not None and found.max_mape is not None and worst > found.max_mape:
         outcome = "exceeded"
     elif broken:
         outcome = f"not passed, {broken} sites have NaN or infinite numbers on one side only"

@@ -81,7 +81,7 @@ def record_device(
         f"{output}: {facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens, {found.dtype} on "
         f"{found.device}, {size / 1e6:.1f} MB"
     )
-    for note in facts["notes"]:
+    for note in found.notes:
         typer.echo(f"note: {note}")
 
 

@@ -19,6 +19,7 @@ from noisescope.comparison.words import Verdict, in_words, verdict_of
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
+from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, overall
 from noisescope.jsonform import Json, from_json, to_json
 from noisescope.sites import Site
 
@@ -64,9 +65,11 @@ class Comparison:
         return self.first_divergence
 
     @property
-    def decided(self) -> bool:
-        """Whether the verdict, and the limit where one was given, is decided by some site."""
-        return self.verdict != "undecided" and (self.max_mape is None or self.passed is not None)
+    def outcome(self) -> str:
+        """ "fail" where the limit does not hold, "undecided" where no site decides, else "pass"."""
+        if self.passed is False:
+            return FAIL
+        return UNDECIDED if self.verdict == "undecided" or (self.max_mape is not None and not self.passed) else PASS
 
     def to_json(self) -> str:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"
@@ -156,10 +159,14 @@ def _priced(
 
 def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float) -> bool | None:
     """By the sites that decide; None where none does."""
-    sizes = [row.mape for row in rows if row.mape is not None]
-    if uncompared or any(row.nonfinite for row in rows) or any(size > max_mape for size in sizes):
-        return False
-    return True if sizes else None
+    checks = [_check(row, max_mape) for row in rows if row.critical or row.detail == "full"]
+    return {PASS: True, FAIL: False, UNDECIDED: None}[overall([*checks, *(FAIL for _ in uncompared)])]
+
+
+def _check(row: SiteRow, max_mape: float) -> str:
+    if row.mape is None:
+        return FAIL if row.critical else UNDECIDED
+    return PASS if row.mape <= max_mape else FAIL
 
 
 def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> list[str]:

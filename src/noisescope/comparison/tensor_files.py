@@ -101,9 +101,9 @@ class TensorFile:
             values: Array = np.zeros(entry.shape, stored)
         else:
             values = np.memmap(self.path, stored, "r", self._start + entry.data_offsets[0], entry.shape)
-        return Numbers(
-            widened(values.view(np.uint16)) if entry.dtype == "BF16" else values, _NAMES.get(entry.dtype, "")
-        )
+        if entry.dtype == "BF16":
+            values = widened(values.view(np.uint16))
+        return Numbers(values, _NAMES.get(entry.dtype, ""))
 
 
 def _header(found: Json) -> _Header:

@@ -83,13 +83,13 @@ def _power(rows: Sequence[SiteRow]) -> str:
     """What a fault must reach to be called a divergence."""
     sizes = [row.smallest_detectable for row in rows]
     gains = [row.smallest_detectable_gain for row in rows if row.smallest_detectable_gain is not None]
-    text = f"A fault of one operator is detected from a relative L2 of {_span(sizes)} on, depending on the site"
-    return f"{text}; a common gain from {_span([100 * gain for gain in gains])} % on." if gains else f"{text}."
+    text = f"A fault of one operator is detected if it adds a relative L2 above {_span(sizes)}"
+    return f"{text}; a common gain if it is above {_span([100 * gain for gain in gains])} %." if gains else f"{text}."
 
 
 def _span(values: Sequence[float]) -> str:
     low, high = f"{min(values):.2g}", f"{max(values):.2g}"
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else f"{low} to {high}, depending on the site"
 
 
 def _undecided(rows: Sequence[SiteRow]) -> str:
