@@ -15,9 +15,9 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "sites", "injection", "trials", "record_format"}
+VALUES = {"errors", "identity", "sites", "injection", "trials", "record_format"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
-MEASURING = {"anatomy", "model", "probe", "faults", "metrics", "quantisation", "tasks", "data", "runs"}
+MEASURING = {"anatomy", "evaluation", "model", "probe", "faults", "metrics", "quantisation", "tasks", "data", "runs"}
 ABOVE_RUNS = {"locators", "training"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
 BELOW_CLI = TORCHLESS | MEASURING | ABOVE_RUNS | TORCH_BLOCKED | {"costs", "preparation", "api", "demo", "testing"}
@@ -30,16 +30,17 @@ ALLOWED: dict[str, set[str]] = {
     "plans": TORCHLESS | {"diagnosis", "comparison"},
     "reports": {"errors", "findings"},
     "testing": VALUES,
-    "demo": VALUES,
+    "demo": VALUES | {"evaluation"},
     "data": {"errors"},
     "anatomy": VALUES,
+    "evaluation": set(),
     "model": VALUES | {"anatomy", "demo", "testing"},
-    "tasks": {"errors", "data"},
+    "tasks": {"errors", "data", "evaluation"},
     "probe": VALUES | {"anatomy", "model"},
     "faults": VALUES | {"anatomy", "model", "probe"},
-    "metrics": VALUES | {"anatomy", "probe"},
-    "quantisation": VALUES | {"anatomy", "metrics", "model", "probe"},
-    "runs": VALUES | {"anatomy", "model", "probe", "metrics", "quantisation", "tasks"},
+    "metrics": VALUES | {"anatomy", "evaluation", "probe"},
+    "quantisation": VALUES | {"anatomy", "evaluation", "metrics", "model", "probe"},
+    "runs": VALUES | {"anatomy", "evaluation", "model", "probe", "metrics", "quantisation", "tasks"},
     "locators": TORCHLESS - {"findings"} | (MEASURING - {"quantisation"}) | {"comparison"},
     "training": TORCHLESS | MEASURING | {"reports"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},

@@ -12,6 +12,7 @@ from noisescope.diagnosis.frame import Array
 from noisescope.diagnostic.asking import Row, subject_of
 from noisescope.diagnostic.outliers import outlier_row, site_label
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.findings import LIMITS
 from noisescope.model import Subject
 from noisescope.probe.capture import Capture, ChannelStatistics, capture
@@ -103,7 +104,8 @@ def capture_layer_output(model: Subject | nn.Module, layer: int | str, batch: Te
     """What a block (by index) or a module (by name: a linear, a norm) gives for a batch: [B, T, C]."""
     subject = subject_of(model)
     device = input_device(subject.model)
-    with capture(subject.model, keep="raw", anatomy=subject.anatomy, **_aim(subject, layer)) as seen, torch.no_grad():
+    scope = capture(subject.model, keep="raw", anatomy=subject.anatomy, **_aim(subject, layer))
+    with evaluating(subject.model), scope as seen, torch.no_grad():
         if isinstance(batch, Tensor):
             subject.model(batch.to(device))
         else:

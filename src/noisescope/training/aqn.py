@@ -27,6 +27,7 @@ from types import TracebackType
 from torch import nn
 
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
+from noisescope.identity import registered
 from noisescope.injection import Injection
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
@@ -39,6 +40,7 @@ from noisescope.training.schedules import Schedule
 STRIDE = 1 << 16  # forwards a step may have (gradient accumulation, several losses)
 
 
+@registered("noisescope.training.OperatorNoise")
 @dataclass(frozen=True)
 class OperatorNoise:
     """Noise on what operators compute: on activations (forward), on their gradients (backward), or on both.
@@ -71,6 +73,7 @@ class OperatorNoise:
         )
 
 
+@registered("noisescope.training.AQN")
 @dataclass(frozen=True)
 class AQN:
     """A kind of noise under a schedule. layer_multipliers (block or outer place: factor) come from `adaptive`."""

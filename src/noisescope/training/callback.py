@@ -23,6 +23,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.training.aqn import AQN, TrainingNoise, noise
 
 Check = Callable[[nn.Module], Any]  # what it returns goes into the run history: numbers, text, dictionaries, reports
@@ -94,23 +95,19 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """In evaluation mode inside; afterwards modes, gradients and random states are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     python, arrays = random.getstate(), np.random.get_state()
-    model.eval()
-    for parameter, _ in gradients:
-        parameter.grad = None
     try:
-        with torch.random.fork_rng(devices):
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with evaluating(model), torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, training in modes:
-            module.training = training
 
 
 def _plain(answer: Any) -> Any:
