@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final, Literal
 
 from noisescope.errors import unknown
 
-PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
-VERDICTS = (PASS, FAIL, UNDECIDED)
+Verdict = Literal["pass", "fail", "undecided"]
+PASS: Final = "pass"
+FAIL: Final = "fail"
+UNDECIDED: Final = "undecided"
+VERDICTS: tuple[Verdict, ...] = (PASS, FAIL, UNDECIDED)
 EXIT_CODES = {PASS: 0, FAIL: 1, UNDECIDED: 3}
 _WORDS = {PASS: "passed", FAIL: "failed", UNDECIDED: "undecided"}
 
 
-def overall(verdicts: Iterable[str]) -> str:
-    """Fails where one check fails; undecided only where no check decides; else passes."""
+def overall(verdicts: Iterable[str]) -> Verdict:
+    """Fails where one check fails; undecided only where no check decides; else passes.
+
+    >>> overall(["pass", "undecided"]), overall(["undecided", "fail"]), overall(["undecided"]), overall([])
+    ('pass', 'fail', 'undecided', 'undecided')
+    """
     found = set(verdicts)
     for verdict in found - set(VERDICTS):
         raise unknown("verdict", verdict, VERDICTS)
     if FAIL in found:
         return FAIL
-    return UNDECIDED if found == {UNDECIDED} else PASS
+    return PASS if PASS in found else UNDECIDED
 
 
 def headline(verdict: str, rows: Iterable[str]) -> str:

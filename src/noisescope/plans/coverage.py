@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.sections import FormatScores
+from noisescope.plans.precision import scores_of
 
-NEARLY_ALL = 0.99  # routers and short filters are no news
-
-
-def planned_share(report: Mapping[str, Any]) -> float | None:
-    """Weights that a plan is about, over all weights of the blocks; None where the report does not count the latter."""
-    planned, held = _counts(report)
-    return planned / held if held else None
+NEARLY_ALL = 0.99  # routers and short filters need no note
 
 
-def coverage_notes(report: Mapping[str, Any]) -> list[str]:
-    """Said where much of the model is in no plan: bits on average are then of a part."""
-    share = planned_share(report)
+def planned_share(found: Diagnosis) -> float | None:
+    """Weights that a plan is about, over all weights of the blocks; None where the blocks have none."""
+    scores = scores_of(found)
+    return _planned(scores) / scores.block_parameters if scores.block_parameters else None
+
+
+def coverage_notes(found: Diagnosis) -> list[str]:
+    """A note where a plan covers only a fraction of the weights: average bits are then of that fraction."""
+    share, scores = planned_share(found), scores_of(found)
     if share is None or share >= NEARLY_ALL:
         return []
-    planned, held = _counts(report)
     return [
-        f"the plan covers {planned:,} of the {held:,} weights of the blocks ({100 * share:.0f} %), and average bits "
-        "are of these alone: what is no linear of its own, such as experts held as one tensor, stays at 16 bits"
+        f"the plan covers {_planned(scores):,} of the {scores.block_parameters:,} weights of the blocks "
+        f"({100 * share:.0f} %), and average bits are of these alone: weights that are not in a linear module, such as "
+        "experts stored in one tensor, stay at 16 bits"
     ]
 
 
-def _counts(report: Mapping[str, Any]) -> tuple[int, int]:
-    section = report["format_scores"]
-    return sum(row["parameters"] for row in section["modules"]), section.get("block_parameters", 0)
+def _planned(scores: FormatScores) -> int:
+    return sum(row.parameters for row in scores.modules)

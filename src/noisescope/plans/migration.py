@@ -1,16 +1,19 @@
-"""Which layers to validate first on new hardware, in which precision, and how: from the evidence of a report.
+"""Which places to validate first on new hardware, in which precision, and how: from the findings of a diagnosis.
 
-    priority 1   layers that surely lose a tenth of the accuracy or more under noise, that all windows of an avalanche
-                 point share, whose noise moves the output three times as far as the median layer's, or that have
-                 channels 50 times the median, or not finite: compared in full, MAPE below 5 %
-    priority 2   the other layers of an avalanche point, a sure loss of a twentieth, one and a half times the median
-                 layer's nats, or channels 20 times the median: spot-checked, MAPE below 10 %
+    priority 1   a finding rated HIGH or CRITICAL, the layers that all windows of an avalanche point share, a loss
+                 above a tenth of the score, three times the nats of the median layer, a linear with channels 50 times
+                 the median, or channels that are not finite: compared in full, MAPE below 5 %
+    priority 2   a finding rated MODERATE, the other layers of an avalanche point, a borderline avalanche point, a loss
+                 of a twentieth, one and a half times the median layer's nats, or channels 20 times the median:
+                 outputs compared, MAPE below 10 %
     priority 3   all others: standard formats, nothing special
 
-Outliers are those of linears: a massive channel of the residual stream stays in it to the end, so it tells no layer
-from another. Within a priority the dearest comes first. Places outside the blocks (embed, lm_head) are ranked, too.
-Records keep whole tensors of blocks alone, or of everything, so these places are compared by their sketches: by their
-relative L2, and whether they part, in the comparison of everything.
+Losses count where they are significant, and limits are passed by whole intervals. Within a priority, places come in the
+order of the report's findings, then by nats: the first places of the plan are what the first findings are about.
+
+Outliers are those of linears: a massive channel of the residual stream stays in it to the end, so it does not
+distinguish one layer from another. Places outside the blocks (embed, lm_head) are ranked, too. Records keep whole
+tensors of blocks alone, or of everything, so these places are compared by sketch.
 """
 
 from __future__ import annotations
@@ -18,150 +21,254 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.rows import AvalanchePoint, Effect, LayerAnalysis
+from noisescope.diagnosis.sections import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
-from noisescope.findings import ADVICE, BANDS, LIMITS, percent
-from noisescope.plans.evidence import cost, sure_loss
+from noisescope.findings import ADVICE, BANDS, LIMITS, Finding, percent
+from noisescope.plans.words import metric_name
+from noisescope.sites import Place
 
-Row = dict[str, Any]
-Report = Mapping[str, Any]
+Rank = Literal[1, 2, 3]
 COSTLY = (3.0, 1.5)  # times the median layer's nats: priorities 1 and 2
 HEADROOM = 0.5  # of FP16's range may be used by what was captured: other inputs go further
 REFERENCE, TARGET, COMPARISON = "reference.record", "target.record", "comparison.json"
+NOT_FILES = ("demo", "built-in text", "tokenised batches")  # data that a command can't name
+MAX_MAPE: dict[Rank, float | None] = {1: LIMITS["migration_mape"], 2: LIMITS["migration_mape_second"], 3: None}
 
 
-def plan_migration(report: Report, *, path: str = "report.json", device: str = "cuda") -> Row:
+@dataclass(frozen=True)
+class PlaceEvidence:
+    """Why a place has its priority, the strongest reason first; `loss` only where it is significant."""
+
+    place: Place
+    reasons: tuple[str, ...]
+    nats: float
+    loss: float | None
+    largest_activation: float | None
+
+
+@dataclass(frozen=True)
+class Priority:
+    """Places of one priority, the first to validate first. `precision` is by place."""
+
+    priority: Rank
+    layers: tuple[int, ...]
+    places: tuple[str, ...]
+    precision: Mapping[str, str]
+    validation: str
+    max_mape: float | None
+    evidence: tuple[PlaceEvidence, ...]
+
+
+@dataclass(frozen=True)
+class MigrationPlan:
+    """Every place of a model under one of three priorities."""
+
+    priorities: tuple[Priority, ...]
+    fallback: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, and the machine to run it on."""
+
+    where: str
+    command: str
+
+
+@dataclass(frozen=True)
+class MigrationSteps(MigrationPlan):
+    """A migration plan with the commands to run next."""
+
+    commands: tuple[Command, ...]
+
+
+def plan_migration(found: Diagnosis, *, path: str = "report.json", device: str = "cuda") -> MigrationSteps:
     """Priorities with their evidence, precision and validation, and the commands to run next.
 
     `path` is where the report lies and `device` what the new machine calls its accelerator: both go into the commands.
     """
-    if not (report.get("layer_analysis") or {}).get("layers"):
+    plan = rank_places(found)
+    return MigrationSteps(**vars(plan), commands=tuple(_commands(found, plan.priorities, path, device)))
+
+
+def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
+    """Priorities with their evidence, precision and validation."""
+    section = found.layer_analysis
+    if section is None or not section.layers:
         raise InvalidInput(
             "a migration plan needs the layer level: noisescope diagnose MODEL --level operator,layer,channel"
         )
-    ranked = rank_places(report)
-    return {**ranked, "commands": list(_commands(report, ranked["priorities"], path, device))}
+    rows: dict[Place, Effect] = {row.layer: row for row in section.layers} | dict(section.places)
+    view = _View(
+        section,
+        found.channel_analysis.per_layer if found.channel_analysis is not None else {},
+        found.findings,
+        statistics.median(row.nats for row in section.layers),
+    )
+    judged = [_judged(view, place, row) for place, row in rows.items()]
+    judged.sort(key=lambda one: (one[0], view.position(one[1].place), -one[1].nats))
+    ranks: tuple[Rank, ...] = (1, 2, 3)
+    predicted = not any(row.injected for row in rows.values())
+    return MigrationPlan(
+        tuple(_priority(rank, [evidence for of, evidence in judged if of == rank]) for rank in ranks),
+        ADVICE["divergence"],
+        ("ranked by predictions alone: run diagnose with --effort standard to confirm them",) if predicted else (),
+    )
 
 
-def rank_places(report: Report) -> Row:
-    """Priorities with their evidence, precision and validation: what a report of layers says by itself."""
-    section = report["layer_analysis"]
-    rows = {row["layer"]: row for row in section["layers"]} | section["places"]
-    median = statistics.median(cost(row) for row in section["layers"])
-    ranked = [_judged(report, place, row, median) for place, row in rows.items()]
-    ranked.sort(key=lambda entry: (entry["priority"], -(entry["loss"] or 0.0), -entry["nats"]))
-    priorities = [_priority(number, [e for e in ranked if e["priority"] == number]) for number in (1, 2, 3)]
-    predicted = not any(row.get("evidence") == "injected" for row in rows.values())
-    return {
-        "priorities": priorities,
-        "fallback": ADVICE["divergence"],
-        "notes": ["ranked by predictions alone: diagnose with --effort standard to confirm them"] if predicted else [],
-    }
+@dataclass(frozen=True)
+class _View:
+    """What a diagnosis says about places."""
+
+    section: LayerAnalysis
+    channels: Mapping[str, ChannelRow]  # by the module's name
+    findings: tuple[Finding, ...]
+    median: float  # nats of the median layer
+
+    def about(self, place: Place) -> Iterable[Finding]:
+        """Findings on a place, in their order. Those on channels count where a linear has them."""
+        linears = {name for name, row in self.channels.items() if row.operator == "linear"}
+        for finding in self.findings:
+            of_channels = finding.target.kind == "channels"
+            if place in finding.target.places and (not of_channels or finding.target.module in linears):
+                yield finding
+
+    def position(self, place: Place) -> int:
+        """Where the list of findings first names a place; behind its end where it does not."""
+        first = next(iter(self.about(place)), None)
+        return len(self.findings) if first is None else self.findings.index(first)
+
+    def captured(self, place: Place) -> list[tuple[str, ChannelRow]]:
+        return [(name, row) for name, row in self.channels.items() if row.layer == place]
 
 
-def _judged(report: Report, place: Any, row: Mapping[str, Any], median: float) -> Row:
-    """A layer's priority and every reason for it, the gravest first."""
-    found = sorted(_reasons(report, place, row, median))
-    nats, loss = cost(row), sure_loss(row)
-    largest = max((info["global_max"] for _, info in _captured(report, place)), default=None)
-    return {
-        "place": place,
-        "priority": min((priority for priority, _ in found), default=3),
-        "reasons": [reason for _, reason in found],
-        "nats": nats,
-        "loss": loss,
-        "largest_activation": largest,
-    }
+def _judged(view: _View, place: Place, row: Effect) -> tuple[Rank, PlaceEvidence]:
+    """A place's priority and every reason for it, the strongest first."""
+    found = sorted(
+        [
+            *_by_findings(view, place),
+            *_by_avalanches(view, place),
+            *_by_effect(view, place, row),
+            *_by_channels(view, place),
+        ],
+        key=lambda reason: reason[0],
+    )
+    largest = max((info.global_max for _, info in view.captured(place)), default=None)
+    reasons = tuple(dict.fromkeys(reason for _, reason in found))
+    return (found[0][0] if found else 3), PlaceEvidence(place, reasons, row.nats, row.loss, largest)
 
 
-def _reasons(report: Report, place: Any, row: Mapping[str, Any], median: float) -> Iterable[tuple[int, str]]:
-    """(priority, reason) of everything that speaks for looking at a layer."""
-    for point in report["executive_summary"]["avalanche_points"]:
-        first, last = point["start"], point["end"]
-        common = point.get("common") or (first, last)
-        if isinstance(place, int) and first <= place <= last:
-            inner = common[0] <= place <= common[1]
-            lost = f"avalanche point L{first}-{last}: {percent(point['degradation'])} of the accuracy lost"
-            yield (1, lost) if inner else (2, f"beside the core of {lost}")
-    loss, (moderate, high, _) = sure_loss(row), BANDS["degradation"].limits
-    if loss is not None and loss >= moderate:
-        yield 1 if loss >= high else 2, f"noise in it alone costs {percent(loss)} of the accuracy"
-    nats = cost(row)
-    if median and nats >= COSTLY[1] * median:
-        words = f"noise in it moves the output by {nats:.3g} nats, {nats / median:.1f} x the median layer"
-        yield 1 if nats >= COSTLY[0] * median else 2, words
-    for name, info in _captured(report, place):
-        if info["nonfinite_channels"]:
-            yield 1, f"{name}: {info['nonfinite_channels']} channels are not finite"
-        if info["operator"] == "linear" and info["band"] in ("HIGH", "CRITICAL"):
-            channels = (
-                f"{name}: {info['num_outliers']} outlier channels, the largest {info['max_ratio']:.0f} x the median"
-            )
-            yield 1 if info["band"] == "CRITICAL" else 2, channels
+def _by_findings(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
+    """Rated findings. A window's count for all its layers, unless an avalanche point says which of them."""
+    points = {(point.start, point.end) for point in view.section.avalanche_points}
+    for finding in view.about(place):
+        target = finding.target
+        ends = (target.layers[0], target.layers[-1]) if target.kind == "window" else None
+        if finding.rated and target.kind != "channels" and ends not in points:
+            yield 1 if finding.urgent else 2, f"{finding.component}: {finding.statement}"
 
 
-def _captured(report: Report, place: Any) -> list[tuple[str, Any]]:
-    """(name, row) of each module of a layer whose channels were captured."""
-    rows = (report.get("channel_analysis") or {}).get("per_layer", {})
-    return [(name, info) for name, info in rows.items() if info["layer"] == place]
+def _by_avalanches(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
+    for point in view.section.avalanche_points:
+        if not isinstance(place, int) or not point.start <= place <= point.end:
+            continue
+        words = _avalanche_words(view.section, point)
+        if not point.decided:
+            yield 2, f"borderline {words}"
+        elif point.common[0] <= place <= point.common[1]:
+            yield 1, words
+        else:
+            yield 2, f"beside the core of {words}"
 
 
-def _priority(number: int, entries: Sequence[Row]) -> Row:
-    first, second = LIMITS["migration_mape"], LIMITS["migration_mape_second"]
-    layers = [entry["place"] for entry in entries if isinstance(entry["place"], int)]
-    places = [entry["place"] for entry in entries if not isinstance(entry["place"], int)]
-    validation = {
-        1: f"compare every operator of these layers between both machines: MAPE below {100 * first:g} %",
-        2: f"compare the outputs of these layers: MAPE below {100 * second:g} %",
-        3: "nothing special: the end-to-end score will do",
-    }[number]
-    if places and number < 3:
-        validation += f"; {' and '.join(places)}, outside the layers: by sketch, no site may part"
-    return {
-        "priority": number,
-        "layers": layers,
-        "places": places,
-        "precision": {str(entry["place"]): _precision(number, entry["largest_activation"]) for entry in entries},
-        "validation": validation,
-        "max_mape": {1: first, 2: second, 3: None}[number],
-        "evidence": [{name: value for name, value in entry.items() if name != "priority"} for entry in entries],
-    }
+def _avalanche_words(section: LayerAnalysis, point: AvalanchePoint) -> str:
+    loss, metric = point.degradation.value, metric_name(section.layers[0].metric)
+    return f"avalanche point {point.layer_range}" + ("" if loss is None else f": {percent(loss)} of the {metric} lost")
 
 
-def _precision(priority: int, largest: float | None) -> str:
+def _by_effect(view: _View, place: Place, row: Effect) -> Iterable[tuple[Rank, str]]:
+    """What noise in the place alone costs: a significant loss, and nats beside those of the median layer."""
+    moderate, high, _ = BANDS["degradation"].limits
+    interval = row.simultaneous or row.degradation
+    said = any(finding.rated and finding.target.kind in ("layer", "place") for finding in view.about(place))
+    if row.loss is not None and interval is not None and row.loss >= moderate and not said:
+        words = f"noise in it alone costs {percent(row.loss)} of the {metric_name(row.metric)}"
+        yield (1, words) if interval.above(high) else (2, words)
+    if view.median and row.nats >= COSTLY[1] * view.median:
+        moved = f"noise in it moves the output by {row.nats:.3g} nats per token"
+        yield (
+            1 if row.nats >= COSTLY[0] * view.median else 2,
+            f"{moved}, {row.nats / view.median:.1f} x the median layer",
+        )
+
+
+def _by_channels(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
+    for name, info in view.captured(place):
+        if info.nonfinite_channels:
+            yield 1, f"{name}: {info.nonfinite_channels} channels are not finite"
+        if info.operator == "linear" and info.band in ("HIGH", "CRITICAL"):
+            largest = f"the largest {info.max_ratio:.0f} x the median"
+            words = f"{name}: {info.num_outliers} outlier channels, {largest}"
+            yield (1, words) if info.band == "CRITICAL" else (2, words)
+
+
+def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
+    layers = tuple(one.place for one in evidence if isinstance(one.place, int))
+    places = tuple(one.place for one in evidence if isinstance(one.place, str))
+    precision = {str(one.place): _precision(rank, one.largest_activation) for one in evidence}
+    return Priority(rank, layers, places, precision, _validation(rank, places), MAX_MAPE[rank], tuple(evidence))
+
+
+def _validation(rank: Rank, places: Sequence[str]) -> str:
+    limit = MAX_MAPE[rank]
+    if limit is None:
+        return "nothing special: the end-to-end score is enough"
+    what = "every operator of these layers between both machines" if rank == 1 else "the outputs of these layers"
+    words = f"compare {what}: MAPE below {100 * limit:g} %"
+    if places:
+        words += f"; compare {' and '.join(places)} by sketch: no operator may diverge beyond round-off"
+    return words
+
+
+def _precision(rank: Rank, largest: float | None) -> str:
     """FP16 has the finer steps, and only where what was captured stays far below 65504."""
-    if priority == 3:
+    if rank == 3:
         return "INT8 or BF16"
     fits = largest is not None and largest < HEADROOM * LIMITS["fp16_maximum"]
-    return "FP16" if priority == 1 and fits else "BF16"
+    return "FP16" if rank == 1 and fits else "BF16"
 
 
-def _commands(report: Report, priorities: Sequence[Row], path: str, device: str) -> Iterable[Row]:
-    run = report["run"]
-    model, source = shlex.quote(run["model"]["source"]), run["data"]["source"]
-    data = "" if source in ("demo", "built-in text", "tokenised batches") else f" --data {shlex.quote(source)}"
-    first, second = (sorted(entry["layers"]) for entry in priorities[:2])
+def _commands(found: Diagnosis, priorities: Sequence[Priority], path: str, device: str) -> Iterable[Command]:
+    run = found.run
+    model, source = shlex.quote(run.model.source), run.data.source
+    data = "" if source in NOT_FILES else f" --data {shlex.quote(source)}"
+    first, second = (sorted(entry.layers) for entry in priorities[:2])
     whole = f" --full-layers {_listed(sorted(first + second))}" if first or second else ""
-    dtype = f"--dtype {run['conditions']['dtype']}"  # the same on both machines, whatever each would choose
-    here, there, both = "the machine that is right", "the new machine", "either machine, with both records"
+    dtype = f"--dtype {run.conditions.dtype}"  # the same on both machines, whatever each would choose
+    here, there, both = "the reference machine", "the new machine", "either machine, with both records"
     record = f"noisescope record {model}{data} {dtype}{whole}"
-    yield {"where": here, "command": f"{record} -o {REFERENCE}"}
-    yield {"where": there, "command": f"{record} --device {device} -o {TARGET}"}
+    yield Command(here, f"{record} -o {REFERENCE}")
+    yield Command(there, f"{record} --device {device} -o {TARGET}")
     report_path = shlex.quote(path)
     compare = f"noisescope compare {REFERENCE} {TARGET}"
-    outside = [place for entry in priorities[:2] for place in entry["places"]]
-    rows = f"; for {' and '.join(outside)} see the rows of that place in {COMPARISON}: relative_l2, parts"
-    everything = f"{compare} --sensitivity {report_path} -o {COMPARISON}"
-    yield {"where": f"{both}: everything{rows if outside else ''}", "command": everything}
-    for layers, limit in ((first, "migration_mape"), (second, "migration_mape_second")):
+    outside = [place for entry in priorities[:2] for place in entry.places]
+    rows = f"; for {' and '.join(outside)} see the rows of that place in {COMPARISON}"
+    yield Command(
+        f"{both}: everything{rows if outside else ''}", f"{compare} --sensitivity {report_path} -o {COMPARISON}"
+    )
+    for layers, limit in ((first, MAX_MAPE[1]), (second, MAX_MAPE[2])):
         if layers:
-            asked = f"--layers {_listed(layers)} --max-mape {LIMITS[limit]:g}"
-            yield {"where": both, "command": f"{compare} {asked}"}
-    locate = f"noisescope locate {model} {dtype} --device {device}"
-    yield {"where": f"{there}, where a comparison fails", "command": locate}
-    tests = f"noisescope plan fault-tests {report_path} --run"
-    yield {"where": "either machine: what the weakest places stand", "command": tests}
+            yield Command(both, f"{compare} --layers {_listed(layers)} --max-mape {limit:g}")
+    yield Command(f"{there}, where a comparison fails", f"noisescope locate {model} {dtype} --device {device}")
+    yield Command(
+        "either machine: how the weakest places tolerate faults", f"noisescope plan fault-tests {report_path} --run"
+    )
 
 
 def _listed(layers: Sequence[int]) -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.sections import FormatScore, FormatScores
 from noisescope.errors import InvalidInput, unknown
 
 Array = NDArray[np.float64]
@@ -34,7 +35,7 @@ class Choice:
     bits: float
     effective_bits: float
     predicted_kl: float
-    standard_error: float | None = None  # of the prediction; None: the report does not say
+    standard_error: float | None = None  # of the prediction; None where one sample was scored
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Module:
     place: int
     parameters: int
     choices: Mapping[str, Choice]
-    inputs: int | None = None  # weights of an output channel; None: the report does not say
-    kind: str | None = None  # its class; None: the report does not say
+    inputs: int | None = None  # weights of an output channel; exports need it
+    kind: str = "Linear"  # its class
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ class Budget:
                     )
 
     def milliseconds_of(self, module: Module, name: str) -> float:
-        row = self.latency.get(module.name)
-        share = 1.0 if row is not None else module.parameters / 1e6
-        row = self.latency.get("*", {}) if row is None else row
+        own = module.name in self.latency
+        row = self.latency[module.name if own else "*"] if own or "*" in self.latency else {}
+        share = 1.0 if own else module.parameters / 1e6
         if name not in row:
             raise InvalidInput(f"the latency table has no {name!r} for {module.name}, nor under '*'")
         return float(row[name]) * share
@@ -121,60 +122,57 @@ class Plan:
     predicted_kl: float
     note: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "assignment": dict(self.assignment)}
-
     def counts(self) -> dict[str, int]:
         """How many modules have each format."""
         names = list(self.assignment.values())
         return {name: names.count(name) for name in sorted(set(names))}
 
 
-def modules_of(report: Mapping[str, Any], formats: Iterable[str] | None = None) -> tuple[Module, ...]:
-    """The linears that a report has format scores of, with those formats alone that are wanted."""
-    section = report.get("format_scores") or {}
-    rows = section.get("modules") or []
-    if not rows:
-        reason = f" ({section['error']})" if section.get("error") else ""
+def scores_of(found: Diagnosis) -> FormatScores:
+    """The format scores of a diagnosis; refused where there are none."""
+    section = found.format_scores
+    if section is None or not section.modules:
+        reason = f" ({section.error})" if section is not None and section.error else ""
         raise InvalidInput(
             f"the report has no format scores{reason}: run `noisescope diagnose` with --effort standard and the layer "
             "level (both are the defaults)"
         )
-    wanted = tuple(rows[0]["formats"]) if formats is None else tuple(formats)
+    return section
+
+
+def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[Module, ...]:
+    """The linears that a diagnosis has format scores of, with those formats alone that are wanted."""
+    rows = scores_of(found).modules
+    offered = rows[0].formats
+    wanted = tuple(offered) if formats is None else tuple(formats)
     for name in wanted:
-        if name not in rows[0]["formats"]:
-            raise unknown("format", name, rows[0]["formats"])
+        if name not in offered:
+            raise unknown("format", name, offered)
     if not wanted:
-        raise InvalidInput(f"no format is left: choose from {', '.join(rows[0]['formats'])}")
+        raise InvalidInput(f"no format is left: choose from {', '.join(offered)}")
     return tuple(
-        Module(
-            row["module"],
-            row["place"],
-            row["parameters"],
-            _choices(row["formats"], wanted),
-            row.get("inputs"),
-            row.get("kind"),
-        )
+        Module(row.module, row.place, row.parameters, _choices(row.formats, wanted), row.inputs, row.kind)
         for row in rows
     )
 
 
-def _choices(scores: Mapping[str, Mapping[str, Any]], wanted: Sequence[str]) -> dict[str, Choice]:
+def _choices(scores: Mapping[str, FormatScore], wanted: Sequence[str]) -> dict[str, Choice]:
     """The formats that are wanted. A narrower integer is predicted to cost no less than a wider one.
 
     Rounding to fewer bits of one kind is worse; where a few samples say the opposite it is their noise, and a plan
     would pick exactly these.
     """
-    costs = {name: (score["predicted_kl"], score.get("standard_error")) for name, score in scores.items()}
-    wider = 0.0, None  # the dearest integer so far, with its standard error
-    for name in INTEGERS:
-        if name in costs:
-            wider = costs[name] = max(costs[name], wider, key=lambda cost: cost[0])
-    return {
-        name: Choice(score["bits"], score["effective_bits"], *costs[name])
+    found = {
+        name: Choice(score.bits, score.effective_bits, score.predicted_kl, score.standard_error)
         for name, score in scores.items()
-        if name in wanted
     }
+    wider: Choice | None = None  # the costliest integer so far
+    for name in INTEGERS:
+        if name in found:
+            if wider is not None and wider.predicted_kl > found[name].predicted_kl:
+                found[name] = replace(found[name], predicted_kl=wider.predicted_kl, standard_error=wider.standard_error)
+            wider = found[name]
+    return {name: choice for name, choice in found.items() if name in wanted}
 
 
 def plan_of(modules: Sequence[Module], assignment: Mapping[str, str], method: str, note: str = "") -> Plan:

@@ -1,9 +1,15 @@
-"""Numbers in the sentences of plans."""
+"""Numbers and metrics in the sentences of plans."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from noisescope.stats import Estimate
+
+METRICS = {"next_token_accuracy": "next-token accuracy", "agreement": "agreement with the clean model"}
+
+
+def metric_name(metric: str) -> str:
+    """A metric in words: "next_token_accuracy" is "next-token accuracy"."""
+    return METRICS[metric] if metric in METRICS else metric
 
 
 def counted(number: int, noun: str) -> str:
@@ -11,9 +17,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def span(row: Mapping[str, Any], form: str, times: float = 1) -> str:
+def span(estimate: Estimate, form: str, times: float = 1) -> str:
     """An interval in words; an end without bound is "..."."""
-    low, high = ("..." if row[end] is None else f"{times * row[end]:{form}}" for end in ("low", "high"))
+    low, high = ("..." if end is None else f"{times * end:{form}}" for end in (estimate.low, estimate.high))
     return f"[{low}, {high}]"
 
 
