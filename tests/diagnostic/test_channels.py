@@ -39,6 +39,30 @@ def test_a_planted_outlier_is_found(outlier, tokens, logits):
     assert capture.statistics[DOWN].count == 12 + 6
 
 
+def test_activations_are_kept_call_by_call(subject, tokens):
+    """What each linear gave, as a hook of torch itself sees it; on the CPU, detached, from the last registration on."""
+    seen = []
+    handle = subject.model.get_submodule(DOWN).register_forward_hook(lambda *call: seen.append(call[-1].detach()))
+    capture = ActivationCapture(subject)
+    assert capture.activations == {}
+    for _ in range(2):
+        seen.clear()
+        capture.register_hooks()
+        subject.model(tokens)
+        subject.model(tokens[:, :3])
+        capture.remove_hooks()
+        assert list(capture.activations) == capture.modules
+        found = capture.activations[DOWN]
+        assert [tuple(x.shape) for x in found] == [(2, 6, 32), (2, 3, 32)]
+        assert all(torch.equal(x, y) and not x.requires_grad for x, y in zip(found, seen, strict=True))
+    handle.remove()
+    with ActivationCapture(subject, keep_activations=False) as lean:
+        subject.model(tokens)
+    assert lean.statistics[DOWN].count == 12
+    with pytest.raises(InvalidInput, match="keep_activations=False"):
+        lean.activations  # noqa: B018
+
+
 def test_every_outlier_is_listed(subject, tokens, logits):
     """A low threshold makes many channels outliers: all are listed, in order, as many as are counted."""
     with ActivationCapture(subject, ["mlp"]) as capture:
