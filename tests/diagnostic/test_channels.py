@@ -261,3 +261,50 @@ def test_expected_correlations():
     }
     assert all(0 < row["p"] < 0.1 and row["n"] == 5 for row in found.values())
     assert "r > 0.7" in found["hessian_sensitivity"]["interpretation"]
+
+
+def in_the_shape_of_the_notes():
+    """Four windows by label with a score alone, and modules whose layer stands in their names alone."""
+    scores = {"L0-2": 1.0, "L3-5": 4.0, "L6-8": 2.0, "L9-11": 3.0}
+    outliers = {0: 1, 4: 2, 5: 2, 7: 2, 11: 3}
+    per_layer = {f"model.layers.{n}.self_attn.o_proj": {"num_outliers": count} for n, count in outliers.items()}
+    return {
+        "layer_results": {label: {"sensitivity_score": score} for label, score in scores.items()},
+        "channel_results": {"per_layer": per_layer},
+        "hessian_traces": {"L0-2": 0.1, "L3-5": 0.4, "L6-8": 0.2, "L9-11": 0.3},
+        "sparsity": {"L0-2": 0.9, "L3-5": 0.6, "L6-8": 0.8, "L9-11": 0.7},
+    }
+
+
+def test_correlations_of_what_the_notes_hold():
+    """Window labels, scores and module names are enough; layer 1 is not layer 11."""
+    given_results = in_the_shape_of_the_notes()
+    found = validate_metric_correlations(given_results)
+    assert {name: (round(row["r"], 6), row["n"], row["held"]) for name, row in found.items()} == {
+        "hessian_sensitivity": (1.0, 4, True),
+        "outliers_sensitivity": (1.0, 4, True),  # 1, 4, 2 and 3 channels
+        "sparsity_degradation": (-1.0, 4, True),
+    }
+    rows, r = correlate_layer_and_channel_sensitivity(given_results["layer_results"], given_results["channel_results"])
+    assert [row["total_outliers"] for row in rows] == [1, 4, 2, 3] and r == pytest.approx(1.0)
+    assert rows[1]["sensitivity_score"] == 4.0 and rows[1]["degradation"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_results": {"early": {"sensitivity_score": 1.0}}}, "'early', which is not a range of layers"),
+        ({"channel_results": {"per_layer": {"lm_head": {"num_outliers": 1}}}}, "lm_head has no `layer`"),
+        ({"hessian_traces": {"L0-2": 0.1}}, "hessian_traces has no value for L3-5, L6-8, L9-11"),
+    ],
+)
+def test_results_that_can_not_be_read(change, words):
+    """What is missing, by name."""
+    with pytest.raises(InvalidInput, match=words):
+        validate_metric_correlations({**in_the_shape_of_the_notes(), **change})
+
+
+def test_results_without_a_level():
+    """A report of something else says what is missing."""
+    with pytest.raises(InvalidInput, match=r"no 'layer_results'.*got operator_analysis"):
+        validate_metric_correlations({"operator_analysis": {}})
