@@ -12,12 +12,14 @@ from functools import partial
 import pytest
 import torch
 
+import noisescope.diagnostic.degradation as degradation
 from noisescope.diagnostic import (
     FaultInjectionTestGenerator,
     IntegratedDiagnostic,
     MetricsDashboard,
     RobustnessMonitor,
     compute_mae,
+    operator_level_diagnosis,
     plan_hardware_migration,
 )
 from noisescope.diagnostic.dashboard import hardware_metrics
@@ -114,6 +116,59 @@ def test_the_monitor_keeps_history_and_alerts(report, subject, answered):
     assert {row["checkpoint_step"] for row in monitor.alerts} == {200}
     lines = monitor.plot_robustness_trend().axes[0].get_lines()
     assert any(line.get_label() == "limit" for line in lines)
+
+
+def test_the_monitor_takes_the_notes_baseline(subject, answered):
+    """A degradation per operator and no more: compared by the notes' rule, near 0 by the interval."""
+    measured = operator_level_diagnosis(subject, answered, seeds=1)
+    costs = {name: {"degradation": row["degradation"]} for name, row in measured.items()}
+    same = RobustnessMonitor({"operator_analysis": costs}, max_degradation=0.9)
+    result = same.check_checkpoint(subject, answered, checkpoint_step=1, seeds=1)
+    assert result["pass"] and result["warnings"] == [] and result["timestamp"] and result["checkpoint_step"] == 1
+    assert result["max_degradation"] == max(row["degradation"] for row in measured.values())
+
+    robust = {name: {"degradation": 0.0} for name in ("matmul", "layernorm")}
+    monitor = RobustnessMonitor({"operator_analysis": robust})
+    worse = monitor.check_checkpoint(subject, answered, checkpoint_step=2, noise_scale=0.5, seeds=2)
+    assert not worse["pass"] and worse["verdict"] == "fail" and worse["max_degradation"] > 0.15
+    assert {row["operator"] for row in worse["warnings"]} <= {"matmul", "layernorm"}
+    row = worse["warnings"][0]
+    assert set(row) >= {"operator", "baseline", "current", "severity"} and row["current"] > row["baseline"] == 0
+    assert any("above the limit of 15" in row["message"] for row in worse["warnings"])
+    assert [row["checkpoint_step"] for row in monitor.alerts] == [2] * len(worse["warnings"])
+    (line,) = [one for one in monitor.plot_robustness_trend().axes[0].get_lines() if one.get_label() == "limit"]
+    assert set(line.get_ydata()) == {0.15}
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        ({}, "a dictionary with operator_analysis .* this one has nothing"),
+        ({"operator_analysis": {"softmax": {"sensitivity_score": 1.0}}}, "no degradation for softmax"),
+    ],
+)
+def test_a_baseline_without_degradations(report, words):
+    """Refused where it is given, not at the first checkpoint."""
+    with pytest.raises(InvalidInput, match=words):
+        RobustnessMonitor(report)
+
+
+def test_a_cost_within_its_uncertainty_is_no_regression(subject, answered, monkeypatch):
+    """20 % worse by the point, with an interval that holds the baseline: undecided, and no warning."""
+    interval = {"value": 0.12, "low": 0.02, "high": 0.22, "n": 20}
+    rows = {"softmax": {"operator": "softmax", "degradation": 0.12, "degradation_interval": interval}}
+    monkeypatch.setattr(degradation, "operator_level_diagnosis", lambda *_, **__: rows)
+    for baseline, low, high, verdict in (
+        (0.09, 0.02, 0.22, "undecided"),  # 0.12 > 1.2 x 0.09, but 0.02 < 0.09
+        (0.09, 0.10, 0.14, "fail"),
+        (0.12, 0.10, 0.14, "pass"),
+        (0.0, -0.01, 0.25, "undecided"),  # near 0 the interval decides
+        (0.0, 0.01, 0.25, "fail"),
+        (None, 0.10, 0.14, "pass"),  # only the limit can be decided
+    ):
+        interval.update(low=low, high=high)
+        found = degradation.compared(subject, answered, {"softmax": baseline}, limit=0.15)
+        assert (found["verdict"], len(found["warnings"])) == (verdict, int(verdict == "fail")), (baseline, low, high)
 
 
 def test_two_devices_on_the_dashboard():
