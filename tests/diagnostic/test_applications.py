@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import re
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from noisescope.diagnostic import (
     MetricsDashboard,
     RobustnessMonitor,
     compute_mae,
+    compute_mape,
     operator_level_diagnosis,
     plan_hardware_migration,
 )
@@ -172,21 +174,51 @@ def test_a_cost_within_its_uncertainty_is_no_regression(subject, answered, monke
 
 
 def test_two_devices_on_the_dashboard():
-    """A difference near zero does not rule the MAPE; the largest error is looked for in outlier channels."""
+    """MAPE by the notes' formula and with a floor; the largest error is looked for in outlier channels."""
     gpu = torch.ones(4, 10, 8)
     gpu[..., 0] = 1e-6  # the notes' formula divides by these
     gpu[..., 5] = 400.0
     npu = gpu + 0.001
     npu[0, 0, 5] += 2
     found = hardware_metrics(gpu, npu)
-    assert found["mape"] < 0.01 < 10 < found["mape_notes"]
+    assert found["mape_floored"] < 0.01 < 10 < found["mape"] == pytest.approx(compute_mape(gpu, npu))
     assert found["max_error"] == pytest.approx(2.001, rel=1e-4) and found["max_error_in_outlier_channel"]
-    assert found["bands"] == {"mae": "NOTICEABLE", "mape": "EXCELLENT", "correlation": "EXCELLENT"}
+    assert found["bands"] == {"mae": "NOTICEABLE", "mape": "SIGNIFICANT", "correlation": "EXCELLENT"}
     with pytest.raises(InvalidInput, match="shape"):
         hardware_metrics(gpu, gpu[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "hardware", "expected"),
+    [
+        (0.0, {"mae": 5e-3, "mape": 0.005, "correlation": 0.999}, "MODERATE RISK - .*MAE 0.005 is NOTICEABLE"),
+        (0.0, {"mae": 0.5, "mape": 0.005, "correlation": 0.999}, "HIGH RISK - .*MAE 0.5 is CRITICAL"),
+        (0.0, {"mae": 5e-5, "mape": 0.005, "correlation": 0.4}, "HIGH RISK - .*correlation 0.4 is POOR"),
+        (0.0, {"mae": 5e-5, "mape": 0.12, "correlation": 0.999}, "HIGH RISK - .*MAPE 0.12 is SIGNIFICANT"),
+        (0.0, {"mae": 0.5, "mape": 0.12, "correlation": 0.4}, "MAE 0.5 is CRITICAL; MAPE 0.12 .*; correlation 0.4 is"),
+        (0.25, {"mae": 5e-5, "mape": 0.005, "correlation": 0.999}, "MODERATE RISK - [^(]*$"),  # 50 points
+        (0.25, {"mae": 5e-5, "mape": 0.12, "correlation": 0.999}, "HIGH RISK - [^(]*$"),  # 80 points by themselves
+        (0.01, {"mae": 5e-5, "mape": 0.005, "correlation": 0.999}, "LOW RISK - [^(]*$"),
+        (None, {"mae": 0.5, "mape": 0.005, "correlation": 0.999}, "HIGH RISK - .*MAE"),  # at least that
+        (None, {"mae": 5e-5, "mape": 0.005, "correlation": 0.999}, "NOT MEASURABLE - degradation"),
+        (0.12, {"mape": 0.2}, "HIGH RISK"),  # the notes' key alone
+    ],
+)
+def test_the_risk_is_never_below_what_two_devices_show(loss, hardware, expected):
+    """The higher of the score's level and the worst band, with the reason where the band decides."""
     dashboard = MetricsDashboard()
-    dashboard.metrics = {"primary": {"relative_degradation": 0.12}, "hardware": {"mape": 0.2}}
-    assert dashboard.get_risk_assessment().startswith("MODERATE RISK")
+    dashboard.metrics = {"primary": {"relative_degradation": loss}, "hardware": hardware}
+    assert re.search(expected, dashboard.get_risk_assessment())
+
+
+def test_devices_that_disagree_are_no_low_risk(subject, answered):
+    """A robust model, and a device whose results are unlike: the score stays beside the level."""
+    gpu = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    dashboard = MetricsDashboard()
+    metrics = dashboard.compute_all_metrics(subject, answered, gpu, gpu.flip(0), noise_scale=1e-3, seeds=1, samples=4)
+    assert metrics["primary"]["relative_degradation"] == 0
+    assert dashboard.get_risk_assessment().startswith("HIGH RISK - ")
+    assert metrics["dashboard_risk"]["score"] == 30 and metrics["dashboard_risk"]["level"] == "LOW"
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(0, 4), torch.tensor(1.0), {"a": torch.ones(2)}, [1.0, 2.0]])

@@ -5,6 +5,7 @@ could not be measured stays "not measurable" and never falls into a good band.
 """
 
 from noisescope.findings.advice import ADVICE, operator_advice, outlier_advice
+from noisescope.findings.assessment import Assessment, hardware_assessment
 from noisescope.findings.avalanche import AvalanchePoint, Window, avalanche_points
 from noisescope.findings.bands import (
     ADAPTIVE_RULES,
@@ -47,6 +48,7 @@ __all__ = [
     "REPORT_POINTS",
     "ROUND_OFF",
     "SEVERITIES",
+    "Assessment",
     "AvalanchePoint",
     "Bands",
     "Finding",
@@ -60,6 +62,7 @@ __all__ = [
     "by_priority",
     "by_severity",
     "dashboard_risk",
+    "hardware_assessment",
     "meaning",
     "operator_advice",
     "outlier_advice",
