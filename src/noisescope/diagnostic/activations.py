@@ -65,6 +65,7 @@ class ActivationCapture:
             quantiles=True,
             anatomy=self.subject.anatomy,
         )
+        scope.any_order = True  # hooks are removed whenever their owner likes, also under noise enabled meanwhile
         self._captured = scope.__enter__()
         self._scope = scope
 

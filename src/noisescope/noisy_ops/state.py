@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,14 @@ class Settings:
         return dataclasses.replace(whole, operators=present) if aimed else None
 
 
+class _OpenModel(Probe):
+    """The probe of one outermost module. It is nobody's `with`: any thread may call the module, and scopes opened on it
+    in between (a capture) may be left before or after it."""
+
+    any_order = True
+    any_thread = True
+
+
 class State:
     """All that is global here."""
 
@@ -94,7 +102,7 @@ class State:
         self.registered: tuple[weakref.ref[nn.Module], Anatomy] | None = None
         self.register_first = False  # layers named by the environment: of the first model with blocks that is called
         self.call: Callable[..., Any] | None = None  # what stands in nn.Module.__call__ while enabled
-        self.probes: list[Probe] = []
+        self.probes: list[_OpenModel] = []
         self.forwards = 0
         self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # inside an open root, or nothing there to hit
         self.closed: Counter[tuple[str, Place, str]] = Counter()  # counts of roots closed by now, less what was reset
@@ -108,11 +116,19 @@ class State:
         self.known.clear()
         for probe in list(self.probes):
             injection = settings.injection(probe.anatomy, numbered=self.numbered(probe.model, probe.anatomy))
-            if injection is None:
+            if injection is None or not self.moved(probe, injection):
                 self.close(probe)
             else:
-                probe.update(injection)
                 self.known |= set(probe.model.modules())
+
+    def moved(self, probe: _OpenModel, injection: Injection) -> bool:
+        """Whether a probe takes another injection; if not (a capture lies on it), the next call opens the model."""
+        probe.gradients_only = self.settings.training_only
+        try:
+            probe.update(injection)
+        except ModelHeld:
+            return False
+        return True
 
     def check_layers(self, settings: Settings) -> None:
         """Layer numbers mean nothing without a model."""
@@ -153,7 +169,7 @@ class State:
         """A module is about to be called: open it if it is the outermost one and something in it is aimed at."""
         with self.lock:
             root = unwrap(module)
-            busy = any(p.context is not None and p.thread == threading.get_ident() for p in self.probes)
+            busy = any(probe.context is not None for probe in self.probes)
             if self.call is None or root in self.known or busy or in_backward():
                 return  # a module made inside a forward, or a recomputation, is part of what was opened
             members = set(root.modules())
@@ -165,22 +181,26 @@ class State:
             if injection is None:
                 self.known |= members
                 return
-            for probe in [p for p in self.probes if p.thread == threading.get_ident()]:
-                if not members.isdisjoint(probe.model.modules()):
-                    self.close(probe)  # a part called before the whole: its noise would fall twice
-            self.known |= members
-            if any(isinstance(m.__dict__.get("forward"), StandIn) for m in members):
+            for probe in [p for p in self.probes if not members.isdisjoint(p.model.modules())]:
+                if probe.held_elsewhere:
+                    raise ModelHeld(
+                        f"{type(root).__name__} shares modules with a {type(probe.model).__name__} that another thread "
+                        "is inside: give each thread its own copy of the model, or let one wait for the other"
+                    )
+                self.close(probe)  # a part called before the whole: its noise would fall twice
+            if any(_left_in_reverse(m.__dict__.get("forward")) for m in members):
                 raise ModelHeld(
                     f"{type(root).__name__} is called for the first time since enable_noisy_ops() inside a scope of "
                     "noisescope, and scopes are left in reverse order: call it once before that scope"
                 )
             gradients_only = self.settings.training_only
-            probe = Probe(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
+            probe = _OpenModel(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
             probe.forwards = self.forwards  # a module closed and opened again must not repeat its noise
             probe.__enter__()
+            self.known |= members
             self.probes.append(probe)
 
-    def close(self, probe: Probe) -> None:
+    def close(self, probe: _OpenModel) -> None:
         self.probes.remove(probe)
         self.forwards = max(self.forwards, probe.forwards)
         self.closed.update(_counts([probe]))  # not +=, which drops what a reset made negative
@@ -226,7 +246,7 @@ class State:
             )
 
 
-def _counts(probes: list[Probe]) -> Counter[tuple[str, Place, str]]:
+def _counts(probes: Sequence[Probe]) -> Counter[tuple[str, Place, str]]:
     """(view, layer or operator, phase) -> injections. "gemm" sums the products, whose parts are counted too."""
     counts: Counter[tuple[str, Place, str]] = Counter()
     for probe in probes:
@@ -240,6 +260,15 @@ def _counts(probes: list[Probe]) -> Counter[tuple[str, Place, str]]:
                 counts[view, key, "forward"] += site.forward
                 counts[view, key, "backward"] += site.backward
     return counts
+
+
+def _left_in_reverse(forward: object) -> bool:
+    """Whether a scope on a module must be left after all that were opened on it later."""
+    while isinstance(forward, StandIn):
+        if not forward.retired and not forward.door.any_order:
+            return True
+        forward = forward.replaced
+    return False
 
 
 def _nothing(why: str) -> NothingInjected:
