@@ -82,6 +82,10 @@ def disable_noisy_ops() -> dict[str, int]:
         return get_injection_stats()
 
 
+def is_enabled() -> bool:
+    return state.call is not None
+
+
 @contextlib.contextmanager
 def noisy_ops_context(
     error_scale: float = 0.05,
@@ -240,7 +244,7 @@ def __getattr__(name: str) -> Any:
 
 
 _VARIABLES: dict[str, Callable[[], Any]] = {
-    "_NOISY_OPS_ENABLED": lambda: state.call is not None,
+    "_NOISY_OPS_ENABLED": is_enabled,
     "_ERROR_SCALE": lambda: state.settings.scale,
     "_ERROR_TYPE": lambda: state.settings.kind,
     "_NOISY_OPS_FORWARD_ENABLED": lambda: "forward" in state.settings.phases,
