@@ -105,9 +105,13 @@ def _key(kind: Any, name: object, where: str) -> Any:
 
 def _read_plain(kind: Any, data: object, where: str) -> Any:
     if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
-        if not math.isfinite(data):
+        try:
+            value = float(data)
+        except OverflowError:  # a whole number of more than 308 digits
+            value = math.inf
+        if not math.isfinite(value):
             raise _unfit(where, data, "a finite number")
-        return float(data)
+        return value
     wanted = {type(None): "null", str: "text", int: "a whole number", bool: "true or false", float: "a number"}
     if kind is float or not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise _unfit(where, data, wanted.get(kind, str(kind)))
@@ -148,7 +152,11 @@ def _read_dataclass(kind: Any, data: object, where: str) -> Any:
     strange = [str(name) for name in data if name not in hints]
     if strange:
         raise InvalidInput(f"{where} has {_shown(strange[0])}, which this version does not know")
-    return kind(**{name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+    read = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()}
+    try:
+        return kind(**read)
+    except InvalidInput as error:  # a value that refuses itself does not know its path
+        raise InvalidInput(f"{where}: {error}") from None
 
 
 @functools.cache

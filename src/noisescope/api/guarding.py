@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,9 @@ def keep(result: GateResult, folder: str | Path) -> list[Path]:
     with Store(folder) as store:
         store.add_gate(to_json(result))
         history = store.gates()
+        damaged = store.damaged_gates
+    if damaged:
+        warnings.warn(f"{damaged} earlier gates in {folder} failed the checksum and are left out", stacklevel=2)
     return save_figures(trend(history), Path(folder) / "trend")
 
 

@@ -13,11 +13,24 @@ TONES = ("critical", "high", "moderate", "low", "unsure", "")  # how alarming a 
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, and the number behind it where there is one: for sorting, colours and hover."""
+    """What is shown, and the number behind it where there is one: for sorting, colours and hover.
 
-    text: str
+    An estimate has its `interval` ("[0.1 %, 3 %]") and what follows it (" (n = 4)") apart, for they are drawn lighter.
+    A `starred` cell of a heat map was injected.
+    """
+
+    shown: str
     value: float | None = None
     tone: str = ""
+    interval: str = ""
+    rest: str = ""
+    starred: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it, as one line."""
+        span = f" {self.interval}" if self.interval else ""
+        return f"{self.shown}{'*' if self.starred else ''}{span}{self.rest}"
 
 
 @dataclass(frozen=True)
@@ -55,13 +68,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a chart, with the ends of its 95 % interval and a mark such as "avalanche point"."""
+    """One bar of a chart, with the ends of its 95 % interval and a mark such as "avalanche point".
+
+    A mark that the interval does not decide is `undecided`, and drawn hollow.
+    """
 
     label: str
     cell: Cell
     low: float | None = None
     high: float | None = None
     mark: str = ""
+    undecided: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +105,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Layer x operator. cells[row][column] is None where the model has no such site; `notes` go into the hover."""
+    """Layer x operator. cells[row][column] is None where the model has no such site; `notes` go into the hover.
+
+    `legend` says what a star means.
+    """
 
     key: str
     title: str
@@ -114,8 +134,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """`facts` are (name, text) pairs under the title: model, data, noise."""
+    """`facts` are (name, text) pairs under the title: model, data, noise. `finished`: when the run ended, ISO 8601."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
+    finished: str = ""

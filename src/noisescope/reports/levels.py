@@ -1,268 +1,213 @@
-"""The three levels and the metrics as sections: tables, charts and the heat map."""
+"""Operators and layers as sections: tables, the chart of windows, and the heat map."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+from noisescope.diagnosis.rows import AvalanchePoint, CellEffect, Effect, Interaction, LayerAnalysis, WindowEffect
+from noisescope.findings import LIMITS
 from noisescope.reports.document import Bar, Block, Cell, Chart, HeatMap, Paragraph, Section, Table
-from noisescope.reports.words import METRICS, SHARES, Row, band, counted, estimate, number, plain, text, whole
+from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.words import (
+    band,
+    band_of,
+    capitalised,
+    divergence,
+    estimate,
+    metric_name,
+    number,
+    plain,
+    run_metric,
+    span,
+    text,
+    whole,
+)
+from noisescope.stats import Estimate
 
-WORST = 10  # rows of a table that only shows the worst
+KL = ("KL injected", "KL predicted", "evidence")
+STAR = "injected; without a star predicted by the Fisher screen"
 
 
-def operators(report: Row) -> Iterable[Section]:
-    rows = report.get("operator_analysis")
-    if not rows:
+def operators(report: DiagnosisReport) -> Iterable[Section]:
+    if not report.operator_analysis:
         return
-    ordered = sorted(rows.items(), key=lambda pair: _order(pair[1]))
+    ordered = sorted(report.operator_analysis.items(), key=lambda pair: _order(pair[1]))
     body = tuple(
-        (
-            text(name),
-            *_loss(row),
-            plain(row.get("sensitivity_score")),
-            band(row.get("sensitivity_band")),
-            *_divergence(row),
-            whole(row.get("total_injections")),
-        )
+        (text(name), *_loss(row), plain(row.sensitivity_score), *_divergence(row), whole(row.total_injections))
         for name, row in ordered
     )
-    head = ("operator", "accuracy lost", "band", "score", "score band", *_DIVERGENCE, "evidence", "injections")
+    head = ("operator", f"{metric_name(run_metric(report.run))} lost", "band", "sensitivity score", *KL, "injections")
     yield Section("operators", "Operators", (Table("operators", head, body),))
 
 
-def layers(report: Row) -> Iterable[Section]:
-    section = report.get("layer_analysis")
-    if not section:
-        return
-    blocks: list[Block] = [*_window_chart(section), *_points(section)]
+def layers(report: DiagnosisReport) -> Iterable[Section]:
+    if report.layer_analysis is not None:
+        yield from layer_sections(report.layer_analysis, metric_name(run_metric(report.run)))
+
+
+def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
+    """The layers and the heat map; `metric` in words."""
+    blocks: list[Block] = [*_window_chart(section, metric), *_points(section, metric)]
+    columns = (f"{metric} lost", "band")
     windows = tuple(
-        (text(row["layer_range"]), *_loss(row), estimate(row.get("interaction_index")), *_divergence(row))
-        for row in section["windows"]
+        (text(row.layer_range), *_loss(row), _interaction(row.interaction_index), *_divergence(row))
+        for row in section.windows
     )
-    columns = ("accuracy lost", "band", *_DIVERGENCE, "evidence")
-    head = ("window", *columns[:2], "interaction index", *columns[2:])
-    blocks.append(Table("windows", head, windows, "Sliding windows"))
-    named = [(f"layer {row['layer']}", row) for row in section["layers"]]
-    named += [(str(place), row) for place, row in section["places"].items()]
+    blocks.append(Table("windows", ("window", *columns, "interaction index", *KL), windows, "Sliding windows"))
+    named: list[tuple[str, Effect]] = [(f"layer {row.layer}", row) for row in section.layers]
+    named += section.places.items()
     singles = tuple((text(name), *_loss(row), *_divergence(row)) for name, row in named)
-    blocks.append(Table("layers", ("place", *columns), singles, "Single layers and places"))
-    title = f"Layers (noise on {', '.join(section['operators'])})"
-    yield Section("layers", title, tuple(blocks))
-    yield from _map(section)
+    blocks.append(Table("layers", ("place", *columns, *KL), singles, "Single layers and places"))
+    if section.prediction_scale != 1:
+        blocks.append(Paragraph(_scaled(section.prediction_scale)))
+    yield Section("layers", f"Layers (noise on {', '.join(section.operators)})", tuple(blocks))
+    yield from _map(section, metric)
 
 
-def _window_chart(section: Row) -> Iterable[Chart]:
-    """Accuracy lost in each window; where nothing was injected, the predicted divergence."""
-    sure = {point["layer_range"]: point["sure"] for point in section["avalanche_points"]}
-    injected = [row for row in section["windows"] if (row.get("degradation") or {}).get("value") is not None]
-    rows = injected or [row for row in section["windows"] if row.get("predicted_kl")]
-    bars = []
-    for row in rows:
-        known = row["degradation"] if injected else row["predicted_kl"]
-        cell = estimate(known, share=bool(injected))
-        name = row["layer_range"]
-        mark = "" if name not in sure else "avalanche point" + ("" if sure[name] else " (not sure)")
-        toned = Cell(cell.text, cell.value, band(row.get("band")).tone)
-        bars.append(Bar(name, toned, known.get("low"), known.get("high"), mark))
-    if bars:
-        title = "Accuracy lost by window" if injected else "Predicted divergence by window"
-        yield Chart("windows-chart", title, "share of the accuracy" if injected else "nats a token", tuple(bars))
-
-
-def _points(section: Row) -> Iterable[Block]:
-    if not any(row["evidence"] == "injected" for row in section["windows"]):
-        yield Paragraph("Avalanche points and compounding were not looked at: nothing was injected.")
+def _window_chart(section: LayerAnalysis, metric: str) -> Iterable[Chart]:
+    """What each window loses; where nothing was injected, its predicted divergence."""
+    states = {point.layer_range: point for point in section.avalanche_points}
+    known = [(row, row.degradation) for row in section.windows if row.degradation is not None]
+    losses = [(row, loss) for row, loss in known if loss.value is not None]
+    if losses:
+        bars = tuple(_loss_bar(row, loss, states.get(row.layer_range)) for row, loss in losses)
+        yield Chart("windows-chart", f"{capitalised(metric)} lost by window", f"share of the {metric}", bars)
         return
-    points = [p["layer_range"] + ("" if p["sure"] else " (not sure)") for p in section["avalanche_points"]]
-    yield Paragraph(", ".join(points) or "none", "Avalanche points:")
-    yield Paragraph(", ".join(section["compounding"]) or "no window", "Errors surely compound in:")
+    predicted = [(row, row.predicted_kl) for row in section.windows if row.predicted_kl is not None]
+    if predicted:
+        bars = tuple(Bar(row.layer_range, divergence(kl), kl.size.low, kl.size.high) for row, kl in predicted)
+        yield Chart("windows-chart", "Predicted divergence by window", "nats per token", bars)
+
+
+def _loss_bar(row: WindowEffect, loss: Estimate, point: AvalanchePoint | None) -> Bar:
+    cell = replace(loss_cell(row), tone=band_of(row).tone)
+    if point is None:
+        return Bar(row.layer_range, cell, loss.low, loss.high)
+    mark = "avalanche point" if point.decided else "avalanche point (borderline)"
+    return Bar(row.layer_range, cell, loss.low, loss.high, mark, not point.decided)
+
+
+def _points(section: LayerAnalysis, metric: str) -> Iterable[Block]:
+    if not any(row.injected for row in section.windows):
+        yield Paragraph("Avalanche points and compounding errors were not looked for: no noise was injected.")
+        return
+    if section.avalanche_points:
+        head = ("layers", "state", "severity", f"{metric} lost", "over the costlier neighbour", "layers in common")
+        body = tuple(map(_point, section.avalanche_points))
+        yield Table("avalanche-points", head, body, "Avalanche points")
+    else:
+        yield Paragraph("none", "Avalanche points:")
+    yield Paragraph(", ".join(section.compounding) or "no window", "Errors compound significantly in:")
     yield Paragraph(
-        "An avalanche point is a window that costs far more accuracy than those beside it. The interaction index is "
-        "the KL of a window over the sum of the KL of its layers: surely above 1, errors compound."
+        f"An avalanche point is a window that costs more than {100 * LIMITS['avalanche_degradation']:g} % of the "
+        f"{metric}, and more than {LIMITS['avalanche_neighbour_factor']:g} times what the windows beside it cost; it "
+        "is borderline where an interval holds one of these limits. The interaction index is the KL of a window over "
+        "the sum of the KL of its layers: significantly above 1, errors compound."
     )
 
 
-def _map(section: Row) -> Iterable[Section]:
+def _point(point: AvalanchePoint) -> tuple[Cell, ...]:
+    first, last = point.common
+    return (
+        text(point.layer_range),
+        text(point.state),
+        band(point.severity),
+        estimate(point.degradation, share=True),
+        ratio(point.ratio),
+        text(first if first == last else f"{first} to {last}"),
+    )
+
+
+def ratio(found: Estimate | None) -> Cell:
+    """A ratio is printed with its interval or not at all."""
+    if found is None or found.value is None or (found.low is None and found.high is None):
+        return Cell("")
+    return Cell(f"{number(found.value)} x", found.value, interval=span(found.low, found.high))
+
+
+def _scaled(scale: float) -> str:
+    return (
+        f"Where rows were injected, their KL is {number(scale)} times the predicted one (the median of the ratio). "
+        "Findings rank predicted rows on the scale of injected ones: by their predicted KL times this."
+    )
+
+
+def _interaction(found: Interaction | None) -> Cell:
+    if found is None:
+        return Cell("")
+    cell = estimate(found.index)
+    return replace(cell, rest=", layers predicted") if found.of == "predicted" and cell.value is not None else cell
+
+
+def _map(section: LayerAnalysis, metric: str) -> Iterable[Section]:
     """Layer x operator, KL in nats; a star marks what was injected."""
-    names = tuple(dict.fromkeys(row["operator"] for row in section["map"]))
-    places = tuple(sorted({row["layer"] for row in section["map"]}))
+    names = tuple(dict.fromkeys(row.operator for row in section.map))
+    places = tuple(sorted({row.layer for row in section.map}))
     if not places:
         return
-    cells: dict[tuple[int, str], Cell] = {}
-    notes: dict[tuple[int, str], str] = {}
-    for row in section["map"]:
-        known = row.get("kl") or row.get("predicted_kl") or {}
-        value = known.get("value")
-        mark = "*" if row["evidence"] == "injected" and value is not None else ""
-        where = row["layer"], row["operator"]
-        cells[where] = Cell(f"{number(value) or row['evidence']}{mark}", value)
-        notes[where] = _hover(row, known)
+    rows = {(row.layer, row.operator): row for row in section.map}
+    grid = tuple(tuple(rows.get((place, name)) for name in names) for place in places)
     heat = HeatMap(
         "map",
         "Divergence of the output, by layer and operator",
-        "nats a token",
+        "nats per token",
         tuple(f"layer {place}" for place in places),
         names,
-        tuple(tuple(cells.get((place, name)) for name in names) for place in places),
-        tuple(tuple(notes.get((place, name), "") for name in names) for place in places),
-        "* injected; without a star predicted by the Fisher screen",
+        tuple(tuple(None if row is None else _heat(row) for row in line) for line in grid),
+        tuple(tuple("" if row is None else _hover(row, metric) for row in line) for line in grid),
+        STAR,
     )
     yield Section("map", "Layer x operator", (heat,))
 
 
-def _hover(row: Row, known: Row) -> str:
-    parts = [f"{row['evidence']} KL {estimate(known).text or row.get('error', 'not known')}"]
-    if row["evidence"] == "injected" and row.get("predicted_kl"):
-        parts.append(f"predicted {estimate(row['predicted_kl']).text}")
-    if (row.get("degradation") or {}).get("value") is not None:
-        parts.append(f"accuracy lost {estimate(row['degradation'], share=True).text}")
-    parts += ["injection and prediction part: not linear here"] if row.get("parted") else []
-    return "; ".join(parts) + (f"; n = {known['n']}" if known.get("n") else "")
+def _heat(row: CellEffect) -> Cell:
+    known = row.divergence
+    if known is None or known.size.value is None:
+        return Cell(row.evidence)
+    return Cell(number(known.size.value), known.size.value, starred=row.injected)
 
 
-def channels(report: Row) -> Iterable[Section]:
-    section = report.get("channel_analysis")
-    if not section:
-        return
-    blocks: list[Block] = []
-    if "summary" in section:
-        found = section["summary"]
-        blocks.append(
-            Paragraph(
-                f"{found['total_outlier_channels']} outlier channels of {found['total_channels']} "
-                f"({found['outlier_percentage']:.2g} %) in {found['layers_with_outliers']} modules; "
-                f"n = {section['n']} samples. The largest value of an outlier is more than {section['threshold']:g} "
-                "times that of the median channel (by max). Other rules: the mean in place of the largest; a 99th "
-                "percentile above 5 times the channel's own median (q99/q50); the 5 % whose noise costs most (Fisher)."
-            )
-        )
-        worst = sorted(section["per_layer"].items(), key=lambda pair: -pair[1]["max_ratio"])[:WORST]
-        body = tuple((text(name), *_outliers(row)) for name, row in worst)
-        head = ("module", "outliers", "channels", "largest / median", "band", "by max", "by mean", "by q99/q50",
-                "by Fisher")  # fmt: skip
-        blocks.append(Table("outliers", head, body, "Modules with the largest outliers"))
-    if section["costliest"]:
-        costs = tuple(
-            (
-                text(row["module"]),
-                whole(row["channel"]),
-                plain(row["predicted_nats"]),
-                estimate(row.get("kl")),
-                text(row["evidence"]),
-            )
-            for row in section["costliest"][:WORST]
-        )
-        columns = ("module", "channel", "KL predicted", "KL injected", "evidence")
-        blocks.append(Table("costliest", columns, costs, "Channels whose noise costs most"))
-    yield Section("channels", "Channels", tuple(blocks))
-
-
-def _outliers(row: Row) -> tuple[Cell, ...]:
-    """How many, which (the largest four), and what each rule says."""
-    ratios = sorted(zip(row["outlier_ratios"], row["outlier_indices"], strict=True), reverse=True)
-    which = ", ".join(str(index) for _, index in ratios[:4]) + (", ..." if len(ratios) > 4 else "")
-    count = Cell(f"{row['num_outliers']} of {row['total_channels']}", row["num_outliers"])
-    by_rule = (whole(row["rules"][rule]) for rule in ("max", "mean", "quantile", "fisher"))
-    return (count, text(which), Cell(f"{row['max_ratio']:.1f} x", row["max_ratio"]), band(row["band"]), *by_rule)
-
-
-def metrics(report: Row) -> Iterable[Section]:
-    found = report["metrics"]
-    primary, secondary = found["primary"], found["secondary"]
-    threshold, ratio = primary["critical_threshold"], secondary["gradient_ratio"]
-    sparsity = secondary["activation_sparsity"]
-    body = (
-        (text("relative degradation"), counted(primary["relative_degradation"], share=True),
-         band(primary["degradation_band"])),
-        (text("noise tolerance index"), counted(primary["noise_tolerance_index"]),
-         band(primary["noise_tolerance_band"])),
-        (text("critical threshold"), _threshold(threshold), band(threshold and threshold["band"])),
-        (text("SNR of the logits (dB)"), counted(secondary["snr_db"]), band(secondary["snr_band"])),
-        (text("gradient ratio"), counted(ratio), band(ratio and ratio["band"])),
-        (text("activation sparsity"), plain(sparsity and sparsity["relative"]), band(sparsity and sparsity["band"])),
-    )  # fmt: skip
-    blocks: list[Block] = [Table("metrics", ("metric", "value", "band"), body)]
-    if found["baseline"]:
-        known = tuple(
-            (text(METRICS.get(name, name)), counted(row, share=name in SHARES))
-            for name, row in found["baseline"].items()
-            if isinstance(row, dict) and name != "agreement"  # of the clean model with itself
-        )
-        blocks.append(Table("baseline", ("metric", "mean"), known, "The clean model"))
-    traces = found["hessian_trace"]
-    if traces and "error" not in traces:
-        ordered = sorted(traces.items(), key=lambda pair: int(pair[0]))
-        curved = tuple(
-            (
-                Cell(f"layer {layer}", float(layer)),
-                estimate({**row, "value": row["trace"]}),
-                plain(row["per_parameter"]),
-            )
-            for layer, row in ordered
-        )
-        blocks.append(Table("hessian", ("layer", "trace", "per parameter"), curved, "Hessian trace of each layer"))
-    yield Section("metrics", "Metrics", tuple(blocks))
-
-
-def correlations(report: Row) -> Iterable[Section]:
-    rows = report["correlations"]
-    if not rows:
-        return
-    body = tuple(
-        (
-            text(name.replace("_", " and ")),
-            estimate(row),
-            text(row.get("expected", "")),
-            text({True: "yes", False: "no"}.get(row.get("held"), "")),
-            whole(row["n"]),
-        )
-        for name, row in rows.items()
-    )
-    head = ("pair", "r", "expected", "held", "n")
-    yield Section("correlations", "Correlations", (Table("correlations", head, body),))
-
-
-def formats(report: Row) -> Iterable[Section]:
-    """What one number format for all weights would cost; plans mix them."""
-    section = report.get("format_scores")
-    if not section or not section["uniform"]:
-        return
-    body = tuple(
-        (text(name), whole(row["bits"]), plain(row["effective_bits"]), plain(row["predicted_kl"]))
-        for name, row in section["uniform"].items()
-    )
-    told = (
-        "Predicted from the rounding error that each weight really has, and added up over the linears of all blocks; "
-        "the order is to be trusted, the size only roughly. noisescope plan precision mixes formats, and measures."
-    )
-    head = ("format of every linear", "bits", "bits with scales", "KL predicted")
-    yield Section("formats", "Number formats for the weights", (Paragraph(told), Table("formats", head, body)))
+def _hover(row: CellEffect, metric: str) -> str:
+    known = row.divergence
+    if known is None:
+        return row.error or "not known"
+    parts = [f"{row.evidence} KL {divergence(known).text or 'not known'}"]
+    if row.injected and row.predicted_kl is not None:
+        parts.append(f"predicted {divergence(row.predicted_kl).text}")
+    if row.degradation is not None and row.degradation.value is not None:
+        parts.append(f"{metric} lost {loss_cell(row).text}")
+    if row.nonlinear:
+        parts.append("injection and prediction diverge: not linear here")
+    return "; ".join([*parts, f"n = {known.size.n}"])
 
 
 # -- cells
 
-_DIVERGENCE = ("KL injected", "KL predicted")
+
+def loss_cell(row: Effect) -> Cell:
+    """The loss by which the band was decided; the largest of a table also corrected for its selection."""
+    cell, selected = estimate(row.degradation, share=True), estimate(row.selected, share=True)
+    if cell.value is None or selected.value is None:
+        return cell
+    return replace(cell, rest=f", corrected for selection {selected.text}")
 
 
-def _loss(row: Row) -> tuple[Cell, Cell]:
-    if row["evidence"] == "failed":
-        return Cell(f"failed: {row['error']}"[:120], tone="unsure"), Cell("")
-    return estimate(row.get("degradation"), share=True), band(row.get("band"))
+def _loss(row: Effect) -> tuple[Cell, Cell]:
+    if row.evidence == "failed":
+        return Cell(f"failed: {row.error}"[:120], tone="unsure"), Cell("")
+    if not row.injected:
+        return Cell(""), Cell("")
+    return loss_cell(row), band_of(row)
 
 
-def _divergence(row: Row) -> tuple[Cell, Cell, Cell]:
-    mark = " (parted)" if row.get("parted") else ""
-    return estimate(row.get("kl")), estimate(row.get("predicted_kl")), text(row["evidence"] + mark)
+def _divergence(row: Effect) -> tuple[Cell, Cell, Cell]:
+    mark = " (nonlinear)" if row.nonlinear else ""
+    return divergence(row.kl), divergence(row.predicted_kl), text(row.evidence + mark)
 
 
-def _threshold(row: Row | None) -> Cell:
-    if not row:
-        return Cell("")
-    ends = [row.get("low"), row.get("high")]
-    span = "" if ends == [None, None] else f" [{number(ends[0]) or '...'}, {number(ends[1]) or '...'}]"
-    return Cell(f"{row['label']}{span} (n = {row['n']})", row.get("value"))
-
-
-def _order(row: Row) -> tuple[int, float]:
-    loss = (row.get("degradation") or {}).get("value")
-    return (row["evidence"] == "absent", -(loss if loss is not None else -1.0))
+def _order(row: Effect) -> tuple[bool, float, float]:
+    """The largest loss first, then by nats; what the model does not compute comes last."""
+    loss = row.degradation
+    lost = loss.value if loss is not None and loss.value is not None else -1.0
+    return row.evidence == "absent", -lost, -row.nats

@@ -4,206 +4,151 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noisescope.reports import actions, levels
+from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
+from noisescope.diagnosis.rows import LevelEffect
+from noisescope.findings import Finding
+from noisescope.reports import actions, details, levels, measured
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Table, Verdict
-from noisescope.reports.words import Row, band, estimate, finding_span, percent, plain, text, tone
+from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.words import (
+    SHARES,
+    band,
+    band_of,
+    capitalised,
+    estimate,
+    finding_span,
+    metric_name,
+    run_metric,
+    text,
+    tone,
+)
 
-_SCORES = {
-    "report_risk": "report score, which gives the level (what the diagnosis found)",
-    "dashboard_risk": "dashboard score (the metrics)",
-}
-_PLAIN = {"risk": "What it means", "work": "What is to be done", "success": "How to know that it worked"}
+TITLE = "noisescope report"
+_HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
 
 
-def document_of(report: Row) -> Document:
+def document_of(report: DiagnosisReport | Robustness) -> Document:
     """The order a reader needs: verdict, what to do, the evidence, the method, the limits."""
-    sections: list[Section] = []
-    if "executive_summary" in report:
-        evidence = (levels.operators, levels.layers, levels.channels, levels.formats)
-        advice = (recommendations, actions.migration, actions.precision, check, locate)
-        parts = (summary, *advice, *evidence, levels.metrics, levels.correlations)
-        sections += [section for part in parts for section in part(report)]
-    if "robustness" in report:
-        sections += robustness(report)
-    return Document("noisescope report", tuple(facts(report)), (*sections, *method(report), *limits(report)))
+    if isinstance(report, Robustness):
+        noise = f"levels {', '.join(f'{row.noise_level:g}' for row in report.robustness.levels)}"
+        sections = [robustness(report.robustness, run_metric(report.run))]
+    else:
+        noise = report.run.settings.perturbation
+        advice = (recommendations, actions.migration, actions.precision, actions.check, actions.locate)
+        evidence = (levels.operators, levels.layers, measured.channels, measured.formats, measured.metrics)
+        last = (measured.correlations, details.risk_scores, details.point_rules)
+        sections = [section for part in (summary, *advice, *evidence, *last) for section in part(report)]
+    diverging = isinstance(report, DiagnosisReport)
+    sections += [method(report.run, diverging=diverging), *limits(report.could_not_see)]
+    return Document(TITLE, tuple(facts(report.run, noise)), tuple(sections), report.run.finished)
 
 
-def facts(report: Row) -> Iterable[tuple[str, str]]:
-    run = report.get("run", {})
-    if model := run.get("model"):
-        yield "Model", f"{model['source']}: {model['architecture']}, {model['blocks']} blocks"
-    if data := run.get("data"):
-        yield "Data", f"{data['source']}, {data['samples']} samples, {data['scored_tokens']} scored tokens"
-    if settings := run.get("settings"):
-        levels_tried = [row["noise_level"] for row in (report.get("robustness") or {}).get("levels", [])]
-        noise = (
-            f"levels {', '.join(f'{level:g}' for level in levels_tried)}" if levels_tried else settings["perturbation"]
-        )
-        count = len(settings["seeds"])
-        yield "Noise", f"{noise}, {count} seed{'' if count == 1 else 's'}"
+def facts(run: Run, noise: str) -> Iterable[tuple[str, str]]:
+    yield "Model", f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks"
+    yield "Data", f"{run.data.source}, {run.data.samples} samples, {run.data.scored_tokens} scored tokens"
+    count = len(run.settings.seeds)
+    yield "Noise", f"{noise}, {count} seed{'' if count == 1 else 's'}"
 
 
-def summary(report: Row) -> Iterable[Section]:
-    found = report["executive_summary"]
-    level, _, meaning = found["overall_risk_level"].partition(" - ")
-    blocks: list[Block] = [Verdict(Cell(level, tone=tone(level)), meaning, tuple(_reasons(found)))]
-    findings = [
-        Paragraph(f"{row['statement']}{finding_span(row)}", f"[{row['severity']}] {row['component']}:")
-        for row in found["top_findings"]
-    ]
-    blocks.append(Bullets(tuple(findings), numbered=True) if findings else Paragraph("Nothing stands out."))
-    blocks.append(Paragraph(found["next_step"], "Next step:"))
+def summary(report: DiagnosisReport) -> Iterable[Section]:
+    found = report.executive_summary
+    level = Cell(found.overall_risk_level, tone=tone(found.overall_risk_level))
+    blocks: list[Block] = [Verdict(level, found.risk_meaning, ())]
+    findings = tuple(map(finding_line, found.top_findings))
+    blocks.append(Bullets(findings, numbered=True) if findings else Paragraph("Nothing stands out."))
+    blocks.append(Paragraph(found.next_step, "Next step:"))
     yield Section("summary", "Summary", tuple(blocks))
-    words = found.get("in_plain_words", {})
-    told = [Paragraph(words[key], f"{lead}:") for key, lead in _PLAIN.items() if key in words]
-    if told:
-        yield Section("plain-words", "In plain words", tuple(told))
+    words = found.in_plain_words
+    leads = {"What it means": words.risk, "What to do": words.work, "How to know that it worked": words.success}
+    paragraphs = tuple(Paragraph(said, f"{lead}:") for lead, said in leads.items() if said)
+    if paragraphs:
+        yield Section("plain-words", "In plain words", paragraphs)
 
 
-def _reasons(found: Row) -> Iterable[str]:
-    """Both scores with their terms: they answer different questions and may differ."""
-    for name, words in _SCORES.items():
-        risk = found[name]
-        terms = [
-            f"{term['reason']}" + ("" if term["points"] is None else f" (+{term['points']:g})")
-            for term in risk["terms"]
-        ]
-        yield f"{words}: {risk['score']:g}, {risk['level']}; {', '.join(terms) or 'nothing counted'}"
+def finding_line(finding: Finding) -> Paragraph:
+    """A finding with its interval and n, then what else is known of the same place."""
+    notes = "".join(f"; {note}" for note in finding.notes)
+    return Paragraph(f"{finding.statement}{finding_span(finding)}{notes}", f"[{finding.severity}] {finding.component}:")
 
 
-def recommendations(report: Row) -> Iterable[Section]:
-    rows = report["recommendations"]
-    if rows:
+def recommendations(report: DiagnosisReport) -> Iterable[Section]:
+    if report.recommendations:
         body = tuple(
-            (band(row["priority"]), text(row["component"]), text(row["issue"]), text(row["action"])) for row in rows
+            (band(row.priority), text(row.component), text(row.issue), text(row.action))
+            for row in report.recommendations
         )
         table = Table("recommendations", ("priority", "component", "issue", "action"), body)
         yield Section("recommendations", "Recommendations", (table,))
 
 
-def check(report: Row) -> Iterable[Section]:
-    """The same fault where the report warns and where it does not."""
-    section = report.get("check")
-    if not section:
-        return
-    roles = {"warned": "warns of these", "least": "they diverge least", "between": ""}
+def robustness(found: RobustnessCurve, name: str) -> Section:
+    metric, share = metric_name(name), name in SHARES
     body = tuple(
         (
-            text(f"{row['start_layer']} to {row['end_layer']}"),
-            text(roles[row["role"]]),
-            plain(row["reported_kl"]),
-            text(percent(row["baseline_acc"])) if "baseline_acc" in row else text(row["error"]),
-            estimate(row.get("noisy_acc_interval"), share=True),
-            estimate(row.get("degradation"), share=True),
+            Cell(f"{row.noise_level:g}", row.noise_level),
+            text(row.error) if row.accuracy is None else estimate(row.accuracy, share=share),
+            estimate(row.retention, share=True),
+            band_of(row),
         )
-        for row in section["windows"]
+        for row in found.levels
     )
-    told = (
-        f"A simulated fault on {section['samples']} problems that the diagnosis has not seen: the output of every "
-        f"{' and '.join(section['operators'])} of these layers, one window at a time, is rounded to "
-        f"{section['fault']}. A good report ranks the windows (KL injected) as the fault does (accuracy lost)."
-    )
-    head = ("layers", "this report", "KL injected", "accuracy before", "accuracy with the fault", "accuracy lost")
-    yield Section("check", "The findings put to the test", (Paragraph(told), Table("check", head, body)))
-
-
-def locate(report: Row) -> Iterable[Section]:
-    """What computes wrongly, if a locator was asked."""
-    found = report.get("locate")
-    if not found:
-        return
-    blocks: list[Block] = []
-    if "simulated" in found:
-        told = f"The fault {found['simulated']} was put in; it changed {found['elements_changed']} elements."
-        blocks.append(Paragraph(told, "Simulated:"))
-    what = f"{found['verdict']} ({found['method']}, {found['checked']} checks, {found['forwards']:g} forwards)"
-    blocks.append(Paragraph(what, "Verdict:"))
-    body = tuple(
-        (
-            text(row["place"]),
-            text(row["operator"]),
-            text(row["module"]),
-            text(row["fault_class"]),
-            Cell(f"{row['confidence']:.2f}", row["confidence"]),
-            text(row["evidence"]),
-        )
-        for row in found["suspects"][: levels.WORST]
-    )
-    if body:
-        head = ("place", "operator", "module", "kind of fault", "confidence", "evidence")
-        blocks.append(Table("suspects", head, body, "Suspects, the likeliest first"))
-        blocks.append(Paragraph("An ulp is a unit in the last place of a number: the finest step that its format has."))
-    if found["unseen"]:
-        blocks.append(Paragraph(f"{len(found['unseen'])} operators, such as {found['unseen'][0]}.", "Not judged:"))
-    blocks += [Paragraph(note) for note in found["notes"]]
-    yield Section("locate", "What computes wrongly", tuple(blocks))
-
-
-def robustness(report: Row) -> Iterable[Section]:
-    section = report["robustness"]
-    body = tuple(
-        (
-            Cell(f"{row['noise_level']:g}", row["noise_level"]),
-            estimate(row["accuracy"], share=True) if row["accuracy"] else text(row.get("error", "")),
-            estimate(row.get("retention"), share=True),
-            band(row.get("band")),
-        )
-        for row in section["levels"]
-    )
-    known = [row for row in section["levels"] if (row["accuracy"] or {}).get("value") is not None]
-    points = tuple((row["noise_level"], _point(row)) for row in known)
-    head = ("noise level", "accuracy", "retention (share of the clean accuracy)", "band of the loss")
+    points = tuple(point for row in found.levels for point in _point(row, share=share))
+    head = ("noise level", metric, f"retention (share of the clean {metric})", "band of the loss")
     blocks: tuple[Block, ...] = (
-        Curve("robustness-curve", "Accuracy under noise", "noise level", "accuracy", points),
+        Curve("robustness-curve", f"{capitalised(metric)} under noise", "noise level", metric, points),
         Table("robustness", head, body),
     )
-    yield Section("robustness", f"Robustness (noise on {', '.join(section['operators'])})", blocks)
+    return Section("robustness", f"Robustness (noise on {', '.join(found.operators)})", blocks)
 
 
-def _point(row: Row) -> Bar:
-    accuracy = row["accuracy"]
-    return Bar(f"{row['noise_level']:g}", estimate(accuracy, share=True), accuracy.get("low"), accuracy.get("high"))
+def _point(row: LevelEffect, *, share: bool) -> Iterable[tuple[float, Bar]]:
+    found = row.accuracy
+    if found is not None and found.value is not None:
+        yield row.noise_level, Bar(f"{row.noise_level:g}", estimate(found, share=share), found.low, found.high)
 
 
-def method(report: Row) -> Iterable[Section]:
-    run = report.get("run", {})
-    if not run:
-        return
-    cost = run["cost"]
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    yield Section(
-        "method",
-        "Method",
-        (
-            Paragraph(
-                "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window; "
-                "p values of rows looked at together are corrected (Holm). KL is of the noisy output from the clean "
-                f"one, per token, in nats; below {run.get('kl_floor', 0):.0e} it can't be told from 0. Scores are the "
-                "accuracy lost over the scale of the noise. In a row marked parted, injection and prediction surely "
-                "differ by more than a factor of two: believe the injection."
-            ),
-            Paragraph(_asked(run)),
-            Paragraph(
-                f"{cost['trials']} trials; now {cost['forwards']:.1f} forwards of the test data, "
-                f"{cost['seconds']:.0f} s; {run['device']}, {run['conditions']['dtype']}; seeds "
-                f"{', '.join(map(str, run['settings']['seeds']))}. {versions}. {run['finished']}."
-            ),
-        ),
+def method(run: Run, *, diverging: bool) -> Section:
+    """How numbers were made; of a curve, which shows no divergence, only what concerns losses."""
+    cost = run.cost
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    losses = (
+        "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window. Those of "
+        "losses hold for all rows of a table together, so that any row may be picked; the largest is also given "
+        "corrected for selection, by its size on other samples than it was picked on, which is the size that its "
+        "finding states. Bands, avalanche points and findings are decided by these intervals; a row whose interval "
+        "reaches from one band into another is borderline. p values of rows that are looked at together are corrected "
+        f"(Holm). The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
     )
+    divergence = (
+        "KL is the divergence of the noisy output from the clean one, in nats per token. Half of the samples diverge "
+        "by more than its median, which ranks the rows; its interval holds however long the tail is. The mean is the "
+        'average over samples, which a few of them can decide: where the tail allows no upper end, only "at least" is '
+        f"given, a bound that holds for any data. Below {run.kl_floor:.0e} a KL can't be distinguished from 0. In a "
+        "row marked nonlinear, injection and prediction differ significantly by more than a factor of two: trust the "
+        "injection."
+    )
+    spent = (
+        f"{cost.trials} trials; this run took {cost.forwards:.1f} forwards of the test data and {cost.seconds:.0f} s; "
+        f"{run.device}, {run.conditions.dtype}; seeds {', '.join(map(str, run.settings.seeds))}. {versions}. "
+        f"{run.finished}."
+    )
+    explained = [Paragraph(losses, "Losses.")]
+    explained += [Paragraph(divergence, "Divergence.")] if diverging else []
+    return Section("method", "Method", (*explained, Paragraph(_asked(run)), Paragraph(spent)))
 
 
-def _asked(run: Row) -> str:
+def _asked(run: Run) -> str:
     """What was asked, so that a reader can tell one run from another."""
-    settings, data = run["settings"], run["data"]
-    how = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
+    settings, data = run.settings, run.data
+    how = _HOW.get(data.measure, data.measure)
     return (
-        f"Effort {settings['effort']}; levels {', '.join(settings['levels'])}; windows of {settings['window']} layers, "
-        f"step {settings['step']}; metric {run['metric']}, {how.get(data.get('measure'), data.get('measure'))}; "
-        f"n = {data['samples']} samples in every row that does not say otherwise."
+        f"Effort {settings.effort}; levels {', '.join(settings.levels)}; windows of {settings.window} layers, "
+        f"step {settings.step}; metric {metric_name(run_metric(run))}, {how}; n = {data.samples} samples in every row "
+        "that does not say otherwise."
     )
 
 
-def limits(report: Row) -> Iterable[Section]:
-    items = tuple(Paragraph(limit) for limit in report["could_not_see"])
+def limits(could_not_see: Iterable[str]) -> Iterable[Section]:
+    items = tuple(Paragraph(limit) for limit in could_not_see)
     if items:
         yield Section("limits", "What this run could not see", (Bullets(items),))

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from noisescope import findings
+from noisescope.diagnosis.report import Run
+from noisescope.diagnosis.rows import Divergence, Effect
+from noisescope.findings import Finding
+from noisescope.findings import metric_name as metric_name
 from noisescope.reports.document import Cell
+from noisescope.stats import Correlation, Estimate
 
-Row = Mapping[str, Any]
 _TONES = {
     "CRITICAL": "critical", "AVALANCHE": "critical", "HIGH": "high", "POOR": "high", "MODERATE": "moderate",
     "MEDIUM": "moderate", "FAIR": "moderate", "LOW": "low", "ROBUST": "low", "GOOD": "low", "EXCELLENT": "low",
-    "NORMAL": "low", "not measurable": "unsure",
+    "NORMAL": "low", "BORDERLINE": "unsure", "not measurable": "unsure",
 }  # fmt: skip
 SHARES = ("accuracy", "next_token_accuracy", "agreement")
 METRICS = {
-    "next_token_accuracy": "next-token accuracy",
-    "agreement": "agreement with the clean model",
-    "custom": "your metric",
-    "kl": "divergence from the clean model (KL, nats a token)",
-    "nll": "loss of the clean model (nats a token)",
+    "kl": "divergence from the clean model (KL, nats per token)",
+    "nll": "loss of the clean model (nats per token)",
     "margin": "margin of the best token (logits)",
 }
 
 
-def metric_name(metric: str) -> str:
-    """A metric in a word or two."""
-    return METRICS.get(metric, metric).partition(" (")[0]
+def run_metric(run: Run) -> str:
+    """The metric that losses of a run are shares of; the caller's own has no name."""
+    return "custom" if run.data.measure == "custom" else run.metric
+
+
+def described(metric: str) -> str:
+    """A metric with its unit, for the title of a section or a row of a table."""
+    return METRICS.get(metric) or metric_name(metric)
+
+
+def capitalised(words: str) -> str:
+    """For the start of a title: the rest keeps its letters, since KL is not "kl"."""
+    return words[:1].upper() + words[1:]
 
 
 def percent(value: float | None) -> str:
@@ -38,37 +48,71 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def estimate(row: Row | None, *, share: bool = False) -> Cell:
+def span(low: float | None, high: float | None, show: Callable[[float | None], str] = number) -> str:
+    """An interval: "[8.1 %, 17.0 %]", "[0.1, ...]" where an end is open, nothing where there is none."""
+    return "" if low is None and high is None else f"[{show(low) or '...'}, {show(high) or '...'}]"
+
+
+def estimate(found: Estimate | Correlation | None, *, share: bool = False) -> Cell:
     """An estimate with its interval: "12.3 % [8.1 %, 17.0 %]". What was not measured says so."""
-    if not row:
+    if found is None:
         return Cell("")
-    if row.get("value") is None:
-        return Cell(str(row.get("note", "")), tone="unsure" if row.get("note") else "")
+    if found.value is None:
+        return Cell(found.note, tone="unsure" if found.note else "")
     show = percent if share else number
-    low, high = row.get("low"), row.get("high")
-    span = "" if low is None and high is None else f" [{show(low) or '...'}, {show(high) or '...'}]"
-    return Cell(f"{show(row['value'])}{span}", float(row["value"]))
+    return Cell(show(found.value), float(found.value), interval=span(found.low, found.high, show))
 
 
-def counted(row: Row | None, *, share: bool = False) -> Cell:
+def counted(found: Estimate | None, *, share: bool = False) -> Cell:
     """An estimate with its interval and its n."""
-    cell = estimate(row, share=share)
-    return cell if not row or row.get("value") is None else Cell(f"{cell.text} (n = {row['n']})", cell.value)
+    cell = estimate(found, share=share)
+    if found is None or found.value is None:
+        return cell
+    return Cell(cell.shown, cell.value, interval=cell.interval, rest=f" (n = {found.n})")
+
+
+def divergence(found: Divergence | None) -> Cell:
+    """A KL with what ranks it first, the median as a rule, and the mean beside it."""
+    if found is None:
+        return Cell("")
+    cell = estimate(found.size)
+    if cell.value is None:
+        return cell
+    other = f", mean {mean_words(found.mean)}" if found.ranked_by == "median" else f", median {_bare(found.median)}"
+    return Cell(cell.shown, cell.value, interval=cell.interval, rest=other)
+
+
+def mean_words(mean: Estimate) -> str:
+    """The mean of a KL: "0.12", or "at least 0.03" where its tail allows no upper end."""
+    if mean.high is None and mean.low is not None:
+        return f"at least {number(mean.low)}"
+    return _bare(mean)
+
+
+def _bare(found: Estimate) -> str:
+    return number(found.value) or found.note or "not known"
 
 
 def band(name: str | None) -> Cell:
     return Cell(name or "", tone=tone(name))
 
 
+def band_of(row: Effect) -> Cell:
+    """The one band of a row; where its interval reaches into another, both, coloured as the one that is certain."""
+    if row.borderline:
+        return Cell(f"{row.band} to {row.band_upper} (borderline)", tone=tone(row.band))
+    return band(row.band)
+
+
 def tone(name: str | None) -> str:
-    return _TONES.get((name or "").split(" - ")[0], "")
+    return _TONES.get(name or "", "")
 
 
 def plain(value: float | None) -> Cell:
     return Cell(number(value), value)
 
 
-def text(value: Any) -> Cell:
+def text(value: object) -> Cell:
     """Anything as one line of text."""
     return Cell(" ".join(str(value).split()))
 
@@ -77,11 +121,15 @@ def whole(value: int | None) -> Cell:
     return Cell("") if value is None else Cell(str(value), float(value))
 
 
-def finding_span(row: Row) -> str:
-    """The interval of a finding and its n, to stand behind its statement."""
-    interval = row["interval"]
-    if interval is None:
-        return f" (n = {row['n']})"
-    show = percent if "of the accuracy" in row["statement"] else number
-    low, high = ("..." if end is None else show(end) for end in interval)
-    return f" [{low}, {high}], n = {row['n']}"
+def counted_noun(count: int, noun: str) -> str:
+    """ "1 module", "2 modules"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def finding_span(finding: Finding) -> str:
+    """The size of a finding with its interval and its n, to stand after its statement."""
+    if finding.size is None:
+        return ""
+    cell = estimate(finding.size, share=finding.unit == "share")
+    what = "KL " if finding.unit == "nats" else ""
+    return f" ({what}{cell.text}, n = {finding.size.n})" if cell.interval else f" (n = {finding.size.n})"
