@@ -42,10 +42,10 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     results: dict[str, Any] = {"healthy": {}, "faults": []}
     for dtype in DTYPES:
         found = ns.compare(a / f"{dtype}.healthy", b / f"{dtype}.healthy")
-        worst = max(row.measures.relative_l2 or 0.0 for row in found.rows)
-        kl = None if found.logits is None else found.logits.get("kl")
+        worst = max(row.relative_l2 or 0.0 for row in found.sites)
+        kl = None if found.logits is None else found.logits.kl
         results["healthy"][dtype] = {"verdict": found.verdict, "worst_relative_l2": worst, "kl": kl}
-        results["devices"] = {name: side.get("device") for name, side in found.sides.items()}
+        results["devices"] = {"a": found.sides.a.device, "b": found.sides.b.device}
         for number, (fault, (place, operator)) in enumerate(FAULTS.items()):
             said = ns.compare(a / f"{dtype}.healthy", b / f"{dtype}.fault{number}")
             first = None if said.first is None else (said.first.site.place, said.first.site.operator)

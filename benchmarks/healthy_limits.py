@@ -16,12 +16,13 @@ from unittest import mock
 
 import torch
 
+from noisescope.evaluation import evaluating
 from noisescope.locators import ledger
 from noisescope.locators.audit import audit
 from noisescope.locators.inputs import Batch
 from noisescope.locators.judge import Judgement, judge
 from noisescope.locators.laws.book import MODEL, OPERATOR, SUBLAYER
-from noisescope.locators.prompts import evaluating, parts_of
+from noisescope.locators.prompts import parts_of
 from noisescope.locators.relations import Search
 from noisescope.testing import tiny_inputs, tiny_model
 
@@ -34,7 +35,7 @@ Ratio = tuple[str, float]  # what was looked at, statistic / limit
 
 def of_relations(model: torch.nn.Module, batch: Batch) -> Iterator[Ratio]:
     model, _, anatomy = parts_of(model)
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         search = Search(model, anatomy, batch, weights=True, places=None)
         search.verdict(())
     for entry in search.book.entries.values():

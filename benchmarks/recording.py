@@ -26,8 +26,8 @@ import transformers
 from overhead import compare, host_seconds, llama, show
 
 import noisescope as ns
+from noisescope.comparison.divergence import sketched
 from noisescope.comparison.measures import from_sketches
-from noisescope.comparison.parting import sketched
 from noisescope.comparison.records import Record
 from noisescope.runs.recorded_batch import Detail, Recording
 
@@ -144,7 +144,7 @@ def accuracy(device: str, samples: int) -> list[dict[str, Any]]:
 
 
 def _told(a: Record, b: Record) -> dict[str, Any]:
-    exact = {row.site: row.measures.relative_l2 for row in ns.compare(a, b).rows}
+    exact = {row.site: row.relative_l2 for row in ns.compare(a, b).sites}
     left, right = sketched(a), sketched(b)
     assert left is not None and right is not None
     errors = []

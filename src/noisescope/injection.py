@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.identity import registered
 from noisescope.sites import GROUPS, PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
 
 Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
 
 
+@registered("noisescope.Injection")
 @dataclass(frozen=True)
 class Injection:
     """A perturbation at sites.

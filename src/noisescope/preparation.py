@@ -7,7 +7,8 @@ import importlib.metadata
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -129,7 +130,7 @@ class Prepared:
                     trials_run_now=len(store) - before,
                     forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
                 ),
-                notes=tuple(notes),
+                notes=(*store.damage(), *notes),
                 finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 versions=versions(),
                 host=platform.node(),
@@ -152,18 +153,13 @@ class Prepared:
             return estimate(bench, self.frame, question.propose)
 
 
-class _local:
+@contextmanager
+def _local(
+    subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None
+) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
     """The executor of this process, as a context: it holds the model open."""
-
-    def __init__(self, subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None) -> None:
-        self.bench = Bench(subject, materials, metric=metric)
-
-    def __enter__(self) -> tuple[Executor, Callable[[], tuple[float, list[str]]]]:
-        self.bench.__enter__()
-        return InProcess(self.bench), lambda: (self.bench.forwards, list(self.bench.notes))
-
-    def __exit__(self, *error: Any) -> None:
-        self.bench.__exit__(*error)
+    with Bench(subject, materials, metric=metric) as bench:
+        yield InProcess(bench), lambda: (bench.forwards, list(bench.notes))
 
 
 def prepare(

@@ -1,11 +1,12 @@
 """A trial: what is done to the model x what is measured x which samples x which seed. A value; no torch here.
 
 Its id is the SHA-256 of its canonical content, so the same question asked twice is one trial, wherever and in whatever
-order it is asked. Paths, times and hosts are no part of it.
+order it is asked. Paths, times and hosts are no part of it. How classes and functions are named: identity.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import InvalidInput
+from noisescope.identity import class_name, function_name, registered
 from noisescope.injection import Injection
 
+_TAGS = ("float", "set", "type", "callable")  # keys that say what kind of value a JSON object stands for
 MEASURES = ("score", "generate", "custom", "screen", "capture", "curvature", "gradients", "formats")
 
 
@@ -24,7 +27,8 @@ def canonical(value: Any) -> Any:
     """A JSON value with one spelling for each content.
 
     Floats are written by `float.hex()` under a tag, so that 1 and 1.0 differ and no digit is lost; sets are sorted;
-    NaN and infinities are refused, for a NaN equals nothing and so identifies nothing.
+    NaN and infinities are refused, for a NaN equals nothing and so identifies nothing. Dataclasses and functions go by
+    their qualified names, so that two classes called `Gaussian` are two.
 
     >>> canonical({"scale": 0.5, "layers": {2, 1}})
     {'layers': {'set': [1, 2]}, 'scale': {'float': '0x1.0000000000000p-1'}}
@@ -38,32 +42,44 @@ def canonical(value: Any) -> Any:
     if isinstance(value, Mapping):
         if any(not isinstance(key, (str, int)) for key in value):
             raise InvalidInput(f"keys of a trial's settings are names or ints, got {sorted(map(repr, value))}")
-        pairs = {f"{type(k).__name__}:{k}" if isinstance(k, int) else k: canonical(v) for k, v in value.items()}
-        return dict(sorted(pairs.items()))
+        return dict(sorted((_key(key), canonical(member)) for key, member in value.items()))
     if isinstance(value, (set, frozenset)):
-        return {"set": sorted((canonical(member) for member in value), key=lambda member: (str(type(member)), member))}
+        return {"set": sorted((canonical(member) for member in value), key=_order)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {"type": type(value).__name__, **canonical(fields)}
+        return {"type": class_name(type(value)), **canonical(_fields(value))}
     if isinstance(value, (list, tuple)):
         return [canonical(member) for member in value]
     if callable(value):
-        return {"callable": _callable_name(value)}
+        return {"callable": function_name(value)}
     if hasattr(value, "item"):  # a numpy or torch number
-        return canonical(value.item())
+        with contextlib.suppress(ValueError, RuntimeError):  # an array of several
+            return canonical(value.item())
     raise InvalidInput(f"{value!r} ({type(value).__name__}) can't be part of a trial: use numbers, text, sets, lists")
 
 
-def _callable_name(value: Any) -> str:
-    """The dotted name of a function: all that can be said of it across processes. Its code is not looked at."""
-    name = getattr(value, "__qualname__", "")
-    module = getattr(value, "__module__", "")
-    if not name or "<" in name:
+def _key(key: str | int) -> str:
+    """A key as text: 1 and "1" differ, and no key can be taken for a tag."""
+    if isinstance(key, int):
+        return f"{type(key).__name__}:{key}"
+    return f"str:{key}" if key in _TAGS or ":" in key else key
+
+
+def _order(member: Any) -> tuple[str, Any]:
+    """Sort key of a set's members in canonical form; objects and lists have no order of their own."""
+    text = json.dumps(member, sort_keys=True) if isinstance(member, (dict, list)) else member
+    return str(type(member)), text
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Fields of a dataclass; refused where a subclass keeps more than fields, which would be no part of the id."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    more = sorted(getattr(value, "__dict__", {}).keys() - fields.keys())
+    if more and "__dataclass_fields__" not in vars(type(value)):
         raise InvalidInput(
-            f"{value!r} has no name of its own, so a stored trial could not be told from another: define it with `def` "
-            "at the top level of a module, or make it a dataclass"
+            f"{type(value).__qualname__} inherits from a dataclass and keeps {', '.join(more)} besides its fields, so "
+            "trials could not be told apart by it: make it a dataclass, too"
         )
-    return f"{module}.{name}"
+    return fields
 
 
 def content_id(value: Any) -> str:
@@ -72,6 +88,7 @@ def content_id(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@registered("noisescope.Conditions")
 @dataclass(frozen=True)
 class Conditions:
     """What a number depends on besides the trial itself."""
@@ -83,6 +100,7 @@ class Conditions:
     engine: int  # version of the noise engine
 
 
+@registered("noisescope.Slice")
 @dataclass(frozen=True)
 class Slice:
     """Samples `start` to `stop` of an encoded data set: a number from the settings, never what memory allowed."""
@@ -92,6 +110,7 @@ class Slice:
     stop: int
 
 
+@registered("noisescope.Trial")
 @dataclass(frozen=True)
 class Trial:
     """One question to the model. `injection` carries its seed."""
@@ -101,6 +120,9 @@ class Trial:
     slice: Slice
     injection: Injection | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", dict(self.settings))  # the id is kept: the caller's changes are not ours
 
     @property
     def id(self) -> str:

@@ -50,7 +50,7 @@ def model():
     return tiny_model("llama", layers=3)
 
 
-def test_two_dumps_part_at_the_fault(model, tmp_path):
+def test_two_dumps_diverge_at_the_fault(model, tmp_path):
     """The module by its name, the layer by its number, MAPE from whole tensors."""
     good = dump(model, tmp_path / "good")
     with ns.faulty(model, "gain:0.02@1/linear/down_proj"):
@@ -58,7 +58,7 @@ def test_two_dumps_part_at_the_fault(model, tmp_path):
     found = ns.compare(good, bad, layers=[1], max_mape=0.01)
     assert (found.first.site.place, found.first.site.operator) == (1, "linear")
     assert found.first.site.module == "model.layers.1.mlp.down_proj"
-    assert found.passed is False and found.first.measures.mape == pytest.approx(0.02, rel=0.3)
+    assert found.passed is False and found.first.mape == pytest.approx(0.02, rel=0.3)
     assert ns.compare(good, good).verdict == "identical"
 
 
@@ -67,7 +67,7 @@ def test_a_dump_against_a_record(model, tmp_path):
     good = dump(model, tmp_path / "good")
     record = ns.record(ns.wrap(model), output=tmp_path / "x", prompts=IDS.tolist(), detail="full")
     found = ns.compare(record, good)
-    assert found.verdict in ("identical", "round-off") and len(found.rows) > 30
+    assert found.verdict in ("identical", "round-off") and len(found.sites) > 30
     assert any("sites are compared" in note for note in found.notes)
 
 
@@ -123,16 +123,16 @@ def test_tokens_in_one_dimension_are_all_compared(tmp_path):
     assert tensor.shape[0] == IDS.numel()
     tensor[-1, 2] += 1
     torch.save(tensor, flat[0])
-    (row,) = (row for row in ns.compare(good, other).rows if row.measures.relative_l2)
-    assert row.measures.elements == tensor.numel()
-    assert (row.measures.where.prompt, row.measures.where.token, row.measures.where.channel) == (1, 15, 2)
+    (row,) = (row for row in ns.compare(good, other).sites if row.relative_l2)
+    assert row.elements == tensor.numel()
+    assert (row.where.prompt, row.where.token, row.where.channel) == (1, 15, 2)
 
 
 def test_steps_are_in_the_order_of_their_numbers(model, tmp_path):
     """Of step9 and step10 the first is step9, and the comparison says which was taken."""
     folder = dump(model, dump(model, tmp_path / "x", step=10), step=9)
     found = ns.compare(folder, folder)
-    assert found.sides["a"]["path"] == str(folder / "step9" / "rank0")
+    assert found.sides.a.path == str(folder / "step9" / "rank0")
 
 
 def test_another_dtype_is_refused(model, tmp_path):
@@ -147,7 +147,7 @@ def test_an_output_without_a_file_is_left_out(model, tmp_path):
     good = dump(model, tmp_path / "good")
     rewritten(good, "model.layers.1.mlp.down_proj", data_name=None)
     found = ns.compare(good, good)
-    assert all(row.site.module != "model.layers.1.mlp.down_proj" for row in found.rows)
+    assert all(row.site.module != "model.layers.1.mlp.down_proj" for row in found.sites)
     assert any("1 outputs have no file" in note and "layers.1.mlp.down_proj" in note for note in found.notes)
 
 

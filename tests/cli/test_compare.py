@@ -58,10 +58,10 @@ def test_an_interrupted_record_says_what_is_left(tmp_path: Path, monkeypatch: py
 
 
 def test_the_fault_is_named(records: Path) -> None:
-    """A verdict, the first site to part, a table with bands."""
+    """A verdict, the first site that diverges, a table with bands."""
     output = call("compare", records / "good.record", records / "bad.record").output
-    assert "parted. The devices part at linear at block 7 (model.layers.7.mlp.down_proj)" in output
-    assert "parts here" in output and "needs full detail" in output and "nats" in output
+    assert "diverged. The devices diverge at linear at block 7 (model.layers.7.mlp.down_proj)" in output
+    assert "diverges here" in output and "needs full detail" in output and "nats" in output
     same = call("compare", records / "good.record", records / "good.record").output
     assert "identical" in same and "none differs" in same and "rel. L2" not in same
 
@@ -76,11 +76,11 @@ def test_max_mape_decides_the_exit_code(records: Path, tmp_path: Path) -> None:
     printed = call("compare", *pair, "--layers", "7", "--max-mape", 0.05, "--json", "-o", file, code=1).stdout
     found = json.loads(printed)
     assert found == json.loads(file.read_text()) and found["passed"] is False
-    assert found["first_to_part"]["module"] == "model.layers.7.mlp.down_proj"
+    assert found["first_divergence"]["module"] == "model.layers.7.mlp.down_proj"
 
 
 def test_what_can_not_be_meant_is_refused(records: Path, tmp_path: Path) -> None:
-    """Layers that the records lack, a limit that is no number, a price without a report, a place that is a file."""
+    """Layers that the records lack, a limit that is no number, a cost without a report, a place that is a file."""
     pair = (records / "good.record", records / "good.record")
     refused = {
         ("--layers", "7,99", "--max-mape", "0.05"): "no site of layers 99 is in both records",
@@ -125,12 +125,16 @@ def test_nan_is_printed_as_critical(records: Path, tmp_path: Path) -> None:
         ns.record(subject, None, tmp_path / "nan.record", samples=4, full_layers={6, 7})
     pair = (records / "good.record", tmp_path / "nan.record")
     output = call("compare", *pair, "--layers", "7", "--max-mape", 0.05, code=1).output
-    assert "CRITICAL: " in output and "not measurable" in output and "not passed, 2 sites can't be checked" in output
+    assert (
+        "CRITICAL: " in output
+        and "not measurable" in output
+        and "not passed, 2 sites have NaN or infinite numbers on one side" in output
+    )
     both = call("compare", pair[1], pair[1], "--layers", "7", "--max-mape", 0.05).output
     assert "left out at" in both and "NaN or infinite on both sides, left out" in both
 
 
-def test_prices_come_from_a_diagnosis(records: Path, tmp_path: Path) -> None:
+def test_costs_come_from_a_diagnosis(records: Path, tmp_path: Path) -> None:
     """The report of the same model: what to fix first, and what each layer can afford."""
     call("diagnose", "demo", "--samples", 4, "--effort", "screen", "--level", "operator,layer", "-o", tmp_path / "out")
     pair = (records / "good.record", records / "bad.record")

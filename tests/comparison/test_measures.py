@@ -90,12 +90,12 @@ def test_an_ulp_is_the_distance_to_the_next_number(value, name):
 
 @pytest.mark.parametrize("pair_of_values", [(1.0, np.nan), (np.inf, 1.0), (np.inf, -np.inf), (np.nan, np.inf)])
 def test_nan_on_one_side_is_infinitely_far(pair_of_values):
-    """So is an infinity, or another one; nothing is measured then, and the count is told."""
+    """So is an infinity, or another one; nothing is measured then, and the count is given."""
     a, b = pair(2, 0.0)
     a[0, 0, 0], b[0, 0, 0] = pair_of_values
     sums = measured(a, b)
     found = sums.measures()
-    assert math.isinf(found.relative_l2) and found.to_dict()["relative_l2"] is None and not found.measurable
+    assert math.isinf(found.size) and found.relative_l2 is None and not found.measurable
     assert (found.nonfinite, found.nonfinite_both, found.elements) == (1, 0, a.size)
     assert {getattr(found, name) for name in ("mae", "mape", "mape_notes", "pearson", "cosine", "max_error")} == {None}
     assert max(sums.tokens, key=sums.tokens.get) == (0, 0) and math.isinf(sums.tokens[0, 0])
@@ -112,27 +112,37 @@ def test_nan_on_both_sides_is_left_out():
     for name in ("relative_l2", "mae", "mape", "mape_notes", "pearson", "cosine", "mean_ulp"):
         assert getattr(found, name) == pytest.approx(getattr(rest, name)), name
     nothing = measured(np.full_like(a, np.nan), np.full_like(a, np.nan)).measures()
-    assert nothing.relative_l2 is None and nothing.mape is None and nothing.pearson is None and not nothing.measurable
+    assert nothing.size is None and nothing.mape is None and nothing.pearson is None and not nothing.measurable
 
 
-def told(a, b):
+def test_anything_is_infinitely_far_from_zeros():
+    """Two zero tensors are alike; a difference beside a reference of zeros has no relative size."""
+    zeros, ones = np.zeros((1, 2, 3)), np.ones((1, 2, 3))
+    same, apart = measured(zeros, zeros).measures(), measured(zeros, ones).measures()
+    assert (same.size, same.infinite) == (0.0, False)
+    assert (apart.relative_l2, apart.size, apart.nonfinite, apart.measurable) == (None, math.inf, 0, True)
+    by_sketch = from_sketches((zeros[0], np.zeros(2)), (ones[0], np.ones(2)), 6)
+    assert (by_sketch.relative_l2, by_sketch.infinite) == (None, True)
+
+
+def sketched(a, b):
     """From sketches that estimate their tensors' norms without an error."""
     return from_sketches((a, np.linalg.norm(a, axis=1)), (b, np.linalg.norm(b, axis=1)), a.size)
 
 
-def test_sketches_tell_sizes_and_nothing_else():
+def test_sketches_show_sizes_and_nothing_else():
     """Relative L2 and cosine with their standard error; the rest needs whole tensors."""
     a, b = pair(3, 0.1, (16, 31))
-    found = told(a, b)
+    found = sketched(a, b)
     assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a))
     assert (found.mae, found.mape, found.pearson, found.max_error, found.max_ulp) == (None,) * 5
     b[0, 0] = np.inf
-    found = told(a, b)
-    assert math.isinf(found.relative_l2) and (found.nonfinite, found.cosine) == (1, None)
+    found = sketched(a, b)
+    assert math.isinf(found.size) and (found.nonfinite, found.cosine) == (1, None)
     a[0, 0] = np.inf
-    found = told(a, b)
+    found = sketched(a, b)
     assert found.relative_l2 == pytest.approx(0.1, rel=0.2) and (found.nonfinite, found.nonfinite_both) == (0, 1)
-    assert told(np.full_like(a, np.nan), np.full_like(a, np.nan)).relative_l2 is None
+    assert sketched(np.full_like(a, np.nan), np.full_like(a, np.nan)).relative_l2 is None
 
 
 def test_the_error_of_a_sketch_is_what_it_says():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,7 +53,8 @@ def test_tokens_beyond_the_vocabulary_are_refused_before_anything_runs(model, re
     size = model.config.vocab_size
     for wrong in (size, -1):
         prompts = ((3, 4, 5, 6), (5, 6, 7, wrong))
-        about = record.about | {"prompts": prompts, "prompts_sha256": prompts_digest(prompts)}
+        about = json.loads((Path(record.path) / "record.json").read_text())
+        about |= {"prompts": prompts, "prompts_sha256": prompts_digest(prompts)}
         shutil.copytree(record.path, tmp_path / "forged", dirs_exist_ok=True)
         (tmp_path / "forged" / "record.json").write_text(json.dumps(about))
         for given in (dataclasses.replace(record, prompts=prompts), tmp_path / "forged"):

@@ -145,14 +145,14 @@ def test_other_architectures(name, tmp_path):
     found = ns.record(ns.wrap(tiny_model(name)), output=tmp_path / "x", prompts=PROMPTS, detail="full")
     assert {"residual", "linear"} <= {site.operator for site in found.sites}
     assert np.isfinite(found.sketches()).all()
-    assert bool(found.about["notes"]) == (name in ("mixtral", "t5"))
+    assert bool(found.notes) == (name in ("mixtral", "t5"))
 
 
 def test_data_is_cut_to_share_forwards(tmp_path):
     """The demo's problems become prompts of multiples of 16 tokens."""
     found = ns.record(ns.load("demo"), output=tmp_path / "x", samples=6)
     assert found.count == 6 and {len(prompt) % 16 for prompt in found.prompts} == {0}
-    assert found.about["data"] == {"source": "demo", "samples": 6}
+    assert (found.data.source, found.data.samples) == ("demo", 6)
 
 
 def test_what_is_refused(subject, tmp_path):

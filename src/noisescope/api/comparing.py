@@ -10,6 +10,7 @@ from typing import Any
 from noisescope.api.msprobe import dump_folder, read_dump
 from noisescope.comparison.compare import Comparison, compare_records
 from noisescope.comparison.records import Record, read_record
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput, unknown
 from noisescope.locators.prompts import prompt_ids
 from noisescope.model import Subject
@@ -85,7 +86,7 @@ def compare(
     *,
     layers: Iterable[int] | None = None,
     max_mape: float | None = None,
-    sensitivity: Mapping[str, Any] | str | Path | None = None,
+    sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None = None,
     affordable: float | None = None,
 ) -> Comparison:
     """How two devices differ; `a` is the reference.
@@ -94,13 +95,24 @@ def compare(
         found.verdict, found.first.site, found.passed; found.save("comparison.json")
 
     Records are those of `record`, or dumps of msprobe (a folder with dump.json). `layers` limits the rows and what
-    `max_mape` is checked on. With the report of a diagnosis of the same model, differences are priced in nats;
+    `max_mape` is checked on. With the report of a diagnosis of the same model, differences are given in nats;
     `affordable` is what one layer's may cost, 0.01 if not given.
     """
-    report = Report.load(sensitivity) if isinstance(sensitivity, (str, Path)) else sensitivity
+    known = _diagnosed(sensitivity)
     return compare_records(
-        opened(a), opened(b), layers=layers, max_mape=max_mape, sensitivity=report, affordable=affordable
+        opened(a), opened(b), layers=layers, max_mape=max_mape, sensitivity=known, affordable=affordable
     )
+
+
+def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -> Diagnosis | None:
+    """A diagnosis from its value, its report, the JSON of that, or a file."""
+    if sensitivity is None or isinstance(sensitivity, Diagnosis):
+        return sensitivity
+    if isinstance(sensitivity, (str, Path)):
+        return Report.load(sensitivity).diagnosis
+    if isinstance(sensitivity, Report):
+        return sensitivity.diagnosis
+    return Report.checked(sensitivity, "the sensitivity report").diagnosis
 
 
 def opened(record: Record | str | Path) -> Record:

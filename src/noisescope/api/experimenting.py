@@ -186,7 +186,7 @@ def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:
     """Of each layer of the bundled model, by its predicted KL; kept in the store, for a trial's id holds them."""
     from noisescope.api.diagnosing import diagnose
 
-    known = store.about().get("factors")
+    known = store.fact("factors")
     if known is None:
         report = diagnose(load("demo"), effort="screen", levels=("layer",), samples=PROFILED)
         known = {str(layer): factor for layer, factor in adaptive.from_report(report).items()}
@@ -237,6 +237,7 @@ def _run(asked: PhasesAsked, store: Store, started: float) -> PhasesRun:
     return PhasesRun(
         **vars(asked),
         cost=PhasesCost(time.time() - started, sum(store.seconds.values()), len(store)),
+        notes=tuple(store.damage()),
         finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=versions(),
         host=platform.node(),

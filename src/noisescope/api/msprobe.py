@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from noisescope.comparison.records import Batch, Record
 from noisescope.comparison.tensor_files import Numbers
 from noisescope.errors import InvalidInput
+from noisescope.jsonform import Json
 from noisescope.sites import Place, Site
 
 _ENTRY = re.compile(r"Module\.(?P<module>.+)\.(?P<kind>[^.]+)\.forward\.(?P<call>\d+)")
@@ -44,53 +46,71 @@ def _numbers(path: Path) -> tuple[int, ...]:
 
 
 def read_dump(path: str | Path) -> Record:
-    """A dump as a record of full detail; what it does not tell (model, prompts) is not checked in a comparison."""
+    """A dump as a record of full detail; what it does not name (model, prompts) is not checked in a comparison."""
     folder = dump_folder(path)
     if folder is None:
         raise InvalidInput(f"{path} holds no dump.json of msprobe")
-    data = _entries(folder / "dump.json")
-    sites: list[Site] = []
-    files: dict[str, Path] = {}
-    rows, dtype = 1, ""
-    without_file: list[str] = []
-    for name, entry in data.items():
-        found = _ENTRY.fullmatch(name)
-        output = _first_tensor(entry.get("output")) if found else None
-        if found is None or output is None:
-            continue
-        if not output["data_name"]:
-            without_file.append(name)
-            continue
-        file = folder / "dump_tensor_data" / Path(str(output["data_name"])).name  # never a path out of the folder
-        if not file.is_file():
-            raise InvalidInput(f"{folder} lacks {file.name}, which dump.json names: copy the whole dump again")
-        files[f"{len(sites)}.output"] = file
-        sites.append(_site(found))
-        dtype = dtype or str(output.get("dtype", "")).removeprefix("torch.")
-        rows = int(output["shape"][0]) if rows == 1 and len(output.get("shape", ())) >= 3 else rows
-    if not sites:
+    outputs = list(_outputs(folder / "dump.json"))
+    kept = [output for output in outputs if output.file]
+    if not kept:
         raise InvalidInput(
             f"{folder / 'dump.json'} names no output of a module with its tensor: dump with level L0 or mix and with "
             "task tensor"
         )
+    files = {f"{number}.output": folder / "dump_tensor_data" / output.file for number, output in enumerate(kept)}
+    for file in files.values():
+        if not file.is_file():
+            raise InvalidInput(f"{folder} lacks {file.name}, which dump.json names: copy the whole dump again")
+    rows = next((output.shape[0] for output in kept if len(output.shape) >= 3 and output.shape[0] != 1), 1)
     batch = Batch(0, rows, 0, lambda name: _read(files[name], rows) if name in files else None)
-    about: dict[str, Any] = {"device": "msprobe dump", "detail": "full"}
-    if without_file:
-        about["notes"] = [f"{len(without_file)} outputs have no file and are left out, {without_file[0]} first"]
-    return Record(str(folder), "", "msprobe dump", dtype, (), tuple(sites), (batch,), None, about)
+    lost = [output.name for output in outputs if not output.file]
+    return Record(
+        path=str(folder),
+        model="",
+        architecture="msprobe dump",
+        dtype=next((output.dtype for output in kept if output.dtype), ""),
+        prompts=(),
+        sites=tuple(output.site for output in kept),
+        batches=(batch,),
+        sketch=None,
+        device="msprobe dump",
+        detail="full",
+        notes=(f"{len(lost)} outputs have no file and are left out, {lost[0]} first",) if lost else (),
+    )
 
 
-def _entries(file: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Output:
+    """The first tensor that a module gave, as dump.json describes it."""
+
+    name: str
+    site: Site
+    file: str  # a name without folders; "" where there is none
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _outputs(file: Path) -> Iterator[_Output]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8")).get("data")
-    except (OSError, ValueError, AttributeError) as error:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{file} is truncated or no JSON object: {error}. Copy the dump again") from error
-    if not isinstance(data, dict):
+    entries = found.get("data") if isinstance(found, dict) else None
+    if not isinstance(entries, dict):
         raise InvalidInput(f"{file} has no 'data': is it msprobe's?")
-    return data
+    for name, entry in entries.items():
+        match = _ENTRY.fullmatch(name)
+        tensor = _first_tensor(entry.get("output")) if match is not None and isinstance(entry, dict) else None
+        if match is None or tensor is None:
+            continue
+        shape = tensor.get("shape")
+        if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
+            shape = []
+        named = Path(str(tensor["data_name"] or "")).name  # never a path out of the folder
+        yield _Output(name, _site(match), named, str(tensor.get("dtype", "")).removeprefix("torch."), tuple(shape))
 
 
-def _first_tensor(value: Any) -> dict[str, Any] | None:
+def _first_tensor(value: Json) -> dict[str, Json] | None:
     """The first described tensor with a file, however it is nested."""
     if isinstance(value, dict):
         return value if "data_name" in value else _first_tensor(list(value.values()))

@@ -1,16 +1,20 @@
-"""`noisescope compare A.record B.record`: how two devices differ, and where they part."""
+"""`noisescope compare A.record B.record`: how two devices differ, and where they diverge."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from noisescope.cli import common
 from noisescope.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from noisescope.comparison.compare import Comparison
+    from noisescope.comparison.crossing import Crossing
+    from noisescope.comparison.rows import SiteRow, TokenRow
 
 MOST_ROWS = 12
 MOST_CELLS = 5
@@ -43,13 +47,14 @@ def compare_devices(
     noisescope compare gpu.record npu.record --sensitivity out/report.json
     noisescope compare gpu_dump/step0/rank0 npu_dump/step0/rank0        dumps of msprobe
 
-    Says whether they differ by round-off only, else the first operator at which they part. Exit code 1 where --max-mape
-    is exceeded; records of other models or prompts are refused with code 2.
+    Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
+    --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
     """
     from noisescope.api import compare
+    from noisescope.findings.verdicts import exit_code
 
     if affordable is not None and sensitivity is None:
-        raise InvalidInput("--affordable needs --sensitivity: a diagnosis's report tells what a difference costs")
+        raise InvalidInput("--affordable needs --sensitivity: a diagnosis's report says what a difference costs")
     found = compare(
         a, b, layers=common.layers(layers), max_mape=max_mape, sensitivity=sensitivity, affordable=affordable
     )
@@ -59,117 +64,114 @@ def compare_devices(
         typer.echo(found.to_json(), nl=False)
     else:
         say_comparison(found)
-    raise typer.Exit(1 if found.passed is False else 0)
+    raise typer.Exit(exit_code(found.outcome, allow_undecided=False))
 
 
-def say_comparison(found: Any) -> None:
-    """Both sides, the verdict, a table of the sites that matter, tokens, prices, what was not seen."""
-    for name, side in found.sides.items():
-        typer.echo(f"{name}: {side['path']} ({side['architecture']}, {side['dtype']}, {side.get('device', '')})")
+def say_comparison(found: Comparison) -> None:
+    """Both sides, the verdict, a table of the sites that matter, tokens, costs, what was not seen."""
+    for name, side in (("a", found.sides.a), ("b", found.sides.b)):
+        typer.echo(f"{name}: {side.path} ({side.architecture}, {side.dtype}, {side.device})")
     typer.echo(f"\n{found.verdict}. {found.words}\n")
     say_rows(found)
     say_tokens(found.tokens)
-    if found.crossing is not None:
-        say_prices(found.crossing)
+    if found.sensitivity is not None:
+        say_costs(found.sensitivity)
     if found.passed is not None:
         typer.echo(f"\n{_decision(found)}")
     for note in found.notes:
         typer.echo(f"note: {note}")
 
 
-def _decision(found: Any) -> str:
+def _decision(found: Comparison) -> str:
     worst = found.worst_mape
-    largest = "not measurable" if worst is None else f"{worst.measures.mape:.3g} at {worst.site}"
-    if found.passed:
-        outcome = "passed"
-    elif worst is not None and worst.measures.mape > found.max_mape:
+    largest = "not measurable" if worst is None else f"{worst:.3g} at {found.worst_mape_site}"
+    broken = sum(row.critical for row in found.sites)
+    undecided = sum(not row.decided for row in found.sites)
+    if found.passed is None:
+        outcome = "undecided, no site has a finite number on both sides"
+    elif found.passed:
+        outcome = "passed" + (f"; {undecided} of {len(found.sites)} sites are undecided" if undecided else "")
+    elif worst is not None and found.max_mape is not None and worst > found.max_mape:
         outcome = "exceeded"
-    elif found.unmeasurable:
-        outcome = f"not passed, {len(found.unmeasurable)} sites can't be checked for NaN or infinite numbers"
+    elif broken:
+        outcome = f"not passed, {broken} sites have NaN or infinite numbers on one side only"
     else:
         outcome = f"not passed, {len(found.uncompared)} sites can't be compared"
     return f"largest MAPE {largest}; allowed {found.max_mape:g}: {outcome}"
 
 
-def say_tokens(tokens: Any) -> None:
-    """The tokens that differ most; sizes only where whole tensors tell them."""
+def say_tokens(tokens: Sequence[TokenRow]) -> None:
+    """The tokens that differ most; sizes only where whole tensors are known."""
     if not tokens:
         return
-    by_sketch = all(token["relative_l2"] is None and not token["nonfinite"] for token in tokens)
+    by_sketch = all(token.relative_l2 is None and not token.nonfinite for token in tokens)
     typer.echo("tokens that differ most" + (", by sketch (sizes need full detail):" if by_sketch else ":"))
     for token in tokens[:MOST_TOKENS]:
-        size = "" if token["relative_l2"] is None else f": relative L2 {token['relative_l2']:.2g}"
-        size = ": NaN or infinite on one side only" if token["nonfinite"] else size
-        typer.echo(f"  token {token['token']} of prompt {token['prompt']}{size}")
+        size = "" if token.relative_l2 is None else f": relative L2 {token.relative_l2:.2g}"
+        size = ": NaN or infinite on one side only" if token.nonfinite else size
+        typer.echo(f"  token {token.token} of prompt {token.prompt}{size}")
 
 
-def say_rows(found: Any) -> None:
-    """The first site to part and those with the largest error, in the order they ran."""
-    if found.verdict == "identical" and not any(row.measures.nonfinite_both for row in found.rows):
-        typer.echo(f"{len(found.rows)} sites are compared, none differs; --json lists them")
+def say_rows(found: Comparison) -> None:
+    """The first site that diverges and those with the largest error, in the order they ran."""
+    if found.verdict == "identical" and not any(row.nonfinite_both for row in found.sites):
+        typer.echo(f"{len(found.sites)} sites are compared, none differs; --json lists them")
         return
-    ranked = sorted(
-        found.rows, key=lambda row: (not row.parts, row.measures.measurable, -(row.measures.relative_l2 or 0))
-    )
+    ranked = sorted(found.sites, key=lambda row: (not row.diverges, row.measurable, -(row.size or 0)))
     chosen = {id(row) for row in ranked[:MOST_ROWS]} | ({id(found.first)} if found.first else set())
-    shown = [row for row in found.rows if id(row) in chosen]
-    whole = any(row.measures.elements for row in shown)
+    shown = [row for row in found.sites if id(row) in chosen]
+    whole = any(row.elements for row in shown)
     header = ("place", "operator", "module", "rel. L2", *(DETAILED if whole else ()), "")
     rows = [header, *(_cells(row, row is found.first, whole) for row in shown)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(header))]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if len(found.rows) > len(shown):
-        typer.echo(f"... the largest of {len(found.rows)} sites; --json lists all")
+    if len(found.sites) > len(shown):
+        typer.echo(f"... the largest of {len(found.sites)} sites; --json lists all")
     if not whole:
         typer.echo("~ by sketch: MAPE, Pearson and ulps need records of --detail full, or of --full-layers")
 
 
-def _cells(row: Any, first: bool, whole: bool) -> tuple[str, ...]:
-    found = row.measures
-    sign = "" if found.elements else "~"
-    size = "-" if found.relative_l2 is None else f"{sign}{found.relative_l2:.2g}"
-    site = (str(row.site.place), row.site.operator, row.site.module, size)
+def _cells(row: SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
+    sign = "" if row.elements else "~"
+    size = "-" if row.size is None else f"{sign}{row.size:.2g}"
+    site = (str(row.place), row.operator, row.module, size)
     return (*site, *(_detailed(row) if whole else ()), "; ".join(_marks(row, first)))
 
 
-def _detailed(row: Any) -> tuple[str, ...]:
-    found = row.measures
-    mape = "-" if found.mape is None else f"{found.mape:.2g}"
-    band = row.to_dict()["bands"]["mape"] if found.elements or not found.measurable else "needs full detail"
-    pearson = "-" if found.pearson is None else f"{found.pearson:.5f}"
-    ulps = "-" if found.max_ulp is None else f"{found.max_ulp:.3g}"
+def _detailed(row: SiteRow) -> tuple[str, ...]:
+    mape = "-" if row.mape is None else f"{row.mape:.2g}"
+    band = row.bands.mape if row.elements or not row.measurable else "needs full detail"
+    pearson = "-" if row.pearson is None else f"{row.pearson:.5f}"
+    ulps = "-" if row.max_ulp is None else f"{row.max_ulp:.3g}"
     return (mape, band, pearson, ulps)
 
 
-def _marks(row: Any, first: bool) -> Iterator[str]:
-    """What a row's figures don't tell."""
-    found = row.measures
-    if row.parts:
-        gain = f", gain {100 * found.gain:+.2f} %" if found.gain else ""
-        yield ("parts here" if first else "apart") + gain
-    if found.nonfinite:
-        yield f"CRITICAL: {found.nonfinite} {found.counted} NaN or infinite on one side only"
-    if found.nonfinite_both:
-        yield f"{found.nonfinite_both} {found.counted} NaN or infinite on both sides, left out"
-    if found.where is not None and found.where.outlier_channel:
-        yield f"max in outlier channel {found.where.channel}"
+def _marks(row: SiteRow, first: bool) -> Iterator[str]:
+    """What a row's figures don't show."""
+    if row.diverges:
+        gain = f", gain {100 * row.gain:+.2f} %" if row.gain else ""
+        yield ("diverges here" if first else "differs") + gain
+    if row.nonfinite:
+        yield f"CRITICAL: {row.nonfinite} {row.counted} NaN or infinite on one side only"
+    if row.nonfinite_both:
+        yield f"{row.nonfinite_both} {row.counted} NaN or infinite on both sides, left out"
+    if row.where is not None and row.where.outlier_channel:
+        yield f"max in outlier channel {row.where.channel}"
 
 
-def say_prices(crossing: Any) -> None:
+def say_costs(crossing: Crossing) -> None:
     """What to fix first, and which layers are within what they can afford."""
-    typer.echo(f"\nwhat differences cost, at most {crossing.affordable_nats:g} nats being affordable:")
-    dear = [cell for cell in crossing.cells if cell.nats is not None][:MOST_CELLS]
-    for cell in dear:
+    typer.echo(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
+    for cell in [cell for cell in crossing.cells if cell.cost >= 0][:MOST_CELLS]:
         mark = "  fix first" if cell.fix_first else ""
-        if math.isinf(cell.nats):
-            price = "infinitely far apart, no price"
-        else:
-            price = f"{cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, affordable {cell.affordable:.2g})"
-        typer.echo(f"  layer {cell.layer} {cell.operator}: {price}{mark}")
+        cost = "infinite difference, no cost can be given"
+        if cell.nats is not None:
+            cost = f"{cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, affordable {cell.affordable:.2g})"
+        typer.echo(f"  layer {cell.layer} {cell.operator}: {cost}{mark}")
     typer.echo(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
     for row in crossing.tolerances:
-        has = "-" if row["relative_l2"] is None else f"{row['relative_l2']:.2g}"
-        within = {True: "yes", False: "no", None: "-"}[row["within"]]
-        broken = f"  {row['unmeasurable']} sites not measurable" if row["unmeasurable"] else ""
-        typer.echo(f"  {row['layer']:>5}  {row['affordable_relative_l2']:>10.2g}  {has:>7}  {within}{broken}")
+        has = "-" if row.relative_l2 is None else f"{row.relative_l2:.2g}"
+        within = {True: "yes", False: "no", None: "-"}[row.within]
+        broken = f"  {row.unmeasurable} sites not measurable" if row.unmeasurable else ""
+        typer.echo(f"  {row.layer:>5}  {row.affordable_relative_l2:>10.2g}  {has:>7}  {within}{broken}")

@@ -72,7 +72,7 @@ def record_device(
         "tokens": sum(map(len, found.prompts)),
         "device": found.device,
         "dtype": found.dtype,
-        "notes": found.about["notes"],
+        "notes": list(found.notes),
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
@@ -81,7 +81,7 @@ def record_device(
         f"{output}: {facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens, {found.dtype} on "
         f"{found.device}, {size / 1e6:.1f} MB"
     )
-    for note in facts["notes"]:
+    for note in found.notes:
         typer.echo(f"note: {note}")
 
 

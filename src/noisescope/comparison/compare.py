@@ -1,92 +1,78 @@
-"""Two records compared: every site measured, the first that parts, what adds up, and a verdict in words."""
+"""Two records compared: every site measured, the first that diverges, what accumulates, and a verdict in words."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from noisescope.comparison.crossing import Crossing, crossed
-from noisescope.comparison.measures import Array, Sums, plain
-from noisescope.comparison.parting import Row, judged, measured, piled_up
+from noisescope.comparison.divergence import block_errors, judged, measured
+from noisescope.comparison.measures import Array, Sums
 from noisescope.comparison.records import Record, check_comparable
-from noisescope.comparison.words import in_words, verdict_of
+from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
+from noisescope.comparison.words import Verdict, in_words, verdict_of
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
+from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, overall
+from noisescope.jsonform import Json, from_json, to_json
 from noisescope.sites import Site
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: devices diverge, they don't part; undecided sites are counted; NaN apart from zeros
 _WORST_TOKENS = 5
 _MOST_NAMED = 8  # places in a message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two devices differ; `words` say it in sentences.
+    """How two devices differ; `words` say it in sentences. Fields are the keys of the JSON form.
 
-    `verdict` is "identical", "round-off", "parted", or "not measurable" where NaN or infinite numbers on both sides
-    leave nothing to compare at some site.
+    `verdict` is of all sites that can be compared; `undecided` of them have no finite number on either side, and where
+    that is all of them the verdict is "undecided". `sites` are those of the chosen layers; `uncompared` of these layers
+    are lacking on one side, of another shape, or whole here and sketched there.
+
+    `passed` says whether every MAPE is within `max_mape`. It is False too where one side alone has NaN or infinite
+    numbers, and where sites are uncompared: what was not seen has not passed. None: no limit was given, or no site
+    decides.
     """
 
-    verdict: str
+    schema_version: int = SCHEMA_VERSION
+    verdict: Verdict
     words: str
-    rows: tuple[Row, ...]
-    first: Row | None  # the first site to part
-    blocks: tuple[Mapping[str, Any], ...]  # error of each block's output, and how much the block added
-    logits: Mapping[str, Any] | None
-    tokens: tuple[Mapping[str, Any], ...]  # the worst
-    crossing: Crossing | None
-    worst_mape: Row | None
+    undecided: int
+    sides: Sides
+    first_divergence: SiteRow | None
+    blocks: tuple[BlockError, ...]
+    logits: Logits | None
+    tokens: tuple[TokenRow, ...]
+    sites: tuple[SiteRow, ...]
+    uncompared: tuple[Site, ...]
+    sensitivity: Crossing | None
     max_mape: float | None
-    sides: Mapping[str, Any]
+    worst_mape: float | None
+    worst_mape_site: Site | None
+    passed: bool | None
     notes: tuple[str, ...]
-    uncompared: tuple[Site, ...]  # of the chosen layers: one side lacks them, or has no tensor of that shape
 
     @property
-    def passed(self) -> bool | None:
-        """Whether every MAPE is within `max_mape`; None where none was asked for.
-
-        False too where NaN or infinite numbers, other shapes, or sites that one side lacks leave nothing to check:
-        what was not seen has not passed.
-        """
-        if self.max_mape is None:
-            return None
-        worst = None if self.worst_mape is None else self.worst_mape.measures.mape
-        return worst is not None and worst <= self.max_mape and not self.unmeasurable and not self.uncompared
+    def first(self) -> SiteRow | None:
+        """The first site that diverges."""
+        return self.first_divergence
 
     @property
-    def unmeasurable(self) -> tuple[Row, ...]:
-        """Rows where NaN or infinite numbers, on one side or on both, leave nothing to measure."""
-        return tuple(row for row in self.rows if not row.measures.measurable)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "verdict": self.verdict,
-            "words": self.words,
-            "sides": dict(self.sides),
-            "first_to_part": None if self.first is None else self.first.to_dict(),
-            "blocks": [dict(block) for block in self.blocks],
-            "logits": None if self.logits is None else dict(self.logits),
-            "tokens": [dict(token) for token in self.tokens],
-            "sites": [row.to_dict() for row in self.rows],
-            "uncompared": [
-                {"place": site.place, "operator": site.operator, "module": site.module} for site in self.uncompared
-            ],
-            "sensitivity": None if self.crossing is None else self.crossing.to_dict(),
-            "max_mape": self.max_mape,
-            "worst_mape": None if self.worst_mape is None else self.worst_mape.measures.mape,
-            "passed": self.passed,
-            "notes": list(self.notes),
-        }
+    def outcome(self) -> str:
+        """ "fail" where the limit does not hold, "undecided" where no site decides, else "pass"."""
+        if self.passed is False:
+            return FAIL
+        return UNDECIDED if self.verdict == "undecided" or (self.max_mape is not None and not self.passed) else PASS
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON; its folder is made where there is none."""
@@ -95,6 +81,23 @@ class Comparison:
         target.write_text(self.to_json(), encoding="utf-8")
         return target
 
+    @classmethod
+    def load(cls, path: str | Path) -> Comparison:
+        """What `save` wrote; refused where it is damaged or of another version."""
+        try:
+            found: Json = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidInput(
+                f"{path} is no comparison: {error}. `noisescope compare A B -o FILE` writes one"
+            ) from error
+        version = found.get("schema_version") if isinstance(found, dict) else None
+        if version != SCHEMA_VERSION:
+            raise InvalidInput(
+                f"{path} has schema version {version!r}; this noisescope reads comparisons of version "
+                f"{SCHEMA_VERSION}: compare the records again"
+            )
+        return from_json(cls, found, "comparison")
+
 
 def compare_records(
     a: Record,
@@ -102,63 +105,87 @@ def compare_records(
     *,
     layers: Iterable[int] | None = None,
     max_mape: float | None = None,
-    sensitivity: Mapping[str, Any] | None = None,
+    sensitivity: Diagnosis | None = None,
     affordable: float | None = None,
 ) -> Comparison:
     """Compare two records; `a` is the reference.
 
-    `layers` limits the rows and the check of `max_mape` to those blocks; where the devices part is sought in all.
-    `sensitivity` is a diagnosis's report of the same model (its dictionary); `affordable` nats, 0.01 if not given, is
-    what a layer's difference may cost by it.
+    `layers` limits the rows and the check of `max_mape` to those blocks; a divergence is searched for in all of them.
+    `sensitivity` is a diagnosis of the same model; `affordable` nats, 0.01 if not given, is what a layer's difference
+    may cost by it.
     """
     if max_mape is not None and not 0 <= max_mape < math.inf:
         raise InvalidInput(f"the largest MAPE allowed is a share such as 0.05, not below 0; got {max_mape}")
     if affordable is not None and sensitivity is None:
-        raise InvalidInput("what a difference may cost needs a sensitivity report, which tells what it costs")
+        raise InvalidInput("what a difference may cost needs a sensitivity report, which says what it costs")
     check_comparable(a, b)
-    notes = [f"{side.path}: {note}" for side in (a, b) for note in side.about.get("notes", ())]
+    notes = [f"{side.path}: {note}" for side in (a, b) for note in side.notes]
     seen = measured(a, b, notes)
     rows = tuple(judged(seen.found, a.dtype))
     chosen = None if layers is None else frozenset(layers)
     shown = rows if chosen is None else _chosen(rows, chosen)
-    whole = [row for row in shown if row.measures.elements]
-    if max_mape is not None and len(whole) < len(shown) and (layers is not None or not whole):
-        lacking = list(dict.fromkeys(str(row.site.place) for row in shown if not row.measures.elements))
-        more = " ..." if len(lacking) > _MOST_NAMED else ""
-        raise InvalidInput(
-            f"MAPE needs full detail, and one record or both have but sketches of {', '.join(lacking[:_MOST_NAMED])}"
-            f"{more}: record again with --detail full, or with --full-layers"
-        )
-    if max_mape is not None and len(whole) < len(shown):
-        notes.append(f"MAPE was checked at {len(whole)} of {len(shown)} sites: the others are sketches")
+    uncompared = tuple(site for site in seen.uncompared if chosen is None or site.place in chosen)
+    if max_mape is not None:
+        notes += _check_detail(shown, chosen)
+    worst = max((row for row in shown if row.mape is not None), key=lambda row: row.mape or 0.0, default=None)
     logits = _logits(a, b)
-    crossing = None
-    if sensitivity is not None:
-        nats = LIMITS["affordable_nats"] if affordable is None else affordable
-        crossing = crossed({row.site: row.measures for row in rows}, sensitivity, a.model, nats)
     return Comparison(
-        verdict_of(rows, logits),
-        in_words(rows, logits, a.dtype, seen.sites),
-        shown,
-        next((row for row in rows if row.parts), None),
-        tuple(piled_up(rows)),
-        logits,
-        tuple(_tokens(a, b, seen.sums)),
-        crossing,
-        max(
-            (row for row in whole if row.measures.mape is not None),
-            key=lambda row: row.measures.mape or 0,
-            default=None,
-        ),
-        max_mape,
-        {"a": _side(a), "b": _side(b)},
-        tuple(notes),
-        tuple(site for site in seen.uncompared if chosen is None or site.place in chosen),
+        verdict=verdict_of(rows, logits),
+        words=in_words(rows, logits, a.dtype, seen.sites),
+        undecided=sum(not row.decided for row in rows),
+        sides=Sides(_side(a), _side(b)),
+        first_divergence=next((row for row in rows if row.diverges), None),
+        blocks=tuple(block_errors(rows)),
+        logits=logits,
+        tokens=tuple(_tokens(a, b, seen.sums)),
+        sites=shown,
+        uncompared=uncompared,
+        sensitivity=_priced(rows, sensitivity, a.model, affordable),
+        max_mape=max_mape,
+        worst_mape=None if worst is None else worst.mape,
+        worst_mape_site=None if worst is None else worst.site,
+        passed=None if max_mape is None else _passed(shown, uncompared, max_mape),
+        notes=tuple(notes),
     )
 
 
-def _chosen(rows: tuple[Row, ...], layers: frozenset[int]) -> tuple[Row, ...]:
-    blocks = sorted({row.site.place for row in rows if isinstance(row.site.place, int)})
+def _priced(
+    rows: Sequence[SiteRow], sensitivity: Diagnosis | None, model: str, affordable: float | None
+) -> Crossing | None:
+    if sensitivity is None:
+        return None
+    return crossed(rows, sensitivity, model, LIMITS["affordable_nats"] if affordable is None else affordable)
+
+
+def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float) -> bool | None:
+    """By the sites that decide; None where none does."""
+    checks = [_check(row, max_mape) for row in rows if row.critical or row.detail == "full"]
+    return {PASS: True, FAIL: False, UNDECIDED: None}[overall([*checks, *(FAIL for _ in uncompared)])]
+
+
+def _check(row: SiteRow, max_mape: float) -> str:
+    if row.mape is None:
+        return FAIL if row.critical else UNDECIDED
+    return PASS if row.mape <= max_mape else FAIL
+
+
+def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> list[str]:
+    """Notes on sites whose MAPE is not known; refused where layers were chosen, or where none is known."""
+    sketched = [row for row in rows if row.detail == "sketch"]
+    if not sketched:
+        return []
+    if layers is not None or len(sketched) == len(rows):
+        lacking = list(dict.fromkeys(str(row.place) for row in sketched))
+        more = " ..." if len(lacking) > _MOST_NAMED else ""
+        raise InvalidInput(
+            f"MAPE needs full detail, and one record or both have only sketches of {', '.join(lacking[:_MOST_NAMED])}"
+            f"{more}: record again with --detail full, or with --full-layers"
+        )
+    return [f"MAPE was checked at {len(rows) - len(sketched)} of {len(rows)} sites: the others are sketches"]
+
+
+def _chosen(rows: tuple[SiteRow, ...], layers: frozenset[int]) -> tuple[SiteRow, ...]:
+    blocks = sorted({row.place for row in rows if isinstance(row.place, int)})
     missing = sorted(layers.difference(blocks))
     if not layers:
         raise InvalidInput(f"no layers are chosen: name some of the blocks {', '.join(map(str, blocks))}")
@@ -167,44 +194,47 @@ def _chosen(rows: tuple[Row, ...], layers: frozenset[int]) -> tuple[Row, ...]:
             f"no site of layers {', '.join(map(str, missing))} is in both records: choose from the blocks "
             f"{', '.join(map(str, blocks))}"
         )
-    return tuple(row for row in rows if row.site.place in layers)
+    return tuple(row for row in rows if row.place in layers)
 
 
-# -- what both sides say
+# -- tokens, logits, sides
 
 
-def _tokens(a: Record, b: Record, by_site: Mapping[Site, Sums]) -> list[dict[str, Any]]:
+def _tokens(a: Record, b: Record, by_site: Mapping[Site, Sums]) -> list[TokenRow]:
     """The tokens that differ most: those with NaN or infinite numbers on one side only, then by size.
 
-    From whole tensors the size is the rms over sites of the relative L2. The blocks' signed sums give a score alone,
-    good for a rank: the largest of many rough estimates are too large.
+    From whole tensors the size is the rms over sites of the relative L2. The blocks' signed sums give only a score for
+    ranking: the largest of many rough estimates are too large.
     """
     squares: dict[tuple[int, int], list[float]] = {}
     for sums in by_site.values():
         for key, value in sums.tokens.items():
             squares.setdefault(key, []).append(value * value)
-    size_name, other_name = ("relative_l2", "score") if squares else ("score", "relative_l2")
+    whole = bool(squares)
     squares = squares or _token_sums(a, b)
     sizes = {key: float(np.mean(values)) ** 0.5 for key, values in squares.items()}
     ranked = sorted(  # of infinite ones those at more sites first: others inherit it
         (key for key, size in sizes.items() if size > 0),
         key=lambda key: (-sizes[key], -squares[key].count(math.inf), key),
     )
-    return [
-        {
-            "prompt": prompt,
-            "token": token,
-            "id": a.prompts[prompt][token] if a.prompts else None,
-            size_name: plain(sizes[prompt, token]),
-            other_name: None,
-            "nonfinite": math.isinf(sizes[prompt, token]),
-        }
-        for prompt, token in ranked[:_WORST_TOKENS]
-    ]
+    return [_token(a, key, sizes[key], whole=whole) for key in ranked[:_WORST_TOKENS]]
+
+
+def _token(record: Record, key: tuple[int, int], size: float, *, whole: bool) -> TokenRow:
+    prompt, token = key
+    known = size if math.isfinite(size) else None
+    return TokenRow(
+        prompt=prompt,
+        token=token,
+        id=record.prompts[prompt][token] if record.prompts else None,
+        relative_l2=known if whole else None,
+        score=None if whole else known,
+        nonfinite=math.isinf(size),
+    )
 
 
 def _token_sums(a: Record, b: Record) -> dict[tuple[int, int], list[float]]:
-    """One number a block and token is little; over the blocks of a model it is enough to rank tokens."""
+    """One number per block and token is little; over the blocks of a model it is enough to rank tokens."""
     left, right = a.by_token("sum"), b.by_token("sum")
     found: dict[tuple[int, int], list[float]] = {}
     for prompt, (mine, its) in enumerate(zip(left or (), right or (), strict=False)):
@@ -217,25 +247,19 @@ def _token_sums(a: Record, b: Record) -> dict[tuple[int, int], list[float]]:
     return found
 
 
-def _logits(a: Record, b: Record) -> dict[str, Any] | None:
-    """KL(a || b) of the next token in nats, and whether the likeliest one is the same."""
+def _logits(a: Record, b: Record) -> Logits | None:
     left, right = a.logits(), b.logits()
     if left is None or right is None or left.shape != right.shape:
         return None
     usable = np.isfinite(left).all(1) & np.isfinite(right).all(1)
-    counts = {"n": int(usable.sum()), "nonfinite": int((~usable).sum())}
-    if not usable.any():
-        return {"kl": None, "worst_kl": None, "agreement": None, "max_error": None, **counts}
+    n, nonfinite = int(usable.sum()), int((~usable).sum())
+    if not n:
+        return Logits(None, None, None, None, n, nonfinite)
     left, right = left[usable], right[usable]
     log_p, log_q = _log_softmax(left), _log_softmax(right)
     kl = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(1), 0.0)
-    return {
-        "kl": float(kl.mean()),
-        "worst_kl": float(kl.max()),
-        "agreement": float((left.argmax(1) == right.argmax(1)).mean()),
-        "max_error": float(np.abs(left - right).max()),
-        **counts,
-    }
+    agreement = float((left.argmax(1) == right.argmax(1)).mean())
+    return Logits(float(kl.mean()), float(kl.max()), agreement, float(np.abs(left - right).max()), n, nonfinite)
 
 
 def _log_softmax(x: Array) -> Array:
@@ -244,12 +268,14 @@ def _log_softmax(x: Array) -> Array:
     return found
 
 
-def _side(record: Record) -> dict[str, Any]:
-    names = ("device", "versions", "detail", "created")
-    return {
-        "path": record.path,
-        "architecture": record.architecture,
-        "dtype": record.dtype,
-        "prompts": record.count,
-        **{name: record.about[name] for name in names if name in record.about},
-    }
+def _side(record: Record) -> Side:
+    return Side(
+        path=record.path,
+        architecture=record.architecture,
+        dtype=record.dtype,
+        prompts=record.count,
+        device=record.device,
+        versions=record.versions,
+        detail=record.detail,
+        created=record.created,
+    )

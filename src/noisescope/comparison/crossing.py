@@ -3,7 +3,7 @@
 A diagnosis predicts the KL of relative noise of scale s at a layer's operators, to second order KL = k s^2. A
 difference of relative L2 r there costs about k r^2, as if it arose there and were noise. Errors that came in from
 earlier layers are counted where they are seen, so costs of different layers must not be added up; `logits` in the
-comparison has the sum as it is. Where one side alone has NaN or infinite numbers the difference is infinite: no price,
+comparison has the sum as it is. Where one side alone has NaN or infinite numbers the difference is infinite: no cost,
 first to fix, whatever the sensitivity.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from noisescope.comparison.measures import Measures, plain
+from noisescope.comparison.rows import SiteRow
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.rows import CellEffect
 from noisescope.errors import InvalidInput
-from noisescope.sites import Place, Site
+from noisescope.sites import Place
 
 Key = tuple[Place, str]
 
@@ -25,88 +26,97 @@ _SEEN_AS = {"attention": "matmul"}  # a fused call gives what its second product
 
 
 @dataclass(frozen=True)
-class Cell:
-    """An operator of a layer: how far the devices are apart there, and what that costs."""
+class CostCell:
+    """An operator of a layer: how far the devices are apart there, and what that costs.
+
+    `relative_l2` is the root mean square over the sites of the cell, None where there is nothing to measure or the
+    difference is infinite. `nats_per_square` is k, None where the diagnosis does not know it; `affordable` the relative
+    L2 that costs what is allowed. To fix first is what is infinite, or costs too much with both divergence and
+    sensitivity above the median of all cells.
+    """
 
     layer: Place
     operator: str
-    relative_l2: float | None  # root mean square over the sites of the cell; None where there is nothing to measure
-    nats_per_square: float | None  # k; None where the report does not tell, and the difference is infinite
+    relative_l2: float | None
+    infinite: bool
+    nats_per_square: float | None
     nats: float | None
-    affordable: float | None  # relative L2 that costs what is allowed
-    fix_first: bool = False  # infinite; or too dear, with divergence and sensitivity above the median of all cells
+    affordable: float | None
+    fix_first: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "relative_l2": plain(self.relative_l2), "nats": plain(self.nats)}
+    @property
+    def cost(self) -> float:
+        """Nats for sorting: infinite first, what is not known last."""
+        return math.inf if self.infinite else -1.0 if self.nats is None else self.nats
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What the operators of a layer may all differ by at once, and the largest difference they have.
+
+    A layer with sites that can't be measured is never known to be within its tolerance: `within` is None.
+    """
+
+    layer: int
+    affordable_relative_l2: float
+    relative_l2: float | None
+    unmeasurable: int
+    within: bool | None
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """All cells, the dearest first, and the tolerance of each layer."""
+    """All cells, the costliest first, and the tolerance of each layer."""
 
-    cells: tuple[Cell, ...]
-    tolerances: tuple[Mapping[str, Any], ...]
     affordable_nats: float
-
-    @property
-    def fix_first(self) -> tuple[Cell, ...]:
-        return tuple(cell for cell in self.cells if cell.fix_first)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "affordable_nats": self.affordable_nats,
-            "fix_first": [cell.to_dict() for cell in self.fix_first],
-            "cells": [cell.to_dict() for cell in self.cells],
-            "tolerances": [dict(row) for row in self.tolerances],
-        }
+    fix_first: tuple[CostCell, ...]
+    cells: tuple[CostCell, ...]
+    tolerances: tuple[Tolerance, ...]
 
 
-def crossed(measured: Mapping[Site, Measures], report: Mapping[str, Any], model: str, affordable: float) -> Crossing:
-    """Cross the relative L2 of sites, given in the order they ran, with a report's map of layers x operators."""
+def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordable: float) -> Crossing:
+    """Cross the relative L2 of sites, given in the order they ran, with a diagnosis's map of layers x operators."""
     if not 0 < affordable < math.inf:
         raise InvalidInput(f"what a difference may cost is in nats, above 0; got {affordable}")
-    constants = _constants(report, model)
+    constants = _constants(diagnosis, model)
     sizes: dict[Key, list[float]] = {}
     first_infinite: dict[Key, int] = {}
-    unmeasurable = Counter(site.place for site, found in measured.items() if not found.measurable)
-    for number, (site, found) in enumerate(measured.items()):
-        key = (site.place, _SEEN_AS.get(site.operator, site.operator))
-        if found.relative_l2 is not None:
-            sizes.setdefault(key, []).append(found.relative_l2)
-            if math.isinf(found.relative_l2):
-                first_infinite.setdefault(key, number)
+    for number, row in enumerate(rows):
+        key = (row.place, _SEEN_AS.get(row.operator, row.operator))
+        if row.size is not None:
+            sizes.setdefault(key, []).append(row.size)
+        if row.infinite:
+            first_infinite.setdefault(key, number)
     keys = dict.fromkeys([*constants, *first_infinite])
     cells = _marked([_cell(key, sizes.get(key, []), constants.get(key), affordable) for key in keys], affordable)
-    # the dearest first; of infinite ones the first that ran, since the others may only inherit it
-    cells.sort(key=lambda cell: (-_price(cell), first_infinite.get((cell.layer, cell.operator), 0)))
-    return Crossing(tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)), affordable)
+    # the costliest first; of infinite ones the first that ran, since the others may only inherit it
+    cells.sort(key=lambda cell: (-cell.cost, first_infinite.get((cell.layer, cell.operator), 0)))
+    unmeasurable = Counter(row.place for row in rows if not row.measurable)
+    fix_first = tuple(cell for cell in cells if cell.fix_first)
+    return Crossing(affordable, fix_first, tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)))
 
 
-def _cell(key: Key, sizes: list[float], k: float | None, affordable: float) -> Cell:
+def _cell(key: Key, sizes: list[float], k: float | None, affordable: float) -> CostCell:
     size = math.sqrt(sum(r * r for r in sizes) / len(sizes)) if sizes else None
-    if size == math.inf:
-        nats: float | None = math.inf
-    else:
-        nats = None if size is None or k is None else k * size**2
-    return Cell(*key, size, k, nats, None if k is None else _tolerance(affordable, k))
+    infinite = size == math.inf
+    known = None if infinite else size
+    nats = None if known is None or k is None else k * known**2
+    return CostCell(*key, known, infinite, k, nats, None if k is None else _tolerance(affordable, k))
 
 
-def _price(cell: Cell) -> float:
-    return -1.0 if cell.nats is None else cell.nats
-
-
-def _constants(report: Mapping[str, Any], model: str) -> dict[Key, float]:
+def _constants(diagnosis: Diagnosis, model: str) -> dict[Key, float]:
     """Nats for a relative error of 1, by layer and operator."""
-    run, analysis = report.get("run", {}), report.get("layer_analysis") or {}
-    known = run.get("model", {}).get("fingerprint", "")
-    if model and known and model != known:
+    known = diagnosis.run.model
+    if model and known.fingerprint and model != known.fingerprint:
         raise InvalidInput(
-            f"the sensitivity report is about another model ({run['model'].get('architecture')}, fingerprint "
-            f"{known[:12]}) than the records ({model[:12]}): diagnose this one, in the same dtype"
+            f"the sensitivity report is about another model ({known.architecture}, fingerprint "
+            f"{known.fingerprint[:12]}) than the records ({model[:12]}): diagnose this one, in the same dtype"
         )
-    scale = run.get("settings", {}).get("noise_scale")
-    rows = [(row, (row.get("predicted_kl") or row.get("kl") or {}).get("value")) for row in analysis.get("map", ())]
-    found = {(row["layer"], row["operator"]): kl / scale**2 for row, kl in rows if kl is not None and scale}
+    cells = () if diagnosis.layer_analysis is None else diagnosis.layer_analysis.map
+    scale = diagnosis.run.settings.noise_scale
+    found: dict[Key, float] = {
+        (cell.layer, cell.operator): nats / scale**2 for cell in cells if (nats := _predicted(cell)) is not None
+    }
     if not found:
         raise InvalidInput(
             "the sensitivity report has no map of layers and operators with a predicted KL: make it with "
@@ -115,22 +125,28 @@ def _constants(report: Mapping[str, Any], model: str) -> dict[Key, float]:
     return found
 
 
+def _predicted(cell: CellEffect) -> float | None:
+    """The prediction is quadratic in the noise by construction; an injection is taken where there is no other."""
+    sizes = (divergence.size.value for divergence in (cell.predicted_kl, cell.kl) if divergence is not None)
+    return next((value for value in sizes if value is not None), None)
+
+
 def _tolerance(affordable: float, k: float) -> float:
     """The relative L2 that costs `affordable`; 1, the tensor's own size, at most."""
     return min(1.0, math.sqrt(affordable / k)) if k > 0 else 1.0
 
 
-def _marked(cells: list[Cell], affordable: float) -> list[Cell]:
-    seen = [cell for cell in cells if plain(cell.nats) is not None]
-    far = _median([cell.relative_l2 or 0.0 for cell in seen])
-    sensitive = _median([cell.nats_per_square for cell in seen if cell.nats_per_square is not None])
+def _marked(cells: list[CostCell], affordable: float) -> list[CostCell]:
+    known = [cell for cell in cells if cell.nats is not None]
+    far = _median([cell.relative_l2 or 0.0 for cell in known])
+    sensitive = _median([cell.nats_per_square or 0.0 for cell in known])
     return [replace(cell, fix_first=_comes_first(cell, far, sensitive, affordable)) for cell in cells]
 
 
-def _comes_first(cell: Cell, far: float, sensitive: float, affordable: float) -> bool:
-    if cell.relative_l2 == math.inf:
+def _comes_first(cell: CostCell, far: float, sensitive: float, affordable: float) -> bool:
+    if cell.infinite:
         return True
-    if _price(cell) <= affordable:
+    if cell.cost <= affordable:
         return False
     return (cell.relative_l2 or 0.0) >= far and (cell.nats_per_square or 0.0) >= sensitive
 
@@ -140,24 +156,16 @@ def _median(values: list[float]) -> float:
     return ordered[len(ordered) // 2] if ordered else 0.0
 
 
-def _tolerances(cells: list[Cell], unmeasurable: Mapping[Place, int], affordable: float) -> list[dict[str, Any]]:
-    """Per layer: the relative L2 that all its operators may have at once, and the largest that they have.
-
-    A layer with sites that can't be measured is never known to be within its tolerance.
-    """
+def _tolerances(cells: list[CostCell], unmeasurable: Mapping[Place, int], affordable: float) -> list[Tolerance]:
     rows = []
     for layer in sorted({cell.layer for cell in cells if isinstance(cell.layer, int)}):
         here = [cell for cell in cells if cell.layer == layer]
         allowed = _tolerance(affordable, sum(cell.nats_per_square or 0.0 for cell in here))
-        found = max((cell.relative_l2 for cell in here if cell.relative_l2 is not None), default=None)
-        within = None if found is None else found <= allowed
-        rows.append(
-            {
-                "layer": layer,
-                "affordable_relative_l2": allowed,
-                "relative_l2": plain(found),
-                "unmeasurable": unmeasurable.get(layer, 0),
-                "within": None if within and layer in unmeasurable else within,
-            }
-        )
+        infinite = any(cell.infinite for cell in here)
+        largest = None if infinite else max((c.relative_l2 for c in here if c.relative_l2 is not None), default=None)
+        broken = unmeasurable.get(layer, 0)
+        within: bool | None = False
+        if not infinite and (largest is None or largest <= allowed):
+            within = None if largest is None or broken else True
+        rows.append(Tolerance(layer, allowed, largest, broken, within))
     return rows

@@ -1,18 +1,17 @@
-"""How far two tensors are apart: errors, their place, and what sketches can tell of them.
+"""How far two tensors are apart: errors, where they are, and what sketches show of them.
 
 MAPE is mean |a - b| / max(|a|, rms(a) / 10), a the reference: elements near 0 would otherwise rule it (a 16-bit model
 may show 22 % in a layer whose relative L2 error is 0.8 %). The original method notes' own formula, with |a| + 1e-8
 below, stands beside it as `mape_notes`. An ulp is the spacing of the tensor's own dtype at the reference's value.
 
 NaN and infinite elements are never averaged away. Where the sides have them at other elements, or of another kind, no
-measure is given and relative L2 is infinite. Where both have the same ones, the measures are of the finite rest.
+measure is given and the difference is infinite. Where both have the same ones, the measures are of the finite rest.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +24,9 @@ Sketch = tuple[Array, Array]  # of one site: numbers [prompts, m] and norms [pro
 
 MAPE_FLOOR = 0.1  # of the reference's rms
 _NOTES_FLOOR = 1e-8
-_MOSTLY = 0.5  # of a typical difference: less is no gain, though it may be sure
+_MOSTLY = 0.5  # of a typical difference: less is no gain, though it may be significant
 _GAIN_ERRORS = 4  # standard errors from 0: a record has hundreds of sites
-# Under so many sketch numbers (40) a gain would have to be larger than the errors' own median to be sure: none ever is.
+# Under so many sketch numbers (40) a gain would have to be larger than the errors' own median to be significant.
 LEAST_FOR_GAIN = math.ceil((_GAIN_ERRORS * math.pi / 2) ** 2)
 _FORMATS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126), "float64": (53, -1022)}
 
@@ -43,20 +42,19 @@ class Where:
     b: float
     outlier_channel: bool  # the reference's channel is larger than 10 x the median channel
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one site; None where a sketch can't tell, or NaN and infinite elements leave nothing to measure.
+    """Of one site; None where a sketch does not show it, or NaN and infinite elements leave nothing to measure.
 
-    `relative_error` is the standard error of an estimated relative L2. Non-finite elements are counted; of a sketch the
-    prompts that have some.
+    `infinite`: no relative L2 is large enough, as one side alone has NaN or infinite elements, or only the reference is
+    all zeros. `relative_error` is the standard error of an estimated relative L2. Non-finite elements are counted; of a
+    sketch the prompts that have some.
     """
 
-    relative_l2: float | None  # infinite where `nonfinite`, and for anything beside zeros
-    cosine: float | None
+    relative_l2: float | None = None
+    infinite: bool = False
+    cosine: float | None = None
     gain: float | None = None  # b is larger by this share throughout; 0 where none stands out, None: `common_gain`
     relative_error: float = 0.0
     mae: float | None = None
@@ -72,18 +70,19 @@ class Measures:
     where: Where | None = None
 
     @property
+    def size(self) -> float | None:
+        """Relative L2, or infinity; None where nothing finite is left on either side."""
+        return math.inf if self.infinite else self.relative_l2
+
+    @property
     def measurable(self) -> bool:
         """Whether something finite can be compared, and no side alone has NaN or infinite elements."""
-        return self.relative_l2 is not None and not self.nonfinite
+        return self.size is not None and not self.nonfinite
 
     @property
     def counted(self) -> str:
         """What `nonfinite` and `nonfinite_both` count."""
         return f"of {self.elements} elements" if self.elements else "prompts"
-
-    def to_dict(self) -> dict[str, Any]:
-        where = None if self.where is None else self.where.to_dict()
-        return {**vars(self), "relative_l2": plain(self.relative_l2), "where": where}
 
 
 @dataclass
@@ -149,13 +148,16 @@ class Sums:
     def measures(self) -> Measures:
         both = self.elements - self.n - self.nonfinite
         if self.nonfinite or not self.n:
-            size = math.inf if self.nonfinite else None
-            return Measures(size, None, nonfinite=self.nonfinite, nonfinite_both=both, elements=self.elements)
+            return Measures(
+                infinite=self.nonfinite > 0, nonfinite=self.nonfinite, nonfinite_both=both, elements=self.elements
+            )
         a, b, aa, bb, ab = self.moments
         n = self.n
         spread = math.sqrt(max(aa - a * a / n, 0.0) * max(bb - b * b / n, 0.0))
+        size = relative_size(self.squares, aa)
         return Measures(
-            relative_l2=relative_size(self.squares, aa),
+            relative_l2=size,
+            infinite=size is None,
             cosine=_ratio(ab, math.sqrt(aa * bb)),
             mae=self.absolute / n,
             mape=None if self.percent is None else self.percent / n,
@@ -179,7 +181,7 @@ class Sums:
 
 
 def from_sketches(a: Sketch, b: Sketch, numbers: int) -> Measures:
-    """What the sketches of one site tell; `numbers` of them are no filling.
+    """What the sketches of one site show; `numbers` of them are no padding.
 
     From M numbers the norm of the difference has the relative standard error 1 / sqrt(2 M); the norms are exact.
     """
@@ -188,14 +190,16 @@ def from_sketches(a: Sketch, b: Sketch, numbers: int) -> Measures:
     one_sided = int(unlike.sum())
     both = int((~usable).sum()) - one_sided
     if one_sided or not usable.any():
-        return Measures(math.inf if one_sided else None, None, nonfinite=one_sided, nonfinite_both=both)
+        return Measures(infinite=one_sided > 0, nonfinite=one_sided, nonfinite_both=both)
     left, right = left[usable], right[usable]
     squares = float(((left - right)[:, :-1] ** 2).sum())
     aa, bb = float((left[:, -1] ** 2).sum()), float((right[:, -1] ** 2).sum())
+    size = relative_size(squares, aa)
     return Measures(
-        relative_size(squares, aa),
-        _ratio((aa + bb - squares) / 2, math.sqrt(aa * bb)),
-        common_gain(a, b),
+        relative_l2=size,
+        infinite=size is None,
+        cosine=_ratio((aa + bb - squares) / 2, math.sqrt(aa * bb)),
+        gain=common_gain(a, b),
         relative_error=1 / math.sqrt(2 * numbers * usable.mean()),
         nonfinite_both=both,
     )
@@ -208,7 +212,7 @@ def common_gain(a: Sketch, b: Sketch) -> float | None:
 
     Each number t = s(b) / s(a) - 1 of the sketches sees other elements. Errors at random give a Cauchy distribution
     round 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The norms
-    would tell it more sharply, but a few massive elements rule those: an error of one of them looks like a gain.
+    would be more sensitive, but a few massive elements dominate them: an error of one of them looks like a gain.
     """
     usable = _usable(a[0], b[0]) & (a[0] != 0)
     count = int(usable.sum())
@@ -220,16 +224,12 @@ def common_gain(a: Sketch, b: Sketch) -> float | None:
     return gain if abs(gain) > max(_MOSTLY, by_chance) * float(np.median(np.abs(t))) else 0.0
 
 
-def relative_size(difference: float, whole: float) -> float:
-    """|d| / |a| from their squares; two zeros are alike, and anything is infinitely far from zero."""
+def relative_size(difference: float, whole: float) -> float | None:
+    """|d| / |a| from their squares; two zeros are alike, and anything is infinitely far from zero: None."""
     if difference == 0:
         return 0.0
-    return math.sqrt(difference / whole) if whole > 0 else math.inf
-
-
-def plain(value: float | None) -> float | None:
-    """For JSON, which has no infinity."""
-    return value if value is not None and math.isfinite(value) else None
+    size = math.sqrt(difference / whole) if whole > 0 else math.inf
+    return size if math.isfinite(size) else None
 
 
 def spacing(values: Array, dtype: str) -> Array:

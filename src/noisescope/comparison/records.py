@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from noisescope.comparison.record_json import SITE, read_description
+from noisescope.comparison.record_json import (
+    RecordedData,
+    RecordedFile,
+    RecordedPrompts,
+    SketchKind,
+    read_description,
+)
 from noisescope.comparison.tensor_files import Numbers, TensorFile
 from noisescope.errors import InvalidInput
 from noisescope.record_format import prompts_digest
@@ -38,21 +43,22 @@ class Record:
     prompts: tuple[tuple[int, ...], ...]  # token ids; () where they are not known
     sites: tuple[Site, ...]
     batches: tuple[Batch, ...]
-    sketch: tuple[int, int] | None  # seed and version; None where there are no sketches
-    about: dict[str, Any] = field(default_factory=dict, repr=False)  # device, versions, data ... for the reader
+    sketch: SketchKind | None  # None where there are no sketches
+    device: str = "unknown device"
+    data: RecordedData | None = None
+    detail: str = ""
+    created: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
-        """Prompts, or the one batch of a dump that does not tell them."""
+        """Prompts, or the one batch of a dump that does not name them."""
         return sum(batch.count for batch in self.batches)
 
     @property
     def prompts_hash(self) -> str:
         return prompts_digest(self.prompts)
-
-    @property
-    def device(self) -> str:
-        return str(self.about.get("device", "unknown device"))
 
     def sketches(self) -> NDArray[np.float64] | None:
         """[sites, prompts, numbers]; prompts with fewer numbers than others are filled up with zeros."""
@@ -111,44 +117,49 @@ def read_record(path: str | Path) -> Record:
     """A record from its folder; refused with the reason where it is broken, unfinished or of another version."""
     folder = Path(path)
     about = read_description(folder)
-    model, sketch = about["model"], about["sketch"]
-    sites = tuple(Site(**{name: facts[name] for name in SITE}) for facts in about["sites"])
+    sites = tuple(
+        Site(one.operator, one.place, one.module, one.component, occurrence=one.occurrence) for one in about.sites
+    )
     return Record(
         str(folder),
-        str(model.get("fingerprint", "")),
-        str(model.get("architecture", "")),
-        about["dtype"],
-        tuple(tuple(prompt) for prompt in about["prompts"]),
+        about.model.fingerprint,
+        about.model.architecture,
+        about.dtype,
+        about.prompts,
         sites,
-        tuple(_batch(folder, one, len(sites)) for one in about["batches"]),
-        (sketch["seed"], sketch["version"]),
-        about,
+        tuple(_batch(folder, one, len(sites)) for one in about.batches),
+        about.sketch,
+        device=about.device,
+        data=about.data,
+        detail=about.detail,
+        created=about.created,
+        versions=about.versions,
+        notes=about.notes,
     )
 
 
-def _batch(folder: Path, facts: dict[str, Any], sites: int) -> Batch:
-    told = [(folder / one["name"], one["bytes"], one["sha256"]) for one in facts["files"]]
+def _batch(folder: Path, about: RecordedPrompts, sites: int) -> Batch:
     files: list[TensorFile] = []
 
     def read(name: str) -> Numbers | None:
-        if not files:  # checksums are looked at when the first tensor is wanted, once
-            files.extend(_opened(told, sites, facts["count"]))
+        if not files:  # checksums are verified when the first tensor is wanted, once
+            files.extend(_opened(folder, about.files, sites, about.count))
         return _tensor(files, name)
 
-    for path, _, _ in told:
-        if not path.is_file():
-            raise InvalidInput(f"{folder} lacks {path.name}: copy the whole folder again, or record again")
-    return Batch(facts["first"], facts["count"], facts["length"], read)
+    for file in about.files:
+        if not (folder / file.name).is_file():
+            raise InvalidInput(f"{folder} lacks {file.name}: copy the whole folder again, or record again")
+    return Batch(about.first, about.count, about.length, read)
 
 
-def _opened(told: Iterable[tuple[Path, int, str]], sites: int, prompts: int) -> list[TensorFile]:
-    """The files of a batch, whose sketches [sites, prompts, numbers] must be of what record.json tells."""
-    files = [TensorFile(*one) for one in told]
+def _opened(folder: Path, wanted: Iterable[RecordedFile], sites: int, prompts: int) -> list[TensorFile]:
+    """The files of a batch, whose sketches [sites, prompts, numbers] must be of what record.json says."""
+    files = [TensorFile(folder / one.name, one.bytes, one.sha256) for one in wanted]
     sketch = _tensor(files, "sketch")
     found = (0, 0) if sketch is None else sketch.values.shape[:2]
     if found != (sites, prompts):
         raise InvalidInput(
-            f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json tells of "
+            f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json has "
             f"{sites} and {prompts}: damaged or altered. Copy both again, or record again"
         )
     return files
@@ -159,7 +170,7 @@ def _tensor(files: Iterable[TensorFile], name: str) -> Numbers | None:
 
 
 def name_of(site: Site) -> tuple[str, str, int]:
-    """What two records know a site by; other tools' dumps don't tell components."""
+    """What two records know a site by; other tools' dumps don't name components."""
     return (site.operator, site.module, site.occurrence)
 
 
@@ -182,8 +193,9 @@ def check_comparable(a: Record, b: Record) -> None:
         )
     if a.sketch is not None and b.sketch is not None and a.sketch != b.sketch:
         raise InvalidInput(
-            f"{b.path} has sketches of version {b.sketch[1]} and seed {b.sketch[0]}, {a.path} of version {a.sketch[1]} "
-            f"and seed {a.sketch[0]}: they can't be subtracted. Record both with one version of noisescope"
+            f"{b.path} has sketches of version {b.sketch.version} and seed {b.sketch.seed}, {a.path} of version "
+            f"{a.sketch.version} and seed {a.sketch.seed}: they can't be subtracted. Record both with one version of "
+            "noisescope"
         )
     if not set(map(name_of, a.sites)) & set(map(name_of, b.sites)):
         raise InvalidInput(f"{a.path} and {b.path} have no site in common: nothing to compare")

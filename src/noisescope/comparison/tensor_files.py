@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from noisescope.errors import InvalidInput
+from noisescope.jsonform import Json, from_json
 
-Array = NDArray[Any]
+Array = NDArray[np.generic]
 
 _STORED = {
     "F64": "<f8",
@@ -41,8 +42,23 @@ class Numbers:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Header:
+    entries: Mapping[str, Entry]
+    same: Mapping[str, str]  # tensors that are the same as another, by name
+
+
 class TensorFile:
-    """One file; its size and checksum are those that record.json tells, or it is refused."""
+    """One file; its size and checksum are those in record.json, or it is refused."""
 
     def __init__(self, path: Path, size: int, digest: str) -> None:
         self.path = path
@@ -55,29 +71,47 @@ class TensorFile:
                     raise _damaged(path, "its checksum is another")
                 file.seek(0)
                 length = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(length))
+                header = file.read(length)
         except OSError as error:
             raise InvalidInput(f"{path} can't be read: {error.strerror or error}. Copy the record again") from error
-        except ValueError as error:
-            if isinstance(error, InvalidInput):
-                raise
+        try:
+            self._header = _header(json.loads(header))
+        except (ValueError, RecursionError) as error:
             raise _damaged(path, str(error)) from error
-        self.same: dict[str, str] = json.loads(header.pop("__metadata__", {}).get("same", "{}"))
-        self._header = header
-        self._start = 8 + length
+        self._start, self._end = 8 + length, found
+        for name, entry in self._header.entries.items():
+            self._check(name, entry)
+
+    def _check(self, name: str, entry: Entry) -> None:
+        """A tensor lies whole within its file, in a dtype that is known."""
+        if entry.dtype not in _STORED:
+            raise _damaged(self.path, f"{name!r} has the dtype {entry.dtype!r}")
+        first, last = entry.data_offsets
+        size = math.prod(entry.shape) * np.dtype(_STORED[entry.dtype]).itemsize
+        if min((first, *entry.shape)) < 0 or last - first != size or self._start + last > self._end:
+            raise _damaged(self.path, f"{name!r} does not lie within it")
 
     def read(self, name: str) -> Numbers | None:
-        name = self.same.get(name, name)
-        if name not in self._header:
+        name = self._header.same.get(name, name)
+        if name not in self._header.entries:
             return None
-        about = self._header[name]
-        stored, shape = np.dtype(_STORED[about["dtype"]]), tuple(about["shape"])
-        if math.prod(shape) == 0:
-            values: Array = np.zeros(shape, stored)
+        entry = self._header.entries[name]
+        stored = np.dtype(_STORED[entry.dtype])
+        if math.prod(entry.shape) == 0:
+            values: Array = np.zeros(entry.shape, stored)
         else:
-            offset = self._start + about["data_offsets"][0]
-            values = np.memmap(self.path, stored, "r", offset, shape)
-        return Numbers(widened(values) if about["dtype"] == "BF16" else values, _NAMES.get(about["dtype"], ""))
+            values = np.memmap(self.path, stored, "r", self._start + entry.data_offsets[0], entry.shape)
+        if entry.dtype == "BF16":
+            values = widened(values.view(np.uint16))
+        return Numbers(values, _NAMES.get(entry.dtype, ""))
+
+
+def _header(found: Json) -> _Header:
+    if not isinstance(found, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = found.pop("__metadata__", {})
+    same = json.loads(metadata["same"]) if isinstance(metadata, dict) and "same" in metadata else {}
+    return from_json(_Header, {"entries": found, "same": same}, "header")
 
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

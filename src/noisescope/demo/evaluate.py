@@ -11,6 +11,7 @@ import torch
 import noisescope as ns
 from noisescope.demo import problems
 from noisescope.demo.problems import Problem
+from noisescope.evaluation import evaluating
 
 NOISE_LEVELS = (0.02, 0.05, 0.1)
 
@@ -22,9 +23,9 @@ def exact_match(model: Any, words: Any, items: Sequence[Problem], *, batch: int 
     for start in range(0, len(items), batch):
         part = items[start : start + batch]
         inputs = words([item.prompt for item in part], padding=True, return_tensors="pt").to(model.device)
-        out = model.generate(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=4, do_sample=False
-        )
+        asked = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        with evaluating(model):
+            out = model.generate(**asked, max_new_tokens=4, do_sample=False)
         texts = words.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right += [text.strip() == item.answer for text, item in zip(texts, part, strict=True)]
     return right

@@ -15,8 +15,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from noisescope.demo import tokenizer, train
 from noisescope.demo.task import Arithmetic, arithmetic
 from noisescope.errors import InvalidInput
+from noisescope.identity import registered
 
 
+@registered("noisescope.demo.Practice")
 @dataclass(frozen=True)
 class Practice(Arithmetic):
     """settings.batch problems a step, each answered `completions` times."""

@@ -23,12 +23,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from noisescope.demo import folder, problems, tokenizer, train, training_data
 from noisescope.errors import InvalidInput, unknown
+from noisescope.evaluation import evaluating
+from noisescope.identity import registered
 
 STARTS = ("bundled", "scratch")
 HELD_OUT = 256  # problems on which the loss is followed while training, from the calibration's seed
 _EVALUATED = 500  # problems in one forward
 
 
+@registered("noisescope.demo.Arithmetic")
 @dataclass(frozen=True)
 class Arithmetic:
     """What is learned, how long, and on how many held-out problems it is asked. Nothing here depends on the machine."""
@@ -86,7 +89,8 @@ class Arithmetic:
     def held_out_loss(self, fitting: train.Fitting) -> float:
         """The answer's loss on problems that are not trained on."""
         batch = _encoded(train.CALIBRATION_SEED, HELD_OUT, fitting.device)
-        return float(fitting.losses(batch.pick(torch.arange(HELD_OUT, device=fitting.device)))["answer"])
+        with evaluating(fitting.losses):
+            return float(fitting.losses(batch.pick(torch.arange(HELD_OUT, device=fitting.device)))["answer"])
 
     @torch.no_grad()
     def right(self, model: nn.Module, name_rows: Callable[[Iterable[int]], None] = lambda samples: None) -> list[bool]:
@@ -98,7 +102,9 @@ class Arithmetic:
         for start in range(0, len(tokens), _EVALUATED):
             part = tokens[start : start + _EVALUATED]
             name_rows(range(start, start + len(part)))
-            found += _answered(model(input_ids=part, use_cache=False).logits, part, question).tolist()
+            with evaluating(model):
+                logits = model(input_ids=part, use_cache=False).logits
+            found += _answered(logits, part, question).tolist()
         return found
 
     def data_name(self) -> str:

@@ -30,6 +30,7 @@ from noisescope.demo.evaluate import evaluate
 from noisescope.demo.problems import Problem
 from noisescope.demo.tokenizer import BOS, EOS, PAD
 from noisescope.demo.training_data import NO_VALUE, SENTENCES, Batch, training_set
+from noisescope.identity import registered
 
 TEST_SEED, CALIBRATION_SEED = 1_000_003, 1_000_033
 STORY = 0.1  # weight of the story's loss beside the answer's 1
@@ -38,6 +39,7 @@ LOG_EVERY = 100
 Compiler = Callable[[nn.Module], Any]
 
 
+@registered("noisescope.demo.Settings")
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides the outcome, the machine apart; the defaults made the bundled model."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from noisescope.identity import short_name
 from noisescope.sites import Place, place_order
 
+GAUSSIAN = "noisescope.Gaussian"  # the registered name of the noise that a diagnosis injects by default
 # What every diagnosis uses; whatever differs from it is said.
 _USUAL = {
     "tensor": "output",
@@ -59,8 +61,8 @@ def noise_of(injection: Mapping[str, Any]) -> str:
     if set(noise) == {"callable"}:
         return f"by {noise['callable']}"
     fields = {name: value for name, value in noise.items() if name not in ("type", "scale") and value is not None}
-    usual = noise["type"] == "Gaussian" and fields == {"relative_to": "element"}
-    name = "" if usual else " ".join([noise["type"], *(f"{k}={v}" for k, v in fields.items())]) + " "
+    usual = noise["type"] == GAUSSIAN and fields == {"relative_to": "element"}
+    name = "" if usual else " ".join([short_name(noise["type"]), *(f"{k}={v}" for k, v in fields.items())]) + " "
     scale = noise.get("scale")
     return f"as {name}".rstrip() if scale is None else f"at {name}{scale:g}"
 

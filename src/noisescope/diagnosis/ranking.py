@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
 from noisescope.diagnosis.sections import ChannelAnalysis, Sections
@@ -35,10 +35,15 @@ class Candidate:
 
     target: Target
     effect: Effect
+    at_least: str | None = None  # severity of a whole that this part accounts for
 
     @property
     def severity(self) -> str:
         """Decided by the interval: the band that its lower end reaches."""
+        own = self._own_severity()
+        return own if self.at_least is None else min(own, self.at_least, key=SEVERITIES.index)
+
+    def _own_severity(self) -> str:
         row = self.effect
         if row.evidence == "failed":
             return NOT_MEASURABLE
@@ -94,18 +99,21 @@ def ranked_findings(found: Sections) -> list[Finding]:
         row for row in moved if not any(row.target == t or row.target.holds(t) or t.holds(row.target) for t in named)
     ]
     kept = _collapsed(moved, lambda whole, part: part.effect.nats >= ACCOUNTS_FOR * whole.effect.nats)
-    findings += [_unrated(row, notes, typical) for row, notes in kept][:MOST_PLACES]
+    scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
+    findings += [
+        _unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
+    ][:MOST_PLACES]
     findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
     findings += _channels(found.channel_analysis)
     return sorted(findings, key=_order)
 
 
-def _order(finding: Finding) -> tuple[int, bool, float, float]:
-    """By severity, places before channels, then by loss or by nats."""
+def _order(finding: Finding) -> tuple[int, int, float, float]:
+    """By severity; numbers that are not finite first and outlier channels last; then by loss or by nats."""
     loss = finding.size.value if finding.unit == "share" and finding.size is not None else None
     return (
         SEVERITIES.index(finding.severity),
-        finding.target.kind == "channels",
+        ("count", "share", "nats", "ratio").index(finding.unit),
         -(loss or 0.0),
         -(finding.nats or 0.0),
     )
@@ -139,6 +147,7 @@ def _collapsed(
 ) -> list[tuple[Candidate, tuple[str, ...]]]:
     """The rows without wholes that a part accounts for, and without parts of places that are kept; notes say which."""
     notes: dict[Target, list[str]] = {row.target: [] for row in rows}
+    gravest = {row.target: row.severity for row in rows}
     dropped: set[Target] = set()
     for whole in sorted(rows, key=lambda row: -_width(row.target)):
         parts = [part for part in rows if whole.target.holds(part.target) and part.target not in dropped]
@@ -149,11 +158,16 @@ def _collapsed(
             best = max(enough, key=lambda part: (-_width(part.target), part.loss, part.effect.nats))
             dropped.add(whole.target)
             notes[best.target] += [*notes[whole.target], _adds(whole, best)]
+            gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
         elif whole.target.layers:
             largest = max(parts, key=lambda part: (part.loss, part.effect.nats))
             dropped |= {part.target for part in parts}
             notes[whole.target].append(_largest_part(whole, largest))
-    return [(row, tuple(notes[row.target])) for row in rows if row.target not in dropped]
+    return [
+        (replace(row, at_least=gravest[row.target]), tuple(notes[row.target]))
+        for row in rows
+        if row.target not in dropped
+    ]
 
 
 def _width(target: Target) -> int:
@@ -190,8 +204,8 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
     assert effect.baseline_acc is not None and effect.noisy_acc is not None
     change = f"{percent(effect.baseline_acc)} to {percent(effect.noisy_acc)}"
     statement = f"noise here costs {percent(row.loss)} of the {metric} ({change})"
-    if row.severity == BORDERLINE:
-        statement += f"; the interval reaches from {effect.band} to {effect.band_upper}, more samples decide"
+    if effect.borderline:
+        statement += f"; the interval reaches from {effect.band} to {effect.band_upper}"
     return Finding(
         severity=row.severity,
         component=row.target.name,
@@ -205,7 +219,7 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
     )
 
 
-def _unrated(row: Candidate, notes: tuple[str, ...], typical: float) -> Finding:
+def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_scale: float) -> Finding:
     effect = row.effect
     assert effect.divergence is not None
     times = f"{effect.nats / typical:.1f} times the median layer"
@@ -215,7 +229,7 @@ def _unrated(row: Candidate, notes: tuple[str, ...], typical: float) -> Finding:
         component=row.target.name,
         statement=f"noise here {verb} the output by {effect.nats:.3g} nats per token, {times}",
         target=row.target,
-        size=effect.divergence.size,
+        size=effect.divergence.size if effect.injected else effect.divergence.size.times(prediction_scale),
         unit="nats",
         nats=effect.nats,
         evidence=effect.evidence,

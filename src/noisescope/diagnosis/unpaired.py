@@ -6,7 +6,6 @@ import math
 from statistics import NormalDist
 
 from noisescope import stats
-from noisescope.diagnosis.effects import Row
 from noisescope.diagnosis.frame import Array
 
 
@@ -46,11 +45,11 @@ def unpaired_p(x: Array, y: Array) -> float:
     return min(1.0, float(10.0**high))
 
 
-def smallest_unpaired(difference: Row, looks: int, *, power: float = 0.8) -> float | None:
+def smallest_unpaired(difference: stats.Estimate, looks: int, *, power: float = 0.8) -> float | None:
     """The smallest difference of means that would have been found with probability `power`: as for pairs."""
-    if difference["low"] is None or difference["high"] is None:
+    if difference.low is None or difference.high is None:
         return None
     normal = NormalDist()
-    error = (difference["high"] - difference["low"]) / 2 / normal.inv_cdf((1 + difference["level"]) / 2)
+    error = (difference.high - difference.low) / 2 / normal.inv_cdf((1 + difference.level) / 2)
     wanted = normal.inv_cdf((1 + stats.simultaneous_level(looks)) / 2) + normal.inv_cdf(power)
     return float(wanted * error) or None

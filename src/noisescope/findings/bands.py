@@ -178,7 +178,7 @@ LIMITS: dict[str, float] = {
     "fault_nan_rate": 0.001,
     "fault_recovery_steps": 5.0,
     "fp16_maximum": 65504.0,
-    "parting_factor": 3.0,  # two devices part where they differ by more than so many times what came in, or round-off
+    "divergence_factor": 3.0,  # two devices diverge where they differ by more than so many times what came in
     "affordable_nats": 0.01,  # what a layer's difference between two devices may cost
 }
 

@@ -14,15 +14,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from noisescope.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.locators.conclusions import conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.locators.inputs import Batch, batches_for, remarks
 from noisescope.locators.ledger import FUSED, Ledger
 from noisescope.locators.products import argument
-from noisescope.locators.prompts import evaluating, parts_of
+from noisescope.locators.prompts import parts_of
 from noisescope.locators.recompute import first_tensor, host_arithmetic
 from noisescope.locators.residuals import Recorder
 from noisescope.locators.verdict import Verdict
@@ -60,7 +62,7 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         )
     batches = batches_for(model, tokenizer, inputs, seed)
     ledger.remarks += remarks(model, batches)
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         for number, batch in enumerate(batches):
             opened = every if number % 2 else frozenset[str]()

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from noisescope.anatomy import Anatomy, dissect
 from noisescope.data import built_in
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.locators.inputs import check_positions
 from noisescope.model import Subject
 from noisescope.probe.door import unwrap
 from noisescope.runs.forwards import Prompts as Prompts
 from noisescope.runs.forwards import check_vocabulary, last_of, vocabulary_of
 from noisescope.runs.forwards import device_of as device_of
-from noisescope.runs.forwards import evaluating as evaluating
 
 
 def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
@@ -32,7 +32,7 @@ def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
     """The last token's logits [P, V] on the host in float32 (float64 where the model is), and the forwards it took."""
     lengths = sorted({len(prompt) for prompt in prompts})
     found: dict[int, Tensor] = {}
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         for length in lengths:
             chosen = [at for at, prompt in enumerate(prompts) if len(prompt) == length]
             ids = torch.tensor([prompts[at] for at in chosen], device=device_of(model))

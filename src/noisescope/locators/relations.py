@@ -15,10 +15,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import unknown
+from noisescope.evaluation import evaluating
 from noisescope.locators.inputs import Batch, batches_for, remarks
 from noisescope.locators.laws import whole_model
 from noisescope.locators.laws.book import MODEL, Book
@@ -27,7 +29,7 @@ from noisescope.locators.laws.examined import Examined
 from noisescope.locators.laws.listening import Choice, Handler, Listening, function_anatomy, module_anatomy
 from noisescope.locators.laws.readings import Reading, differing, exact, host, same_bits
 from noisescope.locators.laws.stations import Stations, site_of
-from noisescope.locators.prompts import evaluating, parts_of
+from noisescope.locators.prompts import parts_of
 from noisescope.locators.recompute import host_arithmetic
 from noisescope.locators.residuals import OUT
 from noisescope.locators.verdict import Verdict
@@ -60,7 +62,7 @@ def relations(
     asked = tuple(sites)
     wanted = _checked({site.place for site in asked} if asked else places, anatomy)
     batches = batches_for(model, tokenizer, inputs, seed)
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
         search.book.notes += remarks(model, batches[:1])
         return search.verdict(asked)

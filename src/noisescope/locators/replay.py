@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from noisescope.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.comparison.records import Batch, Record
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.locators.conclusions import conclude
 from noisescope.locators.floors import Reference, rounded_once
 from noisescope.locators.ledger import Ledger
@@ -34,7 +35,7 @@ from noisescope.model import Subject
 from noisescope.probe.aims import CallWatcher, Context, Watcher
 from noisescope.probe.door import PlainDoor
 from noisescope.probe.functions import FUSED
-from noisescope.runs.forwards import device_of, evaluating, last_of
+from noisescope.runs.forwards import device_of, last_of
 from noisescope.sites import Site
 
 _MOST_SCORES = 1 << 24  # attention scores that are computed again in one call
@@ -64,7 +65,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     for number, batch in enumerate(record.batches):
         ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
         ledger.begin(number, keeping_prints=False, repeated=False)
-        with evaluating(model), Replay(model, anatomy, record, kept, batch, ledger):
+        with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, ledger):
             last_of(model, ids)
     found = conclude(ledger)
     notes = found.notes

@@ -30,11 +30,12 @@ from torch import nn
 
 from noisescope.anatomy import Anatomy
 from noisescope.errors import InvalidInput, NothingInjected, unknown
+from noisescope.evaluation import evaluating
 from noisescope.locators.classify import classify
 from noisescope.locators.inputs import batches_for
 from noisescope.locators.judge import judge
 from noisescope.locators.pattern import Evidence
-from noisescope.locators.prompts import evaluating, parts_of
+from noisescope.locators.prompts import parts_of
 from noisescope.locators.scan_readings import PROFILES, Failure, Readings, Scanner
 from noisescope.locators.verdict import Suspect, Verdict, ranked
 from noisescope.model import Subject
@@ -80,7 +81,7 @@ def scans(
     count = len(prompts) if isinstance(prompts, (list, tuple)) else 1  # one batch alone gets a second one there
     batches = batches_for(model, tokenizer, prompts, seed)[:count]
     scanner = Scanner(model, anatomy, which=chosen, seed=seed)
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         scanner.run(batches[0])
         for _ in range(runs - 1 if "instability" in chosen else 0):
             scanner.run(batches[0], repeated=True)

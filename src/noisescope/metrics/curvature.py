@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.evaluation import evaluating
 
 MatVec = Callable[[Tensor], Tensor]
 Loss = Callable[[Any], Tensor]  # model -> scalar
@@ -115,8 +116,8 @@ def hessian_traces(
     "hutchinson" shares every double backward among all groups: v is drawn over all parameters, and v_g.(Hv)_g is
     unbiased for each group g, since the cross terms v_g.H_gh v_h have mean 0 and only add variance. "hutch++" and
     "xtrace" spend `probes` products on each group by itself. Attention runs by its plain formula meanwhile: the fused
-    kernels have no second derivative. Give it a float32 model in eval mode: dropout would draw from your random state,
-    and half precision leaves little of a second derivative. `requires_grad` is put back, `.grad` is not touched.
+    kernels have no second derivative. Give it a float32 model: half precision leaves little of a second derivative.
+    The model runs in evaluation mode; modes and `requires_grad` are put back, `.grad` is not touched.
     """
     if method not in METHODS:
         raise unknown("method", method, METHODS)
@@ -249,13 +250,13 @@ def _log_likelihood(model: nn.Module, sample: Tensor | dict[str, Tensor]) -> tup
 
 @contextmanager
 def _only_these_learn(model: nn.Module, members: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Gradients on, for these parameters alone; afterwards every requires_grad is as it was."""
+    """Evaluation mode and gradients for these parameters alone; afterwards modes and requires_grad are as they were."""
     chosen = set(members)
     before = {p: p.requires_grad for p in [*model.parameters(), *chosen]}
     try:
         for p in before:
             p.requires_grad_(p in chosen)  # the others: no gradient, no memory
-        with torch.inference_mode(False), torch.enable_grad():
+        with evaluating(model), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         for p, learned in before.items():

@@ -15,8 +15,10 @@ The prediction adds up over sites, so it can't see errors that compound: that is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import EXPERTS, Anatomy, Unit
 from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
+from noisescope.evaluation import evaluating
 from noisescope.injection import Injection
 from noisescope.probe.aims import Context, Watcher
 from noisescope.probe.door import Door
@@ -68,29 +71,32 @@ class _Heard:
 
 
 class Listener(Door):
-    """A door behind which gradients of random directions at the logits are heard; weights are frozen meanwhile."""
+    """A door behind which gradients of random directions at the logits are heard.
+
+    Weights are frozen and the model is in evaluation mode meanwhile.
+    """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
         self.samples: Tensor | None = None  # ids [B] of the batch that runs now
         self.tokens: Tensor | None = None  # scored tokens [B] of each
         self.starts: list[Tensor] = []  # where gradients begin: the embeddings
-        self._frozen: list[nn.Parameter] = []
+        self._scopes = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._open()
-        self._frozen = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in self._frozen:
-            parameter.requires_grad_(False)
+        with contextlib.ExitStack() as entered:
+            self._open()
+            entered.callback(self._close)
+            entered.enter_context(evaluating(self.model))
+            entered.enter_context(_frozen(self.model))
+            self._scopes = entered.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
         self.starts = []
-        self._close()
+        self._scopes.__exit__(kind, error, trace)
 
     def score(self, logits: Tensor, scored: Tensor, keys: Tensor, *, draws: int, seed: int) -> None:
         """Send random gradients from the scored rows of logits [R, V] back, `draws` times.
@@ -170,6 +176,21 @@ class Screen(Listener):
             else:
                 known.channels += channels
             known.samples.append((self.samples, table))
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter takes a gradient inside; those that did do so again afterwards."""
+    frozen: list[nn.Parameter] = []
+    try:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                frozen.append(parameter)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Tensor:

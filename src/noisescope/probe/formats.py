@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.identity import registered
 
 __all__ = ["Format", "e2m1", "e8m0_scale", "quantise"]
 
@@ -60,6 +61,7 @@ _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 
 
+@registered("noisescope.Format")
 @dataclass(frozen=True)
 class Format:
     """A number format with the set of values that share one scale; call it on a tensor to round that tensor to it.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from noisescope.errors import unknown
+from noisescope.identity import registered
 from noisescope.injection import checked_scale
 from noisescope.probe.draws import Draw
 
@@ -42,6 +43,7 @@ class _Noise:
         return _rms(y) if self.relative_to == "rms" else y.new_ones(()).expand(*y.shape[:-1], 1)
 
 
+@registered("noisescope.Gaussian")
 @dataclass(frozen=True)
 class Gaussian(_Noise):
     """y + s * size * z with z ~ N(0, 1) per element; size is |y| ("element"), rms(y) per token ("rms") or 1."""
@@ -50,6 +52,7 @@ class Gaussian(_Noise):
         return draw.add_noise(y, self.scale, self._size(y))
 
 
+@registered("noisescope.Uniform")
 @dataclass(frozen=True)
 class Uniform(_Noise):
     """As Gaussian with z uniform on [-sqrt 3, sqrt 3]: the same standard deviation s, bounded by 1.73 s."""
@@ -58,6 +61,7 @@ class Uniform(_Noise):
         return draw.add_noise(y, self.scale, self._size(y), kind="uniform")
 
 
+@registered("noisescope.Bias")
 @dataclass(frozen=True)
 class Bias(_Noise):
     """Systematic bias: y + s * size * sign(y); with "element" that is a gain of 1 + s, with "absolute" +-s."""
@@ -72,6 +76,7 @@ class Bias(_Noise):
         return y + y.sign() * size * self.scale
 
 
+@registered("noisescope.Shrink")
 @dataclass(frozen=True)
 class Shrink:
     """y (1 - s): low-bit arithmetic shrinks margins more than it adds noise."""

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from noisescope.identity import registered
 from noisescope.injection import Injection, Perturbation
 from noisescope.quantisation.formats import UNTOUCHED, weight_format
 from noisescope.sites import Site
 
 
+@registered("noisescope.PerModule")
 @dataclass(frozen=True)
 class PerModule:
     """Another perturbation for each module, by name; `Injection.perturbation_at` asks for the one of a site."""

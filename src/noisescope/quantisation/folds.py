@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.anatomy import MODULE, Anatomy, Unit
+from noisescope.evaluation import evaluating
 from noisescope.probe.aims import CallWatcher, Context
 from noisescope.probe.door import PlainDoor
 from noisescope.quantisation.scores import weight_of
@@ -73,7 +74,8 @@ def find_folds(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> list[Fold]:
 
 def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, tuple[int, list[str]]]:
     """Linears that are given the output of a norm, with the address of what the norm was given; in order of calls."""
-    with Calls(model, lambda unit, operator: operator in ("norm", "linear"), anatomy) as flow, torch.no_grad():
+    watched = Calls(model, lambda unit, operator: operator in ("norm", "linear"), anatomy)
+    with evaluating(model), watched as flow, torch.no_grad():
         norms: dict[int, str] = {}  # address of a norm's output; unique as long as `kept` holds it
         inputs: dict[str, int] = {}
         kept: list[Tensor] = []

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from noisescope.anatomy import Anatomy, Unit, dissect
 from noisescope.errors import InvalidInput, UnsupportedModel
+from noisescope.evaluation import evaluating
 from noisescope.injection import Injection
 from noisescope.metrics.divergence import kl_divergence
 from noisescope.probe.formats import Format, quantise
@@ -121,7 +122,7 @@ def _numbers(model: nn.Module) -> list[Tensor]:
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
@@ -145,7 +146,8 @@ def _inputs(
             largest, some = torch.maximum(known[0], largest), torch.cat([known[1], some])
         found[unit.module] = (largest, some)
 
-    with Calls(model, lambda unit, _: unit.module in names, anatomy) as calls, torch.no_grad():
+    watched = Calls(model, lambda unit, _: unit.module in names, anatomy)
+    with evaluating(model), watched as calls, torch.no_grad():
         calls.seen = seen
         for ids in batches:
             model(input_ids=ids, use_cache=False)
@@ -206,7 +208,7 @@ def rounded_kl(
     anatomy = anatomy or dissect(model)
     names = tuple(unit.module for unit in anatomy.units if is_planned(unit))
     found = []
-    with ExitStack() as scopes, torch.no_grad():
+    with ExitStack() as scopes, evaluating(model), evaluating(exact), torch.no_grad():
         clean = [exact(input_ids=ids, use_cache=False).logits[:, :-1] for ids in batches]
         for tensor, fmt in (("weight", scheme.weight), ("input", scheme.activation)):
             if fmt is not None:

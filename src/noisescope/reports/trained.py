@@ -152,6 +152,7 @@ class PhasesRun(PhasesAsked):
     """An experiment that has ended, or was drawn from what is done."""
 
     cost: PhasesCost
+    notes: tuple[str, ...]
     finished: str
     versions: Mapping[str, str]
     host: str

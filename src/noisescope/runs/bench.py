@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from noisescope.errors import UnsupportedModel
+from noisescope.evaluation import evaluating
 from noisescope.injection import Injection
 from noisescope.model import Subject
 from noisescope.probe.inject import Probe
@@ -69,20 +70,21 @@ class Bench:
         self.notes: list[str] = []
         self._clean: Clean | None = None
         self._batch_size: int | None = None  # samples at once; None: a whole slice
+        self._scopes = contextlib.ExitStack()
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
 
     def __enter__(self) -> Bench:
-        self._training = self.model.training
-        self.model.eval()
-        self.prefix.__enter__()
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(evaluating(self.model))
+            entered.enter_context(self.prefix)
+            self._scopes = entered.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._clean = None
-        self.prefix.__exit__(kind, error, trace)
-        self.model.train(self._training)
+        self._scopes.__exit__(kind, error, trace)
 
     # -- one trial
 
@@ -197,7 +199,8 @@ class Bench:
         changed = ids.clone()
         changed[0, -1] = ids[0, 0] if int(ids[0, 0]) != int(ids[0, -1]) else ids[0, 1]
         try:
-            first, second = (self.model(input_ids=x, use_cache=False).logits[0].float() for x in (ids, changed))
+            with evaluating(self.model):  # with dropout two forwards differ everywhere
+                first, second = (self.model(input_ids=x, use_cache=False).logits[0].float() for x in (ids, changed))
         except Exception:  # a model that does not run: the trials will say how
             return
         moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change

@@ -1,11 +1,9 @@
-"""A model run on token ids as it is: no gradients, no dropout, the last token's logits."""
+"""A model run on token ids as it is: its device, its dtype, its vocabulary, the last token's logits."""
 
 from __future__ import annotations
 
 import inspect
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,20 +12,6 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput
 
 Prompts = tuple[tuple[int, ...], ...]  # token ids
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout; each module back in its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:

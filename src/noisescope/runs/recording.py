@@ -19,11 +19,12 @@ from torch import nn
 
 from noisescope.anatomy import Anatomy
 from noisescope.errors import InvalidInput, NothingInjected
+from noisescope.evaluation import evaluating
 from noisescope.metrics import sketches
 from noisescope.probe.door import unwrap
 from noisescope.record_format import DESCRIPTION, FORMAT, UNFINISHED, VERSION, is_unfinished, prompts_digest
 from noisescope.runs.fingerprints import model_fingerprint
-from noisescope.runs.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_of
+from noisescope.runs.forwards import Prompts, check_vocabulary, device_of, dtype_of, last_of
 from noisescope.runs.recorded_batch import Detail, Recording, writing_into
 from noisescope.sites import Site
 
@@ -55,7 +56,7 @@ def write_record(
         for first, count in _batches(ordered, batch):
             ids = torch.tensor(ordered[first : first + count], device=device_of(module))
             recording = Recording(module, anatomy, ids.shape, first, detail, target / f"{len(batches):04d}")
-            with evaluating(module), recording:
+            with evaluating(module), torch.no_grad(), recording:
                 logits = last_of(module, ids)
             tensors = recording.finish(logits)
             if batches and recording.sites != sites:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.runs.bench import input_device
 
 
@@ -19,11 +20,12 @@ def stepwise(model: nn.Module, ids: Sequence[int], first: int) -> Tensor:
     before it: an error in one of them stays in the cache.
     """
     tokens = torch.tensor([list(ids)], device=input_device(model))
-    out = model(input_ids=tokens[:, :first], use_cache=True)
-    if getattr(out, "past_key_values", None) is None:
-        raise InvalidInput(f"{type(model).__name__} keeps no cache, so it can't be asked token by token")
-    rows = [out.logits[:, -1]]
-    for at in range(first, len(ids) - 1):
-        out = model(input_ids=tokens[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
-        rows.append(out.logits[:, -1])
+    with evaluating(model):
+        out = model(input_ids=tokens[:, :first], use_cache=True)
+        if getattr(out, "past_key_values", None) is None:
+            raise InvalidInput(f"{type(model).__name__} keeps no cache, so it can't be asked token by token")
+        rows = [out.logits[:, -1]]
+        for at in range(first, len(ids) - 1):
+            out = model(input_ids=tokens[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+            rows.append(out.logits[:, -1])
     return torch.cat(rows)

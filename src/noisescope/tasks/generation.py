@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.tasks.tokenising import beginning, tokens, without
 
 # What a checkpoint's generation_config.json may hold, undone: the likeliest token at each step and nothing else.
@@ -65,7 +66,7 @@ def generate(
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in batch], device=device)
         if on_batch is not None:
             on_batch(samples[at : at + batch_size], length)
-        with _quiet():
+        with _quiet(), evaluating(model):
             out = model.generate(
                 input_ids=ids, attention_mask=mask, **settings, max_new_tokens=max_new_tokens, pad_token_id=pad,
                 eos_token_id=ends or None,

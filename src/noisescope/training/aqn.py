@@ -27,6 +27,7 @@ from types import TracebackType
 from torch import nn
 
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
+from noisescope.identity import registered
 from noisescope.injection import Injection
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
@@ -39,6 +40,7 @@ from noisescope.training.schedules import Schedule
 STRIDE = 1 << 16  # forwards a step may have (gradient accumulation, several losses)
 
 
+@registered("noisescope.training.OperatorNoise")
 @dataclass(frozen=True)
 class OperatorNoise:
     """Noise on what operators compute: on activations (forward), on their gradients (backward), or on both.
@@ -71,6 +73,7 @@ class OperatorNoise:
         )
 
 
+@registered("noisescope.training.AQN")
 @dataclass(frozen=True)
 class AQN:
     """A kind of noise under a schedule. layer_multipliers (block or outer place: factor) come from `adaptive`."""
@@ -138,7 +141,11 @@ class TrainingNoise:
             raise InvalidInput("this scope is open already: make one with training.noise(model, aqn) for each `with`")
         self._probe.__enter__()
         self._open = True
-        self.at(self.step)
+        try:
+            self.at(self.step)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
@@ -177,10 +184,10 @@ class TrainingNoise:
         Where another scope was opened inside this one, that one goes on and this one sleeps.
         """
         lifted = not self._offs and not self._probe.covered
-        self._offs += 1
-        self._probe.asleep = True
         if lifted:  # a model without stand-ins can be copied, pickled and compiled
             self._probe.__exit__(None, None, None)
+        self._offs += 1
+        self._probe.asleep = True
         try:
             yield
         finally:

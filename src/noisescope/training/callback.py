@@ -23,6 +23,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.training.aqn import AQN, TrainingNoise, noise
 
 Check = Callable[[nn.Module], Any]  # what it returns goes into the run history: numbers, text, dictionaries, reports
@@ -54,8 +55,8 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         self._earlier = {name: value for row in state.log_history for name, value in row.items()}
-        self.scope = noise(model, self.aqn, without_gradients=self._without_gradients, step=state.global_step)
-        self.scope.__enter__()
+        scope = noise(model, self.aqn, without_gradients=self._without_gradients, step=state.global_step)
+        self.scope = scope.__enter__()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.scope is not None:
@@ -94,23 +95,19 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """In evaluation mode inside; afterwards modes, gradients and random states are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     python, arrays = random.getstate(), np.random.get_state()
-    model.eval()
-    for parameter, _ in gradients:
-        parameter.grad = None
     try:
-        with torch.random.fork_rng(devices):
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with evaluating(model), torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, training in modes:
-            module.training = training
 
 
 def _plain(answer: Any) -> Any:

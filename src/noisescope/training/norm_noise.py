@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from noisescope.identity import registered
 from noisescope.injection import Injection
 from noisescope.probe.noise import Gaussian
 from noisescope.sites import Place
 
 
+@registered("noisescope.training.NormNoise")
 @dataclass(frozen=True)
 class NormNoise:
     """w (1 + s z) for each channel, z ~ N(0, 1); `additive` gives QeRL's w + s z.

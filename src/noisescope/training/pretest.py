@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from noisescope import stats
 from noisescope.errors import InvalidInput
+from noisescope.evaluation import evaluating
 from noisescope.findings import band
 from noisescope.sites import PHASES
 from noisescope.training.aqn import AQN, OperatorNoise, noise
@@ -34,7 +35,8 @@ def gradient_pretest(
 ) -> dict[str, dict[str, Any]]:
     """For noise forward, backward and both: ratio of gradient norms and relative change, over batches.
 
-    Each batch has draws of its own. The model's own `.grad` is not touched.
+    Each batch has draws of its own. The model runs in evaluation mode, because dropout would differ between the clean
+    and the noisy gradient; its modes and its own `.grad` are not changed.
     """
     if not batches:
         raise InvalidInput("give at least one batch")
@@ -61,5 +63,6 @@ def gradient_pretest(
 def _gradient(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
     """All of it, as one vector on the device."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    slopes = torch.autograd.grad(loss(model, batch), parameters, allow_unused=True, materialize_grads=True)
+    with evaluating(model):
+        slopes = torch.autograd.grad(loss(model, batch), parameters, allow_unused=True, materialize_grads=True)
     return torch.cat([slope.flatten().float() for slope in slopes])

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.identity import registered
 from noisescope.injection import checked_scale
 
 Schedule = Callable[[int], float]
@@ -21,6 +22,7 @@ Schedule = Callable[[int], float]
 TAIL = 0.01  # of `start`: where an exponential decay to 0 leaves off
 
 
+@registered("noisescope.training.Constant")
 @dataclass(frozen=True)
 class Constant:
     """The same scale at every step."""
@@ -57,6 +59,7 @@ class _Ramp:
         raise NotImplementedError
 
 
+@registered("noisescope.training.Linear")
 @dataclass(frozen=True)
 class Linear(_Ramp):
     """start + (end - start) t."""
@@ -65,6 +68,7 @@ class Linear(_Ramp):
         return self.start + (self.end - self.start) * share
 
 
+@registered("noisescope.training.Cosine")
 @dataclass(frozen=True)
 class Cosine(_Ramp):
     """end + (start - end) (1 + cos pi t) / 2: slow at both ends."""
@@ -73,6 +77,7 @@ class Cosine(_Ramp):
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * share)) / 2
 
 
+@registered("noisescope.training.Exponential")
 @dataclass(frozen=True)
 class Exponential(_Ramp):
     """start (end / start)^t."""
@@ -81,6 +86,7 @@ class Exponential(_Ramp):
         return geometric(self.start, self.end, share)
 
 
+@registered("noisescope.training.Staged")
 @dataclass(frozen=True)
 class Staged:
     """QeRL's staged decay: no noise during a warm-up, then `stages` plateaus falling geometrically from start to end.

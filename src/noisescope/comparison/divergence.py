@@ -1,11 +1,10 @@
-"""Every site of two records side by side, and whether it parts: differs by more than what came in explains."""
+"""Every site of two records side by side, and whether it diverges: by more than the error of its inputs explains."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -17,57 +16,15 @@ from noisescope.comparison.measures import (
     Sums,
     common_gain,
     from_sketches,
-    plain,
 )
 from noisescope.comparison.records import Batch, Record, name_of
+from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput
-from noisescope.findings import GAIN_ROUND_OFF, LIMITS, ROUND_OFF, band
+from noisescope.findings import GAIN_ROUND_OFF, ROUND_OFF
 from noisescope.sites import Place, Site
 
 _MOST_NAMED = 8  # sites in a note
 _FUSED = "attention"  # the operator of a fused call
-
-
-@dataclass(frozen=True)
-class Row:
-    """One site on both sides."""
-
-    site: Site
-    measures: Measures
-    expected: float  # relative L2 that comes in, or that round-off makes: what a healthy site may have, up to a factor
-    expected_gain: float  # the same of the gain's size
-
-    @property
-    def parts(self) -> bool:
-        return self.too_far or self.too_large
-
-    @property
-    def too_far(self) -> bool:
-        return (self.measures.relative_l2 or 0.0) > LIMITS["parting_factor"] * self.expected
-
-    @property
-    def too_large(self) -> bool:
-        """Or too small: by a gain, which errors at random don't have, however large they have grown."""
-        return abs(self.measures.gain or 0.0) > LIMITS["parting_factor"] * self.expected_gain
-
-    def to_dict(self) -> dict[str, Any]:
-        found = self.measures
-        return {
-            "place": self.site.place,
-            "operator": self.site.operator,
-            "module": self.site.module,
-            **found.to_dict(),
-            "bands": {
-                "mae": band("mae", found.mae),
-                "mape": band("mape", found.mape),
-                "pearson": band("pearson", found.pearson),
-            },
-            "expected": self.expected,
-            "expected_gain": self.expected_gain,
-            "parts": self.parts,
-            "critical": found.nonfinite > 0,
-            "detail": "full" if found.elements else "sketch",
-        }
 
 
 @dataclass(frozen=True)
@@ -81,7 +38,7 @@ class Measured:
 
 
 def measured(a: Record, b: Record, notes: list[str]) -> Measured:
-    """Measures from whole tensors where both sides have them, else from sketches."""
+    """Measures from whole tensors where both sides have them, else from sketches; `notes` gets what was left out."""
     theirs = {name_of(site): number for number, site in enumerate(b.sites)}
     left, right = sketched(a), sketched(b)
     numbers = a.numbers()
@@ -112,8 +69,8 @@ def measured(a: Record, b: Record, notes: list[str]) -> Measured:
         notes.append(f"{len(uncompared)} sites are not compared, as one side lacks them or has another shape: {named}")
     if left is not None and right is not None and numbers < LEAST_FOR_GAIN:
         notes.append(
-            f"a gain can't be told from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record more "
-            "--samples, 4 of them or more"
+            f"no gain can be detected from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record with "
+            "--samples 4 or more"
         )
     return Measured(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
 
@@ -191,13 +148,13 @@ def round_off(dtype: str) -> tuple[float, float]:
     return ROUND_OFF[known], GAIN_ROUND_OFF[known]
 
 
-def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[Row]:
+def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[SiteRow]:
     """Each site against what came in: the largest error of the place before it, and of its own place so far.
 
     Sites of the place before have the same operators, so what those amplify in a healthy model is known from there. A
-    site where nothing finite is left on either side does not part, and tells nothing of what came in.
+    site where nothing finite is left on either side does not diverge, and shows nothing of what came in.
 
-    The error is looked at twice: by its size, and for a gain, which round-off does not have, however far it piled up.
+    The error is examined twice: by its size, and for a gain, which round-off does not have, however much accumulates.
     """
     size, gain = round_off(dtype)
     sizes, gains = _CameIn(size), _CameIn(gain)
@@ -207,18 +164,16 @@ def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[Ro
             place = site.place
             sizes.next_place()
             gains.next_place()
-        yield Row(site, found, sizes.expected, gains.expected)
-        sizes.add(found.relative_l2)
+        yield site_row(site, found, expected=sizes.expected, expected_gain=gains.expected)
+        sizes.add(found.size)
         gains.add(found.gain)
 
 
-def piled_up(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
-    """The error that has piled up in each block's output, and the block's factor."""
+def block_errors(rows: Iterable[SiteRow]) -> Iterator[BlockError]:
+    """The error that has accumulated in each block's output, and the block's factor."""
     last: float | None = None
     for row in rows:
-        if row.site.operator != "residual":
-            continue
-        size = plain(row.measures.relative_l2)
-        growth = size / last if size is not None and last else None
-        yield {"layer": row.site.place, "relative_l2": size, "growth": growth}
-        last = size
+        if row.operator == "residual":
+            growth = row.relative_l2 / last if row.relative_l2 is not None and last else None
+            yield BlockError(row.place, row.relative_l2, growth)
+            last = row.relative_l2
