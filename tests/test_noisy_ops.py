@@ -512,3 +512,15 @@ def test_bad_environment_values(monkeypatch, name, value, words):
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidInput, match=words):
         environment.read_environment()
+
+
+def test_a_refused_model_is_refused_again(model):
+    """Who catches the error and calls again must not get a clean forward for a noisy one."""
+    no.enable_noisy_ops(error_scale=0.05)
+    with ns.inject(model, ns.Injection(ns.Gaussian(0.0), operators={"softmax"})) as tally:
+        for _ in range(2):
+            with pytest.raises(ModelHeld, match="call it once before"):
+                logits(model)
+        state.stop(check=False)
+        logits(model)
+    assert tally.forward

@@ -142,3 +142,12 @@ def test_missing_keeps_order_and_asks_once() -> None:
     """A trial proposed twice, or known already, is not run again."""
     a, b, c = (trial(slice=Slice("tokens", i, i + 1)) for i in range(3))
     assert missing([c, a, c, b], {b.id: Result()}) == [c, a]
+
+
+def test_an_id_does_not_follow_the_callers_dictionary() -> None:
+    """Settings are taken over when a trial is made: what is stored is what its id says."""
+    given = {"draws": 2}
+    asked = trial(settings=given)
+    before = asked.id
+    given["draws"] = 3
+    assert asked.settings == {"draws": 2} and content_id(asked) == before == asked.id

@@ -206,7 +206,8 @@ def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "prefixItems": parts, "minItems": len(parts), "maxItems": len(parts)}
     if origin is not None and issubclass(origin, Mapping):
         return {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
-    assert dataclasses.is_dataclass(kind), f"{kind} has no JSON Schema"
+    if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
+        raise TypeError(f"{kind} has no JSON Schema")
     name = kind.__name__
     if name not in definitions:
         definitions[name] = {}  # its place is taken: a value may hold others of its own kind

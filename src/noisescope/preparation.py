@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -19,19 +19,20 @@ from noisescope import __version__, tasks
 from noisescope.costs import Cost, estimate
 from noisescope.data import DataSet, built_in, read_data
 from noisescope.diagnosis.frame import DEFAULT_OPERATORS, LEVELS, Frame, Settings
+from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run, SettingsFacts
+from noisescope.diagnosis.report import Cost as RunCost
 from noisescope.errors import InvalidInput, unknown
+from noisescope.jsonform import to_json
 from noisescope.metrics.divergence import KL_FLOOR
 from noisescope.model import Subject
-from noisescope.plans.migration import rank_places
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report import Report
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.bench import Bench
 from noisescope.runs.execute import Executor, InProcess, Progress, Silent, settle
 from noisescope.runs.fingerprints import conditions
 from noisescope.runs.forwards import device_name
 from noisescope.runs.store import Store
-from noisescope.trials import Slice, content_id, slices
+from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 EXECUTORS = ("local", "ray")
 METRICS = ("accuracy", "next_token_accuracy", "agreement")
@@ -84,6 +85,17 @@ def prepare_diagnosis(
     return prepare(subject, data, settings=settings, **measured)
 
 
+C = TypeVar("C", covariant=True)
+
+
+class Question(Protocol[C]):
+    """A pure pair: the trials wanted now ([] means done), and what their results say."""
+
+    def propose(self, frame: Frame, results: Results) -> list[Trial]: ...
+
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> C: ...
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A frame with the material to measure it on."""
@@ -92,44 +104,39 @@ class Prepared:
     frame: Frame
     materials: tuple[Material, ...]
     metric: Callable[..., Any] | None
-    about: dict[str, Any]  # for the report's `run`: what was asked
+    asked: Asked
     notes: tuple[str, ...]
 
-    def run(self, diagnosis: Any, options: Options) -> Report:
-        """Settle all trials of a diagnosis (an object with propose and conclude) and build its report."""
+    def run(self, question: Question[C], options: Options) -> tuple[Run, C]:
+        """Settle all trials of a question; the facts of the run, and what the question concludes."""
         started = time.perf_counter()
         progress = options.progress or Silent()
         with Store(options.output) as store:
             if options.retry_failed:
                 store.forget_failures()
             before = len(store)
-            store.note(asked=self.about, **({} if options.command is None else {"command": options.command}))
+            store.note(asked=to_json(self.asked), **({} if options.command is None else {"command": options.command}))
             if self.frame.measure == "score":
                 Bench(self.subject, self.materials).check_causal(self.frame.test[0])
             with self._executor(options) as (execute, cost):
-                settle(lambda results: diagnosis.propose(self.frame, results), store, execute, progress)
+                settle(lambda results: question.propose(self.frame, results), store, execute, progress)
                 forwards, notes = cost()
-            sections = diagnosis.conclude(self.frame, store, [*self.notes])
-            if (sections.get("layer_analysis") or {}).get("layers"):
-                sections["migration_plan"] = rank_places(sections)
-            run = {
-                **self.about,
-                "cost": {
-                    "seconds": time.perf_counter() - started,
-                    "trials": len(store),
-                    "trials_run_now": len(store) - before,
-                    "forwards": forwards / sum(map(len, self.materials[0].encoded.sequences)),  # of the test data
-                },
-                "notes": notes,
-                "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "versions": versions(),
-                "host": platform.node(),
-                "store": None if options.output is None else str(options.output),
-            }
-            report = Report({"schema_version": sections.pop("schema_version"), "run": run, **sections})
-            if options.output is not None:
-                store.note(report=report.data)  # `noisescope report` draws it again, without torch
-        return report
+            found = question.conclude(self.frame, store, self.notes)
+            run = Run(
+                **vars(self.asked),
+                cost=RunCost(
+                    seconds=time.perf_counter() - started,
+                    trials=len(store),
+                    trials_run_now=len(store) - before,
+                    forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
+                ),
+                notes=(*store.damage(), *notes),
+                finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                versions=versions(),
+                host=platform.node(),
+                store=None if options.output is None else str(options.output),
+            )
+        return run, found
 
     def _executor(self, options: Options) -> Any:
         if options.executor == "local":
@@ -140,10 +147,10 @@ class Prepared:
             return on_ray(self.subject, self.materials, self.metric, options)
         raise unknown("executor", options.executor, EXECUTORS)
 
-    def cost(self, diagnosis: Any) -> Cost:
+    def cost(self, question: Question[C]) -> Cost:
         """What a run would cost, from one timed forward."""
         with Bench(self.subject, self.materials, metric=self.metric) as bench:
-            return estimate(bench, self.frame, diagnosis.propose)
+            return estimate(bench, self.frame, question.propose)
 
 
 @contextmanager
@@ -222,30 +229,30 @@ def prepare(
         whole=() if own is not None else slices(whole.fingerprint, len(whole), slice_samples),
         names=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
-    about = {
-        "model": {
-            "source": subject.source,
-            "architecture": anatomy.architecture,
-            "fingerprint": frame.conditions.model,
-            "blocks": frame.blocks,
-            "notes": list(anatomy.notes),
-        },
-        "data": {
-            "source": "tokenised batches" if test_set is None else test_set.source,
-            "kind": test.kind,
-            "samples": len(test),
-            "scored_tokens": _scored(test),
-            "fingerprint": test.fingerprint,
-            "note": "" if test_set is None else test_set.note,
-            "measure": measure,
-        },
-        "settings": _plain(settings),
-        "metric": frame.metric if own is None else content_id(own),
-        "conditions": {**frame.conditions.__dict__},
-        "device": device_name(subject.model),
-        "kl_floor": KL_FLOOR,
-    }
-    return Prepared(subject, frame, tuple(materials), own, about, tuple(notes))
+    asked = Asked(
+        model=ModelFacts(
+            source=subject.source,
+            architecture=anatomy.architecture,
+            fingerprint=frame.conditions.model,
+            blocks=frame.blocks,
+            notes=tuple(anatomy.notes),
+        ),
+        data=DataFacts(
+            source="tokenised batches" if test_set is None else test_set.source,
+            kind=test.kind,
+            samples=len(test),
+            scored_tokens=_scored(test),
+            fingerprint=test.fingerprint,
+            note="" if test_set is None else test_set.note,
+            measure=measure,
+        ),
+        settings=_settings_facts(settings),
+        metric=frame.metric if own is None else content_id(own),
+        conditions=frame.conditions,
+        device=device_name(subject.model),
+        kl_floor=KL_FLOOR,
+    )
+    return Prepared(subject, frame, tuple(materials), own, asked, tuple(notes))
 
 
 def material_of(
@@ -320,9 +327,9 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _plain(settings: Settings) -> dict[str, Any]:
-    plain = {**settings.__dict__, "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+def _settings_facts(settings: Settings) -> SettingsFacts:
+    chosen = {**vars(settings), "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
+    return SettingsFacts(**chosen)
 
 
 def versions() -> dict[str, str]:

@@ -121,6 +121,9 @@ class Trial:
     injection: Injection | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", dict(self.settings))  # the id is kept: the caller's changes are not ours
+
     @property
     def id(self) -> str:
         known = self.__dict__.get("_id")

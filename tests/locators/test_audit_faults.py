@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,21 +15,21 @@ from noisescope.locators.inputs import batches_for
 
 
 @pytest.fixture(scope="module")
-def demo() -> ns.Subject:
-    return ns.load("demo")
+def demo(shallow_demo: Callable[..., ns.Subject]) -> ns.Subject:
+    return shallow_demo(4)
 
 
 @pytest.mark.parametrize(
     ("fault", "place", "operator", "kind"),
     [
-        ("stuck_bit:bit=16@2/linear/q_proj", 2, "linear", "stuck bit"),
-        ("noise:0.05@5/matmul", 5, "matmul", "noise"),
-        ("exp_table@5/softmax", 5, "softmax", "function table"),
-        ("stale_tile@6/linear/k_proj", 6, "linear", "stale data"),
-        ("dead_zone:0.1@10", 10, "residual", "dead zone"),
-        ("saturation:0.3@12", 12, "residual", "saturation"),
-        ("bias:0.01@13", 13, "residual", "bias"),
-        ("spike:0.3@14", 14, "residual", "spike"),
+        ("stuck_bit:bit=16@0/linear/q_proj", 0, "linear", "stuck bit"),
+        ("noise:0.05@1/matmul", 1, "matmul", "noise"),
+        ("exp_table@2/softmax", 2, "softmax", "function table"),
+        ("stale_tile@3/linear/k_proj", 3, "linear", "stale data"),
+        ("dead_zone:0.1@1", 1, "residual", "dead zone"),
+        ("saturation:0.3@2", 2, "residual", "saturation"),
+        ("bias:0.01@0", 0, "residual", "bias"),
+        ("spike:0.3@3", 3, "residual", "spike"),
         ("gain:0.01@lm_head", "lm_head", "linear", "gain"),
         ("bias:0.1@final_norm", "final_norm", "norm", "bias"),
     ],
@@ -43,13 +44,13 @@ def test_faults_are_named(demo: ns.Subject, fault: str, place: Any, operator: st
     assert {suspect.site.place for suspect in verdict.suspects} == {place}
 
 
-def test_sixteen_bits() -> None:
+def test_sixteen_bits(shallow_demo: Callable[..., ns.Subject]) -> None:
     """A 1 % gain in bfloat16 is at most a few ulps, and is found."""
-    subject = ns.load("demo", dtype="bfloat16")
-    with faulty(subject.model, "gain:0.01@7/linear/down_proj"):
+    subject = shallow_demo(4, "bfloat16")
+    with faulty(subject.model, "gain:0.01@2/linear/down_proj"):
         verdict = audit(subject)
     first = verdict.suspects[0]
-    assert (first.site.place, first.site.module, first.fault_class) == (7, "model.layers.7.mlp.down_proj", "gain")
+    assert (first.site.place, first.site.module, first.fault_class) == (2, "model.layers.2.mlp.down_proj", "gain")
 
 
 def test_a_fault_that_shows_only_in_a_fused_batch_is_still_named_inside_attention() -> None:
@@ -69,12 +70,12 @@ def test_a_fault_that_shows_only_in_a_fused_batch_is_still_named_inside_attentio
     )
 
 
-def test_infinities_of_a_fault_do_not_stop_the_audit() -> None:
+def test_infinities_of_a_fault_do_not_stop_the_audit(shallow_demo: Callable[..., ns.Subject]) -> None:
     """Spikes beyond float16 leave NaN in every row that follows: what can't be judged there is left out."""
-    subject = ns.load("demo", dtype="float16")
-    with faulty(subject.model, "gain:1e6@3"):
+    subject = shallow_demo(4, "float16")
+    with faulty(subject.model, "gain:1e6@1"):
         verdict = audit(subject)
-    assert (verdict.suspects[0].site.place, verdict.suspects[0].site.operator) == (3, "residual")
+    assert (verdict.suspects[0].site.place, verdict.suspects[0].site.operator) == (1, "residual")
 
 
 def test_text_of_ones_own(demo: ns.Subject) -> None:

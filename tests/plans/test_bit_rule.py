@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from noisescope.diagnostic import assign_precision, generate_mixed_precision_config
@@ -44,34 +45,34 @@ def test_it_says_when_it_misses_its_target() -> None:
         ({0: 0.01, 1: 0.02, 2: 0.03}, 5, ""),  # 5.33: a layer more or less goes past the target
     ],
 )
-def test_every_missed_target_is_told(profile: dict[int, float], target: float, words: str) -> None:
-    """Above or below, with or without layers of 16 bits; within one layer's step there is nothing to tell."""
-    told = missed_target(bits_by_rule(profile, target), target)
-    assert re.search(words, told) if words else told == ""
+def test_every_missed_target_is_reported(profile: dict[int, float], target: float, words: str) -> None:
+    """Above or below, with or without layers of 16 bits; within one layer's step there is nothing to report."""
+    missed = missed_target(bits_by_rule(profile, target), target)
+    assert re.search(words, missed) if words else missed == ""
 
 
 def test_rows_are_taken_and_what_was_not_measured_is_refused() -> None:
-    """A window's row counts by its degradation, as a number or with its interval; without one the layer is named."""
+    """By the notes' function, a row counts by its degradation, alone or with its interval; without one it is named."""
     rows: dict[Any, Any] = {
         "L0-2": {"degradation": 0.2, "sensitivity_score": 4.0},
         "L1-3": {"degradation": {"value": 0.07}},
         5: 0.01,
     }
-    assert bits_by_rule(rows, 28 / 3) == {"L0-2": 16, "L1-3": 8, 5: 4}
+    assert generate_mixed_precision_config(rows, 28 / 3) == {"L0-2": 16, "L1-3": 8, 5: 4}
+    assert generate_mixed_precision_config({0: np.float32(0.2), 1: np.float64(0.01)}, 10) == {0: 16, 1: 4}
     for bad in (None, float("nan"), "0.1", {"sensitivity_score": 4.0}, {"degradation": {"value": None}}, True):
         with pytest.raises(InvalidInput, match=r"no degradation of 'L7' \(got"):
-            bits_by_rule({0: 0.1, "L7": bad})  # type: ignore[dict-item]
+            generate_mixed_precision_config({0: 0.1, "L7": bad})
 
 
-def window(start: int, end: int, loss: float | None) -> dict[str, Any]:
-    return {"start_layer": start, "end_layer": end, "degradation": {"value": loss}}
-
-
-def test_windows_are_mapped_onto_layers() -> None:
+def test_windows_are_mapped_onto_layers(made: Any) -> None:
     """A layer has the mean loss of the windows that hold it; where one has none, there is no profile."""
-    run = {"model": {"blocks": 4}}
-    windows = [window(0, 1, 0.1), window(1, 2, 0.3), window(2, 3, 0.5)]
-    report = {"run": run, "layer_analysis": {"windows": windows}}
-    assert layer_sensitivity(report) == pytest.approx({0: 0.1, 1: 0.2, 2: 0.4, 3: 0.5})
-    assert layer_sensitivity({"run": run, "layer_analysis": {"windows": [*windows[:2], window(2, 3, None)]}}) == {}
-    assert layer_sensitivity({"run": run, "layer_analysis": None}) == {}
+    losses = {(0, 1): 0.1, (1, 2): 0.3, (2, 3): 0.5}
+    windows = [made.window(*ends, 1e-3, loss) for ends, loss in losses.items()]
+
+    def sensitivity(*rows: Any) -> dict[int, float]:
+        return layer_sensitivity(made.diagnosis(made.about(blocks=4), layer_analysis=made.layers(windows=rows)))
+
+    assert sensitivity(*windows) == pytest.approx({0: 0.1, 1: 0.2, 2: 0.4, 3: 0.5})
+    assert sensitivity(*windows[:2], made.window(2, 3, 1e-3, None)) == {}
+    assert layer_sensitivity(made.diagnosis()) == {}

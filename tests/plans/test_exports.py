@@ -1,4 +1,4 @@
-"""Plans in other tools' words, applied for real where the tool is installed."""
+"""Plans as files of other tools, applied for real where the tool is installed."""
 
 from __future__ import annotations
 
@@ -94,29 +94,30 @@ def test_groups_divide_the_inputs(tool: str) -> None:
     found = exported(plan("int4"), tool, 96)
     assert found.notes == (
         "model.layers.0.self_attn.q_proj and 11 more: 96 inputs are no multiple of 64, so the file has groups of 32 "
-        "there (0.5 bits of scales a weight)",
+        "there (0.5 bits of scales per weight)",
     )
     assert ": 32" in found.text and ": 64" in found.text
     assert exported(plan("int4"), tool).notes == () and ": 32" not in text(plan("int4"), tool)
 
 
 def test_widths_without_a_group_are_refused() -> None:
-    """No group of 16 or more, a fixed block that does not divide, a report that keeps no widths; FP8 has no groups."""
+    """No group of 16 or more, a fixed block that does not divide, a plan without widths; FP8 has no groups."""
     with pytest.raises(InvalidInput, match=r"q_proj has 72 inputs, which groups of 64 \(int4\).*fp8_e4m3"):
         exported(plan("int4"), "torchao", 72)
     with pytest.raises(InvalidInput, match=r"q_proj has 80 inputs, which groups of 32 \(mxfp4\)"):
         exported(plan("mxfp4"), "llm-compressor", 80)
-    with pytest.raises(InvalidInput, match="how many inputs a has"):
+    with pytest.raises(InvalidInput, match="a was planned without its number of inputs"):
         export_plan(Plan("", {"a": "int4"}, 0, 0, 0, 0), "torchao", [Module("a", 0, 64, {})])
     assert not exported(plan("fp8_e4m3"), "torchao", 72).notes
 
 
-def test_reports_that_name_no_classes_are_told() -> None:
-    """Of a report of an earlier version the file is written, with a note on what may be wrong with it."""
-    old = [Module("a", 0, 64, {}, 64)]
-    (note,) = export_plan(Plan("", {"a": "int4"}, 0, 0, 0, 0), "torchao", old).notes
-    assert "torchao does not quantise Conv1D" in note and "diagnose" in note
-    assert export_plan(Plan("", {"a": "int4"}, 0, 0, 0, 0), "autoround", old).notes == ()
+def test_transposed_linears_are_refused_where_a_tool_skips_them() -> None:
+    """GPT-2's Conv1D: AutoRound takes it, the others would leave it as it is."""
+    transposed, wanted = [Module("a", 0, 64, {}, 64, "Conv1D")], Plan("", {"a": "int4"}, 0, 0, 0, 0)
+    for tool in ("torchao", "llm-compressor", "modelopt"):
+        with pytest.raises(InvalidInput, match=f"{tool} does not quantise a, which is a Conv1D.*autoround"):
+            export_plan(wanted, tool, transposed)
+    assert '"bits": 4' in export_plan(wanted, "autoround", transposed).text
 
 
 @pytest.mark.slow

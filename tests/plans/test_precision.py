@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
+from noisescope.jsonform import to_json
+from noisescope.plans.coverage import coverage_notes, planned_share
 from noisescope.plans.precision import (
     Budget,
     Choice,
@@ -116,36 +119,43 @@ def test_sums_of_a_plan() -> None:
     plan = plan_of(modules, {"a": "int4", "b": "int8"}, "by hand")
     assert (plan.average_bits, plan.effective_bits, plan.predicted_kl) == (5.0, 5.25, 0.5)
     assert plan.megabytes == pytest.approx(4000 * 5.25 / 8e6) and plan.counts() == {"int4": 1, "int8": 1}
-    assert json.loads(json.dumps(plan.to_dict()))["assignment"] == {"a": "int4", "b": "int8"}
+    assert json.loads(json.dumps(to_json(plan)))["assignment"] == {"a": "int4", "b": "int8"}
     assert uniform_plan(modules, "int8").average_bits == 8.0
 
 
-def report(formats: dict[str, Any] | None = None) -> dict[str, Any]:
-    scores = {
-        name: {"bits": bits, "effective_bits": bits + 0.25, "predicted_kl": 0.1 / bits, "standard_error": None}
-        for name, bits in (formats or BITS).items()
-    }
-    return {"format_scores": {"n": 4, "modules": [{"module": "a", "place": 0, "parameters": 10, "formats": scores}]}}
+def diagnosis(made: Any, **costs: float) -> Diagnosis:
+    """One module, whose formats cost so much."""
+    offered = costs or {"int3": 0.1 / 3, "int4": 0.025, "int8": 0.0125}
+    module = made.module_scores("a", 0, {name: (cost, None) for name, cost in offered.items()})
+    return made.diagnosis(format_scores=made.scores(module))
 
 
-def test_modules_come_from_the_report() -> None:
+def test_modules_come_from_the_diagnosis(made: Any) -> None:
     """With the formats that are wanted."""
-    (module,) = modules_of(report(), ["int4", "int8"])
-    assert module == Module("a", 0, 10, {"int4": Choice(4, 4.25, 0.025), "int8": Choice(8, 8.25, 0.0125)})
+    (module,) = modules_of(diagnosis(made), ["int4", "int8"])
+    choices = {"int4": Choice(4, 4.25, 0.025), "int8": Choice(8, 8.25, 0.0125)}
+    assert module == Module("a", 0, 10, choices, 64, "Linear")
 
 
-def test_noise_in_scores_takes_no_bits() -> None:
+def test_noise_in_scores_takes_no_bits(made: Any) -> None:
     """A narrower integer that scored better by chance counts as no better, and a wider one that fits is taken."""
-    noisy = report({"int8": 8, "int4": 4, "int3": 3})
-    scores = noisy["format_scores"]["modules"][0]["formats"]
-    for name, cost in (("int8", 0.01), ("int4", 0.03), ("int3", 0.02)):
-        scores[name]["predicted_kl"] = cost
+    noisy = diagnosis(made, int8=0.01, int4=0.03, int3=0.02)
     (module,) = modules_of(noisy)
     assert {name: choice.predicted_kl for name, choice in module.choices.items()} == {
         "int8": 0.01, "int4": 0.03, "int3": 0.03,
     }  # fmt: skip
     assert optimal_plan([module], Budget(5.0)).assignment == {"a": "int4"}
     assert modules_of(noisy, ["int3", "int8"])[0].choices["int3"].predicted_kl == 0.03  # whatever else is offered
+
+
+def test_coverage_is_reported_where_it_is_low(made: Any) -> None:
+    """Average bits are of the planned weights alone."""
+    module = made.module_scores("a", 0, {"int4": (0.1, None)})
+    nearly, half = (made.diagnosis(format_scores=made.scores(module, weights=w)) for w in (10, 40))
+    assert planned_share(nearly) == 1.0 and coverage_notes(nearly) == []
+    (note,) = coverage_notes(half)
+    assert planned_share(half) == 0.25 and "covers 10 of the 40 weights of the blocks (25 %)" in note
+    assert planned_share(made.diagnosis(format_scores=made.scores(module, weights=0))) is None
 
 
 def test_formats_that_cost_the_same_get_the_bits_that_are_left() -> None:
@@ -163,29 +173,29 @@ def with_latency(module: str, time: Any) -> Budget:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: modules_of({}), "no format scores: run `noisescope diagnose`"),
-        (lambda: modules_of({"format_scores": {"modules": [], "error": "out of memory"}}), "out of memory"),
-        (lambda: modules_of(report(), ["int5"]), "'int5'"),
-        (lambda: modules_of(report(), []), "no format is left"),
-        (lambda: Budget(), "needs a limit"),
-        (lambda: Budget(-1.0), "above 0"),
-        (lambda: Budget(milliseconds=3.0), "needs both"),
-        (lambda: optimal_plan(made_up(4), Budget(2.0)), r"average_bits = 2 can't be reached.*3"),
-        (lambda: optimal_plan(made_up(4), Budget(5.0), granularity="block"), "granularity"),
-        (lambda: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": {"int3": 1}})), "no 'int4'"),
-        (lambda: with_latency("*", "fast"), "'fast' for '\\*', 'int3'.*numbers from 0"),
-        (lambda: with_latency("a", None), "None for 'a'"),
-        (lambda: with_latency("a", float("nan")), "nan for 'a'"),
-        (lambda: with_latency("a", -1), "-1 for 'a'"),
+        (lambda made: modules_of(made.diagnosis()), "no format scores: run `noisescope diagnose`"),
+        (lambda made: modules_of(made.diagnosis(format_scores=made.scores(error="out of memory"))), "out of memory"),
+        (lambda made: modules_of(diagnosis(made), ["int5"]), "'int5'"),
+        (lambda made: modules_of(diagnosis(made), []), "no format is left"),
+        (lambda _: Budget(), "needs a limit"),
+        (lambda _: Budget(-1.0), "above 0"),
+        (lambda _: Budget(milliseconds=3.0), "needs both"),
+        (lambda _: optimal_plan(made_up(4), Budget(2.0)), r"average_bits = 2 can't be reached.*3"),
+        (lambda _: optimal_plan(made_up(4), Budget(5.0), granularity="block"), "granularity"),
+        (lambda _: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": {"int3": 1}})), "no 'int4'"),
+        (lambda _: with_latency("*", "fast"), "'fast' for '\\*', 'int3'.*numbers from 0"),
+        (lambda _: with_latency("a", None), "None for 'a'"),
+        (lambda _: with_latency("a", float("nan")), "nan for 'a'"),
+        (lambda _: with_latency("a", -1), "-1 for 'a'"),
         (
-            lambda: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": dict(BITS), "layer.0": {}})),
+            lambda _: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": dict(BITS), "layer.0": {}})),
             "a row for 'layer.0', which is not planned.*'layers.0.linear0'",
         ),
-        (lambda: random_plans(made_up(4), 9.0, 1), "can't average 9"),
-        (lambda: random_plans(made_up(1), 4.5, 1), "no random plan"),
+        (lambda _: random_plans(made_up(4), 9.0, 1), "can't average 9"),
+        (lambda _: random_plans(made_up(1), 4.5, 1), "no random plan"),
     ],
 )
-def test_mistakes_are_told(call: Any, words: str) -> None:
+def test_mistakes_are_explained(made: Any, call: Any, words: str) -> None:
     """What came, what is allowed, what to do."""
     with pytest.raises(InvalidInput, match=words):
-        call()
+        call(made)

@@ -25,6 +25,16 @@ SCALED = [
 ]
 EVERY = PLAIN + SCALED
 SATURATING = PLAIN[2:] + SCALED
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def by_family(formats: list[Format]) -> pytest.MarkDecorator:
+    """A case for each kind of scale and element, which loops over its formats: `formats` in the test."""
+    families: dict[str, list[Format]] = {}
+    for fmt in formats:
+        kind = "integer" if fmt.name.startswith("int") else "block" if fmt.name.endswith("fp4") else "float"
+        families.setdefault(kind if fmt.granularity else "plain", []).append(fmt)
+    return pytest.mark.parametrize("formats", families.values(), ids=families)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -274,127 +284,135 @@ def test_scaled_fp8_maps_absmax_to_the_largest_value(name: str, top: float) -> N
     assert torch.allclose(y[:, 0], x[:, 0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("fmt", SCALED, ids=str)
-def test_a_short_last_group_is_as_if_padded_with_zeros(fmt: Format) -> None:
+@by_family(SCALED)
+def test_a_short_last_group_is_as_if_padded_with_zeros(formats: list[Format]) -> None:
     """A width that is no multiple of the group gives what the same values with zeros behind them give."""
     x = normal(3, 37)
     padded = torch.nn.functional.pad(x, (0, 240 * 2 - 37))
-    assert torch.equal(quantise(x, fmt), quantise(padded, fmt)[:, :37])
+    for fmt in formats:
+        assert torch.equal(quantise(x, fmt), quantise(padded, fmt)[:, :37]), fmt
 
 
 # ---- properties of every format --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_shape_dtype_and_input_are_kept(fmt: Format, dtype: torch.dtype) -> None:
+@by_family(EVERY)
+def test_shape_dtype_and_input_are_kept(formats: list[Format]) -> None:
     """The result is a new tensor of the given shape, dtype and device; the input is not written to."""
-    for shape in ((), (1,), (5,), (3, 50), (2, 3, 33), (0,), (2, 0), (0, 4)):
+    shapes = ((), (1,), (5,), (3, 50), (2, 3, 33), (0,), (2, 0), (0, 4))
+    for fmt, dtype, shape in itertools.product(formats, DTYPES, shapes):
         x = normal(*shape).to(dtype)
         before = x.clone()
         y = quantise(x, fmt)
-        assert (y.shape, y.dtype, y.device) == (x.shape, dtype, x.device)
-        assert torch.equal(x, before)
-        assert x.numel() == 0 or y.data_ptr() != x.data_ptr()
-        assert y.isfinite().all()
+        assert (y.shape, y.dtype, y.device) == (x.shape, dtype, x.device), fmt
+        assert torch.equal(x, before), fmt
+        assert x.numel() == 0 or y.data_ptr() != x.data_ptr(), fmt
+        assert y.isfinite().all(), fmt
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_no_value_is_read_by_the_host(fmt: Format) -> None:
+@by_family(EVERY)
+def test_no_value_is_read_by_the_host(formats: list[Format]) -> None:
     """The maths runs on meta tensors, which hold no values: nothing waits for the device."""
     x = torch.empty(2, 3, 50, device="meta", dtype=torch.bfloat16)
-    y = quantise(x, fmt)
-    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+    for fmt in formats:
+        y = quantise(x, fmt)
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device), fmt
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_layout_does_not_matter(fmt: Format) -> None:
+@by_family(EVERY)
+def test_layout_does_not_matter(formats: list[Format]) -> None:
     """A transposed, strided or expanded view gives what its contiguous copy gives."""
     base = normal(40, 60)
-    for x in (base.T, base[::2, ::3], base[:1].expand(4, 60)):
+    for fmt, x in itertools.product(formats, (base.T, base[::2, ::3], base[:1].expand(4, 60))):
         assert not x.is_contiguous()
-        assert torch.equal(quantise(x, fmt), quantise(x.contiguous(), fmt))
+        assert torch.equal(quantise(x, fmt), quantise(x.contiguous(), fmt)), fmt
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_sign_symmetry_and_determinism(fmt: Format) -> None:
+@by_family(EVERY)
+def test_sign_symmetry_and_determinism(formats: list[Format]) -> None:
     """Q(-x) = -Q(x), and the same input gives the same result."""
     x = normal(8, 100)
-    y = quantise(x, fmt)
-    assert torch.equal(quantise(-x, fmt), -y)
-    assert torch.equal(quantise(x, fmt), y)
+    for fmt in formats:
+        y = quantise(x, fmt)
+        assert torch.equal(quantise(-x, fmt), -y), fmt
+        assert torch.equal(quantise(x, fmt), y), fmt
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_idempotence(fmt: Format) -> None:
+@by_family(EVERY)
+def test_idempotence(formats: list[Format]) -> None:
     """Quantising twice is quantising once: exactly with power-of-two or no scales, else up to float rounding."""
     x = normal(8, 100)
-    once = quantise(x, fmt)
-    twice = quantise(once, fmt)
-    if fmt in PLAIN or fmt.name == "mxfp4":
-        assert torch.equal(twice, once)
-    else:
-        assert torch.allclose(twice, once, rtol=1e-6, atol=0)
+    for fmt in formats:
+        once = quantise(x, fmt)
+        twice = quantise(once, fmt)
+        if fmt in PLAIN or fmt.name == "mxfp4":
+            assert torch.equal(twice, once), fmt
+        else:
+            assert torch.allclose(twice, once, rtol=1e-6, atol=0), fmt
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_zero_blocks_stay_zero(fmt: Format) -> None:
+@by_family(EVERY)
+def test_zero_blocks_stay_zero(formats: list[Format]) -> None:
     """All-zero tensors, and zero blocks beside others, stay exactly zero."""
-    assert torch.equal(quantise(torch.zeros(4, 96), fmt), torch.zeros(4, 96))
     x = normal(4, 96)
     x[1], x[:, 48:] = 0, 0
-    assert (quantise(x, fmt)[x == 0] == 0).all()
+    for fmt in formats:
+        assert torch.equal(quantise(torch.zeros(4, 96), fmt), torch.zeros(4, 96)), fmt
+        assert (quantise(x, fmt)[x == 0] == 0).all(), fmt
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
-def test_nan_stays_nan_alone(fmt: Format) -> None:
+@by_family(EVERY)
+def test_nan_stays_nan_alone(formats: list[Format]) -> None:
     """NaN stays NaN, and every other value is what it is with 0 in NaN's place."""
     x = normal(4, 96)
     x[2, 5] = NAN
-    y, without = quantise(x, fmt), quantise(x.nan_to_num(nan=0.0), fmt)
-    assert y[2, 5].isnan() and y.isnan().sum() == 1
-    assert torch.equal(y.nan_to_num(nan=0.0), without)
+    for fmt in formats:
+        y, without = quantise(x, fmt), quantise(x.nan_to_num(nan=0.0), fmt)
+        assert y[2, 5].isnan() and y.isnan().sum() == 1, fmt
+        assert torch.equal(y.nan_to_num(nan=0.0), without), fmt
 
 
-@pytest.mark.parametrize("fmt", SATURATING, ids=str)
-def test_inf_saturates_and_does_not_set_the_scale(fmt: Format) -> None:
+@by_family(SATURATING)
+def test_inf_saturates_and_does_not_set_the_scale(formats: list[Format]) -> None:
     """Inf becomes a finite value of its sign, at least as large as its block's others, which do not change."""
     x = normal(4, 96)
     x[2, 5], x[3, 7] = INF, -INF
-    y, without = quantise(x, fmt), quantise(x.nan_to_num(posinf=0.0, neginf=0.0), fmt)
-    assert y.isfinite().all() and y[2, 5] > 0 and y[3, 7] < 0
     finite = x.isfinite()
-    assert torch.equal(y[finite], without[finite])
-    if fmt.granularity == "token":
-        assert y[2, 5] == y[2].abs().max() and y[3, 7] == -y[3].abs().max()
-    for special in (INF, -INF, NAN):  # nothing finite in the block: finite (or NaN), and no error
-        alone = quantise(torch.full((3, 40), special), fmt)
-        assert alone.isnan().all() if math.isnan(special) else alone.isfinite().all()
+    for fmt in formats:
+        y, without = quantise(x, fmt), quantise(x.nan_to_num(posinf=0.0, neginf=0.0), fmt)
+        assert y.isfinite().all() and y[2, 5] > 0 and y[3, 7] < 0, fmt
+        assert torch.equal(y[finite], without[finite]), fmt
+        if fmt.granularity == "token":
+            assert y[2, 5] == y[2].abs().max() and y[3, 7] == -y[3].abs().max(), fmt
+        for special in (INF, -INF, NAN):  # nothing finite in the block: finite (or NaN), and no error
+            alone = quantise(torch.full((3, 40), special), fmt)
+            assert alone.isnan().all() if math.isnan(special) else alone.isfinite().all(), fmt
 
 
-@pytest.mark.parametrize("fmt", SATURATING, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_extreme_magnitudes_stay_finite(fmt: Format, dtype: torch.dtype) -> None:
+@by_family(SATURATING)
+def test_extreme_magnitudes_stay_finite(formats: list[Format]) -> None:
     """The largest, smallest normal and smallest subnormal values of a dtype give finite, bounded results."""
-    info = torch.finfo(dtype)
-    for top in (info.max, info.tiny, info.smallest_normal * info.eps):
-        x = torch.tensor([top, -top, top / 3, 0.0], dtype=dtype).repeat(3, 10)
-        y = quantise(x, fmt)
-        assert y.isfinite().all() and (y[x == 0] == 0).all()
-        assert (y.abs().double() <= 2 * x.abs().amax().double()).all()
+    for fmt, dtype in itertools.product(formats, DTYPES):
+        info = torch.finfo(dtype)
+        for top in (info.max, info.tiny, info.smallest_normal * info.eps):
+            x = torch.tensor([top, -top, top / 3, 0.0], dtype=dtype).repeat(3, 10)
+            y = quantise(x, fmt)
+            assert y.isfinite().all() and (y[x == 0] == 0).all(), (fmt, dtype, top)
+            assert (y.abs().double() <= 2 * x.abs().amax().double()).all(), (fmt, dtype, top)
 
 
-@pytest.mark.parametrize("fmt", SCALED, ids=str)
+@by_family(SCALED)
 @settings(max_examples=25, deadline=None)
 @given(values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=60))
-def test_any_float32_values_give_bounded_results(fmt: Format, values: list[float]) -> None:
+def test_any_float32_values_give_bounded_results(formats: list[Format], values: list[float]) -> None:
     """For any float32 values the result is finite, of the same sign or zero, and at most twice the largest finite."""
     x = torch.tensor(values)
-    y = quantise(x, fmt)
-    assert y.isfinite().all() and (y * x.sign() >= 0).all()
     # A scale is at least the smallest normal float32, so Inf with no finite company may reach 57344 * 2^-126.
     largest = x.nan_to_num(posinf=0.0, neginf=0.0).abs().max().double().clamp_min(1e-33)
-    assert (y.abs().double() <= 2 * largest).all()
+    for fmt in formats:
+        y = quantise(x, fmt)
+        assert y.isfinite().all() and (y * x.sign() >= 0).all(), fmt
+        assert (y.abs().double() <= 2 * largest).all(), fmt
 
 
 def test_global_default_dtype_has_no_say() -> None:

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,9 +18,21 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 
+from noisescope.diagnosis.report import RobustnessCurve
+from noisescope.diagnosis.rows import (
+    AvalanchePoint,
+    CellEffect,
+    Divergence,
+    Interaction,
+    LayerAnalysis,
+    LayerEffect,
+    LevelEffect,
+    WindowEffect,
+)
 from noisescope.reports import document as d
 from noisescope.reports import levels, sections
 from noisescope.reports.html import to_html
+from noisescope.stats import Estimate
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -40,39 +52,59 @@ pytestmark = [
 # -- documents
 
 
-def estimate(value: float) -> dict[str, Any]:
-    return {"value": value, "low": value * 0.6, "high": value * 1.7, "n": 200}
+def estimate(value: float) -> Estimate:
+    return Estimate(value, value * 0.6, value * 1.7, 200)
 
 
-def layer_analysis() -> dict[str, Any]:
-    """28 layers x 9 operators, 60 windows, as a report's JSON has them; gelu is missing in odd layers."""
+def kl(value: float) -> Divergence:
+    return Divergence(estimate(value), estimate(2 * value))
+
+
+def layer_analysis() -> LayerAnalysis:
+    """28 layers x 9 operators, 60 windows; gelu is missing in odd layers."""
     draw = random.Random(1)
-    windows, cells = [], []
+    windows: list[WindowEffect] = []
+    cells: list[CellEffect] = []
+    points: list[AvalanchePoint] = []
     for first in range(60):
         loss = 0.25 if first in (8, 9, 24) else 0.02 * draw.random()
         band = "CRITICAL" if loss > 0.2 else "ROBUST"
+        name, last = f"L{first}-{first + 2}", first + 2
         windows.append(
-            {"layer_range": f"L{first}-{first + 2}", "evidence": "injected", "band": band,
-             "degradation": estimate(loss), "kl": estimate(loss), "predicted_kl": estimate(loss / 2),
-             "interaction_index": estimate(draw.random())}
+            WindowEffect(
+                layer_range=name, start_layer=first, end_layer=last, evidence="injected", band=band, band_upper=band,
+                degradation=estimate(loss), kl=kl(loss), predicted_kl=kl(loss / 2),
+                interaction_index=Interaction(estimate(draw.random()), "injected"),
+            )
         )  # fmt: skip
+        if first in (8, 9):
+            state: Literal["avalanche", "borderline"] = "avalanche" if first == 8 else "borderline"
+            common, loss_found = (first, last), estimate(loss)
+            points.append(AvalanchePoint(first, last, name, state, band, loss_found, (0.01,), None, common, None))
     for layer in range(28):
         for operator in OPERATORS:
             if operator == "gelu" and layer % 2:
                 continue
             value, injected = 10 ** (-1 - 5 * draw.random()), draw.random() < 0.2
             cells.append(
-                {"layer": layer, "operator": operator, "evidence": "injected" if injected else "predicted",
-                 "kl": estimate(value) if injected else None, "predicted_kl": estimate(value * 0.8)}
+                CellEffect(
+                    layer=layer, operator=operator, evidence="injected" if injected else "predicted",
+                    kl=kl(value) if injected else None, predicted_kl=kl(value * 0.8),
+                )
             )  # fmt: skip
-    rows = [{"layer": i, "evidence": "predicted", "predicted_kl": estimate(0.01 / (i + 1))} for i in range(28)]
-    points = [{"layer_range": "L8-10", "sure": True}, {"layer_range": "L9-11", "sure": False}]
-    return {"windows": windows, "layers": rows, "places": {}, "map": cells, "operators": ["gemm"],
-            "compounding": [], "avalanche_points": points}  # fmt: skip
+    rows = [LayerEffect(layer=i, evidence="predicted", predicted_kl=kl(0.01 / (i + 1))) for i in range(28)]
+    return LayerAnalysis(
+        operators=("gemm",), window=3, step=1, windows=tuple(windows), layers=tuple(rows), places={}, map=tuple(cells),
+        avalanche_points=tuple(points), compounding=(), prediction_scale=1.0, point_rule_avalanches=(),
+    )  # fmt: skip
 
 
 ANALYSIS = layer_analysis()
-KNOWN = {(f"layer {c['layer']}", c["operator"]): (c["kl"] or c["predicted_kl"])["value"] for c in ANALYSIS["map"]}
+KNOWN = {
+    (f"layer {cell.layer}", cell.operator): cell.divergence.size.value or 0.0
+    for cell in ANALYSIS.map
+    if cell.divergence is not None
+}
 
 
 def large() -> d.Document:
@@ -90,16 +122,19 @@ def large() -> d.Document:
         (
             d.Section("summary", "Summary", (verdict, d.Bullets((finding,) * 3, numbered=True), next_step)),
             d.Section("advice", "Recommendations", (table,)),
-            *levels.layers({"layer_analysis": ANALYSIS}),
+            *levels.layer_sections(ANALYSIS, "accuracy"),
             d.Section("tones", "Every tone", tones),
         ),
     )
 
 
 def robustness() -> d.Document:
-    rows = [{"noise_level": x, "accuracy": estimate(0.5 - x), "retention": None, "band": "LOW"} for x in (0, 0.05, 0.2)]
-    found = sections.robustness({"robustness": {"levels": rows, "operators": ["gemm"]}})
-    return d.Document("noisescope report", (), (*found, *sections.limits({"could_not_see": ["a fault"]})))
+    rows = tuple(
+        LevelEffect(noise_level=x, accuracy=estimate(0.5 - x), retention=None, band="LOW", band_upper="LOW")
+        for x in (0.0, 0.05, 0.2)
+    )
+    found = sections.robustness(RobustnessCurve(("gemm",), rows), "accuracy")
+    return d.Document("noisescope report", (), (found, *sections.limits(["a fault"])))
 
 
 def small() -> d.Document:
@@ -302,12 +337,12 @@ def test_a_filter_keeps_rows_with_the_text(browser: Browser) -> None:
 def test_a_bar_shows_its_numbers_and_its_mark(browser: Browser) -> None:
     """Hover and arrow keys give label, text, mark; the bar carries the report's number."""
     browser.open("large")
-    lines = ["L9-11", "25.0 % [15.0 %, 42.5 %]", "avalanche point (not sure)", "colour: critical"]
+    lines = ["L9-11", "25.0 % [15.0 %, 42.5 %]", "avalanche point (borderline)", "colour: critical"]
     assert browser.hover(browser.all("[data-key=windows-chart] .shape")[9]) == lines
     values = browser.js(
         "return [...document.querySelectorAll('[data-key=windows-chart] .shape')].map(e => e.dataset.value)"
     )
-    assert values == [repr(row["degradation"]["value"]) for row in ANALYSIS["windows"]]
+    assert values == [repr(row.degradation.value) for row in ANALYSIS.windows if row.degradation]
     browser.js("document.querySelector('[data-key=windows-chart] .shape').focus()")
     browser.press(*[Keys.ARROW_RIGHT] * 8)
     assert browser.focused() == "L8-10" and browser.tip()[0] == "L8-10"
@@ -344,7 +379,7 @@ def test_hovering_a_cell_shows_its_numbers(browser: Browser) -> None:
         where = f"layer {index // 9}", OPERATORS[index % 9]
         title, number, note = browser.hover(cells[index])
         assert title == ", ".join(where)
-        assert number == f"{cells[index].text} nats a token"
+        assert number == f"{cells[index].text} nats per token"
         assert float(number.split()[0].rstrip("*")) == float(f"{KNOWN[where]:.3g}")
         assert note.endswith("n = 200") and f"{KNOWN[where] * 1.7:.3g}" in note
     assert browser.hover(cells[9 + 5]) == ["layer 1, gelu", "no such site"]
@@ -385,7 +420,7 @@ def test_the_map_filters_by_operator_value_and_evidence(browser: Browser) -> Non
     browser.one(".heat [type=reset]").click()
     assert len(browser.column(lit)) == len(KNOWN) and len(browser.column(".heat tbody th")) == 28
     browser.one(".heat [name=starred]").click()
-    injected = sum(cell["kl"] is not None for cell in ANALYSIS["map"])
+    injected = sum(cell.kl is not None for cell in ANALYSIS.map)
     shown = browser.column(lit)
     assert len(shown) == injected and all(text.endswith("*") for text in shown)
 

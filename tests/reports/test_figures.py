@@ -28,7 +28,7 @@ OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embe
 BARS = (
     Bar("L0-2", Cell("20 %", 0.2, "critical"), -0.01, 0.42, "avalanche point"),
     Bar("L1-3", Cell("0 %", 0.0, "low"), -0.19, 0.16),
-    Bar("L2-4", Cell("5 %", 0.05, "moderate"), None, None, "avalanche point (not sure)"),
+    Bar("L2-4", Cell("5 %", 0.05, "moderate"), None, None, "avalanche point (borderline)", undecided=True),
     Bar("L3-5", Cell("12 %", 0.12, "high"), 0.1, None),
     Bar("L4-6", Cell("not measurable", None, "unsure")),
 )
@@ -42,15 +42,15 @@ CURVE = Curve(
 )
 
 
-def heat(*rows: tuple[Cell | None, ...], unit: str = "nats a token") -> HeatMap:
+def heat(*rows: tuple[Cell | None, ...], unit: str = "nats per token") -> HeatMap:
     names = tuple(f"layer {number}" for number in range(len(rows)))
     columns = OPERATORS[: len(rows[0])] if rows else ()
-    return HeatMap("map", "Divergence", unit, names, columns, rows, (("",) * len(columns),) * len(rows), "* injected")
+    return HeatMap("map", "Divergence", unit, names, columns, rows, (("",) * len(columns),) * len(rows), "injected")
 
 
 MAP = heat(
-    (Cell("0.5*", 0.5), Cell("1e-05", 1e-5), None),
-    (Cell("0", 0.0), Cell("", None), Cell("0.003*", 0.003)),
+    (Cell("0.5", 0.5, starred=True), Cell("1e-05", 1e-5), None),
+    (Cell("0", 0.0), Cell("", None), Cell("0.003", 0.003, starred=True)),
 )
 
 
@@ -68,8 +68,7 @@ def crowded(layers: int) -> tuple[Chart, HeatMap]:
         for n in range(layers)
     )
     rows = tuple(
-        tuple(Cell("x*" if (n + c) % 5 == 0 else "x", 10.0 ** (-(n * 9 + c) % 6)) for c in range(9))
-        for n in range(layers)
+        tuple(Cell("x", 10.0 ** (-(n * 9 + c) % 6), starred=(n + c) % 5 == 0) for c in range(9)) for n in range(layers)
     )
     return Chart("c", "Accuracy lost by window", "share", bars), heat(*rows)
 
@@ -114,7 +113,7 @@ def test_svg_holds_the_labels_as_text(saved: list[Path]) -> None:
     """Titles, units, windows, layers and operators can be searched, and edited for a paper."""
     texts = {path.stem: "|".join(ElementTree.parse(path).getroot().itertext()) for path in saved[1::2]}
     wanted = {
-        "windows-chart": [CHART.title, CHART.unit, *(bar.label for bar in BARS), "avalanche point (not sure)"],
+        "windows-chart": [CHART.title, CHART.unit, *(bar.label for bar in BARS), "avalanche point (borderline)"],
         "curve": [CURVE.title, CURVE.unit, CURVE.across],
         "map": [MAP.title, MAP.unit, *MAP.columns, "layer", "injected"],
     }
@@ -195,13 +194,13 @@ def test_an_open_end_is_dotted_to_the_rim() -> None:
 
 
 def test_marks_differ_by_symbol_and_words() -> None:
-    """Avalanche points have a triangle, hollow where not sure, the window's name over it, and a legend."""
+    """Avalanche points have a triangle, hollow where borderline, the window's name over it, and a legend."""
     figure = figure_of(CHART)
     triangles = [line for line in figure.axes[0].lines if line.get_marker() == "v"]
     assert [line.get_xdata()[0] for line in triangles] == [0, 2]
     assert len({to_hex(line.get_markerfacecolor()) for line in triangles}) == 2
     assert [note.get_text() for note in figure.axes[0].texts] == ["L0-2", "L2-4"]
-    assert legend(figure)[-2:] == ["avalanche point", "avalanche point (not sure)"]
+    assert legend(figure)[-2:] == ["avalanche point", "avalanche point (borderline)"]
 
 
 def test_divergences_over_decades_are_points_on_a_log_scale() -> None:
@@ -243,7 +242,7 @@ def test_the_heat_map_has_a_log_scale_with_its_unit() -> None:
     norm = mesh_of(figure).norm
     assert isinstance(norm, LogNorm)
     assert (norm.vmin, norm.vmax) == (1e-5, 0.5)
-    assert figure.axes[1].get_ylabel() == "nats a token"
+    assert figure.axes[1].get_ylabel() == "nats per token"
     assert mesh_of(figure).get_cmap().name in ("viridis", "cividis")
 
 
@@ -275,7 +274,7 @@ def test_zero_is_not_the_smallest_value() -> None:
 
 
 def test_injected_cells_have_a_star() -> None:
-    """A star on each cell whose text ends with one, and nowhere else."""
+    """A star on each starred cell, and nowhere else."""
     stars = [c for c in figure_of(MAP).axes[0].collections if c.get_gid() == "stars"]
     places = sorted(tuple(place) for group in stars for place in group.get_offsets().tolist())
     assert places == [(0.5, 0.5), (1.5, 2.5)]
@@ -287,7 +286,7 @@ def test_injected_cells_have_a_star() -> None:
     [
         heat(),
         heat((None, None), (None, None)),
-        heat((Cell("0*", 0.0), Cell("0", 0.0))),
+        heat((Cell("0", 0.0, starred=True), Cell("0", 0.0))),
         heat((Cell("nan", math.nan), Cell("inf", math.inf), Cell("1", 1.0))),
         heat((Cell("tiny", 1e-60), Cell("0", 0.0), Cell("huge", 1e60))),
         Chart("c", "t", "u", ()),

@@ -153,7 +153,7 @@ def test_every_number_is_in_the_page_exactly() -> None:
 
 def test_an_interval_is_drawn_apart_and_reads_the_same() -> None:
     """The text of an estimate is unbroken although its interval is lighter."""
-    table = Table("t", ("a", "b"), ((Cell("x"), Cell("1.2 % [0.1 %, 3 %] (n = 4)", 0.012)),))
+    table = Table("t", ("a", "b"), ((Cell("x"), Cell("1.2 %", 0.012, interval="[0.1 %, 3 %]", rest=" (n = 4)")),))
     page = Page(to_html(Document("d", (), (Section("s", "s", (table,)),))))
     assert "1.2 % [0.1 %, 3 %] (n = 4)" in page.text
     assert "interval" in page.values("class")
@@ -292,7 +292,7 @@ def test_colour_follows_the_logarithm() -> None:
 
 def test_a_missing_site_says_so_and_a_star_marks_what_was_injected() -> None:
     """None is "no such site"; only a starred cell with a number counts as injected."""
-    cells = ((Cell("1*", 1.0), Cell("2", 2.0), Cell("*"), None),)
+    cells = ((Cell("1", 1.0, starred=True), Cell("2", 2.0), Cell("*"), None),)
     heat = HeatMap("h", "t", "nats", ("r",), ("a", "b", "c", "d"), cells, (("n1", "n2", "n3", ""),))
     page = Page(to_html(Document("d", (), (Section("s", "s", (heat,)),))))
     titles = [(a["title"], "data-starred" in a) for t, a in page.tags if "title" in a]
@@ -384,6 +384,6 @@ def test_a_limit_is_drawn_where_its_value_lies() -> None:
 
 def test_tables_of_sentences_are_stacked_on_a_phone() -> None:
     """One sentence in most rows is enough; long names of modules are not sentences."""
-    sentence, name = Cell("noise in it moves the output by 0.01 nats a token"), Cell("model.layers." * 5)
+    sentence, name = Cell("noise in it moves the output by 0.01 nats per token"), Cell("model.layers." * 5)
     assert html.is_wordy(Table("t", ("a", "b"), ((Cell("1"), sentence), (Cell("2"), sentence))))
     assert not html.is_wordy(Table("t", ("a", "b"), ((name, Cell("1")), (name, Cell("2")), (name, sentence))))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fontTools.ttLib import TTFont
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noisescope.diagnosis.report import Robustness
 from noisescope.errors import MissingExtra
 from noisescope.reports import pdf, typesetting
 from noisescope.reports.document import (
@@ -59,11 +61,11 @@ def window(number: int, draw: random.Random) -> tuple[Cell, ...]:
     kl = 10 ** draw.uniform(-6, 0)
     return (
         Cell(f"L{number}-{number + 2}"),
-        Cell(f"{draw.random():.1%} [-10.1 %, {draw.random():.1%}]".replace("%,", " %,"), draw.random()),
+        Cell(f"{100 * draw.random():.1f} %", draw.random(), interval=f"[-10.1 %, {100 * draw.random():.1f} %]"),
         Cell(name, tone=tone),
-        Cell(f"{kl:.3g} [{kl / 3:.3g}, {kl * 5:.3g}]", kl),
-        Cell(f"{kl:.3g} [{kl / 3:.3g}, ...]", kl),
-        Cell(draw.choice(("injected", "predicted", "injected (parted)"))),
+        Cell(f"{kl:.3g}", kl, interval=f"[{kl / 3:.3g}, {kl * 5:.3g}]", rest=f", mean {kl * 2:.3g}"),
+        Cell(f"{kl:.3g}", kl, interval=f"[{kl / 3:.3g}, ...]", rest=f", mean at least {kl * 2:.3g}"),
+        Cell(draw.choice(("injected", "predicted", "injected (nonlinear)"))),
         Cell(str(draw.randrange(10**6)), 1.0),
     )
 
@@ -78,7 +80,7 @@ def large() -> Document:
     values = [[10 ** draw.uniform(-6, 0) for _ in OPERATORS] for _ in range(28)]
     cells = tuple(
         tuple(
-            None if name == "bmm" else Cell(f"{value:.3g}{'*' * (value > 0.1)}", value)
+            None if name == "bmm" else Cell(f"{value:.3g}", value, starred=value > 0.1)
             for name, value in zip(OPERATORS, line, strict=True)
         )
         for line in values
@@ -108,8 +110,8 @@ def large() -> Document:
                     Table("windows", head, rows, "Sliding windows"),
                 ),
             ),
-            Section("map", "Layer x operator", (HeatMap("map", "Divergence", "nats a token", names, OPERATORS, cells,
-                                                        notes, "* injected; else predicted"),)),
+            Section("map", "Layer x operator", (HeatMap("map", "Divergence", "nats per token", names, OPERATORS, cells,
+                                                        notes, "injected; else predicted"),)),
             Section("channels", "Channels", (Table("outliers", ("module", "outliers", "channels"), modules, "Worst"),)),
             Section("robustness", "Robustness", (Curve("curve", "Accuracy under noise", "noise", "accuracy", points),)),
             Section("method", "Method", (Paragraph("58 trials; seeds 0. 2026-11-15T13:56:36+00:00."),)),
@@ -294,7 +296,7 @@ def test_no_text_leaves_the_page_or_runs_into_another() -> None:
 def test_a_table_wider_than_the_page_wraps() -> None:
     """Twenty columns of intervals still stand inside the margins and lose nothing."""
     head = tuple(f"column {number}" for number in range(20))
-    row = tuple(Cell(f"0.{number} [0.01, {number}.5]", 1.0) for number in range(20))
+    row = tuple(Cell(f"0.{number}", 1.0, interval=f"[0.01, {number}.5]") for number in range(20))
     document = document_of(Table("wide", head, (row, row)))
     text = "".join(pages(document))
     assert all(squeezed(name) in text for name in (*head, *(cell.text for cell in row)))
@@ -311,7 +313,9 @@ def test_pages_are_a4_and_no_heading_stands_alone_at_the_foot() -> None:
 
 def test_an_interval_stays_on_one_line() -> None:
     """A wrapped estimate has its value above and its interval below, never a broken bracket."""
-    rows = tuple(tuple(Cell(f"0.{row}{column} [0.1234, 0.5678]", 1.0) for column in range(8)) for row in range(5))
+    rows = tuple(
+        tuple(Cell(f"0.{row}{column}", 1.0, interval="[0.1234, 0.5678]") for column in range(8)) for row in range(5)
+    )
     document = document_of(Table("t", tuple("abcdefgh"), rows))
     texts = [text for _, _, _, text in placed(reader(document).pages[0])]
     assert texts.count("[0.1234, 0.5678]") == 40
@@ -322,22 +326,22 @@ def test_an_interval_stays_on_one_line() -> None:
 
 def test_the_same_document_gives_the_same_bytes_without_torch() -> None:
     """Drawn here and in another process that has no torch: the date is the run's, not today's."""
-    blocks = (
-        Chart("c", "Chart", "unit", (Bar("L0", Cell("1", 1.0, "low"), 0.5, 2.0),)),
-        Paragraph("ended 2026-11-15T13:56:36+00:00, not 2026-99-99T99:99:99+00:00"),
-    )
+    chart = Chart("c", "Chart", "unit", (Bar("L0", Cell("1", 1.0, "low"), 0.5, 2.0),))
+    ended = replace(document_of(chart), finished="2026-11-15T13:56:36+00:00")
     script = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from noisescope.reports.document import *\n"
         "from noisescope.reports.pdf import to_pdf\n"
-        f"sys.stdout.buffer.write(to_pdf({document_of(*blocks)!r}))\n"
+        f"sys.stdout.buffer.write(to_pdf({ended!r}))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(pdf.__file__).parents[2]), "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-W", "error", "-c", script]
     there = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
-    assert there.stdout == drawn(document_of(*blocks))
-    assert reader(document_of(*blocks)).metadata["/CreationDate"] == "D:20261115135636Z"  # type: ignore[index]
-    assert reader(document_of()).metadata["/CreationDate"] == "D:20000101000000Z"  # type: ignore[index]
+    assert there.stdout == drawn(ended)
+    assert reader(ended).metadata["/CreationDate"] == "D:20261115135636Z"  # type: ignore[index]
+    for stamp in ("", "2026-99-99T99:99:99+00:00", "yesterday"):
+        undated = replace(document_of(), finished=stamp)
+        assert reader(undated).metadata["/CreationDate"] == "D:20000101000000Z"  # type: ignore[index]
 
 
 # ---- odd documents --------------------------------------------------------------------------------------------------
@@ -475,12 +479,13 @@ def test_a_missing_fpdf2_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch)
         importlib.import_module("noisescope.reports.pdf")
 
 
-def test_without_fpdf2_the_other_forms_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_fpdf2_the_other_forms_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made_curve: Robustness
+) -> None:
     """A machine that can't draw a PDF still saves its report, unless a PDF was asked for."""
     monkeypatch.setitem(sys.modules, "fpdf", None)
     monkeypatch.delitem(sys.modules, "noisescope.reports.pdf")
-    report = Report({"run": {}})
-    monkeypatch.setattr(report, "document", lambda: document_of(Paragraph("text")))
+    report = Report(made_curve)
     with pytest.warns(UserWarning, match="no report.pdf was written.*fpdf2"):
         assert [path.name for path in report.save(tmp_path)] == ["report.json", "report.md", "report.html"]
     with pytest.raises(MissingExtra, match="fpdf2"):

@@ -78,6 +78,15 @@ def test_a_store_that_is_none_says_so(tmp_path: Path) -> None:
         store._db.execute("UPDATE about SET value = '99' WHERE key = 'schema_version'")
     with pytest.raises(InvalidInput, match="schema version 99"):
         Store(tmp_path / "new")
+    with sqlite3.connect(tmp_path / "other.sqlite") as other:
+        other.execute("CREATE TABLE mine (x)")
+    other.close()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "other.sqlite").rename(tmp_path / "mine" / FILE)
+    before = (tmp_path / "mine" / FILE).read_bytes()
+    with pytest.raises(InvalidInput, match="no such table: about"):
+        Store(tmp_path / "mine", create=False)
+    assert b"trials" not in (tmp_path / "mine" / FILE).read_bytes() and b"trials" not in before
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / FILE).write_bytes(b"this is no database, it only looks like one" * 100)
     with pytest.raises(InvalidInput, match="can't be used as a run's store"):

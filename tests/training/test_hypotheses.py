@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
+from noisescope.reports.trained import JudgedCriterion
+from noisescope.stats import Estimate
 from noisescope.training.criteria import criteria, theory
 from noisescope.training.hypotheses import (
     REFUTED,
@@ -59,18 +61,18 @@ def better(low: float = 0.05, high: float = math.inf) -> Criterion:
 def test_inside_outside_or_across_the_region(a: float, b: float, verdict: str) -> None:
     """At least 5 points better: a gap of 25 supports, none refutes, one of about 6 can't be decided."""
     (row,) = judge([better()], experiment(a=a, b=b))
-    assert row["verdict"] == verdict
-    assert row["estimate"]["low"] <= row["estimate"]["value"] <= row["estimate"]["high"]
-    assert row["estimate"]["value"] == pytest.approx(a - b, abs=0.03)
-    assert (row["would_decide"] is None) == (verdict != UNDECIDED)
+    assert row.verdict == verdict
+    assert row.estimate.low <= row.estimate.value <= row.estimate.high
+    assert row.estimate.value == pytest.approx(a - b, abs=0.03)
+    assert (row.would_decide is None) == (verdict != UNDECIDED)
 
 
 def test_more_criteria_make_wider_intervals() -> None:
     """Intervals hold for all criteria together."""
     data = experiment(a=0.8, b=0.7)
     alone, among = judge([better()], data)[0], judge([better()] * 20, data)[0]
-    assert among["estimate"]["level"] == pytest.approx(0.9975)
-    assert among["estimate"]["high"] - among["estimate"]["low"] > alone["estimate"]["high"] - alone["estimate"]["low"]
+    assert among.estimate.level == pytest.approx(0.9975)
+    assert among.estimate.high - among.estimate.low > alone.estimate.high - alone.estimate.low
 
 
 def satterthwaite(spread: Spread, level: float) -> float:
@@ -146,14 +148,14 @@ def test_the_number_that_would_decide_does() -> None:
 
     criterion, first = better(), drawn(4, 200, 0.09)
     needed = deciding(criterion, first, 0.95)
-    assert needed is not None and needed["seeds"] > 2
-    seeds, problems = int(needed["seeds"]), int(needed["n"])
+    assert needed is not None and needed.seeds > 2
+    seeds, problems = int(needed.seeds), int(needed.n)
     truth = Spread(0.09, seeds, problems, problems * 0.05**2 + 0.16, 0.16, 0.16)
     planned = deciding(criterion, truth, 0.95)
-    assert planned is not None and planned["power"] == 0.8
+    assert planned is not None and planned.power == 0.8
     for share, low, high in ((1.0, 0.7, 0.95), (0.5, 0.0, 0.6)):
-        size = max(round(share * int(planned["seeds"])), 2)
-        runs = [drawn(size, int(planned["n"]), 0.09) for _ in range(200)]
+        size = max(round(share * int(planned.seeds)), 2)
+        runs = [drawn(size, int(planned.n), 0.09) for _ in range(200)]
         assert low <= np.mean([run.mean - run.half_width(0.95) >= 0.05 for run in runs]) <= high
 
 
@@ -162,11 +164,11 @@ def test_more_problems_are_asked_for_where_trainings_agree() -> None:
     seed_wise = Spread(0.09, 5, 100, ms_seed=100 * 0.2**2, ms_problem=0.0, ms_rest=0.0)
     rest = Spread(0.09, 5, 100, ms_seed=4.0, ms_problem=4.0, ms_rest=4.0)
     by_seeds, by_problems = deciding(better(), seed_wise, 0.95), deciding(better(), rest, 0.95)
-    assert by_seeds is not None and by_seeds["n"] == 100 and by_seeds["seeds"] > 100
-    assert by_problems is not None and by_problems["n"] > 1000 and by_problems["seeds"] < 20
+    assert by_seeds is not None and by_seeds.n == 100 and by_seeds.seeds > 100
+    assert by_problems is not None and by_problems.n > 1000 and by_problems.seeds < 20
     one_column = Spread(0.06, 5, 1, ms_seed=0.05**2, ms_problem=0.0, ms_rest=0.0)
     found = deciding(better(), one_column, 0.95)
-    assert found is not None and found["n"] == 1
+    assert found is not None and found.n == 1
 
 
 def test_the_chance_to_decide() -> None:
@@ -181,9 +183,9 @@ def test_retention_is_a_ratio_of_means() -> None:
     """Retention of an arm is accuracy under noise over accuracy without."""
     data = experiment(a=0.45)
     row = arm_row("a", data["a"], (0.0, 0.05))
-    expected = row["accuracy"]["0.05"]["value"] / row["accuracy"]["0"]["value"]
-    assert row["retention"]["0.05"]["value"] == pytest.approx(expected)
-    assert row["retention"]["0.05"]["low"] < expected < row["retention"]["0.05"]["high"]
+    expected = row.accuracy["0.05"].value / row.accuracy["0"].value
+    assert row.retention["0.05"].value == pytest.approx(expected)
+    assert row.retention["0.05"].low < expected < row.retention["0.05"].high
 
 
 def test_accuracy_at_chance_is_not_measurable() -> None:
@@ -191,8 +193,8 @@ def test_accuracy_at_chance_is_not_measurable() -> None:
     rng = np.random.default_rng(4)
     data = {arm: {s: outcome(rng, 0.0, 0.0) for s in range(5)} for arm in "ab"}
     (row,) = judge([better(low=-0.01, high=0.01)], data)
-    assert row["verdict"] == UNDECIDED and "no better than chance" in row["estimate"]["note"]
-    assert arm_row("a", data["a"], (0.0, 0.05))["retention"] == {}
+    assert row.verdict == UNDECIDED and "no better than chance" in row.estimate.note
+    assert arm_row("a", data["a"], (0.0, 0.05)).retention == {}
 
 
 def test_stability_compares_logs_by_seed() -> None:
@@ -205,7 +207,7 @@ def test_stability_compares_logs_by_seed() -> None:
             "b": {s: outcome(rng, 0.9, 0.8) for s in range(5)},
         }
         (row,) = judge([Criterion("s", "s", "gradient_norm", "a", "b", **region)], data)
-        assert row["verdict"] == verdict
+        assert row.verdict == verdict
 
 
 def test_a_diverged_run_is_counted_and_not_compared() -> None:
@@ -214,9 +216,9 @@ def test_a_diverged_run_is_counted_and_not_compared() -> None:
     fine, burst = outcome(rng, 0.9, 0.8), outcome(rng, 0.9, 0.8)
     lost = Outcome(burst.answers, [*burst.curve[:-1], {**burst.curve[-1], "held_out": None}], burst.injections)
     assert not fine.diverged and lost.diverged
-    assert arm_row("a", {0: fine, 1: lost}, (0.0, 0.05))["training"]["diverged"] == 1
+    assert arm_row("a", {0: fine, 1: lost}, (0.0, 0.05)).training.diverged == 1
     (row,) = judge([Criterion("s", "s", "held_out", "a", "b")], {"a": {0: fine, 1: lost}, "b": {0: fine, 1: fine}})
-    assert row["verdict"] == UNDECIDED and "diverged" in row["estimate"]["note"]
+    assert row.verdict == UNDECIDED and "diverged" in row.estimate.note
 
 
 def asked(*arms: str, levels: tuple[float, ...] = (0.0, 0.05, 0.1), scale: float = 0.05) -> dict[str, Criterion]:
@@ -267,12 +269,12 @@ def test_what_the_scale_decides_is_not_measurable() -> None:
     full, room = experiment(a=0.97, b=0.97), experiment(a=0.7, b=0.7)
     for region in ({"low": 0.05}, {"low": -math.inf, "high": 0.05}):
         (row,) = judge([better(**region)], full)
-        assert row["verdict"] == UNMEASURABLE and row["would_decide"] is None
-        assert "b answers 96.1 % already, so 5 points more are out of reach" in row["estimate"]["note"]
-        assert judge([better(**region)], room)[0]["verdict"] != UNMEASURABLE
-    assert judge([better(-0.05, 0.05)], full)[0]["verdict"] == SUPPORTED  # it could have been lower
-    assert judge([better(0.05)], experiment(a=0.5, b=0.97))[0]["verdict"] == REFUTED  # no ceiling did that
-    assert judge([better(0.0)], experiment(a=0.6, b=0.0))[0]["verdict"] == SUPPORTED
+        assert row.verdict == UNMEASURABLE and row.would_decide is None
+        assert "b answers 96.1 % already, so 5 points more are out of reach" in row.estimate.note
+        assert judge([better(**region)], room)[0].verdict != UNMEASURABLE
+    assert judge([better(-0.05, 0.05)], full)[0].verdict == SUPPORTED  # it could have been lower
+    assert judge([better(0.05)], experiment(a=0.5, b=0.97))[0].verdict == REFUTED  # no ceiling did that
+    assert judge([better(0.0)], experiment(a=0.6, b=0.0))[0].verdict == SUPPORTED
 
 
 def test_a_gradient_of_0_is_no_divergence() -> None:
@@ -280,21 +282,37 @@ def test_a_gradient_of_0_is_no_divergence() -> None:
     fine = outcome(np.random.default_rng(7), 0.9, 0.8)
     still = Outcome(fine.answers, [*fine.curve[:-1], {**fine.curve[-1], "gradient_norm": 0.0}], fine.injections)
     (row,) = judge([Criterion("s", "s", "gradient_norm", "a", "b")], {arm: {0: fine, 1: still} for arm in "ab"})
-    assert "gradient_norm was 0" in row["estimate"]["note"] and "diverged" not in row["estimate"]["note"]
-    assert arm_row("a", {0: still}, (0.0, 0.05))["training"]["gradient_norm"] is None
+    assert "gradient_norm was 0" in row.estimate.note and "diverged" not in row.estimate.note
+    assert arm_row("a", {0: still}, (0.0, 0.05)).training.gradient_norm is None
+
+
+def test_which_criteria_falsify_the_theory() -> None:
+    """That forward noise beats both, and that it helps at all, whatever the level: no other criterion."""
+    found = asked("none", "forward", "both", "backward")
+    assert {name for name, criterion in found.items() if criterion.falsifies} == {
+        "forward beats both",
+        "forward noise helps at 5 % noise",
+        "forward noise helps at 10 % noise",
+    }
+
+
+def judged(name: str, verdict: str, *, falsifies: bool = False) -> JudgedCriterion:
+    found = Estimate(0.1, 0.0, 0.2, N)
+    return JudgedCriterion(name, name, "accuracy", ("a", "b"), 0.05, (0.0, None), found, 5, verdict, None, falsifies)
 
 
 def test_the_theory_by_its_own_rule() -> None:
     """All predictions supported verifies it, a refuted main prediction falsifies it, all else leaves it open."""
     names = ("forward beats both", "backward is worse", "similar stability: gradients", "similar stability: loss")
-    rows = [{"name": name, "verdict": SUPPORTED} for name in names]
-    assert theory(rows)["verdict"] == SUPPORTED
-    assert theory([{**rows[0], "verdict": REFUTED}, *rows[1:]])["verdict"] == REFUTED
-    assert theory([*rows, {"name": "forward noise helps at 5 % noise", "verdict": REFUTED}])["verdict"] == REFUTED
-    assert theory([{**rows[0], "verdict": UNDECIDED}, *rows[1:]])["verdict"] == UNDECIDED
-    assert theory([])["verdict"] == UNDECIDED
-    beyond = theory([{**rows[0], "verdict": UNMEASURABLE}, *rows[1:]])
-    assert beyond["verdict"] == UNMEASURABLE and "forward beats both" not in beyond["because"]
+    rows = [judged(name, SUPPORTED) for name in names]
+    assert theory(rows).verdict == SUPPORTED
+    assert theory([judged(names[0], REFUTED, falsifies=True), *rows[1:]]).verdict == REFUTED
+    assert theory([*rows, judged("forward noise helps at 5 % noise", REFUTED, falsifies=True)]).verdict == REFUTED
+    assert theory([*rows, judged("noise both ways helps at 5 % noise", REFUTED)]).verdict == SUPPORTED
+    assert theory([judged(names[0], UNDECIDED), *rows[1:]]).verdict == UNDECIDED
+    assert theory([]).verdict == UNDECIDED
+    beyond = theory([judged(names[0], UNMEASURABLE), *rows[1:]])
+    assert beyond.verdict == UNMEASURABLE and "forward beats both" not in beyond.because
 
 
 def test_verdicts_need_no_torch() -> None:

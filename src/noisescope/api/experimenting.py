@@ -18,9 +18,21 @@ import numpy as np
 from noisescope.demo.practice import practice
 from noisescope.demo.task import Arithmetic, arithmetic
 from noisescope.errors import InvalidInput, unknown
+from noisescope.jsonform import to_json
 from noisescope.model import load
 from noisescope.preparation import EXECUTORS, Options, versions
 from noisescope.reports.phases import PhasesReport
+from noisescope.reports.trained import (
+    PhasesAsked,
+    PhasesCost,
+    PhasesFound,
+    PhasesRun,
+    PhasesSettings,
+    ProblemSource,
+    TaskSource,
+    Trained,
+    TrainingSettings,
+)
 from noisescope.runs.execute import Silent
 from noisescope.runs.store import Store
 from noisescope.sites import Place
@@ -31,7 +43,6 @@ from noisescope.training.phases import Arm, Design, Job, rounding
 from noisescope.training.workers import check_device, run_all
 from noisescope.trials import Result, content_id
 
-SCHEMA_VERSION = 1
 ARMS = ("none", "both", "forward", "backward")
 METHODS = ("supervised", "grpo")
 PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
@@ -86,10 +97,10 @@ def phases(
             device=device,
         )
         asked = _asked(design, noise_scale, start)
-        store.note(asked=asked, **({} if options.command is None else {"command": options.command}))
+        store.note(asked=to_json(asked), **({} if options.command is None else {"command": options.command}))
         deadline = math.inf if seconds is None else started + seconds
         _settle(design, store, folder, options, workers=workers, deadline=deadline)
-        report = PhasesReport({**conclude(design, store, noise_scale), "run": {**asked, **_run_facts(store, started)}})
+        report = PhasesReport(conclude(design, store, noise_scale, run=_run(asked, store, started)))
         if options.output is not None:
             store.note(report=report.data)
     return report
@@ -127,8 +138,8 @@ def _settle(design: Design, store: Store, folder: Path, options: Options, *, wor
             progress.step(trial, result, seconds)
 
 
-def conclude(design: Design, store: Store, scale: float) -> dict[str, Any]:
-    """The report's sections from what is in the store."""
+def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> PhasesFound:
+    """The report from what is in the store."""
     found: dict[str, dict[int, Outcome]] = {str(arm): {} for arm in design.arms}
     failures: list[str] = []
     missing = 0
@@ -144,21 +155,21 @@ def conclude(design: Design, store: Store, scale: float) -> dict[str, Any]:
     trained = sum(map(len, found.values()))
     arms = [arm_row(name, runs, design.levels) for name, runs in found.items() if runs]
     notes = [f"failed: {failure}" for failure in failures]
-    notes += [f"{row['name']}: {row['estimate']['note']}" for row in rows if row["verdict"] == UNMEASURABLE]
+    notes += [f"{row.name}: {row.estimate.note}" for row in rows if row.verdict == UNMEASURABLE]
     notes += [note for arm in design.arms if (note := rounding(design, arm))]
     if missing:
         notes.append(f"{missing} of {len(design.trials())} trainings are not done yet: run the same command again")
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "arms": arms,
-        "seeds": list(design.seeds),
-        "n": design.task.samples,
-        "levels": list(design.levels),
-        "trained": {"done": trained, "failed": len(failures), "of": len(design.trials())},
-        "hypotheses": rows,
-        "theory": theory(rows),
-        "could_not_see": notes,
-    }
+    return PhasesFound(
+        run=run,
+        arms=tuple(arms),
+        seeds=tuple(design.seeds),
+        n=design.task.samples,
+        levels=tuple(design.levels),
+        trained=Trained(trained, len(failures), len(design.trials())),
+        hypotheses=tuple(rows),
+        theory=theory(rows),
+        could_not_see=tuple(notes),
+    )
 
 
 def outcome(result: Result, levels: Sequence[float]) -> Outcome:
@@ -175,7 +186,7 @@ def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:
     """Of each layer of the bundled model, by its predicted KL; kept in the store, for a trial's id holds them."""
     from noisescope.api.diagnosing import diagnose
 
-    known = store.about().get("factors")
+    known = store.fact("factors")
     if known is None:
         report = diagnose(load("demo"), effort="screen", levels=("layer",), samples=PROFILED)
         known = {str(layer): factor for layer, factor in adaptive.from_report(report).items()}
@@ -200,35 +211,34 @@ def _work_folder(output: str | Path | None) -> Iterator[Path]:
     yield folder
 
 
-def _asked(design: Design, scale: float, start: str) -> dict[str, Any]:
+def _asked(design: Design, scale: float, start: str) -> PhasesAsked:
     task: Any = design.task
     details = dataclasses.asdict(task)
-    settings = details.pop("settings")
-    return {
-        "model": {"source": "the bundled model, trained on" if start == "bundled" else "a new model, from scratch"},
-        "data": {"source": task.data_name(), "samples": task.samples},
-        "settings": {
-            "arms": [str(arm) for arm in design.arms],
-            "seeds": len(design.seeds),
-            "noise_scale": scale,
-            "noise_levels": list(design.levels),
-            "noise_seeds": design.noise_seeds,
-            "operators": sorted(design.operators),
-            "factors": {str(layer): factor for layer, factor in design.factors.items()},
-            "training": {"method": task.method, **details, **settings},
-        },
-        "device": design.device,
-    }
+    settings = {**details.pop("settings"), **details}
+    named = {field.name: settings.pop(field.name, None) for field in dataclasses.fields(TrainingSettings)}
+    return PhasesAsked(
+        model=TaskSource("the bundled model, trained on" if start == "bundled" else "a new model, from scratch"),
+        data=ProblemSource(task.data_name(), task.samples),
+        settings=PhasesSettings(
+            arms=tuple(str(arm) for arm in design.arms),
+            seeds=len(design.seeds),
+            noise_scale=scale,
+            noise_levels=tuple(design.levels),
+            noise_seeds=design.noise_seeds,
+            operators=tuple(sorted(design.operators)),
+            factors={str(layer): factor for layer, factor in design.factors.items()},
+            training=TrainingSettings(**{**named, "method": task.method, "others": settings}),
+        ),
+        device=design.device,
+    )
 
 
-def _run_facts(store: Store, started: float) -> dict[str, Any]:
-    return {
-        "cost": {
-            "seconds": time.time() - started,
-            "training_seconds": sum(store.seconds.values()),
-            "trials": len(store),
-        },
-        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "host": platform.node(),
-    }
+def _run(asked: PhasesAsked, store: Store, started: float) -> PhasesRun:
+    return PhasesRun(
+        **vars(asked),
+        cost=PhasesCost(time.time() - started, sum(store.seconds.values()), len(store)),
+        notes=tuple(store.damage()),
+        finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        host=platform.node(),
+    )

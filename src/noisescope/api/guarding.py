@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,9 @@ def keep(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
     with Store(folder) as store:
         store.add_gate(result)
         history = store.gates()
+        damaged = store.damaged_gates
+    if damaged:
+        warnings.warn(f"{damaged} earlier gates in {folder} failed the checksum and are left out", stacklevel=2)
     return save_figures(trend(history), Path(folder) / "trend")
 
 

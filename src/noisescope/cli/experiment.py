@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from noisescope.cli import common, outcome
+
+if TYPE_CHECKING:
+    from noisescope.reports.phases import PhasesReport
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")
 
@@ -94,23 +97,24 @@ def run_phases(asked: dict[str, Any], *, as_json: bool = False) -> None:
             **training,
         )
     outcome.finish(report, output, say_verdicts, as_json=as_json)
-    if report["trained"]["failed"] and not report["trained"]["done"]:
+    if report.value.trained.failed and not report.value.trained.done:
         raise typer.Exit(1)
 
 
-def say_verdicts(report: Any) -> None:
+def say_verdicts(report: PhasesReport) -> None:
     from noisescope.reports.phases import theory_line, verdict_line
     from noisescope.reports.words import estimate
 
-    typer.echo(f"{report['trained']['done']} of {report['trained']['of']} models trained, n = {report['n']}\n")
-    levels = [f"{level:g}" for level in report["levels"]]
+    found = report.value
+    typer.echo(f"{found.trained.done} of {found.trained.of} models trained, n = {found.n}\n")
+    levels = [f"{level:g}" for level in found.levels]
     typer.echo(f"{'arm':<24}" + "".join(f"{f'at {100 * float(level):g} %':>28}" for level in levels))
-    for arm in report["arms"]:
-        cells = (estimate(arm["accuracy"][level], share=True).text for level in levels)
-        typer.echo(f"{arm['name']:<24}" + "".join(f"{cell:>28}" for cell in cells))
+    for arm in found.arms:
+        cells = (estimate(arm.accuracy[level], share=True).text for level in levels)
+        typer.echo(f"{arm.name:<24}" + "".join(f"{cell:>28}" for cell in cells))
     typer.echo("")
-    for row in report["hypotheses"]:
+    for row in found.hypotheses:
         typer.echo(verdict_line(row))
-    typer.echo(f"\n{theory_line(report)}")
-    for note in report["could_not_see"]:
+    typer.echo(f"\n{theory_line(found)}")
+    for note in found.could_not_see:
         typer.echo(f"note: {note}")

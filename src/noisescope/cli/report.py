@@ -81,7 +81,7 @@ def stored_report(run: Path) -> dict[str, Any] | None:
     if not (run / FILE).exists():
         return None
     with Store(run, create=False) as store:
-        found: dict[str, Any] | None = store.about().get("report")
+        found: dict[str, Any] | None = store.fact("report")
     if found is None and not (run / "report.json").exists():
         raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
     return found

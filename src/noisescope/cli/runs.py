@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,6 +60,8 @@ def show_run(folder: Folder, as_json: Json = False) -> None:
     for measure, count in row["measures"].items():
         typer.echo(f"  {measure}: {count} trials")
     typer.echo(f"  {row['seconds']:.1f} s measured")
+    if row["damaged"]:
+        typer.echo(f"  damaged: {row['damaged']} (failed the checksum; running again measures what is needed of them)")
     for error, count in row["errors"].items():
         typer.echo(f"  failed {count} x: {error}")
     typer.echo("settings")
@@ -75,8 +76,10 @@ def resume_run(folder: Folder) -> None:
     from noisescope.cli.diagnose import run_diagnosis
     from noisescope.cli.experiment import run_phases
     from noisescope.cli.robustness import run_robustness
+    from noisescope.runs.store import Store
 
-    command = _about(folder).get("command")
+    with Store(folder, create=False) as store:
+        command = store.fact("command")
     commands = {"demo": demonstrate, "diagnose": run_diagnosis, "robustness": run_robustness}
     commands["experiment phases"] = run_phases
     if not command or command.get("name") not in commands:
@@ -128,14 +131,11 @@ def compare_two_runs(
 def read_run(folder: Path) -> StoredRun:
     """A store as the comparison needs it."""
     from noisescope.diagnosis.stored import stored_run
-    from noisescope.runs.store import FILE, Store
+    from noisescope.runs.store import Store
 
     with Store(folder, create=False) as store:
-        asked, results = store.about().get("asked"), dict(store)
-    with sqlite3.connect(f"{(folder / FILE).absolute().as_uri()}?mode=ro", uri=True) as db:
-        contents = db.execute("SELECT id, content FROM trials").fetchall()
-    db.close()  # `with` only ends the transaction
-    return stored_run(str(folder), asked, [(json.loads(content), results[identity]) for identity, content in contents])
+        trials = [(json.loads(content), store[identity]) for identity, content in store.contents().items()]
+        return stored_run(str(folder), store.fact("asked"), trials)
 
 
 def facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
@@ -153,6 +153,7 @@ def facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
             "state": state(folder, about),
             "trials": len(store),
             "failed": sum(failures.values()),
+            "damaged": store.damaged,
             "seconds": sum(store.seconds.values()),
             "measures": store.measures(),
         }
@@ -177,10 +178,3 @@ def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
     rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
             "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
     return {name: value for name, value in rows.items() if value is not None}
-
-
-def _about(folder: Path) -> dict[str, Any]:
-    from noisescope.runs.store import Store
-
-    with Store(folder, create=False) as store:
-        return store.about()

@@ -61,11 +61,14 @@ def _expected(name: str, values: Sequence[float], sensitivity: Sequence[float], 
         nothing = Correlation("pearson", None, None, None, None, len(values), note="fewer than three layers")
         return ExpectedCorrelation(nothing, against, expected, "undecided", None, False)
     found = stats.correlation(values, sensitivity, method="pearson")
-    without = stats.without_most_influential(values, sensitivity, method="pearson")
-    held = _held(found, sign, bound)
-    point = found.value is not None and (found.value > bound if sign == ">" else found.value < bound)
-    left = without is not None and (without > bound if sign == ">" else without < bound)
-    return ExpectedCorrelation(found, against, expected, held, without, point != left)
+    influence = stats.influence(values, sensitivity, method="pearson")
+    without = None if influence is None else influence.without
+    carried = _beyond(found.value, sign, bound) and not _beyond(without, sign, bound)
+    return ExpectedCorrelation(found, against, expected, _held(found, sign, bound), without, carried)
+
+
+def _beyond(value: float | None, sign: str, bound: float) -> bool:
+    return value is not None and (value > bound if sign == ">" else value < bound)
 
 
 def _held(found: Correlation, sign: str, bound: float) -> Literal["yes", "no", "undecided"]:

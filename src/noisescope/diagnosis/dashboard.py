@@ -77,9 +77,7 @@ def threshold_aims(frame: Frame, screened: Screened | None) -> dict[str, dict[st
     return aims
 
 
-def conclude(
-    frame: Frame, results: Results, screened: Screened | None, captured: ChannelAnalysis | None
-) -> Metrics:
+def conclude(frame: Frame, results: Results, screened: Screened | None, captured: ChannelAnalysis | None) -> Metrics:
     whole = effect(frame, results, model_injection(frame), screened)
     loss = None if whole.degradation is None else whole.degradation.value
     aims = {} if frame.settings.effort == "screen" else threshold_aims(frame, screened)
@@ -120,7 +118,9 @@ def _baseline(frame: Frame, results: Results) -> Baseline | None:
         return None
     known = clean.values(frame.metric)[0]
     return Baseline(
-        metrics={name: clean_score(frame, clean.values(name)[0], name) for name in clean.metrics if name != "nonfinite"},
+        metrics={
+            name: clean_score(frame, clean.values(name)[0], name) for name in clean.metrics if name != "nonfinite"
+        },
         nonfinite=clean.nonfinite,
         measurable=stats.measurable(known[np.isfinite(known)], frame.chance),
         chance=frame.chance,

@@ -31,7 +31,8 @@ def effect(
     scale = frame.scale_of(injection)
     known = Effect(metric=frame.metric_name)
     if screened is not None and not screened.error:
-        known = replace(known, evidence="predicted", predicted_kl=predicted_kl(screened.predicted_by(injection, scale)))
+        predicted = predicted_kl(screened.predicted_by(injection, scale), looks)
+        known = replace(known, evidence="predicted", predicted_kl=predicted)
     clean, noisy = frame.answer(results, None), frame.answer(results, injection)
     if clean is None or noisy is None:
         return known
@@ -49,7 +50,7 @@ def effect(
         seeds=noisy.seeds,
         nonfinite=noisy.nonfinite,
         failed_samples=int((~np.isfinite(noisy.values(frame.metric))).any(0).sum()),
-        kl=injected_kl(noisy.mean("kl")) if "kl" in noisy.metrics else None,
+        kl=injected_kl(noisy.mean("kl"), looks) if "kl" in noisy.metrics else None,
         agreement=mean_of(noisy, "agreement"),
         nll=mean_of(noisy, "nll"),
         snr_db=mean_of(noisy, "snr_db"),
@@ -64,17 +65,15 @@ def task_loss(
     before, after = paired(frame, clean, noisy)
     if not len(before):
         return Effect(metric=frame.metric_name, degradation=NOTHING)
-    loss = stats.degradation(before, after, chance=frame.chance)
-    together = stats.degradation(before, after, chance=frame.chance, level=stats.simultaneous_level(looks))
+    loss = stats.degradation(before, after, chance=frame.chance, level=stats.simultaneous_level(looks))
     score = None if loss.value is None else loss.value / scale
-    lower, upper = band_range(bands, together)
+    lower, upper = band_range(bands, loss)
     return Effect(
         metric=frame.metric_name,
         baseline_acc=float(before.mean()),
         noisy_acc=float(after.mean()),
         noisy_acc_interval=_score(frame, after),
         degradation=loss,
-        simultaneous=together,
         band=lower,
         band_upper=upper,
         sensitivity_score=score,
@@ -99,24 +98,63 @@ def correct_looks(rows: Sequence[E]) -> list[E]:
     return [row if row.p is None else replace(row, p_corrected=next(corrected)) for row in rows]
 
 
+def pick_largest(frame: Frame, results: Results, rows: Sequence[E], injections: Sequence[Injection]) -> list[E]:
+    """The rows of a table, the one with the largest loss with a size that allows for its having been picked."""
+    clean = frame.answer(results, None)
+    measured = [i for i, row in enumerate(rows) if row.degradation is not None and row.degradation.value is not None]
+    if clean is None or clean.error or len(measured) < 2:
+        return list(rows)
+    scores = []
+    for i in measured:
+        noisy = frame.answer(results, injections[i])
+        assert noisy is not None
+        before, after = paired(frame, clean, noisy)
+        scores.append(after)
+    found = stats.picked(before, scores, chance=frame.chance)
+    largest = measured[found.index]
+    return [replace(row, selected=found.estimate) if i == largest else row for i, row in enumerate(rows)]
+
+
+def on_one_scale(rows: Sequence[E], prediction_scale: float) -> list[E]:
+    """The rows with `nats`: the injected size, or the predicted one times the scale."""
+    return [replace(row, nats=_nats(row, prediction_scale)) for row in rows]
+
+
+def prediction_scale(rows: Sequence[Effect]) -> float:
+    """The median of injected over predicted nats over the rows that have both; 1 where none has."""
+    known = [
+        row.kl.size.value / row.predicted_kl.size.value
+        for row in rows
+        if row.kl is not None and row.kl.size.value and row.predicted_kl is not None and row.predicted_kl.size.value
+    ]
+    return float(np.median(known)) if known else 1.0
+
+
+def _nats(row: Effect, scale: float) -> float:
+    if row.kl is not None and row.kl.size.value is not None:
+        return row.kl.size.value
+    return (row.predicted_kl.size.value or 0.0) * scale if row.predicted_kl is not None else 0.0
+
+
 # -- estimates
 
 
-def injected_kl(values: Array) -> Divergence:
+def injected_kl(values: Array, looks: int = 1) -> Divergence:
     """Median and mean over the samples whose KL is finite."""
     known = np.maximum(values[np.isfinite(values)], 0.0)  # rounding may leave -1e-12
     if not len(known):
         return Divergence(NOTHING, NOTHING)
-    return Divergence(stats.median(known), stats.nonnegative_mean(known))
+    level = stats.simultaneous_level(looks)
+    return Divergence(stats.median(known, level), stats.nonnegative_mean(known, level))
 
 
-def predicted_kl(values: Array) -> Divergence:
+def predicted_kl(values: Array, looks: int = 1) -> Divergence:
     """As for injected KL, but the mean ranks.
 
     A sample's prediction is an unbiased estimate from a few drawn labels: mostly too small and sometimes far too
     large, so that its median is not the median of what it estimates.
     """
-    return replace(injected_kl(values), ranked_by="mean")
+    return replace(injected_kl(values, looks), ranked_by="mean")
 
 
 def mean_of(answer: Answer, name: str) -> stats.Estimate | None:
@@ -125,7 +163,9 @@ def mean_of(answer: Answer, name: str) -> stats.Estimate | None:
         return None
     values = answer.mean(name)
     known = values[np.isfinite(values)]
-    return stats.mean(known, countable=name in SHARES) if len(known) else NOTHING
+    if not len(known):
+        return NOTHING
+    return stats.share(known) if name in SHARES else stats.mean(known, countable=False)
 
 
 SHARES = ("accuracy", "next_token_accuracy", "agreement")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.effects import correct_looks, effect, paired, ratio
+from noisescope.diagnosis.effects import (
+    correct_looks,
+    effect,
+    on_one_scale,
+    paired,
+    pick_largest,
+    prediction_scale,
+    ratio,
+)
 from noisescope.diagnosis.frame import Array, Frame, present_operators
 from noisescope.diagnosis.rows import (
     AvalanchePoint,
     CellEffect,
-    Effect,
+    E,
     Interaction,
     LayerAnalysis,
     LayerEffect,
@@ -112,18 +122,25 @@ def _predicted(frame: Frame, screened: Screened, cell: tuple[Place, str]) -> Arr
 
 def conclude(frame: Frame, results: Results, screened: Screened | None) -> LayerAnalysis:
     """Windows, single layers, places outside the blocks, the map, and avalanche points by both rules."""
-    windows = correct_looks([_window(frame, results, screened, window) for window in frame.windows])
-    singles = (effect(frame, results, layer_injection(frame, i), screened, looks=frame.blocks) for i in range(frame.blocks))
-    layers = correct_looks([as_row(one, LayerEffect, layer=i) for i, one in enumerate(singles)])
+    windows = _table(frame, results, [window_injection(frame, window) for window in frame.windows],
+                     [_window(frame, results, screened, window) for window in frame.windows])  # fmt: skip
+    aimed = [layer_injection(frame, layer) for layer in range(frame.blocks)]
+    looks = _looks(frame, results, aimed)
+    layers = _table(frame, results, aimed, [
+        as_row(effect(frame, results, injection, screened, looks=looks), LayerEffect, layer=layer)
+        for layer, injection in enumerate(aimed)
+    ])  # fmt: skip
     outer = outer_places(frame)
-    places = correct_looks(
-        [effect(frame, results, place_injection(frame, place), screened, looks=len(outer)) for place in outer]
-    )
+    aimed = [place_injection(frame, place) for place in outer]
+    places = _table(frame, results, aimed, [effect(frame, results, one, screened, looks=len(outer)) for one in aimed])
     wanted = cells(frame)
-    measured = [effect(frame, results, cell_injection(frame, *cell), screened, looks=len(wanted)) for cell in wanted]
-    table = correct_looks(
-        [as_row(one, CellEffect, layer=layer, operator=name) for (layer, name), one in zip(wanted, measured, strict=True)]
-    )
+    aimed = [cell_injection(frame, *cell) for cell in wanted]
+    looks = _looks(frame, results, aimed)
+    table = _table(frame, results, aimed, [
+        as_row(effect(frame, results, injection, screened, looks=looks), CellEffect, layer=layer, operator=name)
+        for (layer, name), injection in zip(wanted, aimed, strict=True)
+    ])  # fmt: skip
+    scale = prediction_scale([*windows, *layers, *places, *table])
     by_points = avalanche_points(
         Window(row.start_layer, row.end_layer, row.degradation.value)
         for row in windows
@@ -133,23 +150,33 @@ def conclude(frame: Frame, results: Results, screened: Screened | None) -> Layer
         operators=frame.settings.layer_operators,
         window=min(frame.settings.window, frame.blocks),
         step=frame.settings.step,
-        windows=tuple(windows),
-        layers=tuple(layers),
-        places=dict(zip(outer, places, strict=True)),
-        map=tuple(table),
+        windows=tuple(on_one_scale(windows, scale)),
+        layers=tuple(on_one_scale(layers, scale)),
+        places=dict(zip(outer, on_one_scale(places, scale), strict=True)),
+        map=tuple(on_one_scale(table, scale)),
         avalanche_points=tuple(_decided(frame, results, windows, point) for point in by_points),
         compounding=tuple(
             row.layer_range for row in windows if row.interaction_index is not None and row.interaction_index.compounds
         ),
+        prediction_scale=scale,
         point_rule_avalanches=tuple(by_points),
     )
 
 
+def _looks(frame: Frame, results: Results, injections: Sequence[Injection]) -> int:
+    """How many rows of a table were injected: those that are looked at together; all of them in a screen."""
+    injected = sum(frame.answer(results, injection) is not None for injection in injections)
+    return max(injected or len(injections), 1)
+
+
+def _table(frame: Frame, results: Results, injections: Sequence[Injection], rows: Sequence[E]) -> list[E]:
+    """The rows of a table with what takes all of them to say: corrected p values, the size of the largest."""
+    return pick_largest(frame, results, correct_looks(rows), injections)
+
+
 def _window(frame: Frame, results: Results, screened: Screened | None, window: tuple[int, int]) -> WindowEffect:
     start, end = window
-    found = effect(
-        frame, results, window_injection(frame, window), screened, looks=len(frame.windows), bands="window"
-    )
+    found = effect(frame, results, window_injection(frame, window), screened, looks=len(frame.windows), bands="window")
     return as_row(
         found,
         WindowEffect,
@@ -177,9 +204,7 @@ def interaction(
     return Interaction(ratio(together.mean("kl"), predicted), "predicted")
 
 
-def _decided(
-    frame: Frame, results: Results, windows: list[WindowEffect], point: PointAvalanche
-) -> AvalanchePoint:
+def _decided(frame: Frame, results: Results, windows: list[WindowEffect], point: PointAvalanche) -> AvalanchePoint:
     """An avalanche point by point values, with what the intervals say of it.
 
     Both limits must be cleared: 15 % by the interval that holds for all windows together, and 1.5 times each
@@ -193,18 +218,18 @@ def _decided(
             [Window(one.start_layer, one.end_layer, 0.0) for one in windows if _measured(one)],
         )
     ]
-    assert row.degradation is not None and row.simultaneous is not None
+    assert row.degradation is not None
     level = stats.simultaneous_level(len(windows))
-    stands_out = all(_contrast(frame, results, row, other, level).above(0.0) for other in beside)
-    decided = stands_out and row.simultaneous.above(LIMITS["avalanche_degradation"])
+    stands_out = all(_excess(frame, results, row, other, level).above(0.0) for other in beside)
+    decided = stands_out and row.degradation.above(LIMITS["avalanche_degradation"])
     worst = max(beside, key=lambda one: _loss(one), default=None)
     return AvalanchePoint(
         start=point.start,
         end=point.end,
         layer_range=row.layer_range,
         state="avalanche" if decided else "borderline",
-        severity="CRITICAL" if row.simultaneous.above(LIMITS["avalanche_critical"]) else "HIGH",
-        degradation=row.simultaneous,
+        severity="CRITICAL" if row.degradation.above(LIMITS["avalanche_critical"]) else "HIGH",
+        degradation=row.degradation,
         neighbours=point.neighbours,
         ratio=None if worst is None else _times(frame, results, row, worst),
         common=point.common,
@@ -224,29 +249,26 @@ def _loss(row: WindowEffect) -> float:
     return row.degradation.value or 0.0 if row.degradation is not None else 0.0
 
 
-def _losses(frame: Frame, results: Results, *rows: WindowEffect) -> tuple[Array, ...]:
-    """The score that each sample loses in each window, seeds averaged, and the clean score last."""
+def _scores(frame: Frame, results: Results, *rows: WindowEffect) -> tuple[Array, ...]:
+    """The clean score of each sample, and its scores [samples, seeds] with noise in each window."""
     clean = frame.answer(results, None)
     assert clean is not None
-    found = []
-    before = np.zeros(0)
+    found: list[Array] = []
     for row in rows:
         noisy = frame.answer(results, window_injection(frame, (row.start_layer, row.end_layer)))
         assert noisy is not None
         before, after = paired(frame, clean, noisy)
-        found.append(before - after.mean(1))
-    return (*found, before)
+        found = [before, *found[1:], after]
+    return tuple(found)
 
 
-def _contrast(
-    frame: Frame, results: Results, row: WindowEffect, other: WindowEffect, level: float
-) -> stats.Estimate:
-    here, there, _ = _losses(frame, results, row, other)
-    return stats.mean(here - LIMITS["avalanche_neighbour_factor"] * there, level=level, countable=False)
+def _excess(frame: Frame, results: Results, row: WindowEffect, other: WindowEffect, level: float) -> stats.Estimate:
+    """What a window loses beyond 1.5 times its neighbour's loss."""
+    clean, here, there = _scores(frame, results, row, other)
+    return stats.degradation_excess(clean, here, there, factor=LIMITS["avalanche_neighbour_factor"], level=level)
 
 
 def _times(frame: Frame, results: Results, row: WindowEffect, other: WindowEffect) -> stats.Estimate | None:
     """How many times the neighbour's loss; None where that has no interval."""
-    here, there, before = _losses(frame, results, row, other)
-    found = stats.degradation_ratio(before, before - here, before - there)
-    return found if found.value is not None and found.low is not None else None
+    found = stats.degradation_ratio(*_scores(frame, results, row, other))
+    return found if found.value is not None and found.bounded else None

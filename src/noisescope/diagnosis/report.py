@@ -1,4 +1,4 @@
-"""The report of a diagnosis, and of a robustness curve, as one value each: what was asked, what was found, what was not.
+"""The report of a diagnosis, and that of a robustness curve: what was asked, what was found, what could not be seen.
 
 What may differ between two identical runs (times, versions, host) is under `run` alone.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noisescope import stats
 from noisescope.diagnosis.effects import clean_score, correct_looks, effect, paired
@@ -13,6 +13,7 @@ from noisescope.diagnosis.rows import Effect, LevelEffect, as_row
 from noisescope.errors import InvalidInput
 from noisescope.injection import checked_scale
 from noisescope.trials import Results, Trial
+
 
 def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
     """Noise levels in order, each once; 0 is the clean model."""
@@ -47,15 +48,15 @@ class RobustnessQuestion:
     def _row(self, frame: Frame, results: Results, level: float) -> LevelEffect:
         clean = frame.answer(results, None)
         assert clean is not None
-        here = {"noise_level": level, "accuracy": None, "retention": None}
+        row, score, kept = Effect(metric=frame.metric_name), None, None
         if clean.error:
-            failed = Effect(evidence="failed", metric=frame.metric_name, error=clean.error)
-            return as_row(failed, LevelEffect, **here)
-        if level == 0:
+            row = replace(row, evidence="failed", error=clean.error)
+        elif level == 0:
             score = clean_score(frame, clean.values(frame.metric)[0])
-            return as_row(Effect(metric=frame.metric_name), LevelEffect, **{**here, "accuracy": score})
-        row = effect(frame, results, frame.injection(scale=level), looks=len(self.levels))
-        noisy = frame.answer(results, frame.injection(scale=level))
-        if noisy is not None and not noisy.error:
-            here["retention"] = stats.retention(*paired(frame, clean, noisy), chance=frame.chance)
-        return as_row(row, LevelEffect, **{**here, "accuracy": row.noisy_acc_interval})
+        else:
+            row = effect(frame, results, frame.injection(scale=level), looks=len(self.levels))
+            score = row.noisy_acc_interval
+            noisy = frame.answer(results, frame.injection(scale=level))
+            if noisy is not None and not noisy.error:
+                kept = stats.retention(*paired(frame, clean, noisy), chance=frame.chance)
+        return as_row(row, LevelEffect, noise_level=level, accuracy=score, retention=kept)

@@ -1,14 +1,14 @@
 """The rows of a diagnosis: what noise in one place did, and the tables these rows stand in.
 
-Field names are the keys of report.json (jsonform.py). The questions that people ask of a row are its properties, so that
-"is this significant?" has one answer.
+Field names are the keys of report.json (jsonform.py). The questions that people ask of a row are its properties, so
+that "is this significant?" has one answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from noisescope.findings import NOT_MEASURABLE, PointAvalanche, Target
 from noisescope.findings.values import Evidence
@@ -44,12 +44,13 @@ class PointRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What one injection did.
+    """What one injection did. Intervals hold for all rows of a table together, so that any row may be picked.
 
     `evidence` is "injected" where noise was really put in, "predicted" where only the screen knows, "failed" with the
-    error of a trial, "absent" where the model has no such operator. `degradation` has the interval of this row alone;
-    `simultaneous` the one that holds for all rows of its table together, which `band` and `band_upper` (the bands of
-    its two ends) and every finding are decided by.
+    error of a trial, "absent" where the model has no such operator. `band` and `band_upper` are the bands of the two
+    ends of `degradation`. `selected` is the size of the table's largest loss when it is measured on other samples than
+    it was picked on; None in all other rows. `nats` ranks rows of all tables: the injected median, or the prediction
+    on the same scale.
     """
 
     evidence: Evidence = "none"
@@ -57,11 +58,12 @@ class Effect:
     error: str = ""
     predicted_kl: Divergence | None = None
     kl: Divergence | None = None
+    nats: float = 0.0
     baseline_acc: float | None = None
     noisy_acc: float | None = None
     noisy_acc_interval: Estimate | None = None
     degradation: Estimate | None = None
-    simultaneous: Estimate | None = None
+    selected: Estimate | None = None
     band: str = NOT_MEASURABLE
     band_upper: str = NOT_MEASURABLE
     sensitivity_score: float | None = None
@@ -102,11 +104,6 @@ class Effect:
     def divergence(self) -> Divergence | None:
         """Injected where that is known, else predicted."""
         return self.kl if self.kl is not None and self.kl.size.value is not None else self.predicted_kl
-
-    @property
-    def nats(self) -> float:
-        """The size of the divergence, 0 where nothing is known."""
-        return (self.divergence.size.value or 0.0) if self.divergence is not None else 0.0
 
     @property
     def nonlinear(self) -> bool:
@@ -202,7 +199,10 @@ class AvalanchePoint:
 
 @dataclass(frozen=True)
 class LayerAnalysis:
-    """Level 2. `operators` are what is noised in a window or a layer; places and cells are noised by themselves."""
+    """Level 2. `operators` are what is noised in a window or a layer; places and cells are noised by themselves.
+
+    `prediction_scale` is the median of injected over predicted nats, over the rows that have both; 1 in a screen.
+    """
 
     operators: tuple[str, ...]
     window: int
@@ -213,6 +213,7 @@ class LayerAnalysis:
     map: tuple[CellEffect, ...]
     avalanche_points: tuple[AvalanchePoint, ...]
     compounding: tuple[str, ...]
+    prediction_scale: float
     point_rule_avalanches: tuple[PointAvalanche, ...]
 
     def window_target(self, row: WindowEffect) -> Target:
@@ -229,6 +230,6 @@ def cell_target(row: CellEffect) -> Target:
 E = TypeVar("E", bound=Effect)
 
 
-def as_row(effect: Effect, kind: type[E], **where: object) -> E:
+def as_row(effect: Effect, kind: type[E], **where: Any) -> E:
     """An effect as a row of a table, which says where it is."""
     return kind(**vars(effect), **where)

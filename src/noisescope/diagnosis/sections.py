@@ -1,4 +1,4 @@
-"""The sections of a diagnosis beside operators and layers: channels, metrics, correlations, formats, the gate, the summary."""
+"""The other sections of a diagnosis: channels, metrics, correlations, format scores, the gate, the summary."""
 
 from __future__ import annotations
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from noisescope.diagnosis import channels, dashboard, formats, gauge, layers, operators, screen
+from noisescope.diagnosis.correlations import correlations
 from noisescope.diagnosis.frame import Frame
-from noisescope.diagnosis.summary import could_not_see, executive_summary, findings, recommendations
+from noisescope.diagnosis.ranking import ranked_findings
+from noisescope.diagnosis.recommendations import recommendations
+from noisescope.diagnosis.sections import Conclusions, Sections
+from noisescope.diagnosis.summary import could_not_see, executive_summary
 from noisescope.trials import Results, Trial
-
-SCHEMA_VERSION = 1
 
 
 def propose(frame: Frame, results: Results) -> list[Trial]:
@@ -32,33 +33,37 @@ def propose(frame: Frame, results: Results) -> list[Trial]:
     return trials + formats.propose(frame)
 
 
-def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The report without its `run` part: the same results give the same sections, byte for byte."""
+def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> Conclusions:
+    """Everything but the run's own facts: the same results give the same values, to the last bit."""
     screened = screen.conclude(frame, results) if frame.measure != "custom" else None
-    levels = frame.settings.levels
-    sections: dict[str, Any] = {
-        "operator_analysis": operators.conclude(frame, results, screened) if "operator" in levels else None,
-        "layer_analysis": layers.conclude(frame, results, screened) if "layer" in levels else None,
-        "channel_analysis": channels.conclude(frame, results, screened) if "channel" in levels else None,
-    }
-    sections["metrics"] = dashboard.conclude(frame, results, screened, sections["channel_analysis"])
-    sections["correlations"] = dashboard.correlations(
-        frame, sections["layer_analysis"], sections["metrics"], sections["channel_analysis"]
-    )
-    sections["format_scores"] = formats.conclude(frame, results)
-    sections["gate"] = gauge.conclude(frame, results) if "operator" in levels else None
-    found = findings(frame, sections)
-    wanted = recommendations(frame, sections)
-    limits = could_not_see(frame, sections, list(notes))
+    found = _sections(frame, results, screened)
+    ranked = ranked_findings(found)
+    wanted = recommendations(found, ranked)
+    limits = could_not_see(frame, found, notes)
     if screened is not None and screened.error:
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
     if screened is not None and screened.lost:
         limits.append(f"{len(screened.lost)} sites changed in place have no prediction, such as {screened.lost[0]}")
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "executive_summary": executive_summary(frame, sections, found, wanted),
-        **sections,
-        "findings": [finding.to_dict() for finding in found],
-        "recommendations": [recommendation.to_dict() for recommendation in wanted],
-        "could_not_see": limits,
-    }
+    return Conclusions(
+        **vars(found),
+        executive_summary=executive_summary(frame, found, ranked, wanted),
+        findings=tuple(ranked),
+        recommendations=tuple(wanted),
+        could_not_see=tuple(limits),
+    )
+
+
+def _sections(frame: Frame, results: Results, screened: screen.Screened | None) -> Sections:
+    levels = frame.settings.levels
+    layer_analysis = layers.conclude(frame, results, screened) if "layer" in levels else None
+    captured = channels.conclude(frame, results, screened) if "channel" in levels else None
+    metrics = dashboard.conclude(frame, results, screened, captured)
+    return Sections(
+        operator_analysis=operators.conclude(frame, results, screened) if "operator" in levels else None,
+        layer_analysis=layer_analysis,
+        channel_analysis=captured,
+        metrics=metrics,
+        correlations=correlations(frame, layer_analysis, metrics.hessian_trace, captured),
+        format_scores=formats.conclude(frame, results),
+        gate=gauge.conclude(frame, results) if "operator" in levels else None,
+    )

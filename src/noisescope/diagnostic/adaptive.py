@@ -52,8 +52,8 @@ class AdaptiveAQN:
         model = model_of(self.model)
         scales = {layer: self.get_layer_noise_scale(layer) for layer in range(len(dissect(model).blocks))}
         factors: dict[Any, float] = {layer: scale / self.base_noise_scale for layer, scale in scales.items()}
-        self.noise = noise(model, AQN(OperatorNoise(), Constant(self.base_noise_scale), seed, factors))
-        self.noise.__enter__()
+        scope = noise(model, AQN(OperatorNoise(), Constant(self.base_noise_scale), seed, factors))
+        self.noise = scope.__enter__()
         return scales
 
     def disable_adaptive_noise(self) -> None:

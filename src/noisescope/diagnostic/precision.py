@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from noisescope.api.smoothing import smooth_outliers
@@ -16,16 +17,24 @@ from noisescope.quantisation.smoothing import Smoothed
 
 
 def generate_mixed_precision_config(
-    sensitivity_profile: Mapping[Any, float], target_avg_bits: float = 6
+    sensitivity_profile: Mapping[Any, Any], target_avg_bits: float = 6
 ) -> dict[Any, int]:
     """16, 8 or 4 bits for each layer by its degradation; warns where the target is missed.
 
+    The profile has the degradation of each layer, or a row of a report that holds one under 'degradation'.
     `noisescope plan precision` finds better plans: this rule knows layers alone, and three widths.
     """
-    bits = bits_by_rule(sensitivity_profile, target_avg_bits)
-    if told := missed_target(bits, target_avg_bits):
-        warnings.warn(f"the bit rule {told}", stacklevel=2)
+    bits = bits_by_rule({layer: _loss(given) for layer, given in sensitivity_profile.items()}, target_avg_bits)
+    if missed := missed_target(bits, target_avg_bits):
+        warnings.warn(f"the bit rule {missed}", stacklevel=2)
     return bits
+
+
+def _loss(given: Any) -> Any:
+    """A degradation as it is, or out of a row, where it may have an interval; the rule refuses what is no number."""
+    loss = given["degradation"] if isinstance(given, Mapping) and "degradation" in given else given
+    loss = loss["value"] if isinstance(loss, Mapping) and "value" in loss else loss
+    return float(loss) if isinstance(loss, np.floating) else loss
 
 
 assign_precision = generate_mixed_precision_config

@@ -24,6 +24,7 @@ from noisescope.findings.bands import (
 )
 from noisescope.findings.risk import Risk, Term, dashboard_risk, report_risk
 from noisescope.findings.values import (
+    BORDERLINE,
     NOT_RATED,
     PRIORITIES,
     SEVERITIES,
@@ -33,15 +34,18 @@ from noisescope.findings.values import (
     by_priority,
     percent,
 )
+from noisescope.findings.words import METRIC_NAMES, metric_name
 
 __all__ = [
     "ADAPTIVE_RULES",
     "ADVICE",
     "BANDS",
+    "BORDERLINE",
     "DASHBOARD_POINTS",
     "EXPECTED_CORRELATIONS",
     "GAIN_ROUND_OFF",
     "LIMITS",
+    "METRIC_NAMES",
     "NOT_MEASURABLE",
     "NOT_RATED",
     "PRIORITIES",
@@ -63,6 +67,7 @@ __all__ = [
     "by_priority",
     "dashboard_risk",
     "meaning",
+    "metric_name",
     "neighbours",
     "operator_advice",
     "outlier_advice",

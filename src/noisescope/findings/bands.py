@@ -141,7 +141,11 @@ BANDS: dict[str, Bands] = {
         (50.0, 100.0),
         ("LOW", "MODERATE", "HIGH"),
         ("<=", "<="),
-        ("ordinary deployment practice will do", "aimed measures are advised", "validate much of it on the hardware"),
+        (
+            "ordinary deployment practice is enough",
+            "targeted fixes recommended",
+            "validate it part by part on the hardware",
+        ),
     ),
     "dashboard_risk": Bands(
         (30.0, 60.0),

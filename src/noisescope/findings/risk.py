@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from noisescope.errors import InvalidInput
 from noisescope.findings.bands import (
+    BANDS,
     DASHBOARD_POINTS,
     LIMITS,
     NONFINITE_POINTS,
@@ -40,8 +40,14 @@ class Risk:
     meaning: str
     terms: tuple[Term, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "terms": [asdict(term) for term in self.terms]}
+
+LEVELS = ("LOW", NOT_MEASURABLE, "MODERATE", "HIGH")  # what could not be measured is not called low
+RISK_MEANINGS = dict(zip(BANDS["report_risk"].names, BANDS["report_risk"].meanings, strict=True))
+
+
+def higher_level(one: str, other: str) -> str:
+    """The graver of two risk levels."""
+    return max(one, other, key=LEVELS.index)
 
 
 def report_risk(

@@ -11,9 +11,10 @@ from noisescope.findings.bands import NOT_MEASURABLE
 from noisescope.sites import GROUPS, Place
 from noisescope.stats.estimate import Estimate
 
+BORDERLINE = "BORDERLINE"  # a significant loss whose interval reaches from the lowest band into a higher one
 NOT_RATED = "not rated"  # ranked by nats: bands belong to losses of a task metric
 # Worst first. What could not be measured comes before what was measured and found harmless.
-SEVERITIES = ("CRITICAL", "HIGH", "MODERATE", NOT_RATED, NOT_MEASURABLE, "LOW")
+SEVERITIES = ("CRITICAL", "HIGH", "MODERATE", BORDERLINE, NOT_RATED, NOT_MEASURABLE, "LOW")
 PRIORITIES = ("CRITICAL", "HIGH", "MEDIUM", "LOW")
 
 Evidence = Literal["injected", "predicted", "captured", "failed", "absent", "none"]
@@ -92,7 +93,7 @@ class Finding:
 
     @property
     def rated(self) -> bool:
-        """Whether a loss of the task metric was found significant and worth a band."""
+        """Whether the interval of a loss of the task metric clears the limit of a band."""
         return self.severity in ("CRITICAL", "HIGH", "MODERATE")
 
     @property

@@ -168,7 +168,6 @@ class State:
             for probe in [p for p in self.probes if p.thread == threading.get_ident()]:
                 if not members.isdisjoint(probe.model.modules()):
                     self.close(probe)  # a part called before the whole: its noise would fall twice
-            self.known |= members
             if any(isinstance(m.__dict__.get("forward"), StandIn) for m in members):
                 raise ModelHeld(
                     f"{type(root).__name__} is called for the first time since enable_noisy_ops() inside a scope of "
@@ -179,6 +178,7 @@ class State:
             probe.forwards = self.forwards  # a module closed and opened again must not repeat its noise
             probe.__enter__()
             self.probes.append(probe)
+            self.known |= members  # not before it is open: a call after a refusal must be refused, too
 
     def close(self, probe: Probe) -> None:
         self.probes.remove(probe)

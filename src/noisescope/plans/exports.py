@@ -1,7 +1,7 @@
-"""Precision plans in the words of the tools that carry them out for real.
+"""Precision plans as configuration files of the tools that carry them out.
 
 ==============  ====================================================================================================
-llm-compressor  a YAML recipe for `oneshot(recipe=...)`: a QuantizationModifier with one config group a format
+llm-compressor  a YAML recipe for `oneshot(recipe=...)`: a QuantizationModifier with one config group per format
 modelopt        a YAML file for `modelopt.torch.quantization.quantize`: weight quantisers by module name
 autoround       a JSON `layer_config` for AutoRound
 torchao         a JSON file for `torchao.core.config.config_from_dict`, which makes a config for `quantize_`
@@ -14,9 +14,9 @@ Modules at 16 bits and lm_head stay as they are. The integers of llm-compressor 
 llm-compressor and torchao take whole groups alone. Where 64 does not divide the inputs of a linear, its integers get
 the largest group that divides both (32 for 96 inputs): smaller groups round as well as planned, and have more scales.
 
-GPT-2's linears are transformers' Conv1D, which keeps its weight as [in, out]. llm-compressor passes over them without a
-word, and what torchao makes of them fails in the forward: these two and ModelOpt, which was not tried, are refused.
-AutoRound takes them: of a tiny GPT-2 at int4 it moved the logits by 5.6 %, our own rounding by 5.9 %.
+GPT-2's linears are transformers' Conv1D, which keeps its weight as [in, out]. llm-compressor skips them silently, and
+what torchao makes of them fails in the forward: these two and ModelOpt, which was not tried, are refused. AutoRound
+takes them: of a tiny GPT-2 at int4 it moved the logits by 5.6 %, our own rounding by 5.9 %.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from noisescope.diagnosis.formats import GROUP, UNTOUCHED
 from noisescope.errors import InvalidInput, unknown
+from noisescope.jsonform import Json, to_json
 from noisescope.plans.precision import Module, Plan
 
+if TYPE_CHECKING:
+    import yaml
+
 TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")
-SMALLEST_GROUP = 16  # in smaller ones scales would take more than a bit a weight
+SMALLEST_GROUP = 16  # in smaller ones scales would take more than a bit per weight
 INTEGERS = {"int8": 8, "int4": 4, "int3": 3}
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # the format's own
 TRANSPOSED = "Conv1D"
 TRANSPOSING = ("autoround",)  # tools that take it
 
-Words = Callable[[int], dict[str, Any]]  # a group -> a format with that group, in a tool's words
+Spelling = Callable[[int], dict[str, Json]]  # a group -> a format with that group, as a tool spells it
 
 
 @dataclass(frozen=True)
 class Export:
-    """The text of a file for a tool, and where it departs from the plan."""
+    """The text of a file for a tool, and where it differs from the plan."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -51,20 +55,20 @@ class Export:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A module that a tool is told to round. `group` is of integers; other formats have their own."""
+    """A module that a tool is to round. `group` is of integers; other formats have their own."""
 
     module: str
     format: str
     group: int
 
 
-def _compressed(bits: int) -> Words:
+def _compressed(bits: int) -> Spelling:
     """compressed-tensors' quantization arguments of a weight."""
     about = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
     return lambda group: {**about, "group_size": group}
 
 
-def _intx(name: str) -> Words:
+def _intx(name: str) -> Spelling:
     """As torchao.core.config writes its configs."""
     return lambda group: {
         "_type": "IntxWeightOnlyConfig",
@@ -76,24 +80,24 @@ def _intx(name: str) -> Words:
     }
 
 
-def _blocked(bits: int) -> Words:
+def _blocked(bits: int) -> Spelling:
     return lambda group: {"num_bits": bits, "block_sizes": {-1: group, "type": "static"}}
 
 
-def _auto(bits: int) -> Words:
+def _auto(bits: int) -> Spelling:
     return lambda group: {**_weights("int", bits), "group_size": group}
 
 
-def _weights(data_type: str, bits: int) -> dict[str, Any]:
+def _weights(data_type: str, bits: int) -> dict[str, Json]:
     """AutoRound takes what a layer does not say from its scheme, and some of those round activations."""
     return {"bits": bits, "data_type": data_type, "sym": True, "act_bits": 16}
 
 
-def _always(**words: Any) -> Words:
-    return lambda group: words
+def _always(**spelled: Json) -> Spelling:
+    return lambda group: spelled
 
 
-_COMPRESSED: dict[str, Words] = {
+_COMPRESSED: dict[str, Spelling] = {
     **{name: _compressed(bits) for name, bits in INTEGERS.items()},
     "fp8_e4m3": _always(num_bits=8, type="float", symmetric=True, strategy="channel"),
     "nvfp4": _always(
@@ -105,19 +109,19 @@ _COMPRESSED: dict[str, Words] = {
         scale_dtype="torch.uint8", zp_dtype="torch.uint8",
     ),
 }  # fmt: skip
-_MODELOPT: dict[str, Words] = {
+_MODELOPT: dict[str, Spelling] = {
     **{name: _blocked(bits) for name, bits in INTEGERS.items()},
     "fp8_e4m3": _always(num_bits=[4, 3], axis=0),
     "nvfp4": _always(num_bits=[2, 1], block_sizes={-1: 16, "type": "dynamic", "scale_bits": [4, 3]}),
     "mxfp4": _always(num_bits=[2, 1], block_sizes={-1: 32, "type": "dynamic", "scale_bits": [8, 0]}),
 }
-_AUTOROUND: dict[str, Words] = {
+_AUTOROUND: dict[str, Spelling] = {
     **{name: _auto(bits) for name, bits in INTEGERS.items()},
     "fp8_e4m3": _always(**_weights("fp8", 8), group_size=-1),
     "nvfp4": _always(**_weights("nv_fp4", 4), group_size=16),
     "mxfp4": _always(**_weights("mx_fp", 4), group_size=32),
 }
-_TORCHAO: dict[str, Words] = {
+_TORCHAO: dict[str, Spelling] = {
     **{name: _intx(name) for name in INTEGERS},
     "fp8_e4m3": _always(_type="Float8WeightOnlyConfig", _version=2, _data={}),
 }
@@ -137,38 +141,39 @@ def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
         "torchao": (_torchao, _TORCHAO),
     }
     if tool == "json":
-        return Export(json.dumps(plan.to_dict(), indent=1) + "\n")
+        return Export(json.dumps(to_json(plan), indent=1) + "\n")
     if tool not in made:
         raise unknown("export", tool, TOOLS)
-    write, words = made[tool]
-    rounded = _rounded(plan, tool, modules, words)
-    found = write(plan, rounded)
-    notes = (*_notes(rounded, modules), *_unknown_kinds(tool, modules))
+    write, spellings = made[tool]
+    rounded = _rounded(plan, tool, modules, spellings)
+    found, notes = write(plan, rounded), _notes(rounded, modules)
     if tool in ("llm-compressor", "modelopt"):
         return Export(yaml.dump(found, Dumper=_plain_dumper(), sort_keys=False), notes)
     return Export(json.dumps(found, indent=1) + "\n", notes)
 
 
-def _plain_dumper() -> Any:
+def _plain_dumper() -> type[yaml.SafeDumper]:
     """YAML without anchors: a format that many modules share is written out for each, as people would."""
     import yaml
 
     class Plain(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: object) -> bool:
             return True
 
     return Plain
 
 
-def _rounded(plan: Plan, tool: str, modules: Sequence[Module], words: dict[str, Words]) -> list[Rounded]:
-    """The modules that a tool is told of, with groups that divide their inputs."""
+def _rounded(plan: Plan, tool: str, modules: Sequence[Module], spellings: dict[str, Spelling]) -> list[Rounded]:
+    """The modules that a tool is to round, with groups that divide their inputs."""
     found = []
     for module in modules:
         name = plan.assignment[module.name]
         if name == UNTOUCHED:
             continue
-        if name not in words:
-            raise InvalidInput(f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *words))}")
+        if name not in spellings:
+            raise InvalidInput(
+                f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *spellings))}"
+            )
         if module.kind == TRANSPOSED and tool not in TRANSPOSING:
             raise InvalidInput(
                 f"{tool} does not quantise {module.name}, which is a {TRANSPOSED} and no torch.nn.Linear: export for "
@@ -178,21 +183,11 @@ def _rounded(plan: Plan, tool: str, modules: Sequence[Module], words: dict[str, 
     return found
 
 
-def _unknown_kinds(tool: str, modules: Sequence[Module]) -> tuple[str, ...]:
-    """Reports of earlier versions do not say of which class a linear is."""
-    if tool in TRANSPOSING or all(module.kind is not None for module in modules):
-        return ()
-    return (
-        f"the report does not say of which class its linears are, and {tool} does not quantise {TRANSPOSED} (GPT-2): "
-        "for such a model run `noisescope diagnose` again",
-    )
-
-
 def _group(module: Module, name: str) -> int:
     """The largest group up to ours that divides a module's inputs."""
     if module.inputs is None:
         raise InvalidInput(
-            f"the report does not say how many inputs {module.name} has: run `noisescope diagnose` again"
+            f"{module.name} was planned without its number of inputs, which decides on groups: plan from a report"
         )
     wanted = BLOCKS.get(name, GROUP)
     group = math.gcd(wanted, module.inputs)
@@ -213,13 +208,13 @@ def _notes(rounded: Sequence[Rounded], modules: Sequence[Module]) -> tuple[str, 
             narrow.setdefault((inputs[one.module], one.group), []).append(one.module)
     return tuple(
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are no multiple of "
-        f"{GROUP}, so the file has groups of {group} there ({16 / group:g} bits of scales a weight)"
+        f"{GROUP}, so the file has groups of {group} there ({16 / group:g} bits of scales per weight)"
         for (width, group), names in narrow.items()
     )
 
 
-def _recipe(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
-    groups: dict[str, dict[str, Any]] = {}
+def _recipe(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+    groups: dict[str, dict[str, Json]] = {}
     for one in rounded:
         key = one.format if one.group == GROUP or one.format not in INTEGERS else f"{one.format}_group_{one.group}"
         groups.setdefault(key, {"targets": [], "weights": _COMPRESSED[one.format](one.group)})
@@ -229,18 +224,18 @@ def _recipe(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
     return {"quant_stage": {"quant_modifiers": modifier}}
 
 
-def _modelopt(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
-    rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+def _modelopt(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+    rules: list[dict[str, Json]] = [{"quantizer_name": "*", "enable": False}]
     for one in rounded:
         rules.append({"quantizer_name": f"{one.module}.weight_quantizer", "cfg": _MODELOPT[one.format](one.group)})
     return {"quant_cfg": rules, "algorithm": "max"}
 
 
-def _autoround(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
+def _autoround(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
     kept = {module: _weights("float", 16) for module in plan.assignment}
     return {**kept, **{one.module: _AUTOROUND[one.format](one.group) for one in rounded}}
 
 
-def _torchao(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Any]:
+def _torchao(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
     configs = {one.module: _TORCHAO[one.format](one.group) for one in rounded}
     return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}

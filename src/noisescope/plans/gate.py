@@ -1,15 +1,16 @@
-"""Whether a model got worse than its baseline, from the numbers that diagnosis/gauge.py takes of both.
+"""Whether a model got worse than its baseline, from the numbers that a diagnosis keeps of both.
 
 What is compared is the typical log KL of a sample (the mean without a fifth at either end), as a ratio of KLs: a few
-samples with a large KL would rule a plain mean, see stats/trimmed.py. Per row the model fails where the ratio is above
-the limit (1.2) and its interval leaves 1 out: a difference within noise is no regression, however large. Intervals hold
-for all rows together (Bonferroni). Where a ratio twice as far from 1 as the limit (1.4) could have been missed, and the
-interval does not end below the limit (1.2) either, the row is undecided: a gate without power says so.
+samples with a large KL would dominate a plain mean, see stats/trimmed.py. Per row the model fails where the ratio is
+above the limit (1.2) and its interval excludes 1: a difference within noise is no regression, however large. Intervals
+hold for all rows together (Bonferroni). Where a ratio twice as far from 1 as the limit (1.4) could have been missed,
+and the interval does not end below the limit (1.2) either, the row is undecided: a gate without power says so.
 
-Two limits are absolute, and fail a model that is surely beyond: what noise may cost of its score, and what the score
-without noise may have lost since the baseline.
+Two limits are absolute, and decided by the whole interval: what noise may cost of the score, and what the score without
+noise may have lost since the baseline.
 
-Samples that both measured are compared pair by pair, others as two independent sets.
+The verdict is "fail" where a row fails, else "pass" where a row that compares the model passes; it is undecided only
+where none of them decides. Samples that both measured are compared pair by pair, others as two independent sets.
 """
 
 from __future__ import annotations
@@ -19,77 +20,91 @@ import math
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.effects import Row
 from noisescope.diagnosis.frame import Array
 from noisescope.diagnosis.gauge import CLEAN
+from noisescope.diagnosis.sections import GateNumbers
 from noisescope.diagnosis.unpaired import smallest_unpaired, unpaired
 from noisescope.errors import InvalidInput
-from noisescope.findings import LIMITS, percent
-from noisescope.plans.comparable import Pairs, Section, pairs_of, samples_of
+from noisescope.findings import LIMITS, metric_name, percent
+from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict
+from noisescope.plans.comparable import Pairs, counts_of, pairs_of
+from noisescope.plans.gate_rows import (
+    Decision,
+    DivergenceRow,
+    GateRow,
+    LimitRow,
+    Measure,
+    ScoreChange,
+    ScoreRow,
+    verdict_of,
+)
+from noisescope.plans.limits import at_least, at_most
 from noisescope.plans.words import counted, span
+from noisescope.stats import Estimate
 
-PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
-MEASURES = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
-POWER = 0.8  # of what a row says that it would have caught
-_HOPELESS = math.log(1000)  # a ratio that nobody needs statistics for
+MEASURES: dict[Measure, str] = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
+POWER = 0.8  # of what a row says that it would have detected
+_HOPELESS = math.log(1000)  # a ratio that needs no statistics
 
 
 def decide(
-    baseline: Section,
-    candidate: Section,
+    baseline: GateNumbers,
+    candidate: GateNumbers,
     *,
     worse_than: float = LIMITS["gate_worse_than_baseline"],
     max_degradation: float = LIMITS["gate_degradation"],
     kl_floor: float = 1e-10,
-) -> Row:
-    """The verdict with every row behind it; both sections are those of `gauge.conclude`."""
+) -> Decision:
+    """The verdict with every row behind it."""
     refuse_limits(worse_than, max_degradation)
     _refuse_noise(baseline, candidate)
-    pairs = pairs_of(baseline["samples"], candidate["samples"])
+    pairs = pairs_of(baseline.samples, candidate.samples)
     asked = _common(baseline, candidate)
-    divergence = [
-        _divergence(baseline, candidate, of, pairs, looks=len(asked), worse_than=worse_than, floor=kl_floor)
-        for of in asked
-    ]
+    level = stats.simultaneous_level(len(asked))
+    divergence = tuple(
+        _divergence(baseline, candidate, of, pairs, level=level, worse_than=worse_than, floor=kl_floor) for of in asked
+    )
     limits = _limits(candidate, max_degradation)
-    scores = [name for name in candidate["accuracy"] if name in baseline["accuracy"]]
+    scored = [name for name in candidate.accuracy if name in baseline.accuracy]
     finite, kept = _finite(baseline, candidate), _clean_score(baseline, candidate, pairs, max_degradation)
-    losses = [row["degradation"]["value"] for row in limits if row["degradation"]["value"] is not None]
-    return {
-        "verdict": _overall(divergence, [*divergence, *limits, finite, kept]),
-        "worse_than": worse_than,
-        "max_degradation_allowed": max_degradation,
-        "max_degradation": max(losses, default=None),
-        "worst": max(divergence, key=lambda row: (row["verdict"] != UNDECIDED, row["ratio"]["value"] or 0.0)),
-        "paired": pairs is not None,
-        "n": samples_of(baseline["samples"], candidate["samples"]),
-        "divergence": divergence,
-        "limits": limits,
-        "finite": finite,
-        "clean_score": kept,
-        "accuracy": [_accuracy(baseline, candidate, name, pairs) for name in scores],
-    }
+    losses = [row.degradation.value for row in limits if row.degradation.value is not None]
+    return Decision(
+        verdict=verdict_of([*divergence, *limits, kept], finite),
+        worse_than=worse_than,
+        max_degradation_allowed=max_degradation,
+        max_degradation=max(losses, default=None),
+        worst=max(divergence, key=lambda row: (row.verdict != UNDECIDED, row.ratio.value or 0.0)),
+        paired=pairs is not None,
+        n=counts_of(baseline.samples, candidate.samples),
+        divergence=divergence,
+        limits=limits,
+        finite=finite,
+        clean_score=kept,
+        accuracy=tuple(_change(baseline, candidate, name, pairs) for name in scored),
+    )
 
 
-def checks(result: Row) -> list[Row]:
-    """All that was decided, each with its name, verdict and message; of a whole gate its conditions first."""
-    said = [result["conditions"]] if "conditions" in result else []
-    return [*said, *result["divergence"], *result["limits"], result["finite"], result["clean_score"]]
-
-
-def _overall(divergence: list[Row], decided: list[Row]) -> str:
-    if any(row["verdict"] == FAIL for row in decided):
-        return FAIL
-    return UNDECIDED if all(row["verdict"] == UNDECIDED for row in divergence) else PASS
-
-
-def _common(baseline: Section, candidate: Section) -> list[tuple[str, str]]:
+def _common(baseline: GateNumbers, candidate: GateNumbers) -> list[tuple[Measure, str]]:
     """(measure, operator) that both sides have."""
-    return [(measure, name) for measure in MEASURES for name in baseline[measure] if name in candidate[measure]]
+    found: list[tuple[Measure, str]] = []
+    for measure in MEASURES:
+        now = _by_operator(candidate, measure)
+        found += [(measure, name) for name in _by_operator(baseline, measure) if name in now]
+    return found
+
+
+def _by_operator(side: GateNumbers, measure: Measure) -> dict[str, Array]:
+    """Numbers [samples] by operator, NaN for what was not finite."""
+    found = side.predicted_kl if measure == "predicted_kl" else side.kl
+    return {name: _array(values) for name, values in found.items()}
+
+
+def _array(values: tuple[float | None, ...]) -> Array:
+    return np.array(values, dtype=np.float64)  # None becomes NaN
 
 
 def refuse_limits(worse_than: float, max_degradation: float) -> None:
-    """What can't be meant."""
+    """Limits that can't be meant."""
     if not worse_than > 1:
         raise InvalidInput(
             f"a model fails above a multiple of its baseline, such as 1.2 (--max-worse 0.2); got {worse_than:g}"
@@ -100,10 +115,10 @@ def refuse_limits(worse_than: float, max_degradation: float) -> None:
         )
 
 
-def _refuse_noise(baseline: Section, candidate: Section) -> None:
-    if baseline["noise"] != candidate["noise"] or not _common(baseline, candidate):
+def _refuse_noise(baseline: GateNumbers, candidate: GateNumbers) -> None:
+    if baseline.noise != candidate.noise or not _common(baseline, candidate):
         before, now = (
-            f"{side['noise']} in {', '.join({**side['predicted_kl'], **side['kl']}) or 'nothing'}"
+            f"{side.noise} in {', '.join({**side.predicted_kl, **side.kl}) or 'nothing'}"
             for side in (baseline, candidate)
         )
         raise InvalidInput(
@@ -112,137 +127,132 @@ def _refuse_noise(baseline: Section, candidate: Section) -> None:
         )
 
 
-def _values(section: Section, measure: str, name: str) -> Array:
-    return np.array(section[measure][name], dtype=np.float64)  # None becomes NaN
+# -- divergence
 
 
 def _divergence(
-    baseline: Section,
-    candidate: Section,
-    of: tuple[str, str],
+    baseline: GateNumbers,
+    candidate: GateNumbers,
+    of: tuple[Measure, str],
     pairs: Pairs,
     *,
-    looks: int,
+    level: float,
     worse_than: float,
     floor: float,
-) -> Row:
+) -> DivergenceRow:
     """One operator on both sides; samples without a finite KL are left out."""
     measure, operator = of
-    x, y = (_values(section, measure, operator) for section in (baseline, candidate))
+    name = f"{MEASURES[measure]}: {operator}"
+    x, y = (_by_operator(side, measure)[operator] for side in (baseline, candidate))
     if pairs is not None:
         x, y = x[pairs[0]], y[pairs[1]]
     known = np.isfinite(x), np.isfinite(y)
     if pairs is not None:
         known = (known[0] & known[1],) * 2
     u, v = (np.log(np.maximum(side[kept], floor)) for side, kept in zip((x, y), known, strict=True))
-    row: Row = {"name": f"{MEASURES[measure]}: {operator}", "measure": measure, "operator": operator}
-    row["left_out"] = int((~known[0]).sum() + (~known[1]).sum())
+    left_out = int((~known[0]).sum() + (~known[1]).sum())
     if not len(u) or not len(v):
-        nothing = stats.Estimate(None, None, None, 0, note=stats.NOT_MEASURABLE).to_dict()
-        told = "no sample has a finite divergence"
-        return {**row, "ratio": nothing, "smallest_detectable": None, "verdict": UNDECIDED, "message": told}
-    level = stats.simultaneous_level(looks)
+        ratio = Estimate(None, None, None, 0, note=stats.NOT_MEASURABLE)
+        message = "no sample has a finite divergence"
+        return DivergenceRow(name, UNDECIDED, message, measure, operator, left_out, None, None, ratio, None)
     shift = stats.trimmed_shift(u, v, paired=pairs is not None)
-    change = shift.estimate(level).to_dict()
-    row["baseline"], row["candidate"] = float(np.exp(np.median(u))), float(np.exp(np.median(v)))
-    row["ratio"] = {**change, **{end: _exp(change[end]) for end in ("value", "low", "high")}}
-    row["smallest_detectable"] = _caught(shift, level, worse_than)
-    row["verdict"] = _verdict(row["ratio"], row["smallest_detectable"], worse_than)
-    row["message"] = _told(row, worse_than)
-    return row
+    ratio = _exponential(shift.estimate(level))
+    smallest = _smallest(shift, level, worse_than)
+    verdict = _verdict(ratio, smallest, worse_than)
+    before, now = (float(np.exp(np.median(side))) for side in (u, v))
+    message = _ratio_sentence(ratio, smallest, verdict, worse_than)
+    return DivergenceRow(name, verdict, message, measure, operator, left_out, before, now, ratio, smallest)
 
 
-def _caught(shift: stats.Shift, level: float, worse_than: float) -> float | None:
-    """The ratio found with POWER: its interval must leave 1 out, and it must pass the limit. None: hardly any."""
+def _exponential(shift: Estimate) -> Estimate:
+    """A difference of logarithms as a ratio."""
+    value, low, high = (None if end is None else math.exp(end) for end in (shift.value, shift.low, shift.high))
+    return Estimate(value, low, high, shift.n, shift.level, shift.note, shift.method)
+
+
+def _smallest(shift: stats.Shift, level: float, worse_than: float) -> float | None:
+    """The ratio found with POWER: its interval must exclude 1, and it must pass the limit. None: hardly any."""
     smallest = shift.smallest_detectable(level, POWER)
     if smallest is None or smallest > _HOPELESS:
         return None
     return max(math.exp(smallest), worse_than * math.exp(shift.excess(POWER)))
 
 
-def _verdict(ratio: Row, caught: float | None, worse_than: float) -> str:
-    if ratio["low"] is not None and ratio["low"] > 1 and ratio["value"] > worse_than:
+def _verdict(ratio: Estimate, smallest: float | None, worse_than: float) -> Verdict:
+    if ratio.above(1) and ratio.value is not None and ratio.value > worse_than:
         return FAIL
-    harmless = ratio["high"] is not None and ratio["high"] <= worse_than
-    return PASS if harmless or (caught is not None and caught <= 2 * worse_than - 1) else UNDECIDED
+    harmless = ratio.high is not None and ratio.high <= worse_than
+    return PASS if harmless or (smallest is not None and smallest <= 2 * worse_than - 1) else UNDECIDED
 
 
-def _limits(candidate: Section, limit: float) -> list[Row]:
+def _ratio_sentence(ratio: Estimate, smallest: float | None, verdict: Verdict, worse_than: float) -> str:
+    words = f"x {ratio.value:.2f} {span(ratio, '.2f')} of the baseline's, limit x {worse_than:g}, n = {ratio.n}"
+    if verdict == FAIL:
+        return words
+    if smallest is None:
+        return f"{words}; no ratio could have been detected"
+    return f"{words}; {'could only' if verdict == UNDECIDED else 'would'} have detected x {smallest:.2f}"
+
+
+# -- absolute limits
+
+
+def _limits(candidate: GateNumbers, limit: float) -> tuple[LimitRow, ...]:
     """What noise costs, operator by operator, against the most it may cost."""
-    names = [name for name in candidate["accuracy"] if name != CLEAN]
-    clean = _values(candidate, "accuracy", CLEAN)
+    names = [name for name in candidate.accuracy if name != CLEAN]
+    clean = _array(candidate.accuracy[CLEAN])
     rows = []
     for name in names:
         loss = stats.degradation(
             clean,
-            _values(candidate, "accuracy", name),
-            chance=candidate["chance"],
+            _array(candidate.accuracy[name]),
+            chance=candidate.chance,
             level=stats.simultaneous_level(len(names)),
-        ).to_dict()
-        over = loss["low"] is not None and loss["low"] > limit
-        under = loss["high"] is not None and loss["high"] <= limit
-        row: Row = {"name": f"accuracy under noise: {name}", "operator": name, "degradation": loss, "limit": limit}
-        row["verdict"] = FAIL if over else PASS if under else UNDECIDED
-        rows.append({**row, "message": _limit_told(row)})
-    return rows
+        )
+        check, verdict = f"{metric_name(candidate.metric)} under noise: {name}", at_most(loss, limit)
+        rows.append(LimitRow(check, verdict, _limit_sentence(loss, limit, verdict), name, loss, limit))
+    return tuple(rows)
 
 
-def _clean_score(baseline: Section, candidate: Section, pairs: Pairs, limit: float) -> Row:
-    """Without noise: a model that surely lost more than the limit of what its baseline scored fails, robust or not.
+def _limit_sentence(loss: Estimate, limit: float, verdict: Verdict) -> str:
+    if loss.value is None:
+        return f"the cost of noise is {stats.NOT_MEASURABLE}: the clean score is not clear of chance"
+    where = {PASS: "below it", FAIL: "above it", UNDECIDED: "the interval includes it; more --samples narrow it"}
+    words = f"noise costs {percent(loss.value)} {span(loss, '.1f', 100)} of the score"
+    return f"{words}, limit {100 * limit:g} %: {where[verdict]}"
 
-    The divergence of a model that answers nothing right may be small. Short of that, the score does not decide.
+
+def _clean_score(baseline: GateNumbers, candidate: GateNumbers, pairs: Pairs, limit: float) -> ScoreRow:
+    """Without noise: a model that lost more than the limit of what its baseline scored fails, robust or not.
+
+    The divergence of a model that answers nothing right may be small.
     """
-    found = _accuracy(baseline, candidate, CLEAN, pairs)
-    before, change = found["baseline"]["value"], found["difference"]
-    row: Row = {"name": "score without noise", "limit": limit}
-    if not before or change["high"] is None:
-        return {**row, "verdict": UNDECIDED, "message": f"the change of the score is {stats.NOT_MEASURABLE}"}
-    row["verdict"] = FAIL if change["high"] < -limit * before else PASS
-    told = f"{percent(before)} before, {percent(found['candidate']['value'])} now"
-    return {**row, "message": f"{told}; fails where surely more than {100 * limit:g} % of it is lost"}
+    name, found = "score without noise", _change(baseline, candidate, CLEAN, pairs)
+    before, now, change = found.baseline.value, found.candidate.value, found.difference
+    if not before or now is None or change.value is None:
+        message = f"the change of the score is {stats.NOT_MEASURABLE}"
+        return ScoreRow(name, UNDECIDED, message, limit)
+    lowest = -limit * before
+    change_words = f"{100 * change.value:+.1f} points {span(change, '+.1f', 100)}"
+    message = f"{percent(before)} before, {percent(now)} now ({change_words}), limit {100 * lowest:+.1f} points"
+    return ScoreRow(name, at_least(change, lowest), message, limit)
 
 
-def _accuracy(baseline: Section, candidate: Section, name: str, pairs: Pairs) -> Row:
+def _change(baseline: GateNumbers, candidate: GateNumbers, name: str, pairs: Pairs) -> ScoreChange:
     """The metric on both sides, with the smallest drop it could have shown."""
-    x, y = (_values(section, "accuracy", name) for section in (baseline, candidate))
+    x, y = (_array(side.accuracy[name]) for side in (baseline, candidate))
     if pairs is None:
-        change = unpaired(x, y).to_dict()
+        change = unpaired(x, y)
         smallest = smallest_unpaired(change, 1, power=POWER)
     else:
         x, y = x[pairs[0]], y[pairs[1]]
-        change = stats.difference(y, x).to_dict()
+        change = stats.difference(y, x)
         smallest = stats.smallest_detectable(x, y, power=POWER)
-    sides = {"baseline": stats.mean(x).to_dict(), "candidate": stats.mean(y).to_dict()}
-    return {"under_noise_in": name, **sides, "difference": change, "smallest_detectable": smallest}
+    return ScoreChange(name, stats.mean(x), stats.mean(y), change, smallest)
 
 
-# -- words
-
-
-def _told(row: Row, worse_than: float) -> str:
-    ratio, caught = row["ratio"], row["smallest_detectable"]
-    words = f"x {ratio['value']:.2f} {span(ratio, '.2f')} of the baseline's, limit x {worse_than:g}, n = {ratio['n']}"
-    if row["verdict"] == FAIL:
-        return words
-    if caught is None:
-        return f"{words}; nothing could have been caught"
-    return f"{words}; {'could only' if row['verdict'] == UNDECIDED else 'would'} have caught x {caught:.2f}"
-
-
-def _limit_told(row: Row) -> str:
-    loss = row["degradation"]
-    if loss["value"] is None:
-        return f"what noise costs is {stats.NOT_MEASURABLE}: the clean score does not stand clear of chance"
-    sure = {PASS: "surely under", FAIL: "surely over", UNDECIDED: "not sure, raise --samples"}[row["verdict"]]
-    return f"costs {percent(loss['value'])} {span(loss, '.1f', 100)} of it, limit {100 * row['limit']:g} %: {sure}"
-
-
-def _finite(baseline: Section, candidate: Section) -> Row:
-    count = candidate["nonfinite"]
-    bad = count > 0 and not baseline["nonfinite"]
-    told = f"{counted(count, 'token')} not finite" + (", the baseline's all were" if bad else "")
-    return {"name": "finite outputs", "verdict": FAIL if bad else PASS, "message": told}
-
-
-def _exp(value: float | None) -> float | None:
-    return None if value is None else math.exp(value)
+def _finite(baseline: GateNumbers, candidate: GateNumbers) -> GateRow:
+    count = candidate.nonfinite
+    bad = count > 0 and not baseline.nonfinite
+    message = f"{counted(count, 'token')} not finite" + (", all of the baseline's were finite" if bad else "")
+    return GateRow("finite outputs", FAIL if bad else PASS, message)

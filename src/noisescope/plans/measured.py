@@ -31,7 +31,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One plan carried out. `over_plan` is its KL over that of the plan on the same sample; None for the plan itself."""
+    """One plan carried out. `over_plan` is its KL over that of the plan, sample by sample; None for the plan itself."""
 
     name: str
     kind: Kind

@@ -19,21 +19,20 @@ tensors of blocks alone, or of everything, so these places are compared by sketc
 from __future__ import annotations
 
 import shlex
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from noisescope.diagnosis.ranking import STANDS_OUT, typical_nats
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import AvalanchePoint, Effect, LayerAnalysis
 from noisescope.diagnosis.sections import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
-from noisescope.findings import ADVICE, BANDS, LIMITS, Finding, percent
-from noisescope.plans.words import metric_name
+from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
 from noisescope.sites import Place
 
 Rank = Literal[1, 2, 3]
-COSTLY = (3.0, 1.5)  # times the median layer's nats: priorities 1 and 2
+COSTLY = 3.0  # times the median layer's nats: priority 1; a finding (STANDS_OUT) is priority 2
 HEADROOM = 0.5  # of FP16's range may be used by what was captured: other inputs go further
 REFERENCE, TARGET, COMPARISON = "reference.record", "target.record", "comparison.json"
 NOT_FILES = ("demo", "built-in text", "tokenised batches")  # data that a command can't name
@@ -109,7 +108,7 @@ def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
         section,
         found.channel_analysis.per_layer if found.channel_analysis is not None else {},
         found.findings,
-        statistics.median(row.nats for row in section.layers),
+        typical_nats(section),
     )
     judged = [_judged(view, place, row) for place, row in rows.items()]
     judged.sort(key=lambda one: (one[0], view.position(one[1].place), -one[1].nats))
@@ -150,28 +149,30 @@ class _View:
 
 def _judged(view: _View, place: Place, row: Effect) -> tuple[Rank, PlaceEvidence]:
     """A place's priority and every reason for it, the strongest first."""
-    found = sorted(
-        [
-            *_by_findings(view, place),
-            *_by_avalanches(view, place),
-            *_by_effect(view, place, row),
-            *_by_channels(view, place),
-        ],
-        key=lambda reason: reason[0],
-    )
+    found = [*_by_findings(view, place), *_by_avalanches(view, place)]
+    found += [*_by_effect(view, place, row), *_by_channels(view, place)]
+    found.sort(key=lambda reason: reason[0])
     largest = max((info.global_max for _, info in view.captured(place)), default=None)
     reasons = tuple(dict.fromkeys(reason for _, reason in found))
     return (found[0][0] if found else 3), PlaceEvidence(place, reasons, row.nats, row.loss, largest)
 
 
 def _by_findings(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
-    """Rated findings. A window's count for all its layers, unless an avalanche point says which of them."""
+    """A window's findings count for all its layers, unless an avalanche point says which of them.
+
+    The nats of layers and places are in their own rows; those of an operator in a layer are not.
+    """
     points = {(point.start, point.end) for point in view.section.avalanche_points}
     for finding in view.about(place):
         target = finding.target
         ends = (target.layers[0], target.layers[-1]) if target.kind == "window" else None
-        if finding.rated and target.kind != "channels" and ends not in points:
-            yield 1 if finding.urgent else 2, f"{finding.component}: {finding.statement}"
+        if target.kind == "channels" or ends in points:
+            continue
+        words = f"{finding.component}: {finding.statement}"
+        if finding.rated or finding.severity == BORDERLINE:
+            yield (1, words) if finding.urgent else (2, words)
+        elif target.kind == "cell" and finding.unit == "nats" and finding.nats is not None:
+            yield (1, words) if finding.nats >= COSTLY * view.median else (2, words)
 
 
 def _by_avalanches(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
@@ -195,17 +196,14 @@ def _avalanche_words(section: LayerAnalysis, point: AvalanchePoint) -> str:
 def _by_effect(view: _View, place: Place, row: Effect) -> Iterable[tuple[Rank, str]]:
     """What noise in the place alone costs: a significant loss, and nats beside those of the median layer."""
     moderate, high, _ = BANDS["degradation"].limits
-    interval = row.simultaneous or row.degradation
-    said = any(finding.rated and finding.target.kind in ("layer", "place") for finding in view.about(place))
-    if row.loss is not None and interval is not None and row.loss >= moderate and not said:
+    said = any(finding.unit == "share" and finding.target.kind in ("layer", "place") for finding in view.about(place))
+    if row.loss is not None and row.degradation is not None and row.loss >= moderate and not said:
         words = f"noise in it alone costs {percent(row.loss)} of the {metric_name(row.metric)}"
-        yield (1, words) if interval.above(high) else (2, words)
-    if view.median and row.nats >= COSTLY[1] * view.median:
-        moved = f"noise in it moves the output by {row.nats:.3g} nats per token"
-        yield (
-            1 if row.nats >= COSTLY[0] * view.median else 2,
-            f"{moved}, {row.nats / view.median:.1f} x the median layer",
-        )
+        yield (1, words) if row.degradation.above(high) else (2, words)
+    if view.median and row.nats >= STANDS_OUT * view.median:
+        times = f"{row.nats / view.median:.1f} x the median layer"
+        words = f"noise in it moves the output by {row.nats:.3g} nats per token, {times}"
+        yield (1, words) if row.nats >= COSTLY * view.median else (2, words)
 
 
 def _by_channels(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:

@@ -5,7 +5,7 @@ largest over median     W8A8
 ======================  ==============================================================================================
 above 50                SmoothQuant, alpha 0.75
 20 to 50                scales of their own (per-channel quantisation)
-10 to 20                watch: one scale a tensor may do
+10 to 20                monitor: one scale per tensor may be enough
 ======================  ==============================================================================================
 
 For W4A16 it is AWQ, whatever the ratio above 10, and for W4A4 OmniQuant, whose gain is not measured here. Gains are
@@ -17,23 +17,76 @@ outputs of                                 are read by
 v_proj, up_proj                            o_proj, down_proj
 a linear that adds to the residual stream  linears behind the norms of the next sub-layer (from the last: next block)
 a block (its residual stream)              linears behind the norms of the next block
-q_proj, k_proj, gate_proj, the last block  no linear of a block as they are: no gain is told
+q_proj, k_proj, gate_proj, the last block  no linear of a block as they are: no gain is reported
 =========================================  ===========================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.rows import Divergence
+from noisescope.diagnosis.sections import ChannelRow
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import band, outlier_advice
 from noisescope.findings.advice import TARGETS
 from noisescope.plans.words import span
+from noisescope.stats import Estimate
 
 # By the band of the largest ratio (findings/bands.py), for W8A8; other targets have one method.
-METHODS = {"MODERATE": ("watch", None), "HIGH": ("per-channel", None), "CRITICAL": ("SmoothQuant", 0.75)}
+METHODS = {"MODERATE": ("monitor", None), "HIGH": ("per-channel", None), "CRITICAL": ("SmoothQuant", 0.75)}
 OTHERS = {"W4A16": "AWQ", "W4A4": "OmniQuant"}
+
+
+@dataclass(frozen=True)
+class FoldRow:
+    """What was done where scales can be folded in. `norm` counts the norms of a block from 0; None: no norm.
+
+    `gains` are what each method divides the rounding error of the linears that read it by; `alpha` None: left alone.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    place: int
+    norm: int | None
+    alpha: float | None
+    largest_scale: float
+    gains: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SmoothingAdvice:
+    """The notes' method for a module with outliers, and the measured gain of each; `best` is the largest of these."""
+
+    component: str
+    max_ratio: float
+    method: str
+    alpha: float | None
+    gains: Mapping[str, float]
+    best: str | None
+    advice: str
+
+
+@dataclass(frozen=True)
+class BeforeAndAfter:
+    before: Divergence
+    after: Divergence
+
+
+@dataclass(frozen=True)
+class SmoothingPlan:
+    """SmoothQuant carried out on a copy. `gain` is KL before over KL after, sample by sample."""
+
+    scheme: str
+    alpha: float | None
+    kl: BeforeAndAfter
+    gain: Estimate
+    float_error: float
+    folds: tuple[FoldRow, ...]
+    recommendations: tuple[SmoothingAdvice, ...]
+    notes: tuple[str, ...]
 
 
 def method_for(max_ratio: float, target: str = "W8A8") -> tuple[str, float | None]:
@@ -46,66 +99,57 @@ def method_for(max_ratio: float, target: str = "W8A8") -> tuple[str, float | Non
     return (OTHERS[target], None) if target in OTHERS else METHODS[name]
 
 
-def gain_told(gain: Mapping[str, Any]) -> str:
-    """What smoothing divides the KL by, and whether that is sure."""
-    if gain["value"] is None:
-        return f"what smoothing gains is {gain['note']}: no KL is left"
-    words = f"smoothing divides it by {gain['value']:.3g} {span(gain, '.3g')}, in pairs: "
-    if gain["low"] is not None and gain["low"] > 1:
-        return words + "it pays"
-    if gain["high"] is not None and gain["high"] < 1:
-        return words + "it makes it worse"
-    return words + "whether it pays is not sure, raise --samples"
+def gain_sentence(gain: Estimate) -> str:
+    """What smoothing divides the KL of a typical sample by, and whether the interval decides that it helps."""
+    if gain.value is None:
+        return f"the gain of smoothing is {gain.note}"
+    words = f"smoothing divides the KL of a typical sample by {gain.value:.3g} {span(gain, '.3g')} (paired): "
+    if gain.above(1):
+        return words + "it helps"
+    if gain.below(1):
+        return words + "it makes the KL larger"
+    return words + "undecided whether it helps; more --samples narrow the interval"
 
 
-def recommendations(
-    report: Mapping[str, Any], folds: Sequence[Mapping[str, Any]], *, target: str = "W8A8"
-) -> list[dict[str, Any]]:
-    """A row for each module with outliers, the largest first: the notes' method, and the measured gain of each.
-
-    `folds` are rows of `Folded.to_dict`; gains are the largest of those whose linears read the module's outputs.
-    """
-    channels = (report.get("channel_analysis") or {}).get("per_layer")
-    if channels is None:
+def channels_of(found: Diagnosis) -> Mapping[str, ChannelRow]:
+    """The modules whose channels were captured; refused where the channel level is missing."""
+    if found.channel_analysis is None or found.channel_analysis.evidence != "captured":
         raise InvalidInput("the report has no channels: run `noisescope diagnose` with the channel level")
+    return found.channel_analysis.per_layer
+
+
+def recommendations(found: Diagnosis, folds: Sequence[FoldRow], *, target: str = "W8A8") -> tuple[SmoothingAdvice, ...]:
+    """A row for each module with outliers, the largest first; gains are the largest of the folds that read it."""
     rows = []
-    for name, found in channels.items():
-        method, alpha = method_for(found["max_ratio"], target)
+    for name, row in channels_of(found).items():
+        method, alpha = method_for(row.max_ratio, target)
         if method == "none":
             continue
-        near = _reading(name, found, folds)
-        gains = {key: max(fold["gains"][key] for fold in near) for key in near[0]["gains"]} if near else {}
-        rows.append(
-            {
-                "component": name,
-                "max_ratio": found["max_ratio"],
-                "method": method,
-                "alpha": alpha,
-                "gains": gains,
-                "best": max(gains, key=lambda key: gains[key]) if gains else None,
-                "advice": outlier_advice(target),
-            }
-        )
-    return sorted(rows, key=lambda row: -row["max_ratio"])
+        near = _reading(row, folds)
+        gains = {key: max(fold.gains[key] for fold in near) for key in near[0].gains} if near else {}
+        best = max(gains, key=lambda key: gains[key]) if gains else None
+        rows.append(SmoothingAdvice(name, row.max_ratio, method, alpha, gains, best, outlier_advice(target)))
+    return tuple(sorted(rows, key=lambda row: -row.max_ratio))
 
 
-def _reading(name: str, found: Mapping[str, Any], folds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The folds whose linears read what a module gives."""
-    own = [fold for fold in folds if fold["source"] == name]
-    norms = [fold for fold in folds if fold["norm"] is not None]
-    if own or any(name in fold["targets"] for fold in norms):
-        return own
-    place = found["layer"]
-    next_block = [fold for fold in norms if isinstance(place, int) and fold["place"] == place + 1]
-    if found["operator"] == "residual":
+def _reading(row: ChannelRow, folds: Sequence[FoldRow]) -> list[FoldRow]:
+    """The folds whose linears read the output of a module."""
+    norms = [fold for fold in folds if fold.norm is not None]
+    place = row.layer
+    next_block = [fold for fold in norms if isinstance(place, int) and fold.place == place + 1]
+    if row.operator == "residual":
         return next_block
+    own = [fold for fold in folds if fold.source == row.module]
+    if own or any(row.module in fold.targets for fold in norms):
+        return own
     # What is left adds to the residual stream, at the end of the sub-layer whose first linears have the same parent.
-    here = [fold for fold in norms if fold["place"] == place]
-    begun = [fold["norm"] for fold in here if _parent(name) in map(_parent, fold["targets"])]
+    here = [fold for fold in norms if fold.place == place]
+    begun = [fold.norm or 0 for fold in here if _parent(row.module) in map(_parent, fold.targets)]
     if not begun:
         return []
-    return [fold for fold in here if fold["norm"] > begun[0]] or next_block
+    return [fold for fold in here if fold.norm is not None and fold.norm > begun[0]] or next_block
 
 
 def _parent(module: str) -> str:
+    """The module that holds a module: names are PyTorch's dotted paths."""
     return module.rpartition(".")[0]

@@ -4,21 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.effects import Row, estimate, paired
-from noisescope.diagnosis.frame import Frame
+from noisescope.diagnosis.effects import NOTHING, injected_kl, paired
+from noisescope.diagnosis.frame import Array, Frame
+from noisescope.diagnosis.rows import Divergence
 from noisescope.errors import NoisescopeError
 from noisescope.injection import Injection
+from noisescope.stats import Estimate
 from noisescope.trials import Results, Trial
 
 
 @dataclass(frozen=True)
+class Carried:
+    """One plan carried out: KL and score of each sample, beside the score of the model as it is."""
+
+    kl: Array
+    accuracy: Array
+    clean_accuracy: Array
+
+    @property
+    def divergence(self) -> Divergence:
+        return injected_kl(self.kl)
+
+    def over(self, other: Carried) -> Estimate:
+        """The typical ratio of this plan's KL to another's on the same sample."""
+        known = np.isfinite(self.kl) & np.isfinite(other.kl)
+        if not known.any():
+            return NOTHING
+        return stats.typical_ratio(np.maximum(self.kl[known], 0.0), np.maximum(other.kl[known], 0.0))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Plans by name as they were carried out, and what could not be seen."""
+
+    plans: Mapping[str, Carried]
+    could_not_see: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Verification:
-    """Plans by name as injections (None: nothing is rounded); a diagnosis of KL and accuracy under each."""
+    """Plans by name as injections (None: nothing is rounded); a diagnosis of KL and score under each."""
 
     injections: Mapping[str, Injection | None]
 
@@ -26,11 +55,11 @@ class Verification:
         asked = dict.fromkeys([None, *self.injections.values()])
         return [trial for injection in asked for trial in frame.ask(injection, seeds=(0,))]
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[str, Any]:
-        rows = {name: self._row(frame, results, injection) for name, injection in self.injections.items()}
-        return {"schema_version": 1, "verification": rows, "could_not_see": list(notes)}
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> Verified:
+        plans = {name: self._carried(frame, results, injection) for name, injection in self.injections.items()}
+        return Verified(plans, tuple(notes))
 
-    def _row(self, frame: Frame, results: Results, injection: Injection | None) -> Row:
+    def _carried(self, frame: Frame, results: Results, injection: Injection | None) -> Carried:
         clean = frame.answer(results, None)
         rounded = clean if injection is None else frame.answer(results, injection, seeds=(0,))
         assert clean is not None and rounded is not None
@@ -39,8 +68,4 @@ class Verification:
                 raise NoisescopeError(f"a plan could not be carried out: {answer.error}")
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
-        return {
-            "kl": estimate(kl, countable=False),
-            "accuracy": stats.mean(after).to_dict(),
-            "clean_accuracy": float(before.mean()),
-        }
+        return Carried(kl, after.mean(axis=1), before)

@@ -1,15 +1,8 @@
-"""Numbers and metrics in the sentences of plans."""
+"""Numbers in the sentences of plans."""
 
 from __future__ import annotations
 
 from noisescope.stats import Estimate
-
-METRICS = {"next_token_accuracy": "next-token accuracy", "agreement": "agreement with the clean model"}
-
-
-def metric_name(metric: str) -> str:
-    """A metric in words: "next_token_accuracy" is "next-token accuracy"."""
-    return METRICS[metric] if metric in METRICS else metric
 
 
 def counted(number: int, noun: str) -> str:

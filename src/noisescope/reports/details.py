@@ -8,7 +8,7 @@ from noisescope.diagnosis.rows import Effect
 from noisescope.findings import Risk
 from noisescope.reports.document import Block, Cell, Paragraph, Section, Table
 from noisescope.reports.values import DiagnosisReport
-from noisescope.reports.words import band, metric_name, percent, plain, text
+from noisescope.reports.words import band, metric_name, percent, plain, run_metric, text
 
 
 def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
@@ -38,7 +38,7 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
     points = () if report.layer_analysis is None else report.layer_analysis.point_rule_avalanches
     if not rows and not points:
         return
-    metric = metric_name(report.run.metric)
+    metric = metric_name(run_metric(report.run))
     explained = (
         "The original method notes label a row by its point value alone. These labels are given for comparison with "
         "their rules; they ignore the intervals, so a label here may differ from the band of the same row above, "
@@ -46,7 +46,7 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
     )
     blocks: list[Block] = [Paragraph(explained)]
     if rows:
-        head = ("row", f"{metric} lost", "band by point value", "score", "score band by point value")
+        head = ("row", f"{metric} lost", "band by point value", "sensitivity score", "score band by point value")
         blocks.append(Table("point-rules", head, tuple(_labels(name, row) for name, row in rows)))
     if points:
         head = ("layers", f"{metric} lost", "severity", "neighbours", "layers in common")

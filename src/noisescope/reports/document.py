@@ -134,7 +134,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """`facts` are (name, text) pairs under the title: model, data, noise. `finished` is when the run ended, ISO 8601."""
+    """`facts` are (name, text) pairs under the title: model, data, noise. `finished`: when the run ended, ISO 8601."""
 
     title: str
     facts: tuple[tuple[str, str], ...]

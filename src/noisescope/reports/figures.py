@@ -138,13 +138,13 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
 
 
 def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Any]:
-    """A triangle and the bar's label over each marked bar, hollow for what is not sure. The legend's entries."""
+    """A triangle and the bar's label over each marked bar, hollow for what is undecided. The legend's entries."""
     entries: dict[str, Any] = {}
     turned = len(bars) > 20
     for place, bar in enumerate(bars):
         value = finite(bar.cell.value)
         if bar.mark and value is not None:
-            face = "white" if "not sure" in bar.mark else INK
+            face = "white" if bar.undecided else INK
             highest = max(value, finite(bar.high) or 0.0, 0.0)
             raised = axes.transData + ScaledTranslation(0, 6 / 72, figure.dpi_scale_trans)
             axes.plot(place, highest, "v", color=INK, markerfacecolor=face, markersize=5, transform=raised, zorder=6)
@@ -210,7 +210,7 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
         for y, cell in enumerate(row):
             if cell is not None and finite(cell.value) is not None:
                 values[y, x] = cell.value
-                stars += [(y, x)] if cell.text.endswith("*") else []
+                stars += [(y, x)] if cell.starred else []
     missing = np.isnan(values)
     axes.patch.set(**_HATCHED)  # the ground: it shows wherever a cell is missing
     handles: list[Any] = []
@@ -241,6 +241,6 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
     label_ticks(axes, block.rows, offset=0.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    words = short(block.legend.removeprefix("*"), 80) or "marked with * in the table"
+    words = short(block.legend, 80) or "marked with * in the table"
     handles += [Patch(**_HATCHED, label="no value")] if bool(missing.any()) else []
     legend(axes, [*([symbol((6, 2, 0), words, color=INK)] if stars else []), *handles])

@@ -22,7 +22,6 @@ from noisescope.reports.plots import LABEL, drawable, plot_bars, plot_curve
 LONG_TABLE = 8  # rows; above this a table gets a filter
 TALL_TABLE = 20  # rows; above this a table scrolls in a box of its own
 LONG_TEXT = 40  # letters; such a cell wraps, and keeps room to be read
-STAR = "*"  # ends the text of a heat map's cell that was injected
 
 
 def to_html(document: Document) -> str:
@@ -43,7 +42,6 @@ def _template() -> jinja2.Template:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         kind=lambda block: type(block).__name__,
         exact=exact,
-        split=split,
         numeric_columns=numeric_columns,
         is_wordy=is_wordy,
         plot_bars=plot_bars,
@@ -53,7 +51,6 @@ def _template() -> jinja2.Template:
         LONG_TEXT=LONG_TEXT,
         LABEL=LABEL,
         TALL_TABLE=TALL_TABLE,
-        STAR=STAR,
     )
     return environment.from_string(_asset("page.html.j2"))
 
@@ -70,17 +67,10 @@ def exact(value: float | None) -> str:
     return "" if value is None else repr(float(value))
 
 
-def split(cell: Cell) -> tuple[str, str, str]:
-    """An estimate, its interval and what follows, which are drawn lighter: "1.2 %", "[0.1 %, 3 %]", " (n = 4)"."""
-    value, bracket, tail = cell.text.partition(" [") if cell.value is not None else (cell.text, "", "")
-    interval, end, rest = tail.partition("]")
-    return value, f"{bracket.strip()}{interval}{end}", rest
-
-
 def numeric_columns(table: Table) -> list[bool]:
     """Which columns hold bare numbers and are set to the right; never the first, which names the row."""
     columns = [[row[i] for row in table.rows if row[i].text] for i in range(len(table.head))]
-    bare = [bool(cells) and all(c.value is not None and "[" not in c.text for c in cells) for cells in columns]
+    bare = [bool(cells) and all(c.value is not None and not c.interval for c in cells) for cells in columns]
     return [index > 0 and yes for index, yes in enumerate(bare)]
 
 

@@ -18,6 +18,7 @@ from noisescope.reports.words import (
     metric_name,
     number,
     plain,
+    run_metric,
     span,
     text,
     whole,
@@ -36,15 +37,17 @@ def operators(report: DiagnosisReport) -> Iterable[Section]:
         (text(name), *_loss(row), plain(row.sensitivity_score), *_divergence(row), whole(row.total_injections))
         for name, row in ordered
     )
-    head = ("operator", f"{metric_name(report.run.metric)} lost", "band", "score", *KL, "injections")
+    head = ("operator", f"{metric_name(run_metric(report.run))} lost", "band", "sensitivity score", *KL, "injections")
     yield Section("operators", "Operators", (Table("operators", head, body),))
 
 
 def layers(report: DiagnosisReport) -> Iterable[Section]:
-    section = report.layer_analysis
-    if section is None:
-        return
-    metric = metric_name(report.run.metric)
+    if report.layer_analysis is not None:
+        yield from layer_sections(report.layer_analysis, metric_name(run_metric(report.run)))
+
+
+def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
+    """The layers and the heat map; `metric` in words."""
     blocks: list[Block] = [*_window_chart(section, metric), *_points(section, metric)]
     columns = (f"{metric} lost", "band")
     windows = tuple(
@@ -56,6 +59,8 @@ def layers(report: DiagnosisReport) -> Iterable[Section]:
     named += section.places.items()
     singles = tuple((text(name), *_loss(row), *_divergence(row)) for name, row in named)
     blocks.append(Table("layers", ("place", *columns, *KL), singles, "Single layers and places"))
+    if section.prediction_scale != 1:
+        blocks.append(Paragraph(_scaled(section.prediction_scale)))
     yield Section("layers", f"Layers (noise on {', '.join(section.operators)})", tuple(blocks))
     yield from _map(section, metric)
 
@@ -63,7 +68,8 @@ def layers(report: DiagnosisReport) -> Iterable[Section]:
 def _window_chart(section: LayerAnalysis, metric: str) -> Iterable[Chart]:
     """What each window loses; where nothing was injected, its predicted divergence."""
     states = {point.layer_range: point for point in section.avalanche_points}
-    losses = [(row, loss) for row in section.windows if (loss := loss_of(row)) is not None and loss.value is not None]
+    known = [(row, row.degradation) for row in section.windows if row.degradation is not None]
+    losses = [(row, loss) for row, loss in known if loss.value is not None]
     if losses:
         bars = tuple(_loss_bar(row, loss, states.get(row.layer_range)) for row, loss in losses)
         yield Chart("windows-chart", f"{capitalised(metric)} lost by window", f"share of the {metric}", bars)
@@ -75,7 +81,7 @@ def _window_chart(section: LayerAnalysis, metric: str) -> Iterable[Chart]:
 
 
 def _loss_bar(row: WindowEffect, loss: Estimate, point: AvalanchePoint | None) -> Bar:
-    cell = replace(estimate(loss, share=True), tone=band_of(row).tone)
+    cell = replace(loss_cell(row), tone=band_of(row).tone)
     if point is None:
         return Bar(row.layer_range, cell, loss.low, loss.high)
     mark = "avalanche point" if point.decided else "avalanche point (borderline)"
@@ -120,6 +126,13 @@ def ratio(found: Estimate | None) -> Cell:
     return Cell(f"{number(found.value)} x", found.value, interval=span(found.low, found.high))
 
 
+def _scaled(scale: float) -> str:
+    return (
+        f"Where rows were injected, their KL is {number(scale)} times the predicted one (the median of the ratio). "
+        "Findings rank predicted rows on the scale of injected ones: by their predicted KL times this."
+    )
+
+
 def _interaction(found: Interaction | None) -> Cell:
     if found is None:
         return Cell("")
@@ -162,9 +175,8 @@ def _hover(row: CellEffect, metric: str) -> str:
     parts = [f"{row.evidence} KL {divergence(known).text or 'not known'}"]
     if row.injected and row.predicted_kl is not None:
         parts.append(f"predicted {divergence(row.predicted_kl).text}")
-    loss = loss_of(row)
-    if loss is not None and loss.value is not None:
-        parts.append(f"{metric} lost {estimate(loss, share=True).text}")
+    if row.degradation is not None and row.degradation.value is not None:
+        parts.append(f"{metric} lost {loss_cell(row).text}")
     if row.nonlinear:
         parts.append("injection and prediction diverge: not linear here")
     return "; ".join([*parts, f"n = {known.size.n}"])
@@ -173,9 +185,12 @@ def _hover(row: CellEffect, metric: str) -> str:
 # -- cells
 
 
-def loss_of(row: Effect) -> Estimate | None:
-    """The loss with the interval that holds for all rows of its table, by which its band was decided."""
-    return row.simultaneous or row.degradation
+def loss_cell(row: Effect) -> Cell:
+    """The loss by which the band was decided; the largest of a table also corrected for its selection."""
+    cell, selected = estimate(row.degradation, share=True), estimate(row.selected, share=True)
+    if cell.value is None or selected.value is None:
+        return cell
+    return replace(cell, rest=f", corrected for selection {selected.text}")
 
 
 def _loss(row: Effect) -> tuple[Cell, Cell]:
@@ -183,7 +198,7 @@ def _loss(row: Effect) -> tuple[Cell, Cell]:
         return Cell(f"failed: {row.error}"[:120], tone="unsure"), Cell("")
     if not row.injected:
         return Cell(""), Cell("")
-    return estimate(loss_of(row), share=True), band_of(row)
+    return loss_cell(row), band_of(row)
 
 
 def _divergence(row: Effect) -> tuple[Cell, Cell, Cell]:
@@ -193,6 +208,6 @@ def _divergence(row: Effect) -> tuple[Cell, Cell, Cell]:
 
 def _order(row: Effect) -> tuple[bool, float, float]:
     """The largest loss first, then by nats; what the model does not compute comes last."""
-    loss = loss_of(row)
+    loss = row.degradation
     lost = loss.value if loss is not None and loss.value is not None else -1.0
     return row.evidence == "absent", -lost, -row.nats

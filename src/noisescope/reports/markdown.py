@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from noisescope.reports.document import Block, Bullets, Document, HeatMap, Paragraph, Section, Table, Verdict
 
@@ -28,8 +27,7 @@ def _section(section: Section) -> Iterable[str]:
 def _block(block: Block) -> Iterable[str]:
     if isinstance(block, Verdict):
         yield f"**Risk: {block.level.text}**" + (f" - {escape(block.meaning)}" if block.meaning else "")
-        yield ""
-        yield from (f"- {escape(reason)}" for reason in block.reasons)
+        yield from ["", *(f"- {escape(reason)}" for reason in block.reasons)] if block.reasons else []
     elif isinstance(block, Paragraph):
         yield _paragraph(block)
     elif isinstance(block, Bullets):
@@ -38,9 +36,14 @@ def _block(block: Block) -> Iterable[str]:
         yield from [f"### {block.caption}", ""] if block.caption else []
         yield from table(block.head, ((cell.text for cell in row) for row in block.rows))
     elif isinstance(block, HeatMap):
-        yield from [f"### {block.title} ({block.unit}; {block.legend})", ""]
+        yield from [f"### {block.title} ({'; '.join(heat_words(block))})", ""]
         rows = zip(block.rows, block.cells, strict=True)
         yield from table(["", *block.columns], ([name, *(c.text if c else "" for c in cells)] for name, cells in rows))
+
+
+def heat_words(block: HeatMap) -> list[str]:
+    """The unit of a heat map, and what a star in it means."""
+    return [word for word in (block.unit, block.legend and f"* {block.legend}") if word]
 
 
 def _paragraph(paragraph: Paragraph) -> str:
@@ -53,6 +56,6 @@ def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
     return lines + ["| " + " | ".join(escape(text) for text in row) + " |" for row in body]
 
 
-def escape(text: Any) -> str:
+def escape(text: str) -> str:
     """Text that can't break a table or become markup."""
-    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

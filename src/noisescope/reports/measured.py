@@ -7,8 +7,20 @@ from collections.abc import Iterable
 from noisescope.diagnosis.sections import ChannelRow, CostlyChannel, Metrics, Threshold, Trace
 from noisescope.reports.document import Block, Cell, Paragraph, Section, Table
 from noisescope.reports.values import DiagnosisReport
-from noisescope.reports.words import SHARES, band, counted, described, divergence, estimate, number, plain, span
-from noisescope.reports.words import text, whole
+from noisescope.reports.words import (
+    SHARES,
+    band,
+    counted,
+    counted_noun,
+    described,
+    divergence,
+    estimate,
+    number,
+    plain,
+    span,
+    text,
+    whole,
+)
 
 WORST = 10  # rows of a table that only shows the worst
 _PAIRS = {
@@ -30,7 +42,8 @@ def channels(report: DiagnosisReport) -> Iterable[Section]:
         blocks.append(
             Paragraph(
                 f"{found.total_outlier_channels} outlier channels of {found.total_channels} "
-                f"({found.outlier_percentage:.2g} %) in {found.layers_with_outliers} modules; n = {section.n} samples. "
+                f"({found.outlier_percentage:.2g} %) in {counted_noun(found.layers_with_outliers, 'module')}; "
+                f"n = {section.n} samples. "
                 f"The largest value of an outlier is more than {section.threshold:g} times that of the median channel "
                 "(by max). Other rules: the mean in place of the largest; a 99th percentile above 5 times the "
                 "channel's own median (q99/q50); the 5 % whose noise costs most (Fisher)."

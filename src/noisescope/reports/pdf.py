@@ -20,6 +20,7 @@ from noisescope.errors import MissingExtra
 from noisescope.reports import axes, figures
 from noisescope.reports.document import Block, Bullets, Cell, Chart, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.figures import COLOURS, Drawable
+from noisescope.reports.markdown import heat_words
 from noisescope.reports.typesetting import (
     FONTS,
     LAST_RESORT,
@@ -73,7 +74,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.set_creator("noisescope")
         self.set_lang("en-GB")
         spelled = printable(json.dumps(asdict(document), ensure_ascii=False) + string.printable + "•…\ufffd")
-        self.set_creation_date(_finished(spelled))
+        self.set_creation_date(_ended(document.finished))
         self.running = [document.title, *(text for _, text in document.facts[:1])]
         self.add_font("sans", "", FONTS / "DejaVuSans.ttf")
         self.add_font("sans", "B", FONTS / "DejaVuSans-Bold.ttf")
@@ -215,7 +216,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         if isinstance(block, HeatMap):
             rows = zip(block.rows, block.cells, strict=True)
             body = tuple((Cell(name), *(cell or Cell("") for cell in cells)) for name, cells in rows)
-            words = "; ".join(word for word in (block.unit, block.legend) if word)
+            words = "; ".join(heat_words(block))
             self.table(Table(block.key, ("", *block.columns), body, f"The numbers ({words})"))
 
     # -- tables
@@ -272,10 +273,9 @@ def _styled(cell: Cell) -> list[Run]:
     if cell.tone:
         ground, ink = TINTS.get(cell.tone, TINTS[""])
         return [Run(cell.text, True, ink, ground)]
-    value, bracket, interval = cell.text.partition(" [")
-    if cell.value is not None and bracket:
-        return [Run(value), Run(f"[{interval}", colour=QUIET)]
-    return [Run(cell.text)]
+    lighter = f"{cell.interval}{cell.rest}".strip()
+    shown = f"{cell.shown}*" if cell.starred else cell.shown
+    return [Run(shown), Run(lighter, colour=QUIET)] if lighter else [Run(shown)]
 
 
 def _paragraph(paragraph: Paragraph) -> list[Run]:
@@ -291,9 +291,9 @@ def _spoken(block: Drawable) -> str:
     return f"{block.title} ({block.unit}): {'; '.join(said)}"
 
 
-def _finished(text: str) -> datetime:
-    """When the run ended: the last time of day in the text, which the method gives."""
-    for stamp in reversed(re.findall(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", text)):
-        with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(stamp)
+def _ended(stamp: str) -> datetime:
+    """When the run ended, for the file's own date: never the time of drawing, so that the bytes stay the same."""
+    with contextlib.suppress(ValueError, OverflowError):
+        found = datetime.fromisoformat(stamp)
+        return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
     return datetime(2000, 1, 1, tzinfo=UTC)

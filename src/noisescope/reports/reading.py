@@ -49,8 +49,9 @@ def value_of(data: Json, kinds: Mapping[str, type[V]], where: str, *, made: str 
     if not isinstance(data, Mapping) or "schema_version" not in data:
         raise InvalidInput(f"{where} is JSON, but no report of noisescope (it has no schema_version)")
     came = data["schema_version"]
-    if came != SCHEMA_VERSION or isinstance(came, (bool, float)):
-        release = "noisescope 0.1 (report version 1)" if came == 1 else f"another noisescope (report version {came!r})"
+    if type(came) is not int or came != SCHEMA_VERSION:
+        first = type(came) is int and came == 1
+        release = "noisescope 0.1 (report version 1)" if first else f"another noisescope (report version {came!r})"
         raise InvalidInput(
             f"{where} was written by {_line(release)}; this version reads {SCHEMA_VERSION}. Run `{made}` again to "
             "write a new one"
@@ -79,7 +80,9 @@ def _check_layers(report: DiagnosisReport) -> None:
 
 def _named_layers(report: DiagnosisReport) -> Iterator[tuple[str, Iterable[int]]]:
     if section := report.layer_analysis:
-        yield from ((f"layer_analysis.windows[{i}]", (w.start_layer, w.end_layer)) for i, w in enumerate(section.windows))
+        yield from (
+            (f"layer_analysis.windows[{i}]", (w.start_layer, w.end_layer)) for i, w in enumerate(section.windows)
+        )
         yield from ((f"layer_analysis.layers[{i}]", (row.layer,)) for i, row in enumerate(section.layers))
         yield from ((f"layer_analysis.map[{i}]", (row.layer,)) for i, row in enumerate(section.map))
         for i, point in enumerate(section.avalanche_points):

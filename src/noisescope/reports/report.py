@@ -1,19 +1,16 @@
-"""The report of a diagnosis or of a robustness curve, and the JSON Schema of both."""
+"""The report of a diagnosis or of a robustness curve."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from noisescope.diagnosis.report import SCHEMA_VERSION, Diagnosis, Robustness
+from noisescope.diagnosis.report import Diagnosis, Robustness
 from noisescope.errors import InvalidInput
-from noisescope.jsonform import Json, schema_of
 from noisescope.reports.document import Document
-from noisescope.reports.reading import read_report
-from noisescope.reports.saved import FORMATS, SavedReport
+from noisescope.reports.reading import read_report as read_report
+from noisescope.reports.saved import SavedReport
 from noisescope.reports.sections import document_of
 from noisescope.reports.values import DiagnosisReport
-
-__all__ = ["FORMATS", "SCHEMA_VERSION", "Report", "read_report", "schema"]
 
 
 class Report(SavedReport[DiagnosisReport | Robustness]):
@@ -41,19 +38,3 @@ class Report(SavedReport[DiagnosisReport | Robustness]):
 
     def document(self) -> Document:
         return document_of(self.value)
-
-
-def schema() -> dict[str, Json]:
-    """The JSON Schema of report.json: a diagnosis, or accuracy at noise levels. Derived from their types."""
-    title = "noisescope report"
-    kinds = [schema_of(kind, title=title) for kind in (DiagnosisReport, Robustness)]
-    definitions = {name: part for kind in kinds for name, part in kind["$defs"].items()}
-    for kind in kinds:
-        named = definitions[kind["$ref"].removeprefix("#/$defs/")]
-        named["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
-    return {
-        "$schema": kinds[0]["$schema"],
-        "title": title,
-        "anyOf": [{"$ref": kind["$ref"]} for kind in kinds],
-        "$defs": {name: definitions[name] for name in sorted(definitions)},
-    }

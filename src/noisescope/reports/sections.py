@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noisescope.diagnosis.report import Robustness, Run
+from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
 from noisescope.diagnosis.rows import LevelEffect
 from noisescope.findings import Finding
 from noisescope.reports import actions, details, levels, measured
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Table, Verdict
 from noisescope.reports.values import DiagnosisReport
-from noisescope.reports.words import SHARES, band, band_of, capitalised, estimate, finding_span, metric_name, text, tone
+from noisescope.reports.words import (
+    SHARES,
+    band,
+    band_of,
+    capitalised,
+    estimate,
+    finding_span,
+    metric_name,
+    run_metric,
+    text,
+    tone,
+)
 
 TITLE = "noisescope report"
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
@@ -20,14 +31,15 @@ def document_of(report: DiagnosisReport | Robustness) -> Document:
     """The order a reader needs: verdict, what to do, the evidence, the method, the limits."""
     if isinstance(report, Robustness):
         noise = f"levels {', '.join(f'{row.noise_level:g}' for row in report.robustness.levels)}"
-        sections = [robustness(report)]
+        sections = [robustness(report.robustness, run_metric(report.run))]
     else:
         noise = report.run.settings.perturbation
         advice = (recommendations, actions.migration, actions.precision, actions.check, actions.locate)
         evidence = (levels.operators, levels.layers, measured.channels, measured.formats, measured.metrics)
         last = (measured.correlations, details.risk_scores, details.point_rules)
         sections = [section for part in (summary, *advice, *evidence, *last) for section in part(report)]
-    sections += [method(report.run), *limits(report.could_not_see)]
+    diverging = isinstance(report, DiagnosisReport)
+    sections += [method(report.run, diverging=diverging), *limits(report.could_not_see)]
     return Document(TITLE, tuple(facts(report.run, noise)), tuple(sections), report.run.finished)
 
 
@@ -56,9 +68,7 @@ def summary(report: DiagnosisReport) -> Iterable[Section]:
 def finding_line(finding: Finding) -> Paragraph:
     """A finding with its interval and n, then what else is known of the same place."""
     notes = "".join(f"; {note}" for note in finding.notes)
-    return Paragraph(
-        f"{finding.statement}{finding_span(finding)}{notes}", f"[{finding.severity}] {finding.component}:"
-    )
+    return Paragraph(f"{finding.statement}{finding_span(finding)}{notes}", f"[{finding.severity}] {finding.component}:")
 
 
 def recommendations(report: DiagnosisReport) -> Iterable[Section]:
@@ -71,9 +81,8 @@ def recommendations(report: DiagnosisReport) -> Iterable[Section]:
         yield Section("recommendations", "Recommendations", (table,))
 
 
-def robustness(report: Robustness) -> Section:
-    found, metric = report.robustness, metric_name(report.run.metric)
-    share = report.run.metric in SHARES
+def robustness(found: RobustnessCurve, name: str) -> Section:
+    metric, share = metric_name(name), name in SHARES
     body = tuple(
         (
             Cell(f"{row.noise_level:g}", row.noise_level),
@@ -98,39 +107,34 @@ def _point(row: LevelEffect, *, share: bool) -> Iterable[tuple[float, Bar]]:
         yield row.noise_level, Bar(f"{row.noise_level:g}", estimate(found, share=share), found.low, found.high)
 
 
-def method(run: Run) -> Section:
+def method(run: Run, *, diverging: bool) -> Section:
+    """How numbers were made; of a curve, which shows no divergence, only what concerns losses."""
     cost = run.cost
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    return Section(
-        "method",
-        "Method",
-        (
-            Paragraph(
-                "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window. "
-                "The intervals of losses in one table hold for all of its rows together, so the largest row keeps its "
-                "meaning although it was picked. Bands, avalanche points and findings are decided by these intervals; "
-                "a row whose interval reaches from one band into another is borderline. p values of rows that are "
-                f"looked at together are corrected (Holm). The score is the {metric_name(run.metric)} lost over the "
-                "scale of the noise.",
-                "Losses.",
-            ),
-            Paragraph(
-                "KL is the divergence of the noisy output from the clean one, in nats per token. Half of the samples "
-                "diverge by more than its median, which ranks the rows; its interval holds however long the tail is. "
-                "The mean is what all tokens lose on average, but a few samples can decide it: where the tail allows "
-                'no upper end, only "at least" is given, a bound that holds for any data. Below '
-                f"{run.kl_floor:.0e} a KL can't be distinguished from 0. In a row marked nonlinear, injection and "
-                "prediction differ significantly by more than a factor of two: trust the injection.",
-                "Divergence.",
-            ),
-            Paragraph(_asked(run)),
-            Paragraph(
-                f"{cost.trials} trials; this run took {cost.forwards:.1f} forwards of the test data and "
-                f"{cost.seconds:.0f} s; {run.device}, {run.conditions.dtype}; seeds "
-                f"{', '.join(map(str, run.settings.seeds))}. {versions}. {run.finished}."
-            ),
-        ),
+    losses = (
+        "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window. Those of "
+        "losses hold for all rows of a table together, so that any row may be picked; the largest is also given "
+        "corrected for selection, by its size on other samples than it was picked on, which is the size that its "
+        "finding states. Bands, avalanche points and findings are decided by these intervals; a row whose interval "
+        "reaches from one band into another is borderline. p values of rows that are looked at together are corrected "
+        f"(Holm). The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
     )
+    divergence = (
+        "KL is the divergence of the noisy output from the clean one, in nats per token. Half of the samples diverge "
+        "by more than its median, which ranks the rows; its interval holds however long the tail is. The mean is the "
+        'average over samples, which a few of them can decide: where the tail allows no upper end, only "at least" is '
+        f"given, a bound that holds for any data. Below {run.kl_floor:.0e} a KL can't be distinguished from 0. In a "
+        "row marked nonlinear, injection and prediction differ significantly by more than a factor of two: trust the "
+        "injection."
+    )
+    spent = (
+        f"{cost.trials} trials; this run took {cost.forwards:.1f} forwards of the test data and {cost.seconds:.0f} s; "
+        f"{run.device}, {run.conditions.dtype}; seeds {', '.join(map(str, run.settings.seeds))}. {versions}. "
+        f"{run.finished}."
+    )
+    explained = [Paragraph(losses, "Losses.")]
+    explained += [Paragraph(divergence, "Divergence.")] if diverging else []
+    return Section("method", "Method", (*explained, Paragraph(_asked(run)), Paragraph(spent)))
 
 
 def _asked(run: Run) -> str:
@@ -139,7 +143,7 @@ def _asked(run: Run) -> str:
     how = _HOW.get(data.measure, data.measure)
     return (
         f"Effort {settings.effort}; levels {', '.join(settings.levels)}; windows of {settings.window} layers, "
-        f"step {settings.step}; metric {metric_name(run.metric)}, {how}; n = {data.samples} samples in every row "
+        f"step {settings.step}; metric {metric_name(run_metric(run))}, {how}; n = {data.samples} samples in every row "
         "that does not say otherwise."
     )
 

@@ -9,8 +9,8 @@ from typing import Literal
 from noisescope.diagnosis.check import CheckResult
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.jsonform import Json, from_json
+from noisescope.plans.measured import PrecisionPlan
 from noisescope.plans.migration import MigrationPlan
-from noisescope.plans.precision import PrecisionPlan
 from noisescope.sites import Place
 
 

@@ -5,43 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from noisescope import findings
+from noisescope.diagnosis.report import Run
 from noisescope.diagnosis.rows import Divergence, Effect
 from noisescope.findings import Finding
+from noisescope.findings import metric_name as metric_name
 from noisescope.reports.document import Cell
 from noisescope.stats import Correlation, Estimate
 
 _TONES = {
     "CRITICAL": "critical", "AVALANCHE": "critical", "HIGH": "high", "POOR": "high", "MODERATE": "moderate",
     "MEDIUM": "moderate", "FAIR": "moderate", "LOW": "low", "ROBUST": "low", "GOOD": "low", "EXCELLENT": "low",
-    "NORMAL": "low", "not measurable": "unsure",
+    "NORMAL": "low", "BORDERLINE": "unsure", "not measurable": "unsure",
 }  # fmt: skip
 SHARES = ("accuracy", "next_token_accuracy", "agreement")
-NAMES = {
-    "next_token_accuracy": "next-token accuracy",
-    "custom": "your metric",
-    "kl": "KL divergence",
-    "nll": "loss",
-    "margin": "margin of the best token",
-}
 METRICS = {
-    "next_token_accuracy": "next-token accuracy",
-    "agreement": "agreement with the clean model",
-    "custom": "your metric",
     "kl": "divergence from the clean model (KL, nats per token)",
     "nll": "loss of the clean model (nats per token)",
     "margin": "margin of the best token (logits)",
 }
-_UNITS = {"share": "", "nats": " nats per token", "ratio": " x", "count": ""}
 
 
-def metric_name(metric: str) -> str:
-    """A metric in a word or two: "next-token accuracy"."""
-    return NAMES.get(metric, metric)
+def run_metric(run: Run) -> str:
+    """The metric that losses of a run are shares of; the caller's own has no name."""
+    return "custom" if run.data.measure == "custom" else run.metric
 
 
 def described(metric: str) -> str:
     """A metric with its unit, for the title of a section or a row of a table."""
-    return METRICS.get(metric, metric)
+    return METRICS.get(metric) or metric_name(metric)
 
 
 def capitalised(words: str) -> str:
@@ -130,10 +121,15 @@ def whole(value: int | None) -> Cell:
     return Cell("") if value is None else Cell(str(value), float(value))
 
 
+def counted_noun(count: int, noun: str) -> str:
+    """ "1 module", "2 modules"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def finding_span(finding: Finding) -> str:
-    """The interval of a finding and its n, to stand after its statement."""
-    size = finding.size
-    if size is None:
+    """The size of a finding with its interval and its n, to stand after its statement."""
+    if finding.size is None:
         return ""
-    interval = span(size.low, size.high, percent if finding.unit == "share" else number)
-    return f" {interval}{_UNITS[finding.unit]}, n = {size.n}" if interval else f" (n = {size.n})"
+    cell = estimate(finding.size, share=finding.unit == "share")
+    what = "KL " if finding.unit == "nats" else ""
+    return f" ({what}{cell.text}, n = {finding.size.n})" if cell.interval else f" (n = {finding.size.n})"

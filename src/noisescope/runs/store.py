@@ -1,29 +1,31 @@
 """Results on disk: one SQLite file a run, in WAL mode, a row the moment a trial ends.
 
 A killed run loses at most the trial it was in. Only the driver writes. Arrays are kept as .npy bytes inside an .npz
-without pickles.
+without pickles. Every row carries a SHA-256 of its own, verified on reading: what a disk or a copy damaged is measured
+again and never believed.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
-import math
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from noisescope.errors import InvalidInput
+from noisescope.runs.rows import Cell, checksum, decode, encode, is_content_of
 from noisescope.trials import Result, Trial
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE = "run.sqlite"
-_TABLES = """
-CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+_VERSION = "schema_version"
+_TABLES = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS trials (
     id TEXT PRIMARY KEY,
     content TEXT NOT NULL,
@@ -32,16 +34,21 @@ CREATE TABLE IF NOT EXISTS trials (
     arrays BLOB,
     error TEXT NOT NULL,
     seconds REAL NOT NULL,
-    finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
+    finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP,
+    checksum TEXT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS gates (number INTEGER PRIMARY KEY, result TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS gates (number INTEGER PRIMARY KEY, result TEXT NOT NULL, checksum TEXT NOT NULL);
+INSERT OR IGNORE INTO about VALUES
+    ('{_VERSION}', '{SCHEMA_VERSION}', '{checksum(_VERSION, str(SCHEMA_VERSION))}');
+COMMIT;
 """
 
 
 class Store(Mapping[str, Result]):
     """The results of a run by trial id; reads come from memory, writes go to the file at once.
 
-    `folder=None` keeps everything in memory.
+    `folder=None` keeps everything in memory. `damaged` counts the trials whose row failed its checksum: they are no
+    results here, so they are measured again. A store that is opened to write drops such rows from the file.
     """
 
     def __init__(self, folder: str | Path | None, *, create: bool = True) -> None:
@@ -57,19 +64,19 @@ class Store(Mapping[str, Result]):
                 raise InvalidInput(
                     f"can't write into {folder}: {error.strerror or error}. Choose another with -o"
                 ) from error
-        self._lock = self._hold() if create and self.path is not None else None
-        try:
-            self._db = self._connect()
-        except InvalidInput:
-            if self._lock is not None:
-                self._lock.close()
-            raise
         self._results: dict[str, Result] = {}
+        self._measures: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
-        kept = self._db.execute("SELECT id, result, arrays, error, seconds FROM trials")
-        for identity, result, arrays, failure, seconds in kept:
-            self._results[identity] = _decode(result, arrays, failure)
-            self.seconds[identity] = seconds
+        self.damaged = 0
+        self.damaged_gates = 0  # of the last gates()
+        with contextlib.ExitStack() as opened:
+            self._lock = self._hold() if create and self.path is not None else None
+            if self._lock is not None:
+                opened.callback(self._lock.close)
+            self._db = self._connect()
+            opened.callback(self._db.close)
+            self._read(drop_damaged=create)
+            opened.pop_all()
 
     def _hold(self) -> Any:
         """One writer a folder: two would measure everything twice. The lock goes with the process, however it ends."""
@@ -88,23 +95,72 @@ class Store(Mapping[str, Result]):
             ) from None
         return lock
 
+    @property
+    def _name(self) -> str:
+        return ":memory:" if self.path is None else str(self.path)
+
     def _connect(self) -> sqlite3.Connection:
-        name = ":memory:" if self.path is None else str(self.path)
-        try:
-            db = sqlite3.connect(name, timeout=30, isolation_level=None)
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")  # in WAL mode a killed process loses nothing that was committed
-            db.executescript(_TABLES)
-            found = db.execute("SELECT value FROM about WHERE key = 'schema_version'").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise InvalidInput(f"{name} can't be used as a run's store: {error}. Use another folder (-o)") from error
-        if found is None:
-            db.execute("INSERT OR IGNORE INTO about VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
-        elif int(found[0]) != SCHEMA_VERSION:
-            raise InvalidInput(
-                f"{name} has schema version {found[0]}, this noisescope writes {SCHEMA_VERSION}: use another folder"
-            )
+        """The open database, of this version; another one is refused before anything is written into it."""
+        with contextlib.ExitStack() as opened:
+            try:
+                db = sqlite3.connect(self._name, timeout=30, isolation_level=None)
+                opened.callback(db.close)
+                db.text_factory = _text
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=NORMAL")  # in WAL mode a killed process loses nothing that was committed
+                if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() == (0,):
+                    db.executescript(_TABLES)
+                found = db.execute("SELECT value FROM about WHERE key = ?", (_VERSION,)).fetchone()
+            except sqlite3.DatabaseError as error:
+                raise InvalidInput(
+                    f"{self._name} can't be used as a run's store: {error}. Use another folder (-o)"
+                ) from error
+            if found != (str(SCHEMA_VERSION),):
+                came = "no schema version" if found is None else f"schema version {found[0]}"
+                raise InvalidInput(
+                    f"{self._name} has {came}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
+                    "command again into another folder (-o), or open this one with the noisescope that wrote it"
+                )
+            opened.pop_all()
         return db
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What SQLite itself can't read is refused in one line."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise InvalidInput(
+                f"{self._name} is damaged ({error}): restore it from a copy, or run the command again into another "
+                "folder (-o)"
+            ) from error
+
+    def _read(self, *, drop_damaged: bool) -> None:
+        """Every row that is intact; the others are counted."""
+        damaged: list[tuple[int]] = []
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT rowid, checksum, id, content, measure, result, arrays, error, seconds FROM trials"
+            )
+            for number, seal, identity, content, measure, result, arrays, error, seconds in rows:
+                cells = (identity, content, measure, result, arrays, error, seconds)
+                if checksum(*cells) != seal or not is_content_of(identity, content):
+                    damaged.append((number,))
+                    continue
+                self._results[identity] = decode(result, arrays, error)
+                self._measures[identity] = measure
+                self.seconds[identity] = seconds
+            if damaged and drop_damaged:
+                self._drop(damaged)
+        self.damaged = len(damaged)
+
+    def _drop(self, rows: list[tuple[int]]) -> None:
+        """Delete trials by row number; refused where more than single rows is damaged."""
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        self._db.execute("REINDEX trials")  # where an id was damaged, the index does not know it
+        self._db.executemany("DELETE FROM trials WHERE rowid = ?", rows)
 
     # -- the mapping
 
@@ -123,13 +179,23 @@ class Store(Mapping[str, Result]):
         """Keep a result; a second one for the same trial is refused, for nothing may be measured twice."""
         if trial.id in self._results and not self._results[trial.id].failed:
             raise AssertionError(f"trial {trial.id} is stored already")
-        record = (trial.id, trial.content(), trial.measure, *_encode(result), result.error, seconds)
-        self._db.execute(
-            "INSERT OR REPLACE INTO trials (id, content, measure, result, arrays, error, seconds) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            record,
+        text, arrays = encode(result)
+        cells: tuple[Cell, ...] = (
+            trial.id,
+            trial.content(),
+            trial.measure,
+            text,
+            arrays,
+            result.error,
+            float(seconds),
         )
-        self._results[trial.id] = _decode(record[3], record[4], result.error)  # as a resumed run would read it
+        self._db.execute(
+            "INSERT OR REPLACE INTO trials (id, content, measure, result, arrays, error, seconds, checksum) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*cells, checksum(*cells)),
+        )
+        self._results[trial.id] = decode(text, arrays, result.error)  # as a resumed run would read it
+        self._measures[trial.id] = trial.measure
         self.seconds[trial.id] = seconds
 
     def forget_failures(self) -> int:
@@ -137,31 +203,68 @@ class Store(Mapping[str, Result]):
         failed = [identity for identity, result in self._results.items() if result.failed]
         for identity in failed:
             self._db.execute("DELETE FROM trials WHERE id = ?", (identity,))
-            del self._results[identity]
+            del self._results[identity], self._measures[identity], self.seconds[identity]
         return len(failed)
 
     # -- about the run
 
     def about(self) -> dict[str, Any]:
-        rows = self._db.execute("SELECT key, value FROM about WHERE key != 'schema_version'")
-        return {key: json.loads(value) for key, value in rows}
+        """Everything that was noted."""
+        with self._reading():
+            rows = self._db.execute("SELECT key, value, checksum FROM about WHERE key != ?", (_VERSION,)).fetchall()
+        return {key: self._noted(key, value, seal) for key, value, seal in rows}
+
+    def fact(self, name: str) -> Any:
+        """One thing that was noted; None where it was not."""
+        with self._reading():
+            row = self._db.execute("SELECT value, checksum FROM about WHERE key = ?", (name,)).fetchone()
+        return None if row is None else self._noted(name, *row)
+
+    def _noted(self, key: str, value: str, seal: str) -> Any:
+        if checksum(key, value) != seal:
+            folder = "" if self.path is None else f" with -o {self.path.parent}"
+            raise InvalidInput(
+                f"{key!r} in {self._name} fails its checksum, so the file is damaged there: run the same command again"
+                f"{folder}, which keeps intact trials and writes it anew; if this stays, use another folder"
+            )
+        return json.loads(value)
 
     def measures(self) -> dict[str, int]:
         """How many trials of each kind are kept."""
-        return dict(self._db.execute("SELECT measure, COUNT(*) FROM trials GROUP BY measure ORDER BY measure"))
+        return dict(sorted(Counter(self._measures.values()).items()))
+
+    def contents(self) -> dict[str, str]:
+        """The canonical JSON of every trial that is kept, by id."""
+        with self._reading():
+            rows = self._db.execute("SELECT id, content FROM trials").fetchall()
+        return {identity: text for identity, text in rows if identity in self and is_content_of(identity, text)}
+
+    def damage(self) -> list[str]:
+        """For the notes of a report: what was found damaged, in a sentence."""
+        if not self.damaged:
+            return []
+        what = "1 stored trial" if self.damaged == 1 else f"{self.damaged} stored trials"
+        return [f"{what} in {FILE} failed the checksum: discarded, and measured again where this run needed the result"]
 
     def note(self, **facts: Any) -> None:
         """Keep facts about the run itself: the command's settings, versions, dates."""
         for key, value in facts.items():
-            self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (key, json.dumps(value)))
+            text = json.dumps(value)
+            self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?)", (key, text, checksum(key, text)))
 
     def add_gate(self, result: Mapping[str, Any]) -> None:
         """Keep what a gate said, after those before it."""
-        self._db.execute("INSERT INTO gates (result) VALUES (?)", (json.dumps(result, allow_nan=False),))
+        text = json.dumps(result, allow_nan=False)
+        (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM gates").fetchone()
+        self._db.execute("INSERT INTO gates VALUES (?, ?, ?)", (number, text, checksum(number, text)))
 
     def gates(self) -> list[dict[str, Any]]:
-        """What gates said, the oldest first."""
-        return [json.loads(text) for (text,) in self._db.execute("SELECT result FROM gates ORDER BY number")]
+        """What gates said, the oldest first; damaged ones are left out and counted in `damaged_gates`."""
+        with self._reading():
+            rows = self._db.execute("SELECT number, result, checksum FROM gates ORDER BY number").fetchall()
+        intact = [text for number, text, seal in rows if checksum(number, text) == seal]
+        self.damaged_gates = len(rows) - len(intact)
+        return [json.loads(text) for text in intact]
 
     def close(self) -> None:
         self._db.close()
@@ -178,39 +281,6 @@ class Store(Mapping[str, Result]):
         self.close()
 
 
-def _encode(result: Result) -> tuple[str, bytes | None]:
-    values = {name: [_number(v) for v in column] for name, column in result.values.items()}
-    text = json.dumps(
-        {"samples": list(result.samples), "values": values, "facts": _finite(dict(result.facts))},
-        allow_nan=False,
-        sort_keys=True,
-    )
-    if not result.arrays:
-        return text, None
-    buffer = io.BytesIO()
-    plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
-    np.savez(buffer, **plain)
-    return text, buffer.getvalue()
-
-
-def _finite(value: Any) -> Any:
-    """Facts with None where a number is not finite: JSON has no NaN."""
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, dict):
-        return {name: _finite(member) for name, member in value.items()}
-    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _decode(text: str, arrays: bytes | None, error: str) -> Result:
-    data = json.loads(text)
-    loaded: dict[str, Any] = {}
-    if arrays:
-        with np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
-            loaded = {name: archive[name] for name in archive.files}
-    values = {name: tuple(column) for name, column in data["values"].items()}
-    return Result(tuple(data["samples"]), values, data["facts"], loaded, error)
+def _text(raw: bytes) -> str:
+    """Damaged text must not stop the reading: its checksum tells."""
+    return raw.decode("utf-8", "replace")

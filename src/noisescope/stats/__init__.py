@@ -7,27 +7,32 @@ from noisescope.stats.intervals import (
     mean,
     measurable,
     noise_tolerance,
-    ratio,
     retention,
+    share,
 )
 from noisescope.stats.looks import holm, p_no_difference, simultaneous_level, smallest_detectable
 from noisescope.stats.nonnegative import nonnegative_mean
 from noisescope.stats.quantiles import median, quantile, typical_ratio
-from noisescope.stats.ranks import Correlation, correlation, split_half_agreement
-from noisescope.stats.selection import Picked, picked, picked_median
-from noisescope.stats.trimmed import Shift, trimmed_shift
+from noisescope.stats.ranks import Correlation, Influence, correlation, influence, split_half_agreement
+from noisescope.stats.ratios import degradation_excess, degradation_ratio, ratio
+from noisescope.stats.selection import Picked, picked, picked_median, picked_typical
+from noisescope.stats.trimmed import Shift, trimmed_shift, typical
 
 __all__ = [
     "NOT_MEASURABLE",
     "UNBOUNDED",
     "Correlation",
     "Estimate",
+    "Influence",
     "Picked",
     "Shift",
     "correlation",
     "degradation",
+    "degradation_excess",
+    "degradation_ratio",
     "difference",
     "holm",
+    "influence",
     "mean",
     "measurable",
     "median",
@@ -36,12 +41,15 @@ __all__ = [
     "p_no_difference",
     "picked",
     "picked_median",
+    "picked_typical",
     "quantile",
     "ratio",
     "retention",
+    "share",
     "simultaneous_level",
     "smallest_detectable",
     "split_half_agreement",
     "trimmed_shift",
+    "typical",
     "typical_ratio",
 ]

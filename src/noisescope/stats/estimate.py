@@ -59,6 +59,11 @@ class Estimate:
         low, high = (None if end is None else min(max(end, least), most) for end in (self.low, self.high))
         return replace(self, low=low, high=high)
 
+    def times(self, factor: float) -> Estimate:
+        """The same in another unit."""
+        value, low, high = (None if end is None else end * factor for end in (self.value, self.low, self.high))
+        return replace(self, value=value, low=low, high=high)
+
     def to_dict(self) -> dict[str, Any]:
         plain = {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "level": self.level}
         return {**plain, "note": self.note} if self.note else plain

@@ -41,26 +41,47 @@ def mean(values: ArrayLike, *, level: float = 0.95, countable: bool = True) -> E
     y, level = raw.mean(axis=1), checked_level(level)
     value, n = float(y.mean()), len(y)
     if countable and is_binary(raw):
-        return _estimate(value, counted.proportion_limits(y, level), n, level)
+        return _estimate(value, counted.proportion_limits(y, level), n, level, "wilson")
     if n < 2 or not y.any():
         return Estimate(value, None, None, n, level)
-    return _estimate(value, continuous.mean_limits(y, level), n, level)
+    return _estimate(value, continuous.mean_limits(y, level), n, level, "mean")
+
+
+def share(values: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """The mean of shares between 0 and 1, such as the share of tokens on which two models agree, per sample.
+
+    Wilson's interval with the effective number of samples (`counted.proportion_limits`). Most shares are exactly 1:
+    Student's interval would have no width where all are, and too little where a few are not.
+
+    >>> full = share([1.0] * 20)
+    >>> full.value, round(full.low, 3), full.high, full.method
+    (1.0, 0.839, 1.0, 'wilson')
+    """
+    raw, level = scores(values, "values"), checked_level(level)
+    if raw.min() < 0 or raw.max() > 1:
+        raise InvalidInput(f"shares lie between 0 and 1; got values from {raw.min():.3g} to {raw.max():.3g}")
+    y = raw.mean(axis=1)
+    return _estimate(float(y.mean()), counted.proportion_limits(y, level), len(y), level, "wilson")
 
 
 def difference(clean: ArrayLike, noisy: ArrayLike, *, level: float = 0.95) -> Estimate:
     """Mean of clean - noisy over pairs. Its width is never 0 where nothing changed (`unseen_error`)."""
     raw_x, raw_y = pairs(clean, noisy)
     x, y, level = raw_x.mean(axis=1), raw_y.mean(axis=1), checked_level(level)
-    d, n = x - y, len(x)
+    d, n, method = x - y, len(x), "paired difference"
     value = float(d.mean())
     if are_counted(raw_x, raw_y):
-        return _estimate(value, counted.difference_limits(counted.Table.of(x, y), level), n, level)
+        return _estimate(value, counted.difference_limits(counted.Table.of(x, y), level), n, level, method)
     if n < 2:
         return Estimate(value, None, None, n, level)
     if unchanged(x, y):
         half = continuous.student_quantile(n, level) * unseen_error(x)
-        return Estimate(value, value - half, value + half, n, level) if half else Estimate(value, None, None, n, level)
-    return _estimate(value, continuous.mean_limits(d, level), n, level)
+        return (
+            Estimate(value, value - half, value + half, n, level, "", method)
+            if half
+            else Estimate(value, None, None, n, level)
+        )
+    return _estimate(value, continuous.mean_limits(d, level), n, level, method)
 
 
 def measurable(clean: ArrayLike, chance: float = 0.0, *, level: float = 0.95) -> bool:
@@ -85,27 +106,14 @@ def retention(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level:
     x, _ = pairs(clean, noisy)
     if not measurable(clean, chance, level=level):
         return Estimate(None, None, None, len(x), level, NOT_MEASURABLE)
-    return _paired_ratio(clean, noisy, ("clean", "noisy"), level)
+    return _retention(clean, noisy, level)
 
 
 def degradation(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level: float = 0.95) -> Estimate:
     """1 - mean(noisy) / mean(clean), the share of the clean score that noise takes, paired."""
     kept = retention(clean, noisy, chance=chance, level=level)
     value, low, high = (None if end is None else 1 - end for end in (kept.value, kept.high, kept.low))
-    return Estimate(value, low, high, kept.n, level, kept.note)
-
-
-def ratio(numerator: ArrayLike, denominator: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """mean(numerator) / mean(denominator) of paired positive values.
-
-    The interaction index is `ratio(kl_of_the_window, sum_of_the_kls_of_its_layers)`, per sample on both sides.
-    """
-    x, y = pairs(denominator, numerator, ("denominator", "numerator"))
-    if min(x.min(), y.min()) < 0:
-        raise InvalidInput("ratio takes values of at least 0; for scores that change sign use difference")
-    if not x.any():
-        return Estimate(None, None, None, len(x), level, NOT_MEASURABLE)
-    return _paired_ratio(denominator, numerator, ("denominator", "numerator"), level)
+    return Estimate(value, low, high, kept.n, level, kept.note, kept.method)
 
 
 def noise_tolerance(degradation: Estimate) -> Estimate:
@@ -120,7 +128,7 @@ def noise_tolerance(degradation: Estimate) -> Estimate:
     ends = (degradation.value, degradation.high, degradation.low)  # 1 / x turns the ends round
     value, low, high = (None if d is None or d <= dust else 1 / d for d in ends)
     note = UNBOUNDED if value is None else ""
-    return Estimate(value, low, high, degradation.n, degradation.level, note)
+    return Estimate(value, low, high, degradation.n, degradation.level, note, degradation.method)
 
 
 def unchanged(x: Array, y: Array, factor: float = 1.0) -> bool:
@@ -138,23 +146,30 @@ def unseen_error(clean: Array) -> float:
     return scale / (len(clean) + 2)
 
 
-def _paired_ratio(below: ArrayLike, above: ArrayLike, what: tuple[str, str], level: float) -> Estimate:
-    raw_x, raw_y = pairs(below, above, what)
+def around(value: float, half: float, n: int, level: float, method: str) -> Estimate:
+    """value +- half; no interval where half is 0."""
+    if not half:
+        return Estimate(value, None, None, n, level)
+    return Estimate(value, value - half, value + half, n, level, "", method)
+
+
+def _retention(clean: ArrayLike, noisy: ArrayLike, level: float) -> Estimate:
+    raw_x, raw_y = pairs(clean, noisy)
     x, y, level = raw_x.mean(axis=1), raw_y.mean(axis=1), checked_level(level)
-    value, n = float(y.mean() / x.mean()), len(x)
+    value, n, method = float(y.mean() / x.mean()), len(x), "paired ratio"
     if are_counted(raw_x, raw_y):
-        return _estimate(value, counted.ratio_limits(counted.Table.of(x, y), level), n, level)
+        return _estimate(value, counted.ratio_limits(counted.Table.of(x, y), level), n, level, method)
     if n < 2:
         return Estimate(value, None, None, n, level)
     if unchanged(x, y, value):
         half = continuous.student_quantile(n, level) * unseen_error(x) / abs(float(x.mean()))
-        return Estimate(value, value - half, value + half, n, level)
+        return around(value, half, n, level, method)
     low, high = continuous.ratio_limits(x, y, level)
     if min(x.min(), y.min()) >= 0:
         low = np.maximum(low, 0.0)
-    return _estimate(value, (low, high), n, level)
+    return _estimate(value, (low, high), n, level, method)
 
 
-def _estimate(value: float, limits: tuple[Any, Any], n: int, level: float) -> Estimate:
+def _estimate(value: float, limits: tuple[Any, Any], n: int, level: float, method: str) -> Estimate:
     low, high = (float(end) if math.isfinite(end) else None for end in limits)
-    return Estimate(value, low, high, n, level)
+    return Estimate(value, low, high, n, level, "", method)

@@ -141,7 +141,11 @@ class TrainingNoise:
             raise InvalidInput("this scope is open already: make one with training.noise(model, aqn) for each `with`")
         self._probe.__enter__()
         self._open = True
-        self.at(self.step)
+        try:
+            self.at(self.step)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
@@ -180,10 +184,10 @@ class TrainingNoise:
         Where another scope was opened inside this one, that one goes on and this one sleeps.
         """
         lifted = not self._offs and not self._probe.covered
-        self._offs += 1
-        self._probe.asleep = True
         if lifted:  # a model without stand-ins can be copied, pickled and compiled
             self._probe.__exit__(None, None, None)
+        self._offs += 1
+        self._probe.asleep = True
         try:
             yield
         finally:

@@ -55,8 +55,8 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         self._earlier = {name: value for row in state.log_history for name, value in row.items()}
-        self.scope = noise(model, self.aqn, without_gradients=self._without_gradients, step=state.global_step)
-        self.scope.__enter__()
+        scope = noise(model, self.aqn, without_gradients=self._without_gradients, step=state.global_step)
+        self.scope = scope.__enter__()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.scope is not None:

@@ -6,9 +6,10 @@ Points are percentage points of accuracy. Arms are compared only where both were
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
+from noisescope.reports.trained import JudgedCriterion, Theory
 from noisescope.training.hypotheses import REFUTED, SUPPORTED, UNDECIDED, UNMEASURABLE, Criterion
 
 BETTER, SIMILAR, POOR = 0.05, 0.01, 0.02  # points of accuracy: at least, less than, at most
@@ -34,20 +35,26 @@ def criteria(arms: Sequence[Arm], levels: Sequence[float], scale: float) -> list
     noisy = [level for level in levels if level]
     found: list[Criterion] = []
 
-    def add(name: str, statement: str, quantity: str, pair: Pair | None, **region: float) -> None:
+    def add(
+        name: str, statement: str, quantity: str, pair: Pair | None, *, falsifies: bool = False, **region: float
+    ) -> None:
         if pair is not None:
-            found.append(Criterion(name, statement, quantity, str(pair[0]), str(pair[1]), **region))
+            a, b = str(pair[0]), str(pair[1])
+            found.append(Criterion(name, statement, quantity, a, b, falsifies=falsifies, **region))
 
-    def at_own_scale(name: str, statement: str, quantity: str, pair: Pair | None, **region: float) -> None:
+    def at_own_scale(
+        name: str, statement: str, quantity: str, pair: Pair | None, *, falsifies: bool = False, **region: float
+    ) -> None:
         """Asked at the noise level nearest to what the arms were trained with."""
         if pair is not None and noisy:
             level = min(noisy, key=lambda level: abs(level - pair[0].scale))
-            add(name, statement.format(f"at {100 * level:g} % noise"), quantity, pair, level=level, **region)
+            asked = statement.format(f"at {100 * level:g} % noise")
+            add(name, asked, quantity, pair, falsifies=falsifies, level=level, **region)
 
     forward_both = matched(arms, "forward", "both", scale)
     at_own_scale("forward beats both",
         "accuracy {} is at least 5 points higher after forward noise alone than after both",
-        "accuracy", forward_both, low=BETTER)  # fmt: skip
+        "accuracy", forward_both, falsifies=True, low=BETTER)  # fmt: skip
     at_own_scale("forward retains more",
         "more of the clean accuracy is retained {} after forward noise alone than both",
         "retention", forward_both, low=0.0)  # fmt: skip
@@ -66,7 +73,8 @@ def criteria(arms: Sequence[Arm], levels: Sequence[float], scale: float) -> list
         where = f"at {100 * level:g} % noise"
         for kind, words in (("forward", "forward noise"), ("both", "noise both ways"), ("norm", "norm-weight noise")):
             add(f"{words} helps {where}", f"accuracy {where} is higher after training with {words} than without noise",
-                "accuracy", matched(arms, kind, "none", scale), level=level, low=0.0)  # fmt: skip
+                "accuracy", matched(arms, kind, "none", scale), falsifies=kind == "forward", level=level,
+                low=0.0)  # fmt: skip
         add(f"adaptive beats uniform {where}", f"accuracy {where} is higher after noise with per-layer factors than "
             "after uniform noise of the same total cost", "accuracy", matched(arms, "adaptive", "both", scale),
             level=level, low=0.0)  # fmt: skip
@@ -106,17 +114,17 @@ def _role(arm: Arm) -> str | None:
 _VERIFIED = ("forward beats both", "backward is worse", "similar stability: gradients", "similar stability: loss")
 
 
-def theory(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def theory(rows: Sequence[JudgedCriterion]) -> Theory:
     """The notes' theory (gradient noise regularises, activation noise makes robust) by its own rule.
 
     Verified where every one of its predictions is supported; falsified where forward noise is refuted to beat both, or
     refuted to help at all. What this task can't measure speaks neither for it nor against it.
     """
-    verdicts = {row["name"]: row["verdict"] for row in rows}
-    beyond = [name for name in _VERIFIED if verdicts.get(name) == UNMEASURABLE]
-    known = {name: verdicts[name] for name in _VERIFIED if name in verdicts and name not in beyond}
-    useless = [name for name in verdicts if name.startswith("forward noise helps") and verdicts[name] == REFUTED]
-    if known.get("forward beats both") == REFUTED or useless:
+    verdicts = {row.name: row.verdict for row in rows}
+    known = {name: verdicts[name] for name in _VERIFIED if name in verdicts and verdicts[name] != UNMEASURABLE}
+    beyond = any(name in verdicts and verdicts[name] == UNMEASURABLE for name in _VERIFIED)
+    against = [row.name for row in rows if row.falsifies and row.verdict == REFUTED]
+    if against:
         word = REFUTED
     elif beyond:
         word = UNMEASURABLE
@@ -124,4 +132,4 @@ def theory(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         word = SUPPORTED
     else:
         word = UNDECIDED
-    return {"verdict": word, "because": {**known, **dict.fromkeys(useless, REFUTED)}}
+    return Theory(word, {**known, **dict.fromkeys(against, REFUTED)})

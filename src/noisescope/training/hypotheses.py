@@ -21,6 +21,7 @@ import numpy as np
 from scipy import special
 
 from noisescope import stats
+from noisescope.reports.trained import ArmAccuracy, ArmRow, ArmTraining, InjectionCounts, JudgedCriterion, Needed
 from noisescope.stats import Estimate
 from noisescope.training.spread import Array, Spread, crossed
 
@@ -74,6 +75,7 @@ class Criterion:
     level: float = 0.0
     low: float = -math.inf
     high: float = math.inf
+    falsifies: bool = False  # refuted, it falsifies the theory
 
 
 def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
@@ -114,7 +116,7 @@ def retained(runs: Sequence[Outcome], level: float) -> Array:
     return linear
 
 
-def judge(criteria: Sequence[Criterion], outcomes: Outcomes, *, level: float = 0.95) -> list[dict[str, Any]]:
+def judge(criteria: Sequence[Criterion], outcomes: Outcomes, *, level: float = 0.95) -> list[JudgedCriterion]:
     """A row for each criterion: the estimate, an interval that holds for all together, the verdict."""
     if not criteria:
         return []
@@ -122,19 +124,10 @@ def judge(criteria: Sequence[Criterion], outcomes: Outcomes, *, level: float = 0
     return [_row(criterion, outcomes, each) for criterion in criteria]
 
 
-def _row(criterion: Criterion, outcomes: Outcomes, level: float) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "name": criterion.name,
-        "statement": criterion.statement,
-        "quantity": criterion.quantity,
-        "arms": [criterion.a, criterion.b],
-        "noise_level": criterion.level,
-        "region": [end if math.isfinite(end) else None for end in (criterion.low, criterion.high)],
-    }
+def _row(criterion: Criterion, outcomes: Outcomes, level: float) -> JudgedCriterion:
     spread = spread_of(criterion, outcomes)
     if isinstance(spread, str):
-        nothing = Estimate(None, None, None, 0, level, spread)
-        return {**row, "estimate": nothing.to_dict(), "seeds": 0, "verdict": UNDECIDED, "would_decide": None}
+        return _judged(criterion, Estimate(None, None, None, 0, level, spread), 0, UNDECIDED, None)
     half = spread.half_width(level)
     most = 1.0 if criterion.quantity == "accuracy" else math.inf  # a difference of shares is no larger
     low, high = max(spread.mean - half, -most), min(spread.mean + half, most)
@@ -146,13 +139,26 @@ def _row(criterion: Criterion, outcomes: Outcomes, level: float) -> dict[str, An
         verdict = SUPPORTED
     elif high < criterion.low or low > criterion.high:
         verdict = REFUTED
-    return {
-        **row,
-        "estimate": Estimate(spread.mean, low, high, spread.problems, level, beyond).to_dict(),
-        "seeds": spread.seeds,
-        "verdict": verdict,
-        "would_decide": None if verdict != UNDECIDED else deciding(criterion, spread, level),
-    }
+    found = Estimate(spread.mean, low, high, spread.problems, level, beyond)
+    needed = None if verdict != UNDECIDED else deciding(criterion, spread, level)
+    return _judged(criterion, found, spread.seeds, verdict, needed)
+
+
+def _judged(criterion: Criterion, found: Estimate, seeds: int, verdict: str, needed: Needed | None) -> JudgedCriterion:
+    low, high = (end if math.isfinite(end) else None for end in (criterion.low, criterion.high))
+    return JudgedCriterion(
+        name=criterion.name,
+        statement=criterion.statement,
+        quantity=criterion.quantity,
+        arms=(criterion.a, criterion.b),
+        noise_level=criterion.level,
+        region=(low, high),
+        estimate=found,
+        seeds=seeds,
+        verdict=verdict,
+        would_decide=needed,
+        falsifies=criterion.falsifies,
+    )
 
 
 def out_of_reach(criterion: Criterion, others: Mapping[int, Outcome]) -> str:
@@ -173,7 +179,7 @@ def out_of_reach(criterion: Criterion, others: Mapping[int, Outcome]) -> str:
     )
 
 
-def deciding(criterion: Criterion, spread: Spread, level: float) -> dict[str, float] | None:
+def deciding(criterion: Criterion, spread: Spread, level: float) -> Needed | None:
     """The cheapest numbers of seeds and problems that would decide with a chance of POWER, were the estimate true."""
 
     def fewest_seeds(problems: int) -> int:
@@ -191,7 +197,7 @@ def deciding(criterion: Criterion, spread: Spread, level: float) -> dict[str, fl
     if not found:
         return None
     _, seeds, problems = min(found)
-    return {"seeds": seeds, "n": problems, "power": POWER}
+    return Needed(seeds, problems, POWER)
 
 
 def chance(criterion: Criterion, mean: float, half: float, error: float) -> float:
@@ -202,39 +208,39 @@ def chance(criterion: Criterion, mean: float, half: float, error: float) -> floa
     return float(special.ndtr((low - half) / error) + special.ndtr(-(high + half) / error))
 
 
-def estimate(values: Array, level: float = 0.95) -> dict[str, Any]:
+def estimate(values: Array, level: float = 0.95) -> Estimate:
     """The mean of values [seeds, problems] between 0 and 1 with its interval; without one for a single seed."""
     spread = crossed(values)
     if spread.seeds < 2:
-        return Estimate(spread.mean, None, None, spread.problems, level, "one seed").to_dict()
+        return Estimate(spread.mean, None, None, spread.problems, level, "one seed")
     half = spread.half_width(level)
     low, high = max(spread.mean - half, 0.0), min(spread.mean + half, 1.0)
-    return Estimate(spread.mean, low, high, spread.problems, level).to_dict()
+    return Estimate(spread.mean, low, high, spread.problems, level)
 
 
-def arm_row(name: str, runs: Mapping[int, Outcome], levels: Sequence[float]) -> dict[str, Any]:
+def arm_row(name: str, runs: Mapping[int, Outcome], levels: Sequence[float]) -> ArmRow:
     """An arm in numbers: accuracy and retention by level, stability of its training."""
     seeds = sorted(runs)
     every = [runs[seed] for seed in seeds]
     noisy = [level for level in levels if level and _learned(every)]
-    return {
-        "name": name,
-        "seeds": seeds,
-        "accuracy": {
-            f"{level:g}": {
-                **estimate(np.stack([_accuracy(run, level) for run in every])),
-                "by_seed": [round(float(run.answers[level].mean()), 5) for run in every],
-            }
-            for level in levels
-        },
-        "retention": {f"{level:g}": estimate(retained(every, level)) for level in noisy},
-        "training": {
-            "diverged": sum(run.diverged for run in every),
-            "gradient_norm": _geometric([run.log_mean("gradient_norm") for run in every]),
-            "held_out_loss": _geometric([run.log_mean("held_out") for run in every]),
-            "injections": {phase: sum(run.injections[phase] for run in every) for phase in ("forward", "backward")},
-        },
-    }
+    forward, backward = (sum(run.injections[phase] for run in every) for phase in ("forward", "backward"))
+    return ArmRow(
+        name,
+        tuple(seeds),
+        {f"{level:g}": _arm_accuracy(every, level) for level in levels},
+        {f"{level:g}": estimate(retained(every, level)) for level in noisy},
+        ArmTraining(
+            diverged=sum(run.diverged for run in every),
+            gradient_norm=_geometric([run.log_mean("gradient_norm") for run in every]),
+            held_out_loss=_geometric([run.log_mean("held_out") for run in every]),
+            injections=InjectionCounts(forward, backward),
+        ),
+    )
+
+
+def _arm_accuracy(every: Sequence[Outcome], level: float) -> ArmAccuracy:
+    found = estimate(np.stack([_accuracy(run, level) for run in every]))
+    return ArmAccuracy(**vars(found), by_seed=tuple(round(float(run.answers[level].mean()), 5) for run in every))
 
 
 def _geometric(logs: Sequence[float]) -> float | None:

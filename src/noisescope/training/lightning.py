@@ -27,8 +27,7 @@ class LightningNoiseCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         step = trainer.global_step
-        self.scope = noise(pl_module, self.aqn, without_gradients=self._without_gradients, step=step)
-        self.scope.__enter__()
+        self.scope = noise(pl_module, self.aqn, without_gradients=self._without_gradients, step=step).__enter__()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.scope is not None and trainer.global_step != self.scope.step:  # micro-batches of a step go on counting

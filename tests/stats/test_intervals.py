@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from noisescope import stats
 from noisescope.errors import InvalidInput
-from noisescope.stats import continuous, counted
+from noisescope.stats import continuous, counted, ratios
 
 Array = NDArray[np.float64]
 
@@ -122,7 +122,7 @@ def test_the_public_functions_are_what_was_simulated() -> None:
     values = np.random.default_rng(0).lognormal(size=(2, 40))
     mean, inner = stats.mean(values[0]), continuous.mean_limits(values, 0.95)
     assert (mean.low, mean.high) == pytest.approx((inner[0][0], inner[1][0]))
-    shares, inner = stats.ratio(values[1], values[0]), continuous.ratio_limits(values[:1], values[1:], 0.95)
+    shares, inner = stats.ratio(values[1], values[0]), ratios.ratio_of_means_limits(values[:1], values[1:], 0.95)
     assert (shares.low, shares.high) == pytest.approx((inner[0][0], inner[1][0]))
 
 
@@ -230,9 +230,13 @@ def test_ratio_holds_fiellers_interval() -> None:
 
 
 def test_ratio_to_a_constant_is_a_mean() -> None:
-    """Dividing by a constant divides the interval of the mean."""
+    """Dividing by a constant divides the interval of the mean, with Student's quantile for the pairs that carry it."""
     y = np.random.default_rng(3).lognormal(0, 0.5, 60)
-    ratio, mean = stats.ratio(y, np.full(60, 4.0)), stats.mean(y)
+    squares = (y - y.mean()) ** 2
+    carrying = squares.sum() ** 2 / (squares**2).sum()
+    quantile = scipy.stats.t.ppf(0.975, carrying - 1)
+    assert 3 < carrying < 30
+    ratio, mean = stats.ratio(y, np.full(60, 4.0)), stats.mean(y, level=1 - 2 * scipy.stats.t.sf(quantile, 59))
     assert ratio.value is not None and mean.value is not None and mean.low is not None and mean.high is not None
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((mean.value / 4, mean.low / 4, mean.high / 4))
 
@@ -393,7 +397,7 @@ def test_estimates_are_json() -> None:
         assert json.loads(json.dumps(estimate.to_dict(), allow_nan=False))["n"] == estimate.n
     assert estimates[0].low is None and estimates[0].value == 0.3
     assert estimates[3].value == estimates[3].high == 1 and estimates[3].low < 0.8
-    assert estimates[4].high is None and estimates[4].low is not None
+    assert estimates[4].value is not None and (estimates[4].low, estimates[4].high) == (None, None)
     assert estimates[5].note == stats.NOT_MEASURABLE
 
 
@@ -467,17 +471,21 @@ def test_smallest_detectable_follows_n_looks_and_scale() -> None:
 
 @pytest.mark.parametrize(("method", "theirs"), [("spearman", scipy.stats.spearmanr), ("pearson", scipy.stats.pearsonr)])
 def test_correlations_match_scipy(method: str, theirs: Any) -> None:
-    """Value (with ties) and p agree with scipy's for independent points; the interval is Fisher's in z."""
+    """Value (with ties) and p agree with scipy's; the interval is the wider of Fisher's and the jackknife's in z."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 12, 30).astype(float)
     y = 0.1 * x + rng.normal(size=30)
-    ours, other = stats.correlation(x, y, method=method), theirs(x, y)
-    assert ours.value == pytest.approx(other.statistic)
-    assert ours.p == pytest.approx(other.pvalue, abs=0.02)
-    z = math.atanh(other.statistic)
-    half = 1.959964 * math.sqrt((1 + other.statistic**2 / 2 if method == "spearman" else 1) / 27)
-    assert (ours.low, ours.high) == pytest.approx((math.tanh(z - half), math.tanh(z + half)))
-    assert ours == stats.correlation(x, y, method=method)
+    for b in (y, np.where(x > 10, 40.0, y)):  # in the second a few points far out widen Pearson's
+        ours, other = stats.correlation(x, b, method=method), theirs(x, b)
+        assert ours.value == pytest.approx(other.statistic)
+        assert ours.p == pytest.approx(other.pvalue, abs=0.02)
+        z = math.atanh(other.statistic)
+        fisher = 1.959964 * math.sqrt((1 + other.statistic**2 / 2 if method == "spearman" else 1) / 27)
+        left = np.arctanh([theirs(np.delete(x, i), np.delete(b, i)).statistic for i in range(30)])
+        half = max(fisher, scipy.stats.t.ppf(0.975, 28) * math.sqrt(29 / 30 * np.sum((left - left.mean()) ** 2)))
+        step = 6 / (30**3 - 30) if method == "spearman" else 0.0
+        assert (ours.low, ours.high) == pytest.approx((math.tanh(z - half) - step, math.tanh(z + half) + step))
+        assert ours == stats.correlation(x, b, method=method)
 
 
 def test_overlapping_windows_need_thinning() -> None:

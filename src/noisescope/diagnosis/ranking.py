@@ -1,0 +1,290 @@
+"""One ranked list of findings, which the summary, the recommendations and every plan follow.
+
+    1. Losses of the task metric whose interval clears the limit of a band: by band, then by size.
+    2. Significant losses whose interval reaches from the lowest band into a higher one: borderline.
+    3. Places that noise moves the output from further than from most: by nats per token, no band.
+    4. Channels far larger than the rest: they matter for 8-bit activations, and are no findings about a layer.
+
+Noise in a window is also noise in its layers, and noise in an operator is also noise in its cells. Where a part
+accounts for what the whole costs, the part is the finding, and a note says what the whole adds; else the window or the
+layer is the finding, and a note names its largest part. So no place is counted twice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
+from noisescope.diagnosis.sections import ChannelAnalysis, Sections
+from noisescope.findings import BORDERLINE, NOT_MEASURABLE, NOT_RATED, SEVERITIES, Finding, Target, metric_name, percent
+from noisescope.sites import GROUPS
+from noisescope.stats import Estimate
+
+STANDS_OUT = 1.5  # times the nats of the median layer: worth a finding
+MOST_PLACES = 12  # findings of kind 3
+MOST_CHANNELS = 3  # modules
+ACCOUNTS_FOR = 0.8  # share of the whole's nats at which a part is the finding
+BAND_SEVERITY = {"CRITICAL": "CRITICAL", "AVALANCHE": "HIGH", "HIGH": "HIGH", "MODERATE": "MODERATE"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place or an operator with what noise there did."""
+
+    target: Target
+    effect: Effect
+    at_least: str | None = None  # severity of a whole that this part accounts for
+
+    @property
+    def severity(self) -> str:
+        """Decided by the interval: the band that its lower end reaches."""
+        own = self._own_severity()
+        return own if self.at_least is None else min(own, self.at_least, key=SEVERITIES.index)
+
+    def _own_severity(self) -> str:
+        row = self.effect
+        if row.evidence == "failed":
+            return NOT_MEASURABLE
+        if not row.significant or row.degradation is None or row.degradation.value is None or row.degradation.value < 0:
+            return NOT_RATED
+        if row.band in BAND_SEVERITY:
+            return BAND_SEVERITY[row.band]
+        return BORDERLINE if row.borderline else "LOW"
+
+    @property
+    def size(self) -> Estimate | None:
+        """The loss, allowing for its having been picked as the largest of its table."""
+        return self.effect.selected or self.effect.degradation
+
+    @property
+    def loss(self) -> float:
+        return (self.size.value or 0.0) if self.size is not None else 0.0
+
+
+def candidates(found: Sections) -> list[Candidate]:
+    """Every row that may become a finding; groups of operators stand for their parts."""
+    rows: list[Candidate] = []
+    operators = found.operator_analysis or {}
+    for name in counted_once(operators):
+        rows.append(Candidate(Target("operator", (name,)), operators[name]))
+    layers = found.layer_analysis
+    if layers is not None:
+        rows += [Candidate(layers.window_target(row), row) for row in layers.windows]
+        rows += [Candidate(layers.layer_target(row), row) for row in layers.layers]
+        rows += [Candidate(Target("place", place=place), row) for place, row in layers.places.items()]
+        rows += [Candidate(cell_target(row), row) for row in layers.map]
+    return [row for row in rows if row.effect.evidence not in ("absent", "none")]
+
+
+def counted_once(operators: Iterable[str]) -> list[str]:
+    """Names that stand for every operator once: a group stands for its parts."""
+    names = list(operators)
+    parts = {part for name in names if name in GROUPS for part in GROUPS[name][0]}
+    return [name for name in names if name in GROUPS or name not in parts]
+
+
+def ranked_findings(found: Sections) -> list[Finding]:
+    """All findings, the most important first."""
+    rows = candidates(found)
+    typical = typical_nats(found.layer_analysis)
+    rated = [row for row in rows if row.severity in ("CRITICAL", "HIGH", "MODERATE", BORDERLINE)]
+    kept = _collapsed(_one_window_a_region(rated), lambda whole, part: _loss_accounted_for(whole, part))
+    findings = [_rated(row, notes, found.layer_analysis) for row, notes in kept]
+    named = [row.target for row, _ in kept]
+    moved = [row for row in rows if row.severity == NOT_RATED and row.effect.nats >= STANDS_OUT * typical > 0]
+    moved = [row for row in moved if row.target.kind in ("layer", "place", "cell")]
+    moved = [
+        row for row in moved if not any(row.target == t or row.target.holds(t) or t.holds(row.target) for t in named)
+    ]
+    kept = _collapsed(moved, lambda whole, part: part.effect.nats >= ACCOUNTS_FOR * whole.effect.nats)
+    scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
+    findings += [
+        _unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
+    ][:MOST_PLACES]
+    findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
+    findings += _channels(found.channel_analysis)
+    return sorted(findings, key=_order)
+
+
+def _order(finding: Finding) -> tuple[int, int, float, float]:
+    """By severity; numbers that are not finite first and outlier channels last; then by loss or by nats."""
+    loss = finding.size.value if finding.unit == "share" and finding.size is not None else None
+    return (
+        SEVERITIES.index(finding.severity),
+        ("count", "share", "nats", "ratio").index(finding.unit),
+        -(loss or 0.0),
+        -(finding.nats or 0.0),
+    )
+
+
+def typical_nats(layers: LayerAnalysis | None) -> float:
+    """What noise in the median layer does."""
+    known = [row.nats for row in layers.layers] if layers is not None else []
+    return statistics.median(known) if known else 0.0
+
+
+# -- parts in place of wholes
+
+
+def _one_window_a_region(rows: Sequence[Candidate]) -> list[Candidate]:
+    """Of windows that share layers, the one that loses most: one hot layer lifts all windows that hold it."""
+    kept: list[Candidate] = []
+    for row in sorted(rows, key=lambda row: -row.loss):
+        if row.target.kind == "window" and any(_overlap(row.target, other.target) for other in kept):
+            continue
+        kept.append(row)
+    return kept
+
+
+def _overlap(one: Target, other: Target) -> bool:
+    return other.kind == "window" and bool(set(one.layers) & set(other.layers))
+
+
+def _collapsed(
+    rows: Sequence[Candidate], accounted_for: Callable[[Candidate, Candidate], bool]
+) -> list[tuple[Candidate, tuple[str, ...]]]:
+    """The rows without wholes that a part accounts for, and without parts of places that are kept; notes say which."""
+    notes: dict[Target, list[str]] = {row.target: [] for row in rows}
+    gravest = {row.target: row.severity for row in rows}
+    dropped: set[Target] = set()
+    for whole in sorted(rows, key=lambda row: -_width(row.target)):
+        parts = [part for part in rows if whole.target.holds(part.target) and part.target not in dropped]
+        enough = [part for part in parts if accounted_for(whole, part)]
+        if whole.target in dropped or not parts:
+            continue
+        if enough:
+            best = max(enough, key=lambda part: (-_width(part.target), part.loss, part.effect.nats))
+            dropped.add(whole.target)
+            notes[best.target] += [*notes[whole.target], _adds(whole, best)]
+            gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
+        elif whole.target.layers:
+            largest = max(parts, key=lambda part: (part.loss, part.effect.nats))
+            dropped |= {part.target for part in parts}
+            notes[whole.target].append(_largest_part(whole, largest))
+    return [
+        (replace(row, at_least=gravest[row.target]), tuple(notes[row.target]))
+        for row in rows
+        if row.target not in dropped
+    ]
+
+
+def _width(target: Target) -> int:
+    """How much of the model a target takes in: an operator everywhere, windows, layers, cells."""
+    return {"operator": 10**6, "window": 1000 + len(target.layers), "layer": 100}.get(target.kind, 1)
+
+
+def _loss_accounted_for(whole: Candidate, part: Candidate) -> bool:
+    """Whether what the whole loses beyond the part is less than the run could have detected."""
+    seen = whole.effect.smallest_detectable
+    return seen is not None and whole.loss - part.loss < seen
+
+
+def _adds(whole: Candidate, part: Candidate) -> str:
+    name = whole.target.name
+    if whole.severity == NOT_RATED:
+        share = min(part.effect.nats / whole.effect.nats, 1.0)
+        return f"{name} as a whole diverges by {whole.effect.nats:.3g} nats per token, {percent(share, 0)} of it here"
+    return f"{name}: {percent(whole.loss)} lost, more by less than this run could detect"
+
+
+def _largest_part(whole: Candidate, part: Candidate) -> str:
+    if whole.severity == NOT_RATED:
+        share = min(part.effect.nats / whole.effect.nats, 1.0)
+        return f"{percent(share, 0)} of it in {part.target.name}"
+    return f"{part.target.name} alone: {percent(part.loss)} lost"
+
+
+# -- sentences
+
+
+def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None) -> Finding:
+    effect, metric = row.effect, metric_name(row.effect.metric)
+    assert effect.baseline_acc is not None and effect.noisy_acc is not None
+    change = f"{percent(effect.baseline_acc)} to {percent(effect.noisy_acc)}"
+    statement = f"noise here costs {percent(row.loss)} of the {metric} ({change})"
+    if effect.borderline:
+        statement += f"; the interval reaches from {effect.band} to {effect.band_upper}"
+    return Finding(
+        severity=row.severity,
+        component=row.target.name,
+        statement=statement,
+        target=row.target,
+        size=row.size,
+        unit="share",
+        nats=effect.nats,
+        evidence="injected",
+        notes=(*notes, *_also(row, layers)),
+    )
+
+
+def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_scale: float) -> Finding:
+    effect = row.effect
+    assert effect.divergence is not None
+    times = f"{effect.nats / typical:.1f} times the median layer"
+    verb = "moves" if effect.injected else "is predicted to move"
+    return Finding(
+        severity=NOT_RATED,
+        component=row.target.name,
+        statement=f"noise here {verb} the output by {effect.nats:.3g} nats per token, {times}",
+        target=row.target,
+        size=effect.divergence.size if effect.injected else effect.divergence.size.times(prediction_scale),
+        unit="nats",
+        nats=effect.nats,
+        evidence=effect.evidence,
+        notes=(*notes, *_nonlinear(effect)),
+    )
+
+
+def _failed(row: Candidate) -> Finding:
+    statement = f"could not be measured: {row.effect.error}"
+    return Finding(NOT_MEASURABLE, row.target.name, statement, row.target, None, "share", None, "failed")
+
+
+def _also(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
+    """What else the run knows of the same layers."""
+    for point in layers.avalanche_points if layers is not None else ():
+        if row.target.layers and set(row.target.layers) <= set(range(point.start, point.end + 1)):
+            where = f"layers {point.start} to {point.end}"
+            if not point.decided:
+                yield f"{where} may be an avalanche point: the intervals do not decide"
+            elif point.ratio is not None:
+                low, high = (f"{end:.1f}" if end is not None else "..." for end in (point.ratio.low, point.ratio.high))
+                yield f"{where} are an avalanche point: {point.ratio.value:.1f} [{low}, {high}] times their neighbours"
+            else:
+                yield f"{where} are an avalanche point: their neighbours lose far less"
+    for window in layers.windows if layers is not None and row.target.kind == "window" else ():
+        index = window.interaction_index
+        if window.layers == row.target.layers and index is not None and index.compounds:
+            yield f"errors compound: noise in all diverges {index.index.value:.2f} times as far as in each alone"
+    yield from _nonlinear(row.effect)
+
+
+def _nonlinear(effect: Effect) -> Iterable[str]:
+    if effect.nonlinear and effect.injected_over_predicted is not None:
+        times = effect.injected_over_predicted.value
+        yield f"injected noise diverges {times:.2f} times as far as predicted: not linear here"
+
+
+def _channels(found: ChannelAnalysis | None) -> list[Finding]:
+    """By the largest ratio: one or two massive channels are the worst case, however small their share."""
+    if found is None:
+        return []
+    worst = sorted(found.per_layer.items(), key=lambda pair: (-pair[1].nonfinite_channels, -pair[1].max_ratio))
+    rows = []
+    for name, row in worst[:MOST_CHANNELS]:
+        layers = (row.layer,) if isinstance(row.layer, int) else ()
+        target = Target("channels", (row.operator,), layers, module=name)
+        if row.nonfinite_channels:
+            statement = f"{row.nonfinite_channels} of {row.total_channels} channels hold NaN or infinity, without noise"
+            size = Estimate(float(row.nonfinite_channels), None, None, found.n)
+            rows.append(Finding("CRITICAL", name, statement, target, size, "count", None, "captured"))
+        if row.num_outliers:
+            statement = (
+                f"{row.num_outliers} of {row.total_channels} channels are outliers, the largest {row.max_ratio:.1f} "
+                "times the median: matters for 8-bit activations (W8A8)"
+            )
+            size = Estimate(row.max_ratio, None, None, found.n)
+            rows.append(Finding(NOT_RATED, name, statement, target, size, "ratio", None, "captured"))
+    return rows

@@ -1,0 +1,43 @@
+"""What to do, from the ranked findings: the same order, each with the advice for its kind."""
+
+from __future__ import annotations
+
+from noisescope.diagnosis.ranking import STANDS_OUT, typical_nats
+from noisescope.diagnosis.sections import ChannelAnalysis, Sections
+from noisescope.findings import ADVICE, Finding, Recommendation, by_priority, operator_advice, outlier_advice
+
+FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, though no loss was significant
+
+
+def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendation]:
+    """One for each rated finding, for places that stand far out in nats, and for modules with outlier channels."""
+    typical = typical_nats(found.layer_analysis)
+    wanted = []
+    for finding in ranked:
+        if finding.rated:
+            priority = finding.severity if finding.urgent else "MEDIUM"
+            wanted.append(Recommendation(priority, finding.component, finding.statement, _advice(found, finding)))
+        elif finding.unit == "nats" and (finding.nats or 0.0) >= FAR * typical > 0:
+            wanted.append(Recommendation("MEDIUM", finding.component, finding.statement, _advice(found, finding)))
+        elif finding.unit == "ratio" and found.channel_analysis is not None:
+            wanted.append(_channel_advice(finding, found.channel_analysis))
+    return by_priority(wanted)
+
+
+def _advice(found: Sections, finding: Finding) -> str:
+    target = finding.target
+    if target.kind == "channels":
+        return "Find where the numbers leave the range of the dtype: noisescope locate MODEL names the first operator."
+    if target.kind == "operator":
+        return operator_advice(target.operators[0])
+    if target.kind == "cell":
+        return f"{operator_advice(target.operators[0])} {ADVICE['critical layers']}"
+    points = found.layer_analysis.avalanche_points if found.layer_analysis is not None else ()
+    inside = any(point.decided and set(target.layers) <= set(range(point.start, point.end + 1)) for point in points)
+    return ADVICE["avalanche"] if target.layers and inside else ADVICE["critical layers"]
+
+
+def _channel_advice(finding: Finding, channels: ChannelAnalysis) -> Recommendation:
+    row = channels.per_layer[finding.component]
+    action = f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
+    return Recommendation("MEDIUM" if row.band == "CRITICAL" else "LOW", finding.component, finding.statement, action)

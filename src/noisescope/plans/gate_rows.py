@@ -1,0 +1,158 @@
+"""What a gate decides, as values: one row per check, and the result with its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from noisescope.findings.verdicts import FAIL, Verdict, headline, overall
+from noisescope.plans.words import counted
+from noisescope.stats import Estimate
+
+SCHEMA_VERSION = 2  # 2: rows are typed, and an undecided row no longer hides behind those that pass
+Measure = Literal["predicted_kl", "kl"]
+
+
+@dataclass(frozen=True)
+class GateRow:
+    """One check."""
+
+    name: str
+    verdict: Verdict
+    message: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A condition that is not the same on both sides."""
+
+    what: str
+    baseline: str | int
+    candidate: str | int
+
+
+@dataclass(frozen=True)
+class ConditionsRow(GateRow):
+    """How both were measured: passed where alike, undecided where not."""
+
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class DivergenceRow(GateRow):
+    """How far noise in an operator moves the output, over the baseline's; `baseline` and `candidate` are medians.
+
+    `smallest_detectable` is the ratio that would have been found with a probability of 80 %.
+    """
+
+    measure: Measure
+    operator: str
+    left_out: int
+    baseline: float | None
+    candidate: float | None
+    ratio: Estimate
+    smallest_detectable: float | None
+
+
+@dataclass(frozen=True)
+class LimitRow(GateRow):
+    """What noise in an operator costs of the score, against the most it may cost."""
+
+    operator: str
+    degradation: Estimate
+    limit: float
+
+
+@dataclass(frozen=True)
+class ScoreRow(GateRow):
+    """The score without noise against the baseline's; `limit` is the share of it that may be lost."""
+
+    limit: float
+
+
+@dataclass(frozen=True)
+class ScoreChange:
+    """The score on both sides with the smallest drop that would have been found; it decides nothing by itself."""
+
+    under_noise_in: str
+    baseline: Estimate
+    candidate: Estimate
+    difference: Estimate
+    smallest_detectable: float | None
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """How many samples each side has, and how many of them are compared in pairs (0: other samples)."""
+
+    baseline: int
+    candidate: int
+    pairs: int
+
+    def __str__(self) -> str:
+        before, now = self.baseline, self.candidate
+        if not self.pairs:
+            return f"{counted(now, 'other sample')} than the baseline's {before}"
+        words = f"{counted(self.pairs, 'sample')} in pairs"
+        return words if before == now else f"{words}, of {before} before and {now} now"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Every row of a gate, and the verdict that follows from them."""
+
+    verdict: Verdict
+    worse_than: float
+    max_degradation_allowed: float
+    max_degradation: float | None
+    worst: DivergenceRow
+    paired: bool
+    n: SampleCounts
+    divergence: tuple[DivergenceRow, ...]
+    limits: tuple[LimitRow, ...]
+    finite: GateRow
+    clean_score: ScoreRow
+    accuracy: tuple[ScoreChange, ...]
+
+    @property
+    def checks(self) -> tuple[GateRow, ...]:
+        return (*self.divergence, *self.limits, self.finite, self.clean_score)
+
+
+@dataclass(frozen=True)
+class GateBaseline:
+    model: str
+    finished: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult(Decision):
+    """A decision with what was compared, when, and under which conditions."""
+
+    schema_version: int = SCHEMA_VERSION
+    headline: str
+    model: str
+    baseline: GateBaseline
+    step: int | None
+    finished: str
+    seconds: float
+    conditions: ConditionsRow
+
+    @property
+    def checks(self) -> tuple[GateRow, ...]:
+        return (self.conditions, *super().checks)
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict == FAIL
+
+
+def verdict_of(compared: Sequence[GateRow], finite: GateRow) -> Verdict:
+    """By the rows that compare the model. Finite outputs can only fail it: they do not show that it is as good."""
+    return FAIL if finite.verdict == FAIL else overall([row.verdict for row in compared])
+
+
+def headline_of(decision: Decision, conditions: ConditionsRow) -> str:
+    """The verdict in words, with the number of checks that failed or are undecided."""
+    return headline(decision.verdict, [row.verdict for row in (conditions, *decision.checks)])

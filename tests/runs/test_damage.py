@@ -1,0 +1,300 @@
+"""A damaged store is never believed: bits are flipped in the file itself, not only through SQL."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from noisescope import api
+from noisescope.cli import app
+from noisescope.errors import InvalidInput
+from noisescope.model import wrap
+from noisescope.preparation import Options
+from noisescope.runs.store import FILE, Store
+from noisescope.testing import tiny_model
+from noisescope.trials import Conditions, Result, Slice, Trial
+
+CONDITIONS = Conditions("m", "float32", "cpu", "sdpa", 1)
+TRIALS = [Trial(CONDITIONS, "score", Slice("d", at, at + 8)) for at in range(0, 32, 8)]
+GATES = [{"verdict": "pass", "worst": 1.25}, {"verdict": "fail", "worst": 2.5}]
+
+
+def result_of(number: int) -> Result:
+    drawn = np.random.default_rng(number)
+    columns = {name: tuple(drawn.normal(size=8).tolist()) for name in ("kl", "accuracy")}
+    return Result(tuple(range(8)), columns, {"injections": 40 + number}, {"sums": drawn.normal(size=700)})
+
+
+def filled(folder: Path) -> Path:
+    """A store with four trials, two notes and two gates; its file."""
+    with Store(folder) as store:
+        for number, trial in enumerate(TRIALS):
+            store.put(trial, result_of(number), 1.5 + number)
+        store.note(asked={"samples": 32}, report={"score": 0.125, "words": "x" * 6000})
+        for gate in GATES:
+            store.add_gate(gate)
+    assert not (folder / f"{FILE}-wal").exists()
+    return folder / FILE
+
+
+def believed(folder: Path) -> Store:
+    """Whatever a store gives is what was put into it; raises InvalidInput where it is refused."""
+    with Store(folder, create=False) as store:
+        for number, trial in enumerate(TRIALS):
+            if trial.id in store:
+                found, put = store[trial.id], result_of(number)
+                assert (found.samples, found.values, found.facts) == (put.samples, put.values, put.facts)
+                assert np.array_equal(found.arrays["sums"], put.arrays["sums"])
+                assert not found.error and store.seconds[trial.id] == 1.5 + number
+        assert set(store) <= {trial.id for trial in TRIALS}
+        assert sum(store.measures().values()) == len(store) == len(store.contents())
+        gates = store.gates()
+        assert [gate for gate in GATES if gate in gates] == gates
+        try:
+            about = store.about()
+            assert about.get("report") in (None, {"score": 0.125, "words": "x" * 6000})
+            assert about.get("asked") in (None, {"samples": 32})
+        except InvalidInput as error:
+            assert "\n" not in str(error)
+        return store
+
+
+def flip(file: Path, position: int, bit: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[position] ^= 1 << bit
+    file.write_bytes(raw)
+
+
+def positions_of(raw: bytes, cells: list[bytes]) -> list[int]:
+    """Where the parts of cells lie in the file, 64 bytes at a time: long cells are spread over pages."""
+    found: set[int] = set()
+    for cell in cells:
+        for at in range(0, len(cell) - 63, 64):
+            start = raw.find(cell[at : at + 64])
+            if start >= 0:
+                found.update(range(start, start + 64))
+    return sorted(found)
+
+
+def test_one_flipped_bit_in_stored_numbers_is_never_believed(tmp_path: Path) -> None:
+    """200 positions inside values and arrays of trials: the row is dropped and counted, the other rows stay."""
+    file = filled(tmp_path)
+    raw = file.read_bytes()
+    with sqlite3.connect(file) as db:
+        rows = db.execute("SELECT result, arrays FROM trials").fetchall()
+    db.close()
+    where = positions_of(raw, [part for result, arrays in rows for part in (result.encode(), arrays)])
+    assert len(where) > 10_000
+    drawn = random.Random(0)
+    for position in drawn.sample(where, 200):
+        file.write_bytes(raw)
+        flip(file, position, drawn.randrange(8))
+        store = believed(tmp_path)
+        assert store.damaged == 1 and len(store) == len(TRIALS) - 1, position
+
+
+def test_one_flipped_bit_anywhere_is_never_believed(tmp_path: Path) -> None:
+    """400 positions over the whole file, pages and indexes included: right numbers, fewer of them, or one line."""
+    file = filled(tmp_path)
+    raw = file.read_bytes()
+    drawn = random.Random(1)
+    outcomes = {"refused": 0, "fewer": 0, "whole": 0}
+    for _ in range(400):
+        for beside in tmp_path.glob(f"{FILE}-*"):  # what SQLite may leave beside a damaged file
+            beside.unlink()
+        file.write_bytes(raw)
+        flip(file, drawn.randrange(len(raw)), drawn.randrange(8))
+        try:
+            store = believed(tmp_path)
+        except InvalidInput as error:
+            outcomes["refused"] += 1
+            assert "\n" not in str(error)
+        else:
+            outcomes["whole" if len(store) == len(TRIALS) else "fewer"] += 1
+    assert outcomes["fewer"] > 20 and outcomes["whole"] > 20, outcomes
+
+
+def test_a_writer_mends_a_row_whose_id_was_hit(tmp_path: Path) -> None:
+    """The index then disagrees with the table: the row can be dropped and the trial put again all the same."""
+    file = filled(tmp_path)
+    raw = file.read_bytes()
+    wanted = TRIALS[2].id.encode()
+    places = [at for at in range(len(raw)) if raw.startswith(wanted, at)]
+    assert len(places) == 2  # table and index
+    lost = 0
+    for place in places:
+        file.write_bytes(raw)
+        flip(file, place + 5, 0)
+        with Store(tmp_path) as store:
+            lost += store.damaged
+            for number, trial in enumerate(TRIALS):
+                if trial.id not in store:
+                    store.put(trial, result_of(number), 1.5 + number)
+        assert len(believed(tmp_path)) == len(TRIALS)
+    assert lost == 1
+    with sqlite3.connect(file) as db:
+        assert db.execute("SELECT COUNT(*) FROM trials").fetchone() == (len(TRIALS),)
+    db.close()
+
+
+CHANGES = {
+    "result": "UPDATE trials SET result = replace(result, '0.', '1.') WHERE id = ?",
+    "arrays": "UPDATE trials SET arrays = NULL WHERE id = ?",
+    "error": "UPDATE trials SET error = 'it rained' WHERE id = ?",
+    "seconds": "UPDATE trials SET seconds = 2.75 WHERE id = ?",
+    "measure": "UPDATE trials SET measure = 'screen' WHERE id = ?",
+    "content": "UPDATE trials SET content = replace(content, 'cpu', 'gpu') WHERE id = ?",
+    "id": "UPDATE trials SET id = 'f' || substr(id, 2) WHERE id = ?",
+    "kind": "UPDATE trials SET result = CAST(result AS BLOB) WHERE id = ?",
+    "checksum": "UPDATE trials SET checksum = '' WHERE id = ?",
+}
+
+
+@pytest.mark.parametrize("column", CHANGES)
+def test_every_column_is_under_the_checksum(tmp_path: Path, column: str) -> None:
+    """Question and answer alike. A writer drops the row and can put the trial again; a reader changes nothing."""
+    file = filled(tmp_path)
+    change(file, CHANGES[column], TRIALS[1].id)
+    with Store(tmp_path, create=False) as store:
+        assert store.damaged == 1 and TRIALS[1].id not in store and len(store) == 3
+    with Store(tmp_path) as store:
+        assert store.damaged == 1
+        assert store.damage() == [
+            "1 stored trial in run.sqlite failed the checksum: discarded, and measured again where this run needed the "
+            "result"
+        ]
+        store.put(TRIALS[1], result_of(1), 2.5)
+    with Store(tmp_path) as store:
+        assert (store.damaged, store.damage(), len(store)) == (0, [], 4)
+    believed(tmp_path)
+
+
+def change(file: Path, statement: str, *values: Any) -> None:
+    with sqlite3.connect(file) as db:
+        assert db.execute(statement, values).rowcount == 1
+    db.close()
+
+
+def test_an_id_that_is_not_the_hash_of_its_content_is_refused(tmp_path: Path) -> None:
+    """Also where somebody made the checksum fit: an answer stands under the question it belongs to."""
+    from noisescope.runs.rows import checksum
+
+    file = filled(tmp_path)
+    with sqlite3.connect(file) as db:
+        row = db.execute(
+            "SELECT content, measure, result, arrays, error, seconds FROM trials WHERE id = ?", (TRIALS[0].id,)
+        ).fetchone()
+        stranger = hashlib.sha256(b"another question").hexdigest()
+        db.execute(
+            "UPDATE trials SET id = ?, checksum = ? WHERE id = ?",
+            (stranger, checksum(stranger, *row), TRIALS[0].id),
+        )
+    db.close()
+    with Store(tmp_path, create=False) as store:
+        assert store.damaged == 1 and stranger not in store
+
+
+def test_a_damaged_note_is_refused_and_written_anew(tmp_path: Path) -> None:
+    """One line says which, and what to do; other notes and the trials can still be read."""
+    file = filled(tmp_path)
+    change(file, "UPDATE about SET value = replace(value, '0.125', '0.625') WHERE key = 'report'")
+    with Store(tmp_path, create=False) as store:
+        with pytest.raises(InvalidInput, match=r"'report' in .*run.sqlite fails its checksum.*run the same command"):
+            store.about()
+        with pytest.raises(InvalidInput, match="keeps intact trials and writes it anew"):
+            store.fact("report")
+        assert store.fact("asked") == {"samples": 32} and store.fact("nothing") is None and len(store) == 4
+    refused = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert refused.exit_code == 2 and "fails its checksum" in flat(refused.output)
+    assert refused.exception is None or isinstance(refused.exception, SystemExit)
+    with Store(tmp_path) as store:
+        store.note(report={"score": 0.125, "words": "x" * 6000})
+    with Store(tmp_path, create=False) as store:
+        assert store.about()["report"]["score"] == 0.125
+
+
+def test_a_damaged_gate_is_left_out_and_counted(tmp_path: Path) -> None:
+    file = filled(tmp_path)
+    change(file, "UPDATE gates SET result = replace(result, '1.25', '9.25') WHERE number = 1")
+    with Store(tmp_path) as store:
+        assert store.gates() == GATES[1:] and store.damaged_gates == 1
+        store.add_gate(GATES[0])
+        assert store.gates() == [GATES[1], GATES[0]] and store.damaged_gates == 1
+    change(file, "UPDATE gates SET number = 7 WHERE number = 2")
+    with Store(tmp_path, create=False) as store:
+        assert store.gates() == [GATES[0]] and store.damaged_gates == 2
+
+
+def test_a_trend_says_how_many_gates_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from noisescope.api import guarding
+
+    change(filled(tmp_path), "UPDATE gates SET result = '{}' WHERE number = 1")
+    monkeypatch.setattr(guarding, "trend", lambda history: history)
+    monkeypatch.setattr("noisescope.reports.figures.save_figures", lambda history, folder: history)
+    with pytest.warns(UserWarning, match="1 earlier gates in .* failed the checksum and are left out"):
+        assert guarding.keep({"verdict": "pass"}, tmp_path) == [GATES[1], {"verdict": "pass"}]
+
+
+OLD = """
+CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE trials (id TEXT PRIMARY KEY, content TEXT NOT NULL, measure TEXT NOT NULL, result TEXT NOT NULL,
+    arrays BLOB, error TEXT NOT NULL, seconds REAL NOT NULL, finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
+CREATE TABLE gates (number INTEGER PRIMARY KEY, result TEXT NOT NULL);
+INSERT INTO about VALUES ('schema_version', '1'), ('asked', '{}');
+"""
+
+
+@pytest.mark.parametrize("command", [["runs", "show"], ["runs", "resume"], ["report"]], ids=" ".join)
+def test_a_store_of_version_1_is_refused_in_one_line(tmp_path: Path, command: list[str]) -> None:
+    """What came, what is allowed, what to do; exit 2, no traceback, and the file stays as it is."""
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.executescript(OLD)
+        db.execute("PRAGMA journal_mode=WAL")
+    db.close()
+    before = (tmp_path / FILE).read_bytes()
+    found = CliRunner().invoke(app, [*command, str(tmp_path)])
+    said = flat(found.output)
+    assert found.exit_code == 2 and "Traceback" not in said
+    assert f"{FILE} has schema version 1, and this noisescope reads version 2 only: run the command again" in said
+    assert (tmp_path / FILE).read_bytes() == before
+    with pytest.raises(InvalidInput, match=r"reads version 2 only.*into another folder \(-o\)"):
+        Store(tmp_path)
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_resumed_run_measures_damaged_trials_again_and_says_so(tmp_path: Path) -> None:
+    """The report is that of an unbroken run, and a note says what happened; `runs show` counts it before."""
+    import torch
+
+    asked: dict[str, Any] = {"samples": 2, "seeds": 1, "levels": ("operator",), "calibration_samples": 0}
+    run: Callable[[], Any] = lambda: api.diagnose(  # noqa: E731
+        wrap(tiny_model("llama")),
+        [torch.arange(1, 9)[None], torch.arange(9, 17)[None]],
+        **asked,
+        options=Options(output=tmp_path),
+    )
+    first = run()
+    with Store(tmp_path, create=False) as store:
+        count = len(store)
+    with sqlite3.connect(tmp_path / FILE) as db:
+        numbers = "UPDATE trials SET result = replace(result, '0.', '0.0') WHERE rowid <= 2"
+        assert db.execute(numbers).rowcount == 2
+    db.close()
+    shown = CliRunner().invoke(app, ["runs", "show", str(tmp_path)])
+    assert shown.exit_code == 0 and "damaged: 2" in shown.output
+    again = run()
+    assert again["run"]["cost"]["trials_run_now"] == 2 and again["run"]["cost"]["trials"] == count
+    assert again["run"]["notes"][0].startswith("2 stored trials in run.sqlite failed the checksum: discarded")
+    assert {k: v for k, v in again.data.items() if k != "run"} == {k: v for k, v in first.data.items() if k != "run"}
+    assert run()["run"]["notes"] == first["run"]["notes"]
