@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from noisescope.api.precision import plan_precision
+from noisescope.api.preparing import prepare
 from noisescope.api.reported import check_sizes, data_of, other_numbers
 from noisescope.data import DataSet, read_data
 from noisescope.diagnosis.frame import Settings
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.planning import VerifyOptions
+from noisescope.options.signatures import asks
 from noisescope.plans.bit_rule import layer_sensitivity, rule_plan
 from noisescope.plans.coverage import coverage_notes, planned_share
-from noisescope.plans.precision import Budget, Module, Plan, modules_of, optimal_plan, random_plans, uniform_plan
+from noisescope.plans.precision import Module, Plan, modules_of, random_plans, uniform_plan
 from noisescope.plans.prediction import prediction_notes, prediction_of
 from noisescope.plans.verification import Verification
 from noisescope.plans.words import counted
-from noisescope.preparation import Options, prepare
 from noisescope.probe.noise import Gaussian
 from noisescope.quantisation.fake import plan_injection
 from noisescope.quantisation.formats import UNTOUCHED
@@ -28,37 +32,15 @@ from noisescope.reports.report import Report
 RULE, RANDOM = "bit rule", "random"
 
 
-def plan_precision(
-    report: Mapping[str, Any],
-    budget: Budget,
-    *,
-    granularity: str = "module",
-    formats: Iterable[str] | None = None,
-) -> Plan:
-    """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
-    return optimal_plan(modules_of(report, formats), budget, granularity=granularity)
-
-
-def verify_precision(
-    subject: Subject,
-    data: Any,
-    report: Mapping[str, Any],
-    plan: Plan,
-    *,
-    formats: Iterable[str] | None = None,
-    random: int = 32,
-    seed: int = 0,
-    samples: int = 64,
-    max_tokens: int = 256,
-    options: Options | None = None,
-) -> dict[str, Any]:
+@asks(VerifyOptions, "data")
+def verify_precision(subject: Subject, report: Mapping[str, Any], plan: Plan, asked: VerifyOptions) -> dict[str, Any]:
     """The plan carried out by fake quantisation: KL and accuracy beside uniform, rule and random plans.
 
-    `data` None is the report's. Samples are those after the ones that formats were scored on; a note says where there
-    are no more. Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
+    Samples are those after the ones that formats were scored on; a note says where there are no more. Random plans are
+    drawn from the same formats, at the plan's own average bits within 0.02.
     """
     check_sizes(report, subject)
-    modules = modules_of(report, formats)
+    modules = modules_of(report, asked.formats)
     missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
     if missing:
         raise InvalidInput(
@@ -66,20 +48,20 @@ def verify_precision(
         )
     rivals, notes = _rivals(report, modules, plan)
     scored = report["format_scores"]["n"]
-    unseen, seen_before = _unseen(data_of(report) if data is None else data, scored, samples)
-    drawn = random_plans(modules, plan.average_bits, random, seed=seed)
+    unseen, seen_before = _unseen(data_of(report) if asked.data is None else asked.data, scored, asked.samples)
+    drawn = random_plans(modules, plan.average_bits, asked.random, seed=asked.seed)
     plans = {"plan": plan, **rivals, **{f"{RANDOM} {i}": one for i, one in enumerate(drawn)}}
     prepared = prepare(
         subject,
         unseen,
         settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
-        samples=samples,
+        samples=asked.samples,
         calibration_samples=0,
-        max_tokens=max_tokens,
-        slice_samples=samples,
+        max_tokens=asked.max_tokens,
+        slice=asked.samples,
     )
     injections = {name: plan_injection(one.assignment) for name, one in plans.items()}
-    measured = prepared.run(Verification(injections), options or Options())
+    measured = prepared.run(Verification(injections), ExecutionOptions())
     rows = [_row(name, one, measured["verification"][name]) for name, one in plans.items()]
     predicted = prediction_of(report, modules, plan)
     return {
@@ -102,8 +84,8 @@ def with_precision_planned(
     subject: Subject, report: Report, average_bits: float, *, random: int = 16, samples: int = 64
 ) -> Report:
     """The report, and a precision plan carried out on its model."""
-    plan = plan_precision(report, Budget(average_bits))
-    measured = verify_precision(subject, None, report, plan, random=random, samples=samples)
+    plan = plan_precision(report, average_bits=average_bits)
+    measured = verify_precision(subject, report, plan, random=random, samples=samples)
     rows = [row for row in measured["rows"] if not row["name"].startswith(RANDOM)]
     found = {**plan.to_dict(), "counts": plan.counts(), **measured, "rows": rows}
     found["data"] = {name: measured["data"][name] for name in ("samples", "scored_tokens", "fingerprint")}

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noisescope.api.materials import material_of
 from noisescope.api.reported import check_sizes, data_of, other_numbers
 from noisescope.diagnosis.effects import estimate, ratio
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
+from noisescope.options.planning import SmoothquantOptions
+from noisescope.options.signatures import asks
 from noisescope.plans.smoothing import recommendations
-from noisescope.preparation import material_of
 from noisescope.quantisation.smoothing import W8A8, Smoothed, rounded_kl, smooth
 from noisescope.runs.bench import input_device
 from noisescope.runs.fingerprints import model_fingerprint
@@ -43,24 +45,17 @@ def smooth_outliers(
     return smooth(subject.model, batches, alpha=alpha, places=places, anatomy=subject.anatomy)
 
 
-def plan_smoothquant(
-    subject: Subject,
-    report: Mapping[str, Any],
-    data: Any = None,
-    *,
-    alpha: float | None = None,
-    target: str = "W8A8",
-    samples: int = 32,
-    max_tokens: int = 256,
-) -> dict[str, Any]:
+@asks(SmoothquantOptions, "data")
+def plan_smoothquant(subject: Subject, report: Mapping[str, Any], asked: SmoothquantOptions) -> dict[str, Any]:
     """SmoothQuant carried out on a copy: W8A8 KL before and after, and advice for each module with outliers.
 
-    `data` None is the report's. The first half of the samples calibrates, on the other half the KL is measured.
+    The first half of the samples calibrates, on the other half the KL is measured.
     """
+    alpha, target = asked.alpha, asked.target
     recommendations(report, (), target=target)  # refuses a report without channels before the work begins
     check_sizes(report, subject)
-    given = data_of(report) if data is None else data
-    batches = token_batches(subject, given, samples, max_tokens, which="test")
+    given = data_of(report) if asked.data is None else asked.data
+    batches = token_batches(subject, given, asked.samples, asked.max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
     half = len(batches) // 2

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from noisescope.cli import common
-from noisescope.errors import InvalidInput
+from noisescope.options.comparing import CompareOptions
 
 MOST_ROWS = 12
 MOST_CELLS = 5
@@ -18,23 +17,7 @@ MOST_TOKENS = 3
 DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
 
 
-def compare_devices(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The reference: a record, or a dump of msprobe.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The other device's.")],
-    layers: Annotated[str | None, typer.Option("--layers", help="Only these blocks, such as 9,10.")] = None,
-    max_mape: Annotated[
-        float | None, typer.Option("--max-mape", help="Exit code 1 where the MAPE of a site is larger, such as 0.05.")
-    ] = None,
-    sensitivity: Annotated[
-        Path | None, typer.Option("--sensitivity", help="A diagnosis's report.json of this model: prices in nats.")
-    ] = None,
-    affordable: Annotated[
-        float | None,
-        typer.Option("--affordable", help="With --sensitivity: nats a layer's difference may cost, default 0.01."),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the comparison there as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
-) -> None:
+def compare_devices(asked: CompareOptions) -> None:
     """Compare what two devices computed.
 
     \b
@@ -44,22 +27,29 @@ def compare_devices(
     noisescope compare gpu_dump/step0/rank0 npu_dump/step0/rank0        dumps of msprobe
 
     Says whether they differ by round-off only, else the first operator at which they part. Exit code 1 where --max-mape
-    is exceeded; records of other models or prompts are refused with code 2.
+    is exceeded, 3 where no site could be checked; records of other models or prompts are refused with code 2.
     """
-    from noisescope.api import compare
+    from noisescope.api.comparing import compare
 
-    if affordable is not None and sensitivity is None:
-        raise InvalidInput("--affordable needs --sensitivity: a diagnosis's report tells what a difference costs")
-    found = compare(
-        a, b, layers=common.layers(layers), max_mape=max_mape, sensitivity=sensitivity, affordable=affordable
-    )
-    if output is not None:
-        common.written(output, found.to_json())
-    if as_json:
+    found = compare(options=asked)
+    if asked.output is not None:
+        common.written(asked.output, found.to_json())
+    if asked.json:
         typer.echo(found.to_json(), nl=False)
     else:
         say_comparison(found)
-    raise typer.Exit(1 if found.passed is False else 0)
+    if found.passed is not None:
+        common.leave(verdict_of(found), asked)
+
+
+def verdict_of(found: Any) -> str:
+    """The check of --max-mape: sites that can't be compared decide nothing, and keep it from passing."""
+    from noisescope.api.words import overall
+
+    measured = [row.measures.mape for row in found.rows if row.measures.measurable and row.measures.mape is not None]
+    rows = ["fail" if mape > found.max_mape else "pass" for mape in measured]
+    verdict = overall([*rows, *("fail" for _ in found.unmeasurable), *("undecided" for _ in found.uncompared)])
+    return "fail" if verdict == "pass" and not found.passed else verdict
 
 
 def say_comparison(found: Any) -> None:

@@ -27,7 +27,7 @@ def say_summary(report: Any) -> None:
 
 
 def say_findings(report: Any) -> None:
-    from noisescope.reports.words import finding_span
+    from noisescope.api.words import finding_span
 
     summary = report["executive_summary"]
     run = report["run"]

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from noisescope.cli import common
-from noisescope.cli.report import load_report
+from noisescope.options.planning import MigrationOptions
 
 MOST_REASONS = 2
 
 
-def plan_hardware_migration(
-    report: common.ReportPath,
-    device: Annotated[
-        str, typer.Option("--device", help="The new machine's, for the commands: cuda, npu ...")
-    ] = "cuda",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan there as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-) -> None:
+def plan_hardware_migration(asked: MigrationOptions) -> None:
     """Which layers to validate first on new hardware.
 
     Three priorities with their evidence, precision and validation, and the commands to run next.
@@ -30,20 +22,19 @@ def plan_hardware_migration(
     noisescope plan migration noisescope-demo
     noisescope plan migration out/report.json --device npu -o migration.json
     """
-    from noisescope.plans.migration import plan_migration
+    from noisescope.api.migrating import plan_migration
 
-    path = report / "report.json" if report.is_dir() else report
-    plan = plan_migration(load_report(report), path=str(path), device=device)
-    if output is not None:
-        common.written(output, json.dumps(plan, indent=1) + "\n")
-    if as_json:
+    plan = plan_migration(asked)
+    if asked.output is not None:
+        common.written(asked.output, json.dumps(plan, indent=1) + "\n")
+    if asked.json:
         typer.echo(json.dumps(plan, indent=1))
         return
     say_plan(plan)
 
 
 def say_plan(plan: dict[str, Any]) -> None:
-    from noisescope.plans.words import counted
+    from noisescope.api.words import counted
 
     for priority in plan["priorities"]:
         entries = priority["evidence"]

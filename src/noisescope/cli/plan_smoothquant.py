@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from noisescope.cli import common
-from noisescope.cli.report import load_report
-from noisescope.errors import InvalidInput
+from noisescope.options.planning import SmoothquantOptions
 
 SHOWN = 10
 
 
-def plan_smoothquant(
-    report: common.ReportPath,
-    alpha: Annotated[
-        str, typer.Option("--alpha", help="Migration strength from 0 to 1, or search: the best for each layer.")
-    ] = "search",
-    target: Annotated[str, typer.Option("--target", help="What advice is for: W8A8, W4A16 or W4A4.")] = "W8A8",
-    samples: Annotated[int, typer.Option("--samples", help="Half calibrate, half measure.")] = 32,
-    max_tokens: common.MaxTokens = 256,
-    model: common.OtherModel = None,
-    data: common.OtherData = None,
-    device: common.Device = "cpu",
-    device_map: common.DeviceMap = None,
-    dtype: common.Dtype = None,
-    revision: common.Revision = None,
-    trust_remote_code: common.Trust = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the result there as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+def plan_smoothquant(asked: SmoothquantOptions) -> None:
     """Fold outlier channels away, and measure what it gains.
 
     SmoothQuant on a copy of the model: 8-bit weights and activations before and after, and for each module with
@@ -43,48 +24,24 @@ def plan_smoothquant(
     noisescope plan smoothquant out --alpha 0.5 --samples 64 --json
     noisescope plan smoothquant out --target W4A16
     """
-    from noisescope.api.smoothing import plan_smoothquant as carry_out
+    from noisescope.api.stored import load_report
 
-    found = load_report(report)
+    found = load_report(asked.report)
     with common.plain_warnings():
-        subject = common.subject_of_report(
-            found,
-            model,
-            device=device,
-            dtype=dtype,
-            device_map=device_map,
-            revision=revision,
-            trust=trust_remote_code,
-        )
-        result = carry_out(
-            subject,
-            found,
-            data,
-            alpha=_alpha(alpha),
-            target=target,
-            samples=samples,
-            max_tokens=max_tokens,
-        )
-    if output is not None:
-        common.written(output, json.dumps(result, indent=1) + "\n")
-    if as_json:
+        from noisescope.api.loading import subject_of_report
+        from noisescope.api.smoothing import plan_smoothquant as carry_out
+
+        result = carry_out(subject_of_report(found, asked), found, options=asked)
+    if asked.output is not None:
+        common.written(asked.output, json.dumps(result, indent=1) + "\n")
+    if asked.json:
         typer.echo(json.dumps(result, indent=1))
     else:
         say_result(result)
 
 
-def _alpha(text: str) -> float | None:
-    if text == "search":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidInput(f"--alpha is a number from 0 to 1, or search; got {text!r}") from None
-
-
 def say_result(result: dict[str, Any]) -> None:
-    from noisescope.plans.smoothing import gain_told
-    from noisescope.plans.words import span, times_better
+    from noisescope.api.words import gain_told, span, times_better
 
     typer.echo(result["scheme"])
     before, after = (f"{kl['value']:.4g} {span(kl, '.3g')}" for kl in result["kl"].values())

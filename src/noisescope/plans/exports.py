@@ -29,9 +29,9 @@ from typing import Any
 
 from noisescope.diagnosis.formats import GROUP, UNTOUCHED
 from noisescope.errors import InvalidInput, unknown
+from noisescope.options.choices import TOOLS
 from noisescope.plans.precision import Module, Plan
 
-TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")
 SMALLEST_GROUP = 16  # in smaller ones scales would take more than a bit a weight
 INTEGERS = {"int8": 8, "int4": 4, "int3": 3}
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # the format's own

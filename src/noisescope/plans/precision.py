@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.options.choices import GRANULARITIES
 
 Array = NDArray[np.float64]
 
-GRANULARITIES = ("module", "layer")
 INTEGERS = ("int8", "int4", "int3")  # one family: the same rounding, each with fewer bits than the one before
 GAP = 1e-4  # the plan found is within this share of the best there is
 SECONDS = 30.0  # the solver gives what it has by then

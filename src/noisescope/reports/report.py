@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, MissingExtra, unknown
+from noisescope.options.choices import REPORT_FORMATS
 from noisescope.reports.document import Document
 from noisescope.reports.markdown import to_markdown
 from noisescope.reports.sections import document_of
 
 SCHEMA_VERSION = 1
-FORMATS = ("json", "md", "html", "pdf")
 
 
 class Report(Mapping[str, Any]):
@@ -69,12 +69,12 @@ class Report(Mapping[str, Any]):
 
         Without `formats` a PDF that this machine can't draw is left out with a warning: the numbers are in the others.
         """
-        wanted = tuple(dict.fromkeys(FORMATS if formats is None else formats))
+        wanted = tuple(dict.fromkeys(REPORT_FORMATS if formats is None else formats))
         if not wanted:
-            raise InvalidInput(f"no format is left: choose from {', '.join(FORMATS)}")
+            raise InvalidInput(f"no format is left: choose from {', '.join(REPORT_FORMATS)}")
         for form in wanted:
-            if form not in FORMATS:
-                raise unknown("report format", form, FORMATS)
+            if form not in REPORT_FORMATS:
+                raise unknown("report format", form, REPORT_FORMATS)
         target = Path(folder)
         draw: dict[str, Callable[[], str | bytes]]
         draw = {"json": self.to_json, "md": self.to_markdown, "html": self.to_html, "pdf": self.to_pdf}
