@@ -17,7 +17,7 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.sections import GateNumbers
 from noisescope.errors import InvalidInput, NoisescopeError, unknown
 from noisescope.findings import LIMITS
-from noisescope.jsonform import to_json
+from noisescope.jsonform import from_json, to_json
 from noisescope.model import Subject
 from noisescope.plans.comparable import conditions_row, refuse_kind, refuse_other_samples
 from noisescope.plans.gate import decide, refuse_limits
@@ -143,7 +143,7 @@ def keep(result: GateResult, folder: str | Path) -> list[Path]:
 
     with Store(folder) as store:
         store.add_gate(to_json(result))
-        history = store.gates()
+        history = [from_json(GateResult, row, f"gate {number}") for number, row in enumerate(store.gates(), 1)]
         damaged = store.damaged_gates
     if damaged:
         warnings.warn(f"{damaged} earlier gates in {folder} failed the checksum and are left out", stacklevel=2)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
 
@@ -51,9 +50,8 @@ def to_junit(suite: str, cases: Sequence[Case]) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def write_junit(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Rows with a name, a verdict, a message and perhaps seconds, as a file; its path."""
-    cases = [Case(row["name"], row["verdict"], row["message"], row.get("seconds", 0.0)) for row in rows]
+def write_junit(path: Path, suite: str, cases: Sequence[Case]) -> Path:
+    """Cases as a file; its path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_junit(suite, cases), encoding="utf-8")
