@@ -13,7 +13,7 @@ from noisescope.cli.common import names
 from noisescope.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from noisescope.diagnosis.changes import Run
+    from noisescope.diagnosis.stored import StoredRun
 
 runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
 Folder = Annotated[Path, typer.Argument(help="A run's folder (the -o of its command).")]
@@ -116,29 +116,26 @@ def compare_two_runs(
     if as_json:
         typer.echo(comparison.to_json(), nl=False)
         return
-    found = comparison["comparison"]
-    typer.echo(f"A  {run_line(found['a'])}\nB  {run_line(found['b'])}")
-    typer.echo(f"asked differently: {', '.join(row['what'] for row in found['differs']) or 'nothing'}")
+    found = comparison.changes
+    typer.echo(f"A  {run_line(found.a)}\nB  {run_line(found.b)}")
+    typer.echo(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
     typer.echo(f"\nverdict: {verdict_line(found)}")
-    for row in largest(found):
+    for row in largest(found.rows):
         typer.echo(f"  {change_line(row)}")
-    for note in found["notes"]:
+    for note in found.notes:
         typer.echo(f"note: {note}")
     for path in paths:
         typer.echo(f"  {path}")
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> StoredRun:
     """A store as the comparison needs it."""
-    from noisescope.diagnosis.changes import Run
+    from noisescope.diagnosis.stored import stored_run
     from noisescope.runs.store import Store
 
     with Store(folder, create=False) as store:
-        asked = store.fact("asked")
         trials = [(json.loads(content), store[identity]) for identity, content in store.contents().items()]
-    if not asked:
-        raise InvalidInput(f"{folder} does not say what was asked, so it can't be compared: run it again")
-    return Run(str(folder), asked, trials)
+        return stored_run(str(folder), store.fact("asked"), trials)
 
 
 def facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
 from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, overall
+from noisescope.findings.verdicts import Verdict as CheckVerdict
 from noisescope.jsonform import Json, from_json, to_json
 from noisescope.sites import Site
 
@@ -65,7 +66,7 @@ class Comparison:
         return self.first_divergence
 
     @property
-    def outcome(self) -> str:
+    def outcome(self) -> CheckVerdict:
         """ "fail" where the limit does not hold, "undecided" where no site decides, else "pass"."""
         if self.passed is False:
             return FAIL
@@ -160,10 +161,11 @@ def _priced(
 def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float) -> bool | None:
     """By the sites that decide; None where none does."""
     checks = [_check(row, max_mape) for row in rows if row.critical or row.detail == "full"]
-    return {PASS: True, FAIL: False, UNDECIDED: None}[overall([*checks, *(FAIL for _ in uncompared)])]
+    found: CheckVerdict = FAIL if uncompared else overall(checks)
+    return None if found == UNDECIDED else found == PASS
 
 
-def _check(row: SiteRow, max_mape: float) -> str:
+def _check(row: SiteRow, max_mape: float) -> CheckVerdict:
     if row.mape is None:
         return FAIL if row.critical else UNDECIDED
     return PASS if row.mape <= max_mape else FAIL

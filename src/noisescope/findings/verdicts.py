@@ -1,43 +1,42 @@
-"""Several checks as one verdict: the one rule for gates, comparisons, fault tests and locators."""
+"""Verdicts of checks, and the one rule by which many checks become one verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final, Literal
-
-from noisescope.errors import unknown
 
 Verdict = Literal["pass", "fail", "undecided"]
 PASS: Final = "pass"
 FAIL: Final = "fail"
 UNDECIDED: Final = "undecided"
 VERDICTS: tuple[Verdict, ...] = (PASS, FAIL, UNDECIDED)
-EXIT_CODES = {PASS: 0, FAIL: 1, UNDECIDED: 3}
-_WORDS = {PASS: "passed", FAIL: "failed", UNDECIDED: "undecided"}
 
 
-def overall(verdicts: Iterable[str]) -> Verdict:
-    """Fails where one check fails; undecided only where no check decides; else passes.
+def overall(verdicts: Sequence[Verdict]) -> Verdict:
+    """Fail where a check fails, else pass where one passes; undecided only where no check decides.
 
     >>> overall(["pass", "undecided"]), overall(["undecided", "fail"]), overall(["undecided"]), overall([])
     ('pass', 'fail', 'undecided', 'undecided')
     """
-    found = set(verdicts)
-    for verdict in found - set(VERDICTS):
-        raise unknown("verdict", verdict, VERDICTS)
-    if FAIL in found:
+    if FAIL in verdicts:
         return FAIL
-    return PASS if PASS in found else UNDECIDED
+    return PASS if PASS in verdicts else UNDECIDED
 
 
-def headline(verdict: str, rows: Iterable[str]) -> str:
-    """ "passed; 3 of 12 checks undecided": a verdict never hides what could not be decided."""
-    found = list(rows)
-    counts = {kind: found.count(kind) for kind in (FAIL, UNDECIDED)}
-    parts = [f"{count} of {len(found)} checks {_WORDS[kind]}" for kind, count in counts.items() if count]
-    return "; ".join([_WORDS[verdict], *parts])
+def headline(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """The verdict in words, with the number of checks that failed or are undecided.
+
+    >>> headline("pass", ["pass", "pass", "undecided"]), headline("fail", ["fail", "pass"])
+    ('passed; 1 of 3 checks undecided', 'failed: 1 of 2 checks')
+    """
+    count, failed, open_ = len(verdicts), verdicts.count(FAIL), verdicts.count(UNDECIDED)
+    words = {PASS: "passed", FAIL: f"failed: {failed} of {count} checks", UNDECIDED: "undecided"}[verdict]
+    return f"{words}; {open_} of {count} checks undecided" if open_ else words
 
 
-def exit_code(verdict: str, *, allow_undecided: bool) -> int:
+EXIT_CODES = {PASS: 0, FAIL: 1, UNDECIDED: 3}
+
+
+def exit_code(verdict: Verdict, *, allow_undecided: bool) -> int:
     """0 passed, 1 failed, 3 undecided, which `allow_undecided` makes 0."""
     return 0 if verdict == UNDECIDED and allow_undecided else EXIT_CODES[verdict]
