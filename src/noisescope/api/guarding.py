@@ -18,7 +18,7 @@ from noisescope.diagnosis.frame import GROUP, Frame, Settings
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.sections import GateNumbers
 from noisescope.errors import InvalidInput, NoisescopeError
-from noisescope.jsonform import to_json
+from noisescope.jsonform import from_json, to_json
 from noisescope.model import Subject
 from noisescope.options.diagnosing import GateOptions, GaugeOptions
 from noisescope.options.groups import ExecutionOptions
@@ -133,7 +133,7 @@ def keep(result: GateResult, folder: str | Path) -> list[Path]:
 
     with Store(folder) as store:
         store.add_gate(to_json(result))
-        history = store.gates()
+        history = [from_json(GateResult, row, f"gate {number}") for number, row in enumerate(store.gates(), 1)]
         damaged = store.damaged_gates
     if damaged:
         warnings.warn(f"{damaged} earlier gates in {folder} failed the checksum and are left out", stacklevel=2)

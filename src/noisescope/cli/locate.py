@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from noisescope.cli import common
 from noisescope.options.comparing import LocateOptions
 
+if TYPE_CHECKING:
+    from noisescope.api.words import Verdict
+
 MOST_SUSPECTS = 5
-CHECKS = {"healthy": "pass", "faulty": "fail", "undecided": "undecided"}  # without a simulated fault
+CHECKS: dict[str, Verdict] = {"healthy": "pass", "faulty": "fail", "undecided": "undecided"}  # of a real device
 
 
 def locate_fault(asked: LocateOptions) -> None:
