@@ -60,7 +60,7 @@ def report() -> PhasesFound:
     undecided = "not decidable with this n"
     return PhasesFound(
         run=PhasesRun(
-            TaskSource("a task"), ProblemSource("sums", 200), settings, "cpu", PhasesCost(1.0, 60.0, 4),
+            TaskSource("a task"), ProblemSource("sums", 200), settings, "cpu", PhasesCost(1.0, 60.0, 4), (),
             "2026-01-02T03:04:05+00:00", {"noisescope": "0.2"}, "here",
         ),
         arms=(arm("none", 0.78), arm("forward@0.05", 0.9)),
