@@ -283,7 +283,7 @@ def test_every_operator_has_advice() -> None:
     for name in (*OPERATORS, *GROUPS):
         assert f.operator_advice(name)
     assert f.operator_advice("LayerNorm") == f.operator_advice("rms_norm") == f.ADVICE["norm"]
-    assert "SmoothQuant" in f.outlier_advice("w8a8")
+    assert "SmoothQuant" in f.outlier_advice("w8a8") and "Outlier Suppression+" in f.outlier_advice("W8A8")
     assert "AWQ" in f.outlier_advice("W4A16")
     assert "OmniQuant" in f.outlier_advice("W4A4") and "rotation" in f.outlier_advice("W4A4")
     assert "per-channel" in f.outlier_advice()

@@ -15,7 +15,7 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "identity", "sites", "injection", "trials", "record_format"}
+VALUES = {"errors", "identity", "jsonform", "sites", "injection", "trials", "record_format"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"anatomy", "evaluation", "model", "probe", "faults", "metrics", "quantisation", "tasks", "data", "runs"}
 ABOVE_RUNS = {"locators", "training"}
@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": TORCHLESS,
     "comparison": TORCHLESS,
     "plans": TORCHLESS | {"diagnosis", "comparison"},
-    "reports": {"errors", "findings"},
+    "reports": TORCHLESS | {"diagnosis", "plans"},
     "testing": VALUES,
     "demo": VALUES | {"evaluation"},
     "data": {"errors"},
@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "costs": TORCHLESS | {"diagnosis", "probe", "runs"},
     "preparation": BELOW_CLI - {"api"},
     "api": BELOW_CLI,
-    "diagnostic": BELOW_CLI,
+    "diagnostic": BELOW_CLI | {"noisy_ops"},
     "cli": BELOW_CLI | {"noisy_ops"},
 }
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from noisescope.errors import InvalidInput
+from noisescope.findings import Recommendation
 from noisescope.jsonform import from_json, schema_of, to_json
 
 
@@ -32,6 +33,11 @@ class Tree:
     ends: tuple[int, int]
     by_layer: Mapping[str, float]
     alive: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    first: Recommendation
 
 
 TREE = Tree("t", "embed", (Leaf(0.5, "oak"), Leaf(None, "elm")), (1, 2), {"0": 1.0}, True)
@@ -73,6 +79,7 @@ def test_whole_numbers_are_read_as_floats_where_floats_are_wanted() -> None:
         ({"leaves": [{"size": 1.0, "kind": "fir"}]}, r"Tree.leaves\[0\].kind: 'oak' or 'elm' was expected"),
         ({"leaves": [{"size": "1", "kind": "oak"}]}, r"Tree.leaves\[0\].size: a number was expected"),
         ({"leaves": [{"size": float("nan"), "kind": "oak"}]}, "a finite number was expected, got nan"),
+        ({"leaves": [{"size": 10**400, "kind": "oak"}]}, "a finite number was expected, got 10000"),
         ({"leaves": [{"size": 1.0}]}, r"Tree.leaves\[0\] has no 'kind'"),
         ({"by_layer": []}, "Tree.by_layer: an object was expected"),
         ({"new": 1}, 'Tree has "new", which this version does not know'),
@@ -82,6 +89,12 @@ def test_what_does_not_fit_is_refused_with_its_path(change: dict[str, Any], word
     """The first part that does not fit is named, with what came and what was expected."""
     with pytest.raises(InvalidInput, match=words):
         from_json(Tree, {**PLAIN, **change})
+
+
+def test_a_value_that_refuses_itself_is_named_by_its_path() -> None:
+    """Checks of a value's own do not know where it stands; the reader does."""
+    with pytest.raises(InvalidInput, match=r"^Advice\.first: unknown priority 'soon'. Allowed: CRITICAL"):
+        from_json(Advice, {"first": {"priority": "soon", "component": "a", "issue": "b", "action": "c"}})
 
 
 def test_an_error_shows_a_short_piece_of_what_came() -> None:

@@ -9,9 +9,8 @@ import torch
 
 import noisescope as ns
 from noisescope.api.fault_testing import _recovered, run_fault_tests
-from noisescope.errors import InvalidInput
 from noisescope.model import Subject
-from noisescope.plans.fault_tests import FaultTest
+from noisescope.plans.fault_values import Criteria, FaultParameters, FaultTest, FaultTestResult
 from noisescope.runs.stepping import stepwise
 
 
@@ -34,10 +33,10 @@ POISONED = ["gain:1e39,start=1,duration=1@0/residual"]  # one token beyond the r
 
 
 def case(faults: list[str], **criteria: Any) -> FaultTest:
-    return FaultTest("T", "something", "t", {"faults": faults}, criteria)
+    return FaultTest("T", "something", "t", FaultParameters(tuple(faults)), Criteria(**criteria))
 
 
-def run(subject: Subject, data: Any, *tests: FaultTest) -> list[dict[str, Any]]:
+def run(subject: Subject, data: Any, *tests: FaultTest) -> list[FaultTestResult]:
     return run_fault_tests(subject, tests, data, samples=12)
 
 
@@ -57,15 +56,27 @@ def test_losses_are_measured(subject, data):
         case(["dead_lane:channels=all@1/residual"], max_degradation=0.05),
         case(["dead_zone:0@1"], max_degradation=0.05),
     )
-    assert [row["verdict"] for row in rows] == ["fail", "undecided"]
-    assert rows[0]["criteria"][0]["value"] > 0.5 and "changed nothing" in rows[1]["message"]
-    assert all(row["seconds"] > 0 for row in rows)
+    assert [row.verdict for row in rows] == ["fail", "undecided"]
+    assert rows[0].criteria[0].value > 0.5 and "changed nothing" in rows[1].message
+    assert all(row.seconds > 0 for row in rows)
+
+
+def test_hits_are_counted(subject, data):
+    """One call per sample and layer; every element of a wiped output that was not 0 has changed."""
+    (wiped,) = run(subject, data, case(["dead_lane:channels=all@1/residual"], max_degradation=0.05))
+    hits, width = wiped.measured.hits, subject.model.config.hidden_size
+    assert hits.calls == hits.acted == 12 and hits.changed == 12 * 14 * width  # the last token predicts nothing
+    (both,) = run(subject, data, case(["dead_lane:channels=0@0/residual", "gain:0@1/residual"], max_degradation=0.05))
+    assert both.measured.hits.calls == 24 and both.measured.hits.changed == 12 * 14
+    assert "acted in 24 of 24 calls and changed 168 elements" in both.message
+    (rare,) = run(subject, data, case(["bit_flip:rate=0.01@*/linear"], max_degradation=1.0))
+    assert rare.measured.hits.acted < rare.measured.hits.calls
 
 
 def test_outputs_that_are_not_finite_are_counted(subject, data):
     """A gain beyond the range of float32 makes every token NaN or infinite."""
     (row,) = run(subject, data, case(["gain:1e39@*/residual"], max_nan_rate=0.001))
-    assert row["verdict"] == "fail" and row["criteria"][0]["value"] == pytest.approx(1.0)
+    assert row.verdict == "fail" and row.criteria[0].value == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +101,11 @@ def test_a_fault_of_one_step_recovers_or_not(subject, data):
         case(POISONED, recovery_time="< 5 steps"),
         case(["gain:1e-6,start=1,duration=1@0/residual"], recovery_time="< 5 steps"),
     )
-    assert small["verdict"] == "pass" and small["criteria"][0]["value"] == 0
-    assert wiped["verdict"] == "fail" and wiped["criteria"][0]["value"] == max(wiped["measured"]["recovery_steps"]) >= 5
-    assert poisoned["verdict"] == "fail" and poisoned["criteria"][0]["value"] is None
-    assert "12 of 12 samples are not right again within the steps watched, < 5 steps wanted" in poisoned["message"]
+    assert small.verdict == "pass" and small.criteria[0].value == 0
+    assert wiped.verdict == "fail" and wiped.criteria[0].value == max(wiped.measured.recovery_steps) >= 5
+    assert poisoned.verdict == "fail" and poisoned.criteria[0].value is None
+    assert "12 of 12 samples did not recover within the steps watched, < 5 steps required" in poisoned.message
+    assert wiped.measured.hits.acted == 12  # one step of each sample
 
 
 @pytest.mark.parametrize(("tokens", "watched"), [(7, 0), (8, 12)])
@@ -101,15 +113,9 @@ def test_samples_too_short_to_fail_recovery_decide_nothing(subject, data, tokens
     """Under five steps after the fault nothing is known: no pass, however it ends."""
     short = [{name: tensor[:, -tokens:] for name, tensor in batch.items()} for batch in data]
     (row,) = run(subject, short, case(POISONED, recovery_time="< 5 steps"))
-    assert row["measured"].get("recovery_steps", []) == [None] * watched
-    assert row["verdict"] == ("fail" if watched else "undecided")
-    assert ("samples of at least 8 tokens" in row["message"]) is not bool(watched)
-
-
-def test_a_case_that_can_not_be_judged_stops_before_the_model_runs(subject):
-    """No data are needed to say so."""
-    with pytest.raises(InvalidInput, match="unknown criterion 'speed'"):
-        run(subject, None, case(["gain:1@0"], speed=1))
+    assert (row.measured.recovery_steps if row.measured else ()) == (None,) * watched
+    assert row.verdict == ("fail" if watched else "undecided")
+    assert ("samples of at least 8 tokens" in row.message) is not bool(watched)
 
 
 def test_faults_are_to_be_found(subject, data):
@@ -123,17 +129,17 @@ def test_faults_are_to_be_found(subject, data):
             max_degradation=1.0,
         ),
     )
-    found = {one["criterion"]: one for one in row["criteria"]}
-    assert found["detection_required"]["value"] is True and "down_proj" in found["detection_required"]["message"]
+    found = {one.criterion: one for one in row.criteria}
+    assert found["detection_required"].value is True and "down_proj" in found["detection_required"].message
 
 
 def test_a_test_that_can_not_run_does_not_stop_the_others(subject, data):
-    """A place that the model lacks is a row without a verdict; each row is told as it comes."""
+    """A place that the model lacks is a result without a verdict; each result is passed on as it comes."""
     told: list[Any] = []
     tests = [case(["gain:1@99"], max_degradation=0.1), case(["gain:1e-7@0"], max_degradation=0.9)]
     rows = run_fault_tests(subject, tests, data, samples=2, told=told.append)
-    assert rows == told and rows[0]["verdict"] == "undecided" and "could not be carried out" in rows[0]["message"]
-    assert rows[1]["criteria"]
+    assert rows == told and rows[0].verdict == "undecided" and "could not be carried out" in rows[0].message
+    assert rows[1].criteria
 
 
 def test_the_model_is_left_as_it_was(subject, data):

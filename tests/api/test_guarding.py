@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor
 import noisescope as ns
 from noisescope.api.guarding import gate, gauged, keep
 from noisescope.api.reported import data_of
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.jsonform import from_json
 from noisescope.model import Subject
-from noisescope.reports.report import Report
+from noisescope.plans.gate_rows import Difference, GateResult
 from noisescope.runs.store import Store
 
 
@@ -33,8 +36,8 @@ def subject() -> Subject:
 
 
 @pytest.fixture(scope="module")
-def baseline(subject: Subject) -> Report:
-    return ns.diagnose(subject, answered_by(subject.model), levels=("operator",), seeds=1, samples=24)
+def baseline(subject: Subject) -> Diagnosis:
+    return ns.diagnose(subject, answered_by(subject.model), levels=("operator",), seeds=1, samples=24).diagnosis
 
 
 @pytest.fixture(scope="module")
@@ -48,38 +51,39 @@ def sharper(subject: Subject) -> Subject:
 
 def test_the_report_keeps_what_a_gate_needs(baseline):
     """Every token of each sample counts, not the answer alone; values are per sample and by operator."""
-    kept = baseline["gate"]
-    assert len(set(kept["samples"])) == 24 and kept["seeds"] == [0]
-    assert set(kept["predicted_kl"]) == {"gemm", "softmax", "silu", "norm"} and set(kept["kl"]) == {"gemm"}
-    assert all(len(values) == 24 and min(values) > 0 for values in kept["predicted_kl"].values())
-    assert set(kept["accuracy"]) >= {"clean", "gemm"} and kept["nonfinite"] == 0
-    answers = baseline["operator_analysis"]["gemm"]["kl"]["value"]
-    assert sum(kept["kl"]["gemm"]) / 24 != pytest.approx(answers, rel=0.01)
+    kept = baseline.gate
+    assert len(set(kept.samples)) == 24 and kept.seeds == (0,)
+    assert set(kept.predicted_kl) == {"gemm", "softmax", "silu", "norm"} and set(kept.kl) == {"gemm"}
+    assert all(len(values) == 24 and min(values) > 0 for values in kept.predicted_kl.values())
+    assert set(kept.accuracy) >= {"clean", "gemm"} and kept.nonfinite == 0
+    answers = baseline.operator_analysis["gemm"].kl.mean.value
+    assert sum(kept.kl["gemm"]) / 24 != pytest.approx(answers, rel=0.01)
 
 
 def test_the_same_model_passes(subject, baseline):
     """On the same samples with the same seeds nothing differs, to the last bit."""
     result = gate(subject, baseline, answered_by(subject.model), samples=24, max_degradation=0.9)
-    assert result["verdict"] == "pass" and result["paired"] and result["model"] == "tiny:llama"
-    assert all(row["ratio"]["value"] == pytest.approx(1.0, rel=1e-5) for row in result["divergence"])
+    assert result.verdict == "pass" and result.paired and result.model == "tiny:llama"
+    assert result.headline.startswith("passed") and not result.failed
+    assert all(row.ratio.value == pytest.approx(1.0, rel=1e-5) for row in result.divergence)
 
 
 def test_a_more_sensitive_model_fails_though_it_answers_the_same(subject, baseline, sharper):
-    """Paired on the same samples, and on others; the accuracy sees nothing of it."""
+    """Paired on the same samples, and on others; the accuracy shows nothing of it."""
     for seed in (0, 1):
         data = answered_by(subject.model, seed=seed)
         result = gate(sharper, baseline, data, samples=24, max_degradation=0.9, other_samples=seed > 0)
-        assert result["paired"] == (seed == 0) and result["verdict"] == "fail"
-        assert result["worst"]["ratio"]["low"] > 1 and result["accuracy"][0]["difference"]["value"] == 0
+        assert result.paired == (seed == 0) and result.verdict == "fail"
+        assert result.worst.ratio.low > 1 and result.accuracy[0].difference.value == 0
 
 
 def test_every_operator_is_held_to_the_limit(subject, baseline):
     """With effort standard noise goes into each, and the largest loss is named."""
     data = answered_by(subject.model)
     quick, whole = (gate(subject, baseline, data, samples=24, effort=effort) for effort in ("screen", "standard"))
-    assert [row["operator"] for row in quick["limits"]] == ["gemm"]
-    assert {row["operator"] for row in whole["limits"]} == {"gemm", "softmax", "silu", "norm"}
-    assert whole["max_degradation"] == max(row["degradation"]["value"] for row in whole["limits"])
+    assert [row.operator for row in quick.limits] == ["gemm"]
+    assert {row.operator for row in whole.limits} == {"gemm", "softmax", "silu", "norm"}
+    assert whole.max_degradation == max(row.degradation.value for row in whole.limits)
 
 
 def test_history_and_trend(subject, baseline, tmp_path):
@@ -91,29 +95,30 @@ def test_history_and_trend(subject, baseline, tmp_path):
                                              for form in ("png", "svg")}  # fmt: skip
     assert "limit" in (tmp_path / "gates" / "trend" / "gate-divergence.svg").read_text()
     with Store(tmp_path / "gates", create=False) as store:
-        assert [row["step"] for row in store.gates()] == [100, 200]
+        history = store.gates()
+    assert [row["step"] for row in history] == [100, 200] and from_json(GateResult, history[1]) == result
 
 
-def test_strangers_are_refused_and_conditions_said(subject, baseline):
+def test_strangers_are_refused_and_conditions_reported(subject, baseline):
     """Another architecture and other samples before anything is measured; another dtype beside the verdict."""
     with pytest.raises(InvalidInput, match="GPT2LMHeadModel"):
         gate(ns.load("tiny:gpt2"), baseline, answered_by(subject.model))
     with pytest.raises(InvalidInput, match=r"0 of these 24 samples .* --other-samples"):
         gate(subject, baseline, answered_by(subject.model, seed=1))
     half = ns.wrap(copy.deepcopy(subject.model).bfloat16())
-    said = gate(half, baseline, answered_by(subject.model), samples=24, max_degradation=0.9)["conditions"]
-    assert said["verdict"] == "undecided"
-    assert said["differences"] == [{"what": "dtype", "baseline": "float32", "candidate": "bfloat16"}]
+    result = gate(half, baseline, answered_by(subject.model), samples=24, max_degradation=0.9)
+    assert result.conditions.verdict == "undecided" and result.checks[0] is result.conditions
+    assert result.conditions.differences == (Difference("dtype", "float32", "bfloat16"),)
+    assert "checks undecided" in result.headline
 
 
 def test_what_can_not_be_gated_is_refused(subject, baseline, tmp_path):
     """A report without the numbers, of another noise, of data that is gone; an effort that is none; a broken model."""
     data = answered_by(subject.model)
     with pytest.raises(InvalidInput, match="noisescope diagnose"):
-        gate(subject, Report({**baseline, "gate": None}), data)
-    other = {**baseline["gate"], "noise": "Uniform(scale=0.05)"}
+        gate(subject, replace(baseline, gate=None), data)
     with pytest.raises(InvalidInput, match="Uniform"):
-        gate(subject, Report({**baseline, "gate": other}), data)
+        gate(subject, replace(baseline, gate=replace(baseline.gate, noise="Uniform(scale=0.05)")), data)
     with pytest.raises(InvalidInput, match="tokenised batches, which is not there"):
         gate(subject, baseline)
     with pytest.raises(InvalidInput, match="effort"):
@@ -124,10 +129,13 @@ def test_what_can_not_be_gated_is_refused(subject, baseline, tmp_path):
         gauged(ns.wrap(broken), data, samples=4, seeds=1)
 
 
-def test_data_are_found_again(tmp_path):
+def test_data_are_found_again(baseline, tmp_path):
     """The demo's problems, the built-in text, or the file that the report names."""
     file = tmp_path / "data.jsonl"
     file.write_text("")
-    sources = {name: data_of({"run": {"data": {"source": name}}}) for name in ("demo", "built-in text", str(file))}
-    assert str(sources["demo"]).endswith("test.jsonl") and sources["built-in text"].kind == "text"
-    assert sources[str(file)] == str(file)
+
+    def made_on(source: str) -> Any:
+        return data_of(replace(baseline, run=replace(baseline.run, data=replace(baseline.run.data, source=source))))
+
+    assert str(made_on("demo")).endswith("test.jsonl") and made_on("built-in text").kind == "text"
+    assert made_on(str(file)) == str(file)

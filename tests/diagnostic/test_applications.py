@@ -7,17 +7,21 @@ import csv
 import io
 import json
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
 
+import noisescope.diagnostic.degradation as degradation
 from noisescope.diagnostic import (
     FaultInjectionTestGenerator,
     IntegratedDiagnostic,
     MetricsDashboard,
     RobustnessMonitor,
     compute_mae,
+    compute_mape,
+    operator_level_diagnosis,
     plan_hardware_migration,
 )
 from noisescope.diagnostic.dashboard import hardware_metrics
@@ -116,22 +120,105 @@ def test_the_monitor_keeps_history_and_alerts(report, subject, answered):
     assert any(line.get_label() == "limit" for line in lines)
 
 
+def test_the_monitor_takes_the_notes_baseline(subject, answered):
+    """A degradation per operator and no more: compared by the notes' rule, near 0 by the interval."""
+    measured = operator_level_diagnosis(subject, answered, seeds=1)
+    costs = {name: {"degradation": row["degradation"]} for name, row in measured.items()}
+    same = RobustnessMonitor({"operator_analysis": costs}, max_degradation=0.9)
+    result = same.check_checkpoint(subject, answered, checkpoint_step=1, seeds=1)
+    assert result["pass"] and result["warnings"] == [] and result["timestamp"] and result["checkpoint_step"] == 1
+    assert result["max_degradation"] == max(row["degradation"] for row in measured.values())
+
+    robust = {name: {"degradation": 0.0} for name in ("matmul", "layernorm")}
+    monitor = RobustnessMonitor({"operator_analysis": robust})
+    worse = monitor.check_checkpoint(subject, answered, checkpoint_step=2, noise_scale=0.5, seeds=2)
+    assert not worse["pass"] and worse["verdict"] == "fail" and worse["max_degradation"] > 0.15
+    assert {row["operator"] for row in worse["warnings"]} <= {"matmul", "layernorm"}
+    row = worse["warnings"][0]
+    assert set(row) >= {"operator", "baseline", "current", "severity"} and row["current"] > row["baseline"] == 0
+    assert any("above the limit of 15" in row["message"] for row in worse["warnings"])
+    assert [row["checkpoint_step"] for row in monitor.alerts] == [2] * len(worse["warnings"])
+    (line,) = [one for one in monitor.plot_robustness_trend().axes[0].get_lines() if one.get_label() == "limit"]
+    assert set(line.get_ydata()) == {0.15}
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        ({}, "a dictionary with operator_analysis .* this one has nothing"),
+        ({"operator_analysis": {"softmax": {"sensitivity_score": 1.0}}}, "no degradation for softmax"),
+    ],
+)
+def test_a_baseline_without_degradations(report, words):
+    """Refused where it is given, not at the first checkpoint."""
+    with pytest.raises(InvalidInput, match=words):
+        RobustnessMonitor(report)
+
+
+def test_a_cost_within_its_uncertainty_is_no_regression(subject, answered, monkeypatch):
+    """20 % worse by the point, with an interval that holds the baseline: undecided, and no warning."""
+    interval = {"value": 0.12, "low": 0.02, "high": 0.22, "n": 20}
+    rows = {"softmax": {"operator": "softmax", "degradation": 0.12, "degradation_interval": interval}}
+    monkeypatch.setattr(degradation, "operator_level_diagnosis", lambda *_, **__: rows)
+    for baseline, low, high, verdict in (
+        (0.09, 0.02, 0.22, "undecided"),  # 0.12 > 1.2 x 0.09, but 0.02 < 0.09
+        (0.09, 0.10, 0.14, "fail"),
+        (0.12, 0.10, 0.14, "pass"),
+        (0.0, -0.01, 0.25, "undecided"),  # near 0 the interval decides
+        (0.0, 0.01, 0.25, "fail"),
+        (None, 0.10, 0.14, "pass"),  # only the limit can be decided
+    ):
+        interval.update(low=low, high=high)
+        found = degradation.compared(subject, answered, {"softmax": baseline}, limit=0.15)
+        assert (found["verdict"], len(found["warnings"])) == (verdict, int(verdict == "fail")), (baseline, low, high)
+
+
 def test_two_devices_on_the_dashboard():
-    """A difference near zero does not rule the MAPE; the largest error is looked for in outlier channels."""
+    """MAPE by the notes' formula and with a floor; the largest error is looked for in outlier channels."""
     gpu = torch.ones(4, 10, 8)
     gpu[..., 0] = 1e-6  # the notes' formula divides by these
     gpu[..., 5] = 400.0
     npu = gpu + 0.001
     npu[0, 0, 5] += 2
     found = hardware_metrics(gpu, npu)
-    assert found["mape"] < 0.01 < 10 < found["mape_notes"]
+    assert found["mape_floored"] < 0.01 < 10 < found["mape"] == pytest.approx(compute_mape(gpu, npu))
     assert found["max_error"] == pytest.approx(2.001, rel=1e-4) and found["max_error_in_outlier_channel"]
-    assert found["bands"] == {"mae": "NOTICEABLE", "mape": "EXCELLENT", "correlation": "EXCELLENT"}
+    assert found["bands"] == {"mae": "NOTICEABLE", "mape": "SIGNIFICANT", "correlation": "EXCELLENT"}
     with pytest.raises(InvalidInput, match="shape"):
         hardware_metrics(gpu, gpu[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "hardware", "expected"),
+    [
+        (0.0, {"mae": 5e-3, "mape": 0.005, "correlation": 0.999}, "MODERATE RISK - .*MAE 0.005 is NOTICEABLE"),
+        (0.0, {"mae": 0.5, "mape": 0.005, "correlation": 0.999}, "HIGH RISK - .*MAE 0.5 is CRITICAL"),
+        (0.0, {"mae": 5e-5, "mape": 0.005, "correlation": 0.4}, "HIGH RISK - .*correlation 0.4 is POOR"),
+        (0.0, {"mae": 5e-5, "mape": 0.12, "correlation": 0.999}, "HIGH RISK - .*MAPE 0.12 is SIGNIFICANT"),
+        (0.0, {"mae": 0.5, "mape": 0.12, "correlation": 0.4}, "MAE 0.5 is CRITICAL; MAPE 0.12 .*; correlation 0.4 is"),
+        (0.25, {"mae": 5e-5, "mape": 0.005, "correlation": 0.999}, "MODERATE RISK - [^(]*$"),  # 50 points
+        (0.25, {"mae": 5e-5, "mape": 0.12, "correlation": 0.999}, "HIGH RISK - [^(]*$"),  # 80 points by themselves
+        (0.01, {"mae": 5e-5, "mape": 0.005, "correlation": 0.999}, "LOW RISK - [^(]*$"),
+        (None, {"mae": 0.5, "mape": 0.005, "correlation": 0.999}, "HIGH RISK - .*MAE"),  # at least that
+        (None, {"mae": 5e-5, "mape": 0.005, "correlation": 0.999}, "NOT MEASURABLE - degradation"),
+        (0.12, {"mape": 0.2}, "HIGH RISK"),  # the notes' key alone
+    ],
+)
+def test_the_risk_is_never_below_what_two_devices_show(loss, hardware, expected):
+    """The higher of the score's level and the worst band, with the reason where the band decides."""
     dashboard = MetricsDashboard()
-    dashboard.metrics = {"primary": {"relative_degradation": 0.12}, "hardware": {"mape": 0.2}}
-    assert dashboard.get_risk_assessment().startswith("MODERATE RISK")
+    dashboard.metrics = {"primary": {"relative_degradation": loss}, "hardware": hardware}
+    assert re.search(expected, dashboard.get_risk_assessment())
+
+
+def test_devices_that_disagree_are_no_low_risk(subject, answered):
+    """A robust model, and a device whose results are unlike: the score stays beside the level."""
+    gpu = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    dashboard = MetricsDashboard()
+    metrics = dashboard.compute_all_metrics(subject, answered, gpu, gpu.flip(0), noise_scale=1e-3, seeds=1, samples=4)
+    assert metrics["primary"]["relative_degradation"] == 0
+    assert dashboard.get_risk_assessment().startswith("HIGH RISK - ")
+    assert metrics["dashboard_risk"]["score"] == 30 and metrics["dashboard_risk"]["level"] == "LOW"
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(0, 4), torch.tensor(1.0), {"a": torch.ones(2)}, [1.0, 2.0]])

@@ -39,6 +39,30 @@ def test_a_planted_outlier_is_found(outlier, tokens, logits):
     assert capture.statistics[DOWN].count == 12 + 6
 
 
+def test_activations_are_kept_call_by_call(subject, tokens):
+    """What each linear gave, as a hook of torch itself sees it; on the CPU, detached, from the last registration on."""
+    seen = []
+    handle = subject.model.get_submodule(DOWN).register_forward_hook(lambda *call: seen.append(call[-1].detach()))
+    capture = ActivationCapture(subject)
+    assert capture.activations == {}
+    for _ in range(2):
+        seen.clear()
+        capture.register_hooks()
+        subject.model(tokens)
+        subject.model(tokens[:, :3])
+        capture.remove_hooks()
+        assert list(capture.activations) == capture.modules
+        found = capture.activations[DOWN]
+        assert [tuple(x.shape) for x in found] == [(2, 6, 32), (2, 3, 32)]
+        assert all(torch.equal(x, y) and not x.requires_grad for x, y in zip(found, seen, strict=True))
+    handle.remove()
+    with ActivationCapture(subject, keep_activations=False) as lean:
+        subject.model(tokens)
+    assert lean.statistics[DOWN].count == 12
+    with pytest.raises(InvalidInput, match="keep_activations=False"):
+        lean.activations  # noqa: B018
+
+
 def test_every_outlier_is_listed(subject, tokens, logits):
     """A low threshold makes many channels outliers: all are listed, in order, as many as are counted."""
     with ActivationCapture(subject, ["mlp"]) as capture:
@@ -237,3 +261,50 @@ def test_expected_correlations():
     }
     assert all(0 < row["p"] < 0.1 and row["n"] == 5 for row in found.values())
     assert "r > 0.7" in found["hessian_sensitivity"]["interpretation"]
+
+
+def in_the_shape_of_the_notes():
+    """Four windows by label with a score alone, and modules whose layer stands in their names alone."""
+    scores = {"L0-2": 1.0, "L3-5": 4.0, "L6-8": 2.0, "L9-11": 3.0}
+    outliers = {0: 1, 4: 2, 5: 2, 7: 2, 11: 3}
+    per_layer = {f"model.layers.{n}.self_attn.o_proj": {"num_outliers": count} for n, count in outliers.items()}
+    return {
+        "layer_results": {label: {"sensitivity_score": score} for label, score in scores.items()},
+        "channel_results": {"per_layer": per_layer},
+        "hessian_traces": {"L0-2": 0.1, "L3-5": 0.4, "L6-8": 0.2, "L9-11": 0.3},
+        "sparsity": {"L0-2": 0.9, "L3-5": 0.6, "L6-8": 0.8, "L9-11": 0.7},
+    }
+
+
+def test_correlations_of_what_the_notes_hold():
+    """Window labels, scores and module names are enough; layer 1 is not layer 11."""
+    given_results = in_the_shape_of_the_notes()
+    found = validate_metric_correlations(given_results)
+    assert {name: (round(row["r"], 6), row["n"], row["held"]) for name, row in found.items()} == {
+        "hessian_sensitivity": (1.0, 4, True),
+        "outliers_sensitivity": (1.0, 4, True),  # 1, 4, 2 and 3 channels
+        "sparsity_degradation": (-1.0, 4, True),
+    }
+    rows, r = correlate_layer_and_channel_sensitivity(given_results["layer_results"], given_results["channel_results"])
+    assert [row["total_outliers"] for row in rows] == [1, 4, 2, 3] and r == pytest.approx(1.0)
+    assert rows[1]["sensitivity_score"] == 4.0 and rows[1]["degradation"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_results": {"early": {"sensitivity_score": 1.0}}}, "'early', which is not a range of layers"),
+        ({"channel_results": {"per_layer": {"lm_head": {"num_outliers": 1}}}}, "lm_head has no `layer`"),
+        ({"hessian_traces": {"L0-2": 0.1}}, "hessian_traces has no value for L3-5, L6-8, L9-11"),
+    ],
+)
+def test_results_that_can_not_be_read(change, words):
+    """What is missing, by name."""
+    with pytest.raises(InvalidInput, match=words):
+        validate_metric_correlations({**in_the_shape_of_the_notes(), **change})
+
+
+def test_results_without_a_level():
+    """A report of something else says what is missing."""
+    with pytest.raises(InvalidInput, match=r"no 'layer_results'.*got operator_analysis"):
+        validate_metric_correlations({"operator_analysis": {}})

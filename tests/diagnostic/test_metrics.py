@@ -12,6 +12,7 @@ from noisescope.diagnostic import (
     MetricsDashboard,
     compute_correlation,
     compute_gradient_ratio,
+    compute_kl_divergence,
     compute_layer_hessian_trace,
     compute_mae,
     compute_mape,
@@ -57,6 +58,38 @@ def test_divergence_between_devices():
     assert compute_mape(gpu, npu) == pytest.approx(0.0625)
     assert compute_correlation(gpu, npu) == pytest.approx(float(torch.corrcoef(torch.stack([gpu, npu]))[0, 1]))
     assert compute_correlation(gpu, torch.ones(4)) is None
+
+
+def test_kl_of_logits_in_float32():
+    """Two coins by hand; float32 whatever came in, and close to the exact divergence, which needs no eps."""
+    p, q = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    assert compute_kl_divergence(p, q) == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2), rel=1e-4)
+    assert compute_kl_divergence(p + 7, p) == pytest.approx(0, abs=1e-6)
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(3, 5, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    exact = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean())
+    assert compute_kl_divergence(p, q) == pytest.approx(exact, rel=1e-3)
+    low, high = p.bfloat16(), (p + 0.1 * q).bfloat16()  # in bfloat16 itself 1 + 1e-6 is 1, and sums keep 3 digits
+    exact = float(
+        (low.double().softmax(-1) * (low.double().log_softmax(-1) - high.double().log_softmax(-1))).sum(-1).mean()
+    )
+    assert compute_kl_divergence(low, high) == pytest.approx(exact, rel=1e-3)
+    sure = torch.tensor([[200.0, 0.0]])
+    assert compute_kl_divergence(sure, -sure) == pytest.approx(math.log(1e6), rel=0.01)  # eps keeps it finite
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "eps", "words"),
+    [
+        (torch.ones(2, 3), torch.ones(3, 2), 1e-6, r"p_logits have the shape \(2, 3\), q_logits \(3, 2\)"),
+        (torch.ones(2, 3), torch.ones(2, 3), 0.0, "eps must be above 0"),
+        (torch.ones(2, 3), torch.ones(2, 3) * math.nan, 1e-6, "hold NaN or infinity"),
+    ],
+)
+def test_kl_of_what_is_no_pair_of_logits(p, q, eps, words):
+    """Refused with what is wrong."""
+    with pytest.raises(InvalidInput, match=words):
+        compute_kl_divergence(p, q, eps=eps)
 
 
 def test_gradient_ratio_of_losses_and_of_functions(line):

@@ -232,6 +232,35 @@ def test_a_second_thread_on_a_held_model_raises(llama, tokens, logits):
     assert len(said) == 2 and "another thread holds a scope" in said[0] and "own copy" in said[1]
 
 
+def test_a_second_thread_inside_a_running_forward_raises(llama, tokens, logits):
+    """Also while the first is in the middle of the model: neither gets the other's noise."""
+    injection = ns.Injection(ns.Gaussian(0.1), operators={"linear"}, seed=3)
+    with ns.inject(llama, injection):
+        expected = logits(llama, tokens)
+    inside, go_on, said = threading.Event(), threading.Event(), []
+
+    def wait(*_: object) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    def intrude() -> None:
+        assert inside.wait(60)
+        try:
+            logits(llama, tokens)
+        except ModelHeld as error:
+            said.append(str(error))
+        go_on.set()
+
+    handle = llama.model.layers[1].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    with ns.inject(llama, injection):
+        found = logits(llama, tokens)
+    thread.join()
+    handle.remove()
+    assert len(said) == 1 and "own copy" in said[0] and torch.equal(found, expected)
+
+
 def test_two_threads_on_two_models_do_not_meet(tokens, logits):
     """Each thread gets the noise and the tally it would get alone."""
     models = [tiny_model("llama", seed=seed) for seed in (0, 1)]

@@ -90,6 +90,7 @@ def layer_analysis() -> LayerAnalysis:
                 CellEffect(
                     layer=layer, operator=operator, evidence="injected" if injected else "predicted",
                     kl=kl(value) if injected else None, predicted_kl=kl(value * 0.8),
+                    nats=value if injected else value * 0.8,
                 )
             )  # fmt: skip
     rows = [LayerEffect(layer=i, evidence="predicted", predicted_kl=kl(0.01 / (i + 1))) for i in range(28)]
@@ -100,11 +101,7 @@ def layer_analysis() -> LayerAnalysis:
 
 
 ANALYSIS = layer_analysis()
-KNOWN = {
-    (f"layer {cell.layer}", cell.operator): cell.divergence.size.value or 0.0
-    for cell in ANALYSIS.map
-    if cell.divergence is not None
-}
+KNOWN = {(f"layer {cell.layer}", cell.operator): cell.nats for cell in ANALYSIS.map}
 
 
 def large() -> d.Document:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from noisescope.diagnosis.report import Robustness
-from noisescope.diagnosis.rows import Divergence, Effect
-from noisescope.reports.document import Bullets, Chart, Document, Paragraph, Table, Verdict
+from noisescope.diagnosis.rows import Divergence, Effect, Interaction
+from noisescope.reports.document import Bullets, Chart, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.report import Report
 from noisescope.reports.values import DiagnosisReport
-from noisescope.reports.words import band_of, divergence, estimate, metric_name
+from noisescope.reports.words import band_between, band_of, divergence, estimate, metric_name
 from noisescope.stats import Estimate
 
 
@@ -77,10 +77,11 @@ def test_kl_is_a_median_with_the_mean_beside_it(drawn: Document) -> None:
     assert "nats per token" in method
 
 
-def test_what_ranks_a_divergence_comes_first() -> None:
-    """A row that is ranked by its mean shows that one first, and names the other."""
-    found = Divergence(Estimate(0.01, 0.005, 0.02, 9), Estimate(0.04, 0.03, 0.05, 9), ranked_by="mean")
-    assert divergence(found).text == "0.04 [0.03, 0.05], median 0.01" and divergence(found).value == 0.04
+def test_a_mean_that_ranks_has_its_interval() -> None:
+    """The median still comes first, so that a column holds one kind of number."""
+    found = Divergence(Estimate(0.01, 0.005, 0.02, 9), Estimate(0.04, 0.03, None, 9), ranked_by="mean")
+    assert divergence(found).text == "0.01 [0.005, 0.02], mean 0.04 [0.03, ...]" and divergence(found).value == 0.01
+    assert divergence(replace(found, ranked_by="median")).text == "0.01 [0.005, 0.02], mean at least 0.03"
     nothing = Divergence(Estimate(None, None, None, 0, note="no finite value"), Estimate(None, None, None, 0))
     assert divergence(nothing).text == "no finite value" and divergence(None).text == ""
 
@@ -143,10 +144,32 @@ def test_the_largest_row_is_given_corrected_for_selection(drawn: Document) -> No
 
 def test_predictions_that_findings_scale_say_by_how_much(made: DiagnosisReport, drawn: Document) -> None:
     """A finding ranks predicted rows on the scale of injected ones: the factor stands beside the table."""
-    assert "their KL is 2 times the predicted one" in paragraphs(drawn, "layers")
+    assert "by their predicted mean KL times 2, which puts them on the scale" in paragraphs(drawn, "layers")
+    heat = next(b for section in drawn.sections for b in section.blocks if isinstance(b, HeatMap))
+    assert [[cell and cell.text for cell in line] for line in heat.cells] == [["0.011*", None], [None, "0.0014"]]
     assert made.layer_analysis is not None
     alike = replace(made, layer_analysis=replace(made.layer_analysis, prediction_scale=1.0))
-    assert "times the predicted one" not in Report(alike).to_markdown()
+    assert "on the scale of injected medians" not in Report(alike).to_markdown()
+
+
+def test_bands_of_metrics_follow_their_intervals(drawn: Document) -> None:
+    """A metric whose interval reaches into another band says so, as rows do."""
+    assert row(drawn, "metrics", "relative degradation")["band"] == "CRITICAL"
+    assert row(drawn, "metrics", "critical threshold")["band"] == "HIGH to MODERATE (borderline)"
+    assert band_between("degradation", 0.028, 0.435, "LOW").tone == "low"
+    assert band_between("snr_db", None, None, "FAIR").text == "FAIR"
+
+
+def test_an_interaction_index_has_an_interval_or_is_not_printed(made: DiagnosisReport) -> None:
+    """Also one whose layers were only predicted."""
+    assert made.layer_analysis is not None
+    first, *others = made.layer_analysis.windows
+    for index, shown in ((Estimate(25.5, None, None, 16), ""), (Estimate(1.7, 1.4, 2.1, 16), "1.7 [1.4, 2.1], layers")):
+        window = replace(first, interaction_index=Interaction(index, "predicted"))
+        section = replace(made.layer_analysis, windows=(window, *others))
+        document = Report(replace(made, layer_analysis=section)).document()
+        found = row(document, "windows", "L0-1")["interaction index"]
+        assert found.startswith(shown) and bool(found) == bool(shown)
 
 
 def test_a_correlation_says_whether_it_held_and_what_carries_it(drawn: Document) -> None:

@@ -1,10 +1,11 @@
-"""Fault tests carried out with the simulator: what is lost, what is not finite, when it recovers, who notices."""
+"""Fault tests carried out with the simulator: loss, outputs that are not finite, recovery, detection."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from noisescope.faults.text import parse_fault
 from noisescope.findings import LIMITS
 from noisescope.locators.locate import locate
 from noisescope.model import Subject
-from noisescope.plans.fault_tests import FaultTest, check_runnable, could_not_run, judge
+from noisescope.plans.fault_tests import could_not_run, judge
+from noisescope.plans.fault_values import FaultTest, FaultTestResult, Hits, Measured
 from noisescope.preparation import Prepared, prepare
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.bench import Bench
@@ -27,7 +29,7 @@ from noisescope.runs.stepping import stepwise
 from noisescope.tasks import Sequence
 
 AFTER = 8  # steps that are watched after a fault of one step, where the sample is long enough
-# Tokens: one before the fault, one with it, its prediction, and the fewest steps after it that tell of recovery.
+# Tokens: one before the fault, one with it, its prediction, and the fewest steps after it that show recovery.
 SHORTEST = 3 + int(LIMITS["fault_recovery_steps"])
 
 
@@ -38,16 +40,14 @@ def run_fault_tests(
     *,
     samples: int = 32,
     max_tokens: int = 256,
-    told: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> list[dict[str, Any]]:
-    """A row for each test: its verdict, every criterion with its number, what was measured. `told` gets each at once.
+    told: Callable[[FaultTestResult], None] = lambda result: None,
+) -> list[FaultTestResult]:
+    """A result for each test: its verdict, every criterion with its number, what the fault hit. `told` gets each.
 
     Every sample is a request of its own: a forward, or for faults that last one step, a generation token by token in
     which the fault hits one token. The score is the task's, with and without the fault on the same samples.
     """
     tests = tuple(tests)
-    for test in tests:
-        check_runnable(test)
     noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
     prepared = prepare(
         subject,
@@ -58,17 +58,17 @@ def run_fault_tests(
         max_tokens=max_tokens,
         slice_samples=1,
     )
-    rows = []
+    results = []
     runner = _Runner(subject, prepared)
     for test in tests:
         started = time.perf_counter()
         try:
-            row = judge(test, runner.measured(test))
+            result = judge(test, runner.measured(test))
         except NoisescopeError as error:  # a fused operator, a place that this model lacks: the other tests go on
-            row = could_not_run(test, str(error))
-        rows.append({**row, "seconds": time.perf_counter() - started})
-        told(rows[-1])
-    return rows
+            result = could_not_run(test, str(error))
+        results.append(replace(result, seconds=time.perf_counter() - started))
+        told(results[-1])
+    return results
 
 
 class _Runner:
@@ -86,31 +86,28 @@ class _Runner:
         self._clean: Array | None = None
         self._clean_steps: dict[int, Tensor] = {}
 
-    def measured(self, test: FaultTest) -> dict[str, Any]:
+    def measured(self, test: FaultTest) -> Measured:
         """What the test's criteria ask for."""
-        faults = list(test.parameters["faults"])
-        found = self._stepped(faults) if "recovery_time" in test.acceptance_criteria else self._asked(faults)
-        if "detection_required" in test.acceptance_criteria:
-            found |= self._located(faults)
-        return found
+        faults, wanted = test.parameters.faults, test.acceptance_criteria
+        found = self._stepped(faults) if wanted.recovery_time is not None else self._asked(faults)
+        return self._located(faults, found) if wanted.detection_required else found
 
     @contextlib.contextmanager
-    def _broken(self, faults: list[str]) -> Iterator[list[FaultScope]]:
+    def _broken(self, faults: tuple[str, ...]) -> Iterator[list[FaultScope]]:
         with contextlib.ExitStack() as stack:
             anatomy = self.subject.anatomy
             yield [stack.enter_context(faulty(self.subject.model, fault, anatomy=anatomy)) for fault in faults]
 
     # -- whole requests
 
-    def _asked(self, faults: list[str]) -> dict[str, Any]:
+    def _asked(self, faults: tuple[str, ...]) -> Measured:
         if self._clean is None:
             self._clean, _ = self._answers()
         with self._broken(faults) as scopes:
             scores, broken = self._answers()
-        tokens = self.prepared.about["data"]["scored_tokens"]
+        tokens = self.prepared.asked.data.scored_tokens
         loss = stats.degradation(self._clean, scores, chance=self.frame.chance)
-        changed = sum(scope.changed for scope in scopes)
-        return {"degradation": loss.to_dict(), "nan_rate": broken / tokens, "changed": changed}
+        return Measured(_hits(scopes), self.frame.metric_name, loss, broken / tokens)
 
     def _answers(self) -> tuple[Array, int]:
         """The metric of each sample, 0 for a broken one, and how many tokens were not finite."""
@@ -127,11 +124,12 @@ class _Runner:
 
     # -- token by token
 
-    def _stepped(self, faults: list[str]) -> dict[str, Any]:
+    def _stepped(self, faults: tuple[str, ...]) -> Measured:
         """The fault hits one token; answers and recovery are of what follows it. Shorter samples are left out."""
         if not self.sequences:
             raise InvalidInput(f"recovery needs samples of at least {SHORTEST} tokens")
-        clean, faulted, recovered, broken, tokens, changed = [], [], [], 0, 0, 0
+        clean, faulted, recovered = [], [], []
+        broken, tokens, hits = 0, 0, Hits(0, 0, 0)
         for number, sequence in enumerate(self.sequences):
             first = max(1, len(sequence.ids) - AFTER - 2)
             if number not in self._clean_steps:
@@ -139,18 +137,13 @@ class _Runner:
             before = self._clean_steps[number]
             with self._broken(faults) as scopes:
                 after = self._predicted(sequence, first)
-            changed += sum(scope.changed for scope in scopes)
+            hits += _hits(scopes)
             clean.append(self._right(sequence, before, first))
             faulted.append(self._right(sequence, after, first))
             recovered.append(_recovered(before, after))
             broken, tokens = broken + int((after < 0).sum()), tokens + len(after)
         loss = stats.degradation(clean, faulted, chance=self.frame.chance)
-        return {
-            "degradation": loss.to_dict(),
-            "nan_rate": broken / tokens,
-            "recovery_steps": recovered,
-            "changed": changed,
-        }
+        return Measured(hits, self.frame.metric_name, loss, broken / tokens, tuple(recovered))
 
     def _predicted(self, sequence: Sequence, first: int) -> Tensor:
         """The likeliest token at each step [steps]; -1 where the output is not finite."""
@@ -163,16 +156,24 @@ class _Runner:
         right = (predicted[begin - first :] == torch.tensor(sequence.ids[begin:])).double()
         return float(right.min() if self.whole_answers else right.mean())
 
-    # -- who notices
+    # -- detection
 
-    def _located(self, faults: list[str]) -> dict[str, Any]:
+    def _located(self, faults: tuple[str, ...], found: Measured) -> Measured:
         with self._broken(faults):
             verdict = locate(self.subject)
         places = {parse_fault(fault)[1].place for fault in faults}
         suspect = verdict.suspects[0] if verdict.suspects else None
-        found = verdict.verdict == "faulty" and suspect is not None and suspect.site.place in places
+        right = verdict.verdict == "faulty" and suspect is not None and suspect.site.place in places
         said = verdict.verdict if suspect is None else f"{verdict.verdict}: {suspect.site}, {suspect.fault_class}"
-        return {"detected": found, "located": f"says {said}"}
+        return replace(found, detected=right, located=f"says {said}")
+
+
+def _hits(scopes: Iterable[FaultScope]) -> Hits:
+    """Of all faults of a test together."""
+    hits = Hits(0, 0, 0)
+    for scope in scopes:
+        hits += Hits(scope.calls, scope.acted, scope.changed)
+    return hits
 
 
 def _recovered(clean: Tensor, faulted: Tensor) -> int | None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import datetime
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reported import check_model, data_of
+from noisescope.api.reported import check_model, data_of, diagnosis_of
 from noisescope.diagnosis import gauge, operators
 from noisescope.diagnosis.frame import GROUP, Frame
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.sections import GateNumbers
 from noisescope.errors import InvalidInput, NoisescopeError, unknown
 from noisescope.findings import LIMITS
+from noisescope.jsonform import to_json
 from noisescope.model import Subject
 from noisescope.plans.comparable import conditions_row, refuse_kind, refuse_other_samples
 from noisescope.plans.gate import decide, refuse_limits
+from noisescope.plans.gate_rows import GateBaseline, GateResult, headline_of
 from noisescope.preparation import Options, Prepared, prepare_diagnosis
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
@@ -24,13 +29,12 @@ from noisescope.reports.trend import trend
 from noisescope.runs.store import Store
 from noisescope.trials import Results, Trial
 
-SCHEMA_VERSION = 1
 EFFORTS = ("screen", "standard")
 
 
 def gate(
     subject: Subject,
-    baseline: Mapping[str, Any] | str | Path,
+    baseline: Report | Diagnosis | str | Path,
     data: Any = None,
     *,
     samples: int = 50,
@@ -43,49 +47,51 @@ def gate(
     slice_samples: int = 50,
     step: int | None = None,
     options: Options | None = None,
-) -> dict[str, Any]:
+) -> GateResult:
     """The verdict on a model beside the report of an earlier one: plans/gate.py says how it is decided.
 
-    `effort` "screen" predicts what noise does in every operator and injects it into all products once a seed;
-    "standard" injects it into every operator, so that the limit on the accuracy holds for each. `data` is the
-    baseline's unless given; of the same samples every number is compared in pairs. `other_samples` says that the data
-    hold others from the same source, which are refused without it. Seeds are the baseline's, too. Under "conditions"
-    stands what else differs: dtype, device, attention path.
+    `effort` "screen" predicts what noise does in every operator and injects it into all products once per seed;
+    "standard" injects it into every operator, so that the limit on the score holds for each. `data` is the baseline's
+    unless given; the same samples are compared in pairs. `other_samples` says that the data hold others from the same
+    source, which are refused without it. Seeds are the baseline's, too. `conditions` lists what else differs: dtype,
+    device, attention path.
     """
     refuse_limits(worse_than, max_degradation)
-    report = Report.load(baseline) if isinstance(baseline, (str, Path)) else baseline
-    before, run = _kept(report), report["run"]
+    report = diagnosis_of(Report.load(baseline) if isinstance(baseline, (str, Path)) else baseline)
+    before, run = _kept(report), report.run
     check_model(report, subject)
     started = time.perf_counter()
     prepared = _prepared(
         subject,
         data_of(report) if data is None else data,
-        noise_scale=run["settings"]["noise_scale"],
-        metric=before["metric"],
-        generate=run["data"]["measure"] == "generate",
+        noise_scale=run.settings.noise_scale,
+        metric=before.metric,
+        generate=run.data.measure == "generate",
         samples=samples,
-        seeds=before["seeds"] if seeds is None else seeds,
+        seeds=before.seeds if seeds is None else seeds,
         effort=effort,
         max_tokens=max_tokens,
         slice_samples=slice_samples,
     )
-    refuse_kind(run, prepared.about)
+    refuse_kind(run.data, prepared.asked.data)
     if not other_samples:
-        refuse_other_samples(run, prepared.about, (before["samples"], prepared.frame.names))
+        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.frame.names))
     now = _measured(prepared, options)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "model": subject.source,
-        "baseline": {"model": run["model"]["source"], "finished": run["finished"]},
-        "step": step,
-        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": time.perf_counter() - started,
-        "conditions": conditions_row(run, prepared.about, (before, now)),
-        **decide(before, now, worse_than=worse_than, max_degradation=max_degradation, kl_floor=float(run["kl_floor"])),
-    }
+    conditions = conditions_row(run, prepared.asked, (before, now))
+    decision = decide(before, now, worse_than=worse_than, max_degradation=max_degradation, kl_floor=run.kl_floor)
+    return GateResult(
+        **vars(decision),
+        headline=headline_of(decision, conditions),
+        model=subject.source,
+        baseline=GateBaseline(run.model.source, run.finished),
+        step=step,
+        finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - started,
+        conditions=conditions,
+    )
 
 
-def gauged(subject: Subject, data: Any, *, options: Options | None = None, **asked: Any) -> dict[str, Any]:
+def gauged(subject: Subject, data: Any, *, options: Options | None = None, **asked: Any) -> GateNumbers:
     """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
     return _measured(_prepared(subject, data, **asked), options)
 
@@ -105,34 +111,38 @@ def _prepared(
     )
 
 
-def _measured(prepared: Prepared, options: Options | None) -> dict[str, Any]:
-    found = prepared.run(_Gauge(), options or Options())
-    if found["gate"] is None:
-        raise NoisescopeError(f"the model could not be measured: {found['error']}")
-    return dict(found["gate"])
+def _measured(prepared: Prepared, options: Options | None) -> GateNumbers:
+    _, found = prepared.run(_Question(), options or Options())
+    if found.numbers is None:
+        raise NoisescopeError(f"the model could not be measured: {found.error}")
+    return found.numbers
 
 
-class _Gauge:
-    """The pair of this question."""
+@dataclass(frozen=True)
+class _Found:
+    """What a gate compares, or why there is none."""
+
+    numbers: GateNumbers | None
+    error: str
+
+
+class _Question:
+    """The numbers of a gate as a question of their own."""
 
     def propose(self, frame: Frame, results: Results) -> list[Trial]:
         return gauge.propose(frame, results) + operators.propose(frame, results)
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> dict[str, Any]:
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> _Found:
         clean = frame.over_whole.answer(results, None)
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "gate": gauge.conclude(frame, results),
-            "error": "" if clean is None else clean.error,
-        }
+        return _Found(gauge.conclude(frame, results), "" if clean is None else clean.error)
 
 
-def keep(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
+def keep(result: GateResult, folder: str | Path) -> list[Path]:
     """Add a verdict to the history in a folder, and draw the trend of all of them again; the paths of the figures."""
     from noisescope.reports.figures import save_figures
 
     with Store(folder) as store:
-        store.add_gate(result)
+        store.add_gate(to_json(result))
         history = store.gates()
         damaged = store.damaged_gates
     if damaged:
@@ -140,15 +150,14 @@ def keep(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
     return save_figures(trend(history), Path(folder) / "trend")
 
 
-def _kept(report: Mapping[str, Any]) -> Mapping[str, Any]:
+def _kept(report: Diagnosis) -> GateNumbers:
     """The baseline's own numbers; refused where there are none, or where they are of another noise."""
-    section: Mapping[str, Any] | None = report.get("gate")
-    if section is None:
+    if report.gate is None:
         raise InvalidInput(
-            "this report has no numbers for a gate: it was made by an earlier noisescope, by a metric of your own, or "
-            "without the operator level. Make the baseline again: noisescope diagnose MODEL -o baseline"
+            "this report has no numbers for a gate: it was made with a metric of your own, or without the operator "
+            "level. Make the baseline again: noisescope diagnose MODEL -o baseline"
         )
-    noise = repr(Gaussian(report["run"]["settings"]["noise_scale"]))
-    if section["noise"] != noise:
-        raise InvalidInput(f"a gate repeats {noise}, and this baseline was measured under {section['noise']}")
-    return section
+    noise = repr(Gaussian(report.run.settings.noise_scale))
+    if report.gate.noise != noise:
+        raise InvalidInput(f"a gate repeats {noise}, and this baseline was measured under {report.gate.noise}")
+    return report.gate

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reported import check_sizes, data_of, other_numbers
+from noisescope.api.reported import check_sizes, data_of, diagnosis_of, other_numbers
 from noisescope.data import DataSet, read_data
 from noisescope.diagnosis.frame import Settings
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.plans.bit_rule import layer_sensitivity, rule_plan
 from noisescope.plans.coverage import coverage_notes, planned_share
+from noisescope.plans.measured import (
+    PlanData,
+    PlanRow,
+    PrecisionPlan,
+    Rival,
+    measured_plan,
+    predicted_plan,
+    without_random,
+)
 from noisescope.plans.precision import Budget, Module, Plan, modules_of, optimal_plan, random_plans, uniform_plan
 from noisescope.plans.prediction import prediction_notes, prediction_of
-from noisescope.plans.verification import Verification
+from noisescope.plans.verification import Carried, Verification
 from noisescope.plans.words import counted
 from noisescope.preparation import Options, prepare
 from noisescope.probe.noise import Gaussian
@@ -25,24 +34,31 @@ from noisescope.quantisation.fake import plan_injection
 from noisescope.quantisation.formats import UNTOUCHED
 from noisescope.reports.report import Report
 
-RULE, RANDOM = "bit rule", "random"
-
 
 def plan_precision(
-    report: Mapping[str, Any],
+    report: Report | Diagnosis,
     budget: Budget,
     *,
     granularity: str = "module",
     formats: Iterable[str] | None = None,
 ) -> Plan:
     """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
-    return optimal_plan(modules_of(report, formats), budget, granularity=granularity)
+    return optimal_plan(modules_of(diagnosis_of(report), formats), budget, granularity=granularity)
+
+
+def predicted_precision(
+    report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None
+) -> PrecisionPlan:
+    """A plan with its prediction, not carried out."""
+    found = diagnosis_of(report)
+    prediction = prediction_of(found, modules_of(found, formats), plan)
+    return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
 
 
 def verify_precision(
     subject: Subject,
     data: Any,
-    report: Mapping[str, Any],
+    report: Report | Diagnosis,
     plan: Plan,
     *,
     formats: Iterable[str] | None = None,
@@ -51,51 +67,49 @@ def verify_precision(
     samples: int = 64,
     max_tokens: int = 256,
     options: Options | None = None,
-) -> dict[str, Any]:
-    """The plan carried out by fake quantisation: KL and accuracy beside uniform, rule and random plans.
+) -> PrecisionPlan:
+    """The plan carried out by fake quantisation: KL and score beside uniform, rule and random plans.
 
     `data` None is the report's. Samples are those after the ones that formats were scored on; a note says where there
     are no more. Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
     """
-    check_sizes(report, subject)
-    modules = modules_of(report, formats)
+    found = diagnosis_of(report)
+    check_sizes(found, subject)
+    formats = None if formats is None else tuple(formats)
+    planned = predicted_precision(found, plan, formats=formats)
     missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
     if missing:
         raise InvalidInput(
             f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
         )
-    rivals, notes = _rivals(report, modules, plan)
-    scored = report["format_scores"]["n"]
-    unseen, seen_before = _unseen(data_of(report) if data is None else data, scored, samples)
+    modules = modules_of(found, formats)
+    rivals = [Rival("plan", "plan", plan), *_rivals(found, modules, plan)]
     drawn = random_plans(modules, plan.average_bits, random, seed=seed)
-    plans = {"plan": plan, **rivals, **{f"{RANDOM} {i}": one for i, one in enumerate(drawn)}}
+    rivals += [Rival(f"random {i}", "random", one) for i, one in enumerate(drawn)]
+    held_out, seen_before = _held_out(data_of(found) if data is None else data, planned.prediction.n, samples)
     prepared = prepare(
         subject,
-        unseen,
+        held_out,
         settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
         samples=samples,
         calibration_samples=0,
         max_tokens=max_tokens,
         slice_samples=samples,
     )
-    injections = {name: plan_injection(one.assignment) for name, one in plans.items()}
-    measured = prepared.run(Verification(injections), options or Options())
-    rows = [_row(name, one, measured["verification"][name]) for name, one in plans.items()]
-    predicted = prediction_of(report, modules, plan)
-    return {
-        **_result(plan, rows),
-        "prediction": predicted,
-        "planned_share": planned_share(report),
-        "data": measured["run"]["data"],
-        "notes": [
-            *prediction_notes(predicted, measured["verification"]["plan"]["kl"]),
-            *coverage_notes(report),
-            *other_numbers(report, measured["run"]["model"]["fingerprint"]),
-            *seen_before,
-            *notes,
-            *measured["could_not_see"],
-        ],
-    }
+    question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
+    run, verified = prepared.run(question, options or Options())
+    own = verified.plans["plan"]
+    rows = [_row(rival, verified.plans[rival.name], own) for rival in rivals]
+    notes = [
+        *prediction_notes(planned.prediction, own.divergence.mean),
+        *other_numbers(found, run.model.fingerprint),
+        *seen_before,
+        *_rule_notes(rivals),
+        *verified.could_not_see,
+    ]
+    return measured_plan(
+        planned, rows, PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint), notes=notes
+    )
 
 
 def with_precision_planned(
@@ -104,55 +118,43 @@ def with_precision_planned(
     """The report, and a precision plan carried out on its model."""
     plan = plan_precision(report, Budget(average_bits))
     measured = verify_precision(subject, None, report, plan, random=random, samples=samples)
-    rows = [row for row in measured["rows"] if not row["name"].startswith(RANDOM)]
-    found = {**plan.to_dict(), "counts": plan.counts(), **measured, "rows": rows}
-    found["data"] = {name: measured["data"][name] for name in ("samples", "scored_tokens", "fingerprint")}
-    return Report({**report, "precision_plan": found})
+    return Report(replace(report.diagnosis, precision_plan=without_random(measured)))
 
 
-def _rivals(report: Mapping[str, Any], modules: Sequence[Module], plan: Plan) -> tuple[dict[str, Plan], list[str]]:
-    """Uniform plans of every format offered, and the rule of the original method notes."""
-    offered = [name for name in modules[0].choices if name != UNTOUCHED]
-    found = {f"uniform {name}": uniform_plan(modules, name) for name in offered}
-    sensitivity = layer_sensitivity(report)
-    if not sensitivity:
-        return found, ["the bit rule has nothing to go by: the loss of no window could be measured"]
-    found[RULE] = rule_plan(modules_of(report), sensitivity, plan.average_bits)
-    return found, [found[RULE].note] if found[RULE].note else []
+def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator[Rival]:
+    """Uniform plans of every format offered, and the rule of the original method notes where it has a profile."""
+    for name in modules[0].choices:
+        if name != UNTOUCHED:
+            yield Rival(f"uniform {name}", "uniform", uniform_plan(modules, name), name)
+    sensitivity = layer_sensitivity(found)
+    if sensitivity:
+        yield Rival("bit rule", "bit rule", rule_plan(modules_of(found), sensitivity, plan.average_bits))
 
 
-def _row(name: str, plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "average_bits": plan.average_bits,
-        "effective_bits": plan.effective_bits,
-        "predicted_kl": plan.predicted_kl,
-        **measured,
-    }
+def _rule_notes(rivals: Sequence[Rival]) -> list[str]:
+    rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
+    if rule is None:
+        return ["the bit rule was not applied: the loss of no window could be measured"]
+    return [rule.note] if rule.note else []
 
 
-def _result(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers a reader asks for first, and all rows."""
-    kl = {row["name"]: row["kl"]["value"] for row in rows}
-    uniform = [row for row in rows if row["name"].startswith("uniform")]
-    fits = [row for row in uniform if row["average_bits"] <= plan.average_bits + 1e-9]
-    best = min(fits, key=lambda row: (-row["average_bits"], row["kl"]["value"]), default=None)
-    drawn = [kl[row["name"]] for row in rows if row["name"].startswith(RANDOM)]
-    return {
-        "average_bits": plan.average_bits,
-        "effective_bits": plan.effective_bits,
-        "kl": kl["plan"],
-        "predicted_kl": plan.predicted_kl,
-        "uniform_kl": None if best is None else best["kl"]["value"],
-        "uniform_format": None if best is None else best["name"].removeprefix("uniform "),
-        "seeds_rule_kl": kl.get(RULE),
-        "seeds_rule_bits": next((row["average_bits"] for row in rows if row["name"] == RULE), None),
-        "random": {"n": len(drawn), "median_kl": statistics.median(drawn) if drawn else None},
-        "rows": list(rows),
-    }
+def _row(rival: Rival, carried: Carried, own: Carried) -> PlanRow:
+    plan = rival.plan
+    return PlanRow(
+        rival.name,
+        rival.kind,
+        rival.format,
+        plan.average_bits,
+        plan.effective_bits,
+        plan.predicted_kl,
+        carried.divergence,
+        carried.score,
+        carried.clean_score,
+        None if rival.kind == "plan" else carried.over(own),
+    )
 
 
-def _unseen(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
+def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
     """Samples behind those that formats were scored on; where the data holds no more, all of them and a note."""
     if isinstance(data, (str, Path)):
         data = read_data(data, limit=scored + samples)
@@ -160,5 +162,5 @@ def _unseen(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
         return data, []
     if len(data.items) > scored:
         return replace(data, items=data.items[scored:]), []
-    held = f"the data holds {counted(len(data.items), 'sample')}, no more than the {scored} that formats are scored on"
-    return data, [f"{held}: the plan may be measured on the very samples it was made from. Give more with --data"]
+    held = f"the data holds {counted(len(data.items), 'sample')}, no more than the {scored} used to choose formats"
+    return data, [f"{held}: the plan may be measured on the samples it was made from. Give more with --data"]

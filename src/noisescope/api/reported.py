@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from noisescope import demo
-from noisescope.data import built_in
+from noisescope.data import DataSet, built_in
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.plans.comparable import refuse_architecture
 from noisescope.quantisation.scores import is_planned, weight_of
+from noisescope.reports.report import Report
 
 BUILT_IN = "built-in text"
 
 
-def data_of(report: Mapping[str, Any]) -> Any:
+def diagnosis_of(report: Report | Diagnosis) -> Diagnosis:
+    """The diagnosis that a report holds; a report of anything else is refused."""
+    return report if isinstance(report, Diagnosis) else report.diagnosis
+
+
+def data_of(report: Report | Diagnosis) -> DataSet | str | Path:
     """What `diagnose` takes as data: the same file, the demo's problems, or the built-in text."""
-    source = str(report["run"]["data"]["source"])
+    source = diagnosis_of(report).run.data.source
     if source == "demo":
         return demo.test_file()
     if source == BUILT_IN:
@@ -28,22 +33,24 @@ def data_of(report: Mapping[str, Any]) -> Any:
     return source
 
 
-def check_model(report: Mapping[str, Any], subject: Subject) -> None:
+def check_model(report: Report | Diagnosis, subject: Subject) -> None:
     """Refuse a model of another architecture or depth than the report's; its weights may be others."""
-    refuse_architecture(report["run"], subject.anatomy.architecture, len(subject.anatomy.blocks))
+    model = diagnosis_of(report).run.model
+    refuse_architecture(model, subject.anatomy.architecture, len(subject.anatomy.blocks))
 
 
-def check_sizes(report: Mapping[str, Any], subject: Subject) -> None:
+def check_sizes(report: Report | Diagnosis, subject: Subject) -> None:
     """Refuse, too, a model whose linears have other sizes than the report's: plans count its weights and channels."""
-    check_model(report, subject)
+    found = diagnosis_of(report)
+    check_model(found, subject)
     modules = dict(subject.model.named_modules())
     shapes = {unit.module: weight_of(modules[unit.module]).shape for unit in subject.anatomy.units if is_planned(unit)}
-    for row in (report.get("format_scores") or {}).get("modules", []):
-        outputs, inputs = shapes.get(row["module"], (0, 0))
-        _refuse_size(subject, f"weights in {row['module']}", row["parameters"], outputs * inputs)
-    for name, row in ((report.get("channel_analysis") or {}).get("per_layer") or {}).items():
+    for scored in found.format_scores.modules if found.format_scores is not None else ():
+        outputs, inputs = shapes.get(scored.module, (0, 0))
+        _refuse_size(subject, f"weights in {scored.module}", scored.parameters, outputs * inputs)
+    for name, row in found.channel_analysis.per_layer.items() if found.channel_analysis is not None else ():
         if name in shapes:
-            _refuse_size(subject, f"output channels in {name}", row["total_channels"], shapes[name][0])
+            _refuse_size(subject, f"output channels in {name}", row.total_channels, shapes[name][0])
 
 
 def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None:
@@ -54,9 +61,9 @@ def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None
         )
 
 
-def other_numbers(report: Mapping[str, Any], fingerprint: str) -> list[str]:
+def other_numbers(report: Report | Diagnosis, fingerprint: str) -> list[str]:
     """A note where a model of the same sizes has other numbers than the report's."""
-    if report["run"]["model"]["fingerprint"] == fingerprint:
+    if diagnosis_of(report).run.model.fingerprint == fingerprint:
         return []
     return [
         "the model's numbers are not those that the report was made on (other weights, another dtype or config): what "

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.api.reported import check_sizes, data_of, other_numbers
-from noisescope.diagnosis.effects import estimate, ratio
+from noisescope.api.reported import check_sizes, data_of, diagnosis_of, other_numbers
+from noisescope.diagnosis.effects import injected_kl
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
-from noisescope.plans.smoothing import recommendations
+from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, SmoothingPlan, recommendations
+from noisescope.plans.verification import paired_ratio
 from noisescope.preparation import material_of
-from noisescope.quantisation.smoothing import W8A8, Smoothed, rounded_kl, smooth
+from noisescope.quantisation.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
+from noisescope.reports.report import Report
 from noisescope.runs.bench import input_device
 from noisescope.runs.fingerprints import model_fingerprint
 
@@ -38,28 +40,29 @@ def smooth_outliers(
     samples: int = 16,
     max_tokens: int = 256,
 ) -> Smoothed:
-    """A smoothed copy of the model, whose own is left alone; `alpha` None searches one a fold, `places` None is all."""
+    """A smoothed copy; the model itself is left alone. `alpha` None searches one per fold, `places` None is all."""
     batches = token_batches(subject, calibration, samples, max_tokens, which="calibration")
     return smooth(subject.model, batches, alpha=alpha, places=places, anatomy=subject.anatomy)
 
 
 def plan_smoothquant(
     subject: Subject,
-    report: Mapping[str, Any],
+    report: Report | Diagnosis,
     data: Any = None,
     *,
     alpha: float | None = None,
     target: str = "W8A8",
     samples: int = 32,
     max_tokens: int = 256,
-) -> dict[str, Any]:
+) -> SmoothingPlan:
     """SmoothQuant carried out on a copy: W8A8 KL before and after, and advice for each module with outliers.
 
     `data` None is the report's. The first half of the samples calibrates, on the other half the KL is measured.
     """
-    recommendations(report, (), target=target)  # refuses a report without channels before the work begins
-    check_sizes(report, subject)
-    given = data_of(report) if data is None else data
+    found = diagnosis_of(report)
+    recommendations(found, (), target=target)  # refuses a report without channels before the work begins
+    check_sizes(found, subject)
+    given = data_of(found) if data is None else data
     batches = token_batches(subject, given, samples, max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
@@ -67,14 +70,19 @@ def plan_smoothquant(
     smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
     before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
     after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
-    folds = [fold.to_dict() for fold in smoothed.folds]
-    return {
-        "scheme": "W8A8: int8 weights with a scale each output channel, int8 activations with a scale each token",
-        "alpha": alpha,
-        "kl": {name: estimate(kl, countable=False) for name, kl in (("before", before), ("after", after))},
-        "gain": ratio(before, after),
-        "float_error": smoothed.float_error,
-        "folds": folds,
-        "recommendations": recommendations(report, folds, target=target),
-        "notes": other_numbers(report, model_fingerprint(subject.model)),
-    }
+    folds = tuple(map(_fold_row, smoothed.folds))
+    return SmoothingPlan(
+        scheme="W8A8: int8 weights with a scale per output channel, int8 activations with a scale per token",
+        alpha=alpha,
+        kl=BeforeAndAfter(injected_kl(before), injected_kl(after)),
+        gain=paired_ratio(before, after),
+        float_error=smoothed.float_error,
+        folds=folds,
+        recommendations=recommendations(found, folds, target=target),
+        notes=tuple(other_numbers(found, model_fingerprint(subject.model))),
+    )
+
+
+def _fold_row(done: Folded) -> FoldRow:
+    fold = done.fold
+    return FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)

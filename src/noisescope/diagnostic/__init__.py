@@ -41,6 +41,7 @@ _HOMES = {
     "sliding_window_diagnosis": "levels",
     "compute_correlation": "formulas",
     "compute_gradient_ratio": "formulas",
+    "compute_kl_divergence": "formulas",
     "compute_layer_hessian_trace": "formulas",
     "compute_mae": "formulas",
     "compute_mape": "formulas",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from noisescope.diagnostic.detector import ChannelOutlierDetector as ChannelOutlierDetector
     from noisescope.diagnostic.formulas import compute_correlation as compute_correlation
     from noisescope.diagnostic.formulas import compute_gradient_ratio as compute_gradient_ratio
+    from noisescope.diagnostic.formulas import compute_kl_divergence as compute_kl_divergence
     from noisescope.diagnostic.formulas import compute_layer_hessian_trace as compute_layer_hessian_trace
     from noisescope.diagnostic.formulas import compute_mae as compute_mae
     from noisescope.diagnostic.formulas import compute_mape as compute_mape

@@ -1,4 +1,4 @@
-"""Activations captured by the names of the original method notes, as statistics of channels or as one tensor."""
+"""Activations captured by the names of the original method notes: tensors, and statistics of their channels."""
 
 from __future__ import annotations
 
@@ -15,34 +15,42 @@ from noisescope.errors import InvalidInput
 from noisescope.evaluation import evaluating
 from noisescope.findings import LIMITS
 from noisescope.model import Subject
-from noisescope.probe.capture import Capture, ChannelStatistics, capture
+from noisescope.probe.capture import Capture, Captured, ChannelStatistics, capture
 from noisescope.runs.bench import input_device
-from noisescope.sites import Site
 
 LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
 
 
 class ActivationCapture:
-    """Statistics of the outputs of chosen linears while you run the model.
+    """The outputs of chosen linears while you run the model, and statistics of their channels.
 
         capture = ActivationCapture(model, layer_patterns=["self_attn.o_proj", "mlp.down_proj"])
         capture.register_hooks()
         for batch in batches:
             model(**batch)
         outliers = capture.detect_outliers(threshold=10.0)
+        capture.activations["model.layers.0.mlp.down_proj"]  # a tensor per call, on the CPU
         capture.remove_hooks()
 
     Also as `with ActivationCapture(model) as capture:`. A pattern is a part of a linear's dotted name. Without patterns
-    they are those of the example, and all linears of attention or MLP where a model names them otherwise. No activation
-    is kept: memory is for the channels alone, however much runs through. Registering again starts anew.
+    they are those of the example, and all linears of attention or MLP where a model names them otherwise. Statistics
+    take memory for the channels alone, however much runs through; activations take host memory for every token, and
+    `keep_activations=False` does without them. Registering again starts anew.
     """
 
-    def __init__(self, model: Subject | nn.Module, layer_patterns: Sequence[str] | str | None = None) -> None:
+    def __init__(
+        self,
+        model: Subject | nn.Module,
+        layer_patterns: Sequence[str] | str | None = None,
+        *,
+        keep_activations: bool = True,
+    ) -> None:
         self.subject = subject_of(model)
         self.layer_patterns = (layer_patterns,) if isinstance(layer_patterns, str) else layer_patterns
         self.modules = _linears(self.subject, self.layer_patterns)
+        self.keep_activations = keep_activations
         self._scope: Capture | None = None
-        self._statistics: dict[Site, ChannelStatistics] = {}
+        self._captured = Captured()
 
     def register_hooks(self) -> None:
         """Begin to watch."""
@@ -52,10 +60,14 @@ class ActivationCapture:
             self.subject.model,
             operators={"linear"},
             modules=self.modules,
+            keep="both" if self.keep_activations else "statistics",
+            inputs=False,
+            device="cpu",
             quantiles=True,
             anatomy=self.subject.anatomy,
         )
-        self._statistics = scope.__enter__().statistics
+        scope.any_order = True  # hooks are removed whenever their owner likes, also under noise enabled meanwhile
+        self._captured = scope.__enter__()
         self._scope = scope
 
     def remove_hooks(self) -> None:
@@ -82,17 +94,24 @@ class ActivationCapture:
         self._scope.tokens(mask)
 
     @property
+    def activations(self) -> dict[str, list[Tensor]]:
+        """By module, what each call since the last register_hooks() gave: detached, on the CPU, padding included."""
+        if not self.keep_activations:
+            raise InvalidInput("this capture was made with keep_activations=False: it has `statistics` alone")
+        return {site_label(site): [output for _, output in calls] for site, calls in self._captured.raw.items()}
+
+    @property
     def statistics(self) -> dict[str, ChannelStatistics]:
         """By module, over everything seen since the last register_hooks()."""
-        return {site_label(site): statistics for site, statistics in self._statistics.items()}
+        return {site_label(site): statistics for site, statistics in self._captured.statistics.items()}
 
     def rows(self, threshold: float) -> dict[str, Row]:
         """Every watched module's channels under the outlier rules."""
-        if not self._statistics:
+        if not self._captured.statistics:
             raise InvalidInput("nothing was captured yet: register_hooks(), then call the model")
         return {
             site_label(site): {"layer": site.place, **outlier_row(site_label(site), _columns(statistics), threshold)}
-            for site, statistics in self._statistics.items()
+            for site, statistics in self._captured.statistics.items()
         }
 
     def detect_outliers(self, threshold: float = LIMITS["outlier_channel_ratio"]) -> dict[str, Row]:

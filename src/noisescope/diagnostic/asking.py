@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,23 @@ def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise InvalidInput(f"a report is a dictionary, or the path of a report.json; got a {type(found).__name__}")
     full: Mapping[str, Any] = found.get("full", found)
     return full
+
+
+def layer_of(module: str) -> int | None:
+    """The block that a dotted name such as model.layers.9.mlp.down_proj is in; None where it has no number.
+
+    For reports that say no layer themselves. A number counts as a whole: layer 1 is not layer 11.
+    """
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    return None if found is None else int(found[1])
+
+
+def ends_of(label: str) -> tuple[int, int]:
+    """First and last layer of a window by its label, "L9-11"."""
+    found = re.fullmatch(r"L(\d+)-L?(\d+)", label)
+    if found is None:
+        raise InvalidInput(f"the report names {label!r}, which is not a range of layers such as L9-11")
+    return int(found[1]), int(found[2])
 
 
 def our_name(operator: str) -> str:

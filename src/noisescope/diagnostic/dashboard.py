@@ -14,7 +14,7 @@ from noisescope.diagnostic.asking import Question, Row, ask
 from noisescope.diagnostic.formulas import check_activations, compute_sparsity
 from noisescope.diagnostic.levels import threshold_value
 from noisescope.errors import InvalidInput
-from noisescope.findings import NOT_MEASURABLE, band, dashboard_risk
+from noisescope.findings import NOT_MEASURABLE, Assessment, band, hardware_assessment
 from noisescope.model import Subject
 from noisescope.trials import Results, Trial
 
@@ -72,6 +72,7 @@ class MetricsDashboard:
         }
         if gpu_activations is not None and npu_activations is not None:
             self.metrics["hardware"] = hardware_metrics(gpu_activations, npu_activations)
+        self.metrics["dashboard_risk"] = self._assessment().score.to_dict()
         self.metrics["full"] = full
         return self.metrics
 
@@ -95,7 +96,7 @@ class MetricsDashboard:
                 "Hardware divergence",
                 f"  MAE                    {_number(hardware['mae'])}",
                 f"  MAPE                   {_percent(hardware['mape'])}"
-                f" ({_percent(hardware['mape_notes'])} by the notes' formula)",
+                f" ({_percent(hardware['mape_floored'])} where elements near 0 count as a tenth of the rms)",
                 f"  correlation            {_number(hardware['correlation'], 6)}",
                 f"  largest error          {_number(hardware['max_error'])}"
                 f"{' in an outlier channel' if hardware['max_error_in_outlier_channel'] else ''}",
@@ -105,13 +106,21 @@ class MetricsDashboard:
         print("\n".join([*lines, f"Risk: {self.get_risk_assessment()}"]), file=file)
 
     def get_risk_assessment(self) -> str:
-        """The dashboard's risk level and what it means: 50, 30 or 10 points by degradation, 30 or 15 by MAPE."""
-        loss = self._known("primary")["relative_degradation"]
-        risk = dashboard_risk(loss, _apart(self.metrics.get("hardware")))
-        if risk.level == NOT_MEASURABLE:
-            unknown = "; ".join(term.reason for term in risk.terms if term.points is None)
-            return f"NOT MEASURABLE - {unknown}, so the risk is not known"
-        return f"{risk.level} RISK - {risk.meaning}"
+        """The risk level and what it means: the dashboard's score (50, 30 or 10 points by degradation, 30 or 15 by
+        MAPE), or where that is higher the worst band of two devices' MAE, MAPE and correlation.
+
+        The score alone stays in metrics["dashboard_risk"].
+        """
+        return str(self._assessment())
+
+    def _assessment(self) -> Assessment:
+        hardware = self.metrics.get("hardware") or {}
+        return hardware_assessment(
+            self._known("primary")["relative_degradation"],
+            mae=hardware.get("mae"),
+            mape=_apart(hardware),
+            correlation=hardware.get("correlation"),
+        )
 
     def _known(self, part: str) -> Row:
         if not self.metrics:
@@ -122,8 +131,8 @@ class MetricsDashboard:
 def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
     """How far two devices are apart, with the notes' bands, and whether the worst element is in an outlier channel.
 
-    Channels are the last dimension. `mape` divides by at least a tenth of the rms, since elements near 0 would rule the
-    notes' own formula, which stands beside it.
+    Channels are the last dimension. `mape` is the notes' own formula, which elements near 0 dominate; `mape_floored`
+    divides by at least a tenth of the rms.
     """
     check_activations(gpu_activations, npu_activations)
     dtype = str(gpu_activations.dtype).removeprefix("torch.")
@@ -134,24 +143,24 @@ def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
     found = sums.measures()
     return {
         "mae": found.mae,
-        "mape": found.mape,
-        "mape_notes": found.mape_notes,
+        "mape": found.mape_notes,
+        "mape_floored": found.mape,
         "correlation": found.pearson,
         "max_error": found.max_error,
         "max_error_in_outlier_channel": found.where is not None and found.where.outlier_channel,
         "nonfinite": found.nonfinite,
         "bands": {
             "mae": band("mae", found.mae),
-            "mape": band("mape", found.mape),
+            "mape": band("mape", found.mape_notes),
             "correlation": band("pearson", found.pearson),
         },
     }
 
 
-def _apart(hardware: Row | None) -> float | None:
+def _apart(hardware: Row) -> float | None:
     """MAPE for the risk: infinite where one device alone has NaN or infinite numbers, NaN where no number is left."""
-    if hardware is None or hardware["mape"] is not None:
-        return None if hardware is None else float(hardware["mape"])
+    if not hardware or hardware["mape"] is not None:
+        return float(hardware["mape"]) if hardware else None
     return math.inf if hardware["nonfinite"] else math.nan
 
 

@@ -40,7 +40,7 @@ class ChannelOutlierDetector:
         self.subject = subject_of(model)
         self.calibration_data = calibration_data
         self.quantile_threshold = quantile_threshold
-        self._capture = ActivationCapture(self.subject, "")
+        self._capture = ActivationCapture(self.subject, "", keep_activations=False)
         self._rows: dict[str, Row] | None = None
 
     def collect_statistics(self, *, samples: int = 1000, **more: Any) -> None:

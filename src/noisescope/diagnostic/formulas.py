@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from noisescope.diagnostic.asking import model_of
@@ -106,6 +107,28 @@ def compute_correlation(gpu_activations: Tensor, npu_activations: Tensor) -> flo
 def compute_max_error(gpu_activations: Tensor, npu_activations: Tensor) -> float:
     """Largest absolute error."""
     return signals.max_error(*_finite(gpu_activations, npu_activations))
+
+
+def compute_kl_divergence(p_logits: Tensor, q_logits: Tensor, *, eps: float = 1e-6) -> float:
+    """KL(p || q) in nats per token between two sets of logits [..., V], averaged over all tokens.
+
+    This is the notes' formula: float32 softmax, with `eps` added to every probability. It is never negative, but `eps`
+    hides what happens below it: a divergence that rests on tokens with less probability than that is underestimated.
+    `noisescope.metrics.divergence.kl_divergence` needs no eps and resolves 1e-10 nats.
+    """
+    if p_logits.shape != q_logits.shape or not p_logits.dim() or not p_logits.numel():
+        raise InvalidInput(
+            f"p_logits have the shape {tuple(p_logits.shape)}, q_logits {tuple(q_logits.shape)}: pass logits "
+            "[..., vocabulary] of the same tokens"
+        )
+    if not eps > 0:
+        raise InvalidInput(f"eps must be above 0, such as 1e-6, since log(0) is infinite; got {eps}")
+    with torch.no_grad():
+        p, q = (logits.float().softmax(-1) + eps for logits in (p_logits, q_logits))
+        divergence = float((p * (p.log() - q.log())).sum(-1).mean())
+    if divergence != divergence:
+        raise InvalidInput("the logits hold NaN or infinity, so their divergence is not defined")
+    return max(divergence, 0.0)  # equal inputs may round to -1e-9
 
 
 def check_activations(gpu_activations: Tensor, npu_activations: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from noisescope.api.fault_testing import run_fault_tests
-from noisescope.diagnostic.asking import Row, batches_of, full_report, our_name, subject_of
+from noisescope.diagnostic.asking import Row, batches_of, ends_of, full_report, layer_of, our_name, subject_of
 from noisescope.diagnostic.integrated import IntegratedDiagnostic
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
@@ -81,11 +80,15 @@ def _from_notes(report: Mapping[str, Any]) -> Row:
         raise InvalidInput("fault tests are made from a diagnosis, and this report has no executive_summary")
     points = []
     for point in summary.get("avalanche_points", ()):
-        start, end = _numbers(r"L(\d+)-L?(\d+)", point.get("layer_range"), "a range of layers such as L9-11")
+        start, end = ends_of(str(point.get("layer_range")))
         points.append({"start": start, "end": end, "degradation": point["degradation"]})
     modules = {}
     for name, row in channels.get("per_layer", {}).items():
-        (layer,) = _numbers(r".*?\.(\d+)\..*", name, "a module of a layer such as model.layers.9.mlp.down_proj")
+        layer = layer_of(name)
+        if layer is None:
+            raise InvalidInput(
+                f"the report names {name!r}, which is not a module of a layer such as model.layers.9.mlp.down_proj"
+            )
         modules[name] = {"layer": layer, "operator": "linear", **row}
     return {
         "executive_summary": {
@@ -95,10 +98,3 @@ def _from_notes(report: Mapping[str, Any]) -> Row:
         "operator_analysis": {our_name(name): row for name, row in (report.get("operator_analysis") or {}).items()},
         "channel_analysis": {"per_layer": modules},
     }
-
-
-def _numbers(pattern: str, text: Any, what: str) -> list[int]:
-    found = re.fullmatch(pattern, str(text))
-    if found is None:
-        raise InvalidInput(f"the report names {text!r}, which is not {what}")
-    return list(map(int, found.groups()))

@@ -10,13 +10,14 @@ from torch import nn
 
 from noisescope.api.guarding import gate
 from noisescope.diagnostic.asking import Row, batches_of, full_report, notes_name, subject_of
+from noisescope.diagnostic.degradation import baseline_degradations, compared
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
 from noisescope.model import Subject
 from noisescope.plans.gate import FAIL, checks
-from noisescope.reports.document import Curve
+from noisescope.reports.document import Bar, Curve
 from noisescope.reports.figures import figure_of
-from noisescope.reports.trend import trend
+from noisescope.reports.words import estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +33,8 @@ class RobustnessMonitor:
 
     The baseline is the report of `IntegratedDiagnostic` or noisescope's own, or the path of one. Each check is
     `noisescope gate`: decided with intervals, and by the divergence of the outputs first, which shows a change long
-    before the accuracy does.
+    before the accuracy does. A baseline that holds the notes' `operator_analysis` and no more (a degradation per
+    operator) is checked by the notes' rule, the accuracy alone: see `degradation.py`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class RobustnessMonitor:
         self.baseline = full_report(baseline_report)
         self.max_degradation = max_degradation
         self.history: list[Row] = []
+        self._degradations = None if "schema_version" in self.baseline else baseline_degradations(self.baseline)
 
     def check_checkpoint(
         self, model: Subject | nn.Module, test_data: Any, checkpoint_step: int, *, effort: str = "standard", **more: Any
@@ -50,21 +53,28 @@ class RobustnessMonitor:
         A warning is a check that failed. `pass` is False where one did, and True where none did or none could be
         decided: `verdict` tells these apart. `more` is any keyword of the gate: samples, seeds, worse_than.
         """
-        found = gate(
-            subject_of(model),
-            self.baseline,
-            batches_of(test_data),
-            max_degradation=self.max_degradation,
-            effort=effort,
-            step=checkpoint_step,
-            **more,
-        )
+        if self._degradations is None:
+            found = gate(
+                subject_of(model),
+                self.baseline,
+                batches_of(test_data),
+                max_degradation=self.max_degradation,
+                effort=effort,
+                step=checkpoint_step,
+                **more,
+            )
+            warnings = [_warning(row) for row in checks(found) if row["verdict"] == FAIL]
+        else:
+            found = compared(
+                model, test_data, self._degradations, limit=self.max_degradation, **{"effort": effort, **more}
+            )
+            warnings = found["warnings"]
         result = {
             "checkpoint_step": checkpoint_step,
             "pass": found["verdict"] != FAIL,
             "verdict": found["verdict"],
             "max_degradation": found["max_degradation"],
-            "warnings": [_warning(row) for row in checks(found) if row["verdict"] == FAIL],
+            "warnings": warnings,
             "timestamp": found["finished"],
             "full": found,
         }
@@ -80,9 +90,14 @@ class RobustnessMonitor:
         """What noise costs at its worst, checkpoint by checkpoint, and the limit."""
         if not self.history:
             raise InvalidInput("no checkpoint was checked yet: call check_checkpoint(model, test_data, step) first")
-        document = trend([row["full"] for row in self.history])
-        curves = [block for section in document.sections for block in section.blocks if isinstance(block, Curve)]
-        return figure_of(next(curve for curve in curves if curve.key == "gate-degradation"))
+        points = tuple((float(row["checkpoint_step"]), Bar("", estimate(_worst(row["full"])))) for row in self.history)
+        title, unit = "Accuracy lost under noise, the largest", "share of the clean accuracy"
+        return figure_of(Curve("gate-degradation", title, "step", unit, points, self.max_degradation))
+
+
+def _worst(found: Row) -> Row:
+    losses = [row["degradation"] for row in found["limits"] if row["degradation"]["value"] is not None]
+    return max(losses, key=lambda loss: float(loss["value"]), default={"value": None})
 
 
 def _warning(row: Row) -> Row:

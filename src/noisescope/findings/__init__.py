@@ -5,6 +5,7 @@ could not be measured stays "not measurable" and never falls into a good band.
 """
 
 from noisescope.findings.advice import ADVICE, operator_advice, outlier_advice
+from noisescope.findings.assessment import Assessment, hardware_assessment
 from noisescope.findings.avalanche import PointAvalanche, Window, avalanche_points, neighbours
 from noisescope.findings.bands import (
     ADAPTIVE_RULES,
@@ -52,6 +53,7 @@ __all__ = [
     "REPORT_POINTS",
     "ROUND_OFF",
     "SEVERITIES",
+    "Assessment",
     "Bands",
     "Finding",
     "PointAvalanche",
@@ -66,6 +68,7 @@ __all__ = [
     "band_range",
     "by_priority",
     "dashboard_risk",
+    "hardware_assessment",
     "meaning",
     "metric_name",
     "neighbours",

@@ -56,7 +56,8 @@ ADVICE: dict[str, str] = {
     "outliers W8A8": (
         "SmoothQuant: divide each input channel of the linear by max|X|^alpha / max|W|^(1 - alpha) and multiply "
         "the weight's column by it; alpha 0.5 to begin with, about 0.75 above 50 x. Needs calibration data, no "
-        "training."
+        "training. Outlier Suppression+ also shifts each channel to the middle of its range first, which helps where a "
+        "channel's values are mostly of one sign."
     ),
     "outliers W4A16": (
         "AWQ: only weights are quantised; scale up the few weight channels that meet large activations, so that "

@@ -9,18 +9,22 @@
 
 `enable_noisy_ops` takes no model: the outermost module called is opened as `noisescope.inject` would open it, and stays
 open until `disable_noisy_ops`, so that backward passes and recomputations find it open. Raw tensor calls outside
-modules are not noised. Settings act from the next call on and outlive disable; so do counts, until the next enable
-or reset.
+modules are not noised; `NoisyMatMul(a, b)` and the other six of `operators.py` are. Settings act from the next call on
+and outlive disable; so do counts, until the next enable or reset.
 
 Here "matmul" means all matrix products (linear, matmul, bmm). `None` selects everything (the products, and with
 `all_ops_mode` softmax, silu, gelu and norm too), `[]` switches noise off on purpose.
 
 All global state of noisescope is in `state.py` beside this file.
 
+Threads: settings are the process's, and a model is noised in whatever thread calls it. Each thread may have its own
+model. One model is one thread's at a time: a second thread that calls it meanwhile gets ModelHeld. A backward pass and
+its recomputations belong to the forward that made them, in whatever thread autograd runs them.
+
 Environment (read when this package is imported, never by `import noisescope`): NOISESCOPE_ENABLED, _SCALE, _TYPE,
-_ALL_OPS, _FORWARD_ONLY, _BACKWARD_ONLY (both = both phases), _LAYERS ("0,5,9-11", of the first model with blocks that
-is called), _OPERATORS, _SEED; the first six also as VERL_NOISY_OPS_... `python -m noisescope.noisy_ops script.py ARGS`
-runs a script with noise on and prints the counts to stderr.
+_ALL_OPS, _FORWARD_ONLY, _BACKWARD_ONLY (both = both phases), _TRAINING_ONLY, _LAYERS ("0,5,9-11", of the first model
+with blocks that is called), _OPERATORS, _SEED; the first seven also as VERL_NOISY_OPS_...
+`python -m noisescope.noisy_ops script.py ARGS` runs a script with noise on and prints the counts to stderr.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -37,6 +41,13 @@ from torch import nn
 from noisescope.anatomy import dissect
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
+from noisescope.noisy_ops.operators import NoisyBMM as NoisyBMM
+from noisescope.noisy_ops.operators import NoisyGeLU as NoisyGeLU
+from noisescope.noisy_ops.operators import NoisyLayerNorm as NoisyLayerNorm
+from noisescope.noisy_ops.operators import NoisyLinear as NoisyLinear
+from noisescope.noisy_ops.operators import NoisyMatMul as NoisyMatMul
+from noisescope.noisy_ops.operators import NoisySiLU as NoisySiLU
+from noisescope.noisy_ops.operators import NoisySoftmax as NoisySoftmax
 from noisescope.noisy_ops.state import state
 from noisescope.probe.door import unwrap
 from noisescope.probe.noise import Gaussian
@@ -71,6 +82,10 @@ def disable_noisy_ops() -> dict[str, int]:
         return get_injection_stats()
 
 
+def is_enabled() -> bool:
+    return state.call is not None
+
+
 @contextlib.contextmanager
 def noisy_ops_context(
     error_scale: float = 0.05,
@@ -101,6 +116,26 @@ def get_noise_phases() -> dict[str, bool]:
     return {phase: phase in state.settings.phases for phase in PHASES}
 
 
+def set_phase_scales(forward: float | None = None, backward: float | None = None) -> None:
+    """Absolute error scales of forward and of backward noise; None for error_scale, 0 for no noise in that phase.
+
+    Where a layer has a scale of its own (`set_per_layer_scales`), it is multiplied by the phase's scale / error_scale.
+    """
+    given = {"forward": forward, "backward": backward}
+    with state.lock:
+        state.change(phase_scales={phase: scale for phase, scale in given.items() if scale is not None})
+
+
+def get_phase_scales() -> dict[str, float]:
+    return {phase: state.settings.scale_of(phase) for phase in PHASES}
+
+
+def set_training_only(on: bool = True) -> None:
+    """Noise only where gradients are recorded: evaluation and generation under `torch.no_grad()` stay clean."""
+    with state.lock:
+        state.change(training_only=bool(on))
+
+
 def register_layer_hooks(model: nn.Module) -> int:
     """Give layer numbers a meaning: the blocks of this model, counted from 0. Returns how many there are."""
     with state.lock:
@@ -121,10 +156,10 @@ def get_selective_layers() -> list[int] | None:
     return None if layers is None else sorted(layers)
 
 
-def should_inject_for_layer(layer: int) -> bool:
-    """Whether the selection includes this block."""
+def should_inject_for_layer(layer: int | None = None) -> bool:
+    """Whether the selection includes this block; without one, the block that this thread is inside."""
     layers = state.settings.layers
-    return layers is None or layer in layers
+    return layers is None or (state.layer() if layer is None else layer) in layers
 
 
 def set_selective_operators(operators: Iterable[str] | str | None = None) -> None:
@@ -199,6 +234,27 @@ def print_injection_summary(file: TextIO | None = None) -> None:
     rows |= {f"layer {layer}": counts for layer, counts in get_layer_injection_stats().items()}
     for name, counts in rows.items():
         print(f"noisescope: {name:<12} forward {counts['forward']:>8} backward {counts['backward']:>8}", file=file)
+
+
+def __getattr__(name: str) -> Any:
+    """The notes' module variables, to read: `noisy_ops._ERROR_SCALE`. Setting one has no effect; the functions do."""
+    if name not in _VARIABLES:
+        raise AttributeError(f"module 'noisescope.noisy_ops' has no attribute {name!r}")
+    return _VARIABLES[name]()
+
+
+_VARIABLES: dict[str, Callable[[], Any]] = {
+    "_NOISY_OPS_ENABLED": is_enabled,
+    "_ERROR_SCALE": lambda: state.settings.scale,
+    "_ERROR_TYPE": lambda: state.settings.kind,
+    "_NOISY_OPS_FORWARD_ENABLED": lambda: "forward" in state.settings.phases,
+    "_NOISY_OPS_BACKWARD_ENABLED": lambda: "backward" in state.settings.phases,
+    "_NOISY_OPS_FORWARD_SCALE": lambda: state.settings.scale_of("forward"),
+    "_NOISY_OPS_BACKWARD_SCALE": lambda: state.settings.scale_of("backward"),
+    "_SELECTIVE_OPERATORS": lambda: None if state.settings.operators is None else set(state.settings.operators),
+    "_OPERATOR_NOISE_SCALES": lambda: dict(state.settings.operator_scales),
+    "_OPERATOR_INJECTION_STATS": get_operator_injection_stats,
+}
 
 
 def _operator(name: str) -> str:

@@ -13,6 +13,7 @@ import runpy
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,19 @@ import torch
 
 from noisescope import noisy_ops
 from noisescope.errors import InvalidInput, NoisescopeError
-from noisescope.noisy_ops.state import Settings, state
+from noisescope.noisy_ops.settings import Settings
+from noisescope.noisy_ops.state import state
 from noisescope.probe.noise import Gaussian
 
-_ALIASED = ("ENABLED", "SCALE", "TYPE", "ALL_OPS", "FORWARD_ONLY", "BACKWARD_ONLY")
+_NOTES_PREFIX = "VERL_NOISY_OPS_"
+_ALIASED = ("ENABLED", "SCALE", "TYPE", "ALL_OPS", "FORWARD_ONLY", "BACKWARD_ONLY", "TRAINING_ONLY")
 _TALLY_SECONDS = 5.0
 _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
 def _read(name: str, parse: Callable[[str], Any]) -> Any:
     """What `parse` makes of an environment variable; None where it is not set, or empty."""
-    for variable in (f"NOISESCOPE_{name}", *([f"VERL_NOISY_OPS_{name}"] if name in _ALIASED else [])):
+    for variable in (f"NOISESCOPE_{name}", *([f"{_NOTES_PREFIX}{name}"] if name in _ALIASED else [])):
         text = os.environ.get(variable, "").strip()
         if text:
             try:
@@ -63,6 +66,7 @@ def _select_layers(text: str) -> None:
 
 def read_environment(*, enabled: bool = False) -> None:
     """Take settings from the environment; enable if it says so, or if `enabled` does and it does not object."""
+    _warn_of_unknown()
     with state.lock:
         forward_only, backward_only = _read("FORWARD_ONLY", _flag), _read("BACKWARD_ONLY", _flag)
         if bool(forward_only) != bool(backward_only):
@@ -79,6 +83,16 @@ def read_environment(*, enabled: bool = False) -> None:
                 0.05 if scale is None else scale, kind or "relative_gaussian", bool(all_ops), _ranked(seed)
             )
             _read("TALLY", lambda folder: keep_tally(Path(folder)))
+
+
+def _warn_of_unknown() -> None:
+    """A misspelt variable would make a run without the noise that was meant."""
+    names = sorted(name for name in os.environ if name.startswith(_NOTES_PREFIX))
+    unknown = [name for name in names if name.removeprefix(_NOTES_PREFIX) not in _ALIASED]
+    if unknown:
+        known = ", ".join(f"{_NOTES_PREFIX}{name}" for name in _ALIASED)
+        told = f"unknown environment variables, which have no effect: {', '.join(unknown)}. Known: {known}"
+        warnings.warn(told, stacklevel=3)
 
 
 def rank() -> int:

@@ -11,78 +11,32 @@ import dataclasses
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from noisescope.anatomy import Anatomy, dissect
-from noisescope.errors import InvalidInput, ModelHeld, NothingInjected, unknown
-from noisescope.injection import Injection, Perturbation
+from noisescope.errors import InvalidInput, ModelHeld, NothingInjected
+from noisescope.injection import Injection
+from noisescope.noisy_ops.direct import DirectCalls
+from noisescope.noisy_ops.settings import Settings
+from noisescope.probe.aims import Context
 from noisescope.probe.door import unwrap
+from noisescope.probe.functions import Function, perform
 from noisescope.probe.inject import Probe
-from noisescope.probe.noise import Bias, Gaussian, Uniform
 from noisescope.probe.stand_in import StandIn, in_backward
-from noisescope.sites import GROUPS, PHASES, Place, matches_operator
-
-ERROR_TYPES: dict[str, Callable[[float], Perturbation]] = {
-    "relative_gaussian": Gaussian,
-    "rms_gaussian": lambda scale: Gaussian(scale, "rms"),
-    "absolute_gaussian": lambda scale: Gaussian(scale, "absolute"),
-    "uniform": Uniform,
-    "systematic_bias": Bias,
-}
-_PRODUCTS = frozenset({"gemm"})
-_ALL_OPS = frozenset({"gemm", "softmax", "silu", "gelu", "norm"})
+from noisescope.probe.tally import SiteCount
+from noisescope.sites import GROUPS, PHASES, Place
 
 
-@dataclass(frozen=True)
-class Settings:
-    scale: float = 0.05
-    kind: str = "relative_gaussian"
-    all_ops: bool = False
-    seed: int = 0
-    phases: frozenset[str] = frozenset(PHASES)
-    layers: frozenset[int] | None = None
-    operators: frozenset[str] | None = None
-    operator_scales: Mapping[str, float] = field(default_factory=dict)
-    layer_scales: Mapping[Place, float] = field(default_factory=dict)
-    training_only: bool = False  # no noise where no gradients are recorded
+class _OpenModel(Probe):
+    """The probe of one outermost module. It is nobody's `with`: any thread may call the module, and scopes opened on it
+    in between (a capture) may be left before or after it."""
 
-    @property
-    def off(self) -> bool:
-        """Switched off on purpose, by an empty selection."""
-        return self.layers == frozenset() or self.operators == frozenset()
-
-    def wanted(self) -> frozenset[str]:
-        return self.operators if self.operators is not None else _ALL_OPS if self.all_ops else _PRODUCTS
-
-    def injection(self, anatomy: Anatomy | None = None, *, numbered: bool = True) -> Injection | None:
-        """What falls on a module of this anatomy; None where nothing in it is aimed at.
-
-        `numbered`: the block numbers of this anatomy are the layer numbers meant.
-        """
-        if self.kind not in ERROR_TYPES:
-            raise unknown("error type", self.kind, ERROR_TYPES)
-        places: dict[Place, float] = dict.fromkeys(anatomy.places() if anatomy else (), self.scale)
-        whole = Injection(
-            ERROR_TYPES[self.kind](self.scale),
-            operators=self.wanted(),
-            layers=self.layers,
-            phases=self.phases or frozenset(PHASES),
-            phase_scales=dict.fromkeys(PHASES, 1.0),  # the multipliers below are absolute scales
-            operator_multipliers=self.operator_scales,
-            layer_multipliers=places | (dict(self.layer_scales) if numbered else {}),
-            seed=self.seed,
-        )
-        if anatomy is None:
-            return whole
-        hits = [(op, u.component) for u in anatomy.units for op in u.operators if whole.selects(u.site(op))]
-        present = frozenset(n for n in self.wanted() if any(matches_operator({n}, *hit) for hit in hits))
-        aimed = present and self.phases and not self.off and (numbered or self.layers is None)
-        return dataclasses.replace(whole, operators=present) if aimed else None
+    any_order = True
+    any_thread = True
 
 
 class State:
@@ -94,7 +48,8 @@ class State:
         self.registered: tuple[weakref.ref[nn.Module], Anatomy] | None = None
         self.register_first = False  # layers named by the environment: of the first model with blocks that is called
         self.call: Callable[..., Any] | None = None  # what stands in nn.Module.__call__ while enabled
-        self.probes: list[Probe] = []
+        self.probes: list[_OpenModel] = []
+        self.direct = DirectCalls()
         self.forwards = 0
         self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # inside an open root, or nothing there to hit
         self.closed: Counter[tuple[str, Place, str]] = Counter()  # counts of roots closed by now, less what was reset
@@ -105,14 +60,23 @@ class State:
         if self.call is not None:
             self.check_layers(settings)
         self.settings = settings
+        self.direct.forget()
         self.known.clear()
         for probe in list(self.probes):
             injection = settings.injection(probe.anatomy, numbered=self.numbered(probe.model, probe.anatomy))
-            if injection is None:
+            if injection is None or not self.moved(probe, injection):
                 self.close(probe)
             else:
-                probe.update(injection)
                 self.known |= set(probe.model.modules())
+
+    def moved(self, probe: _OpenModel, injection: Injection) -> bool:
+        """Whether a probe takes another injection; if not (a capture lies on it), the next call opens the model."""
+        probe.gradients_only = self.settings.training_only
+        try:
+            probe.update(injection)
+        except ModelHeld:
+            return False
+        return True
 
     def check_layers(self, settings: Settings) -> None:
         """Layer numbers mean nothing without a model."""
@@ -153,7 +117,7 @@ class State:
         """A module is about to be called: open it if it is the outermost one and something in it is aimed at."""
         with self.lock:
             root = unwrap(module)
-            busy = any(p.context is not None and p.thread == threading.get_ident() for p in self.probes)
+            busy = any(probe.context is not None for probe in self.probes)
             if self.call is None or root in self.known or busy or in_backward():
                 return  # a module made inside a forward, or a recomputation, is part of what was opened
             members = set(root.modules())
@@ -165,25 +129,63 @@ class State:
             if injection is None:
                 self.known |= members
                 return
-            for probe in [p for p in self.probes if p.thread == threading.get_ident()]:
-                if not members.isdisjoint(probe.model.modules()):
-                    self.close(probe)  # a part called before the whole: its noise would fall twice
-            if any(isinstance(m.__dict__.get("forward"), StandIn) for m in members):
+            for probe in [p for p in self.probes if not members.isdisjoint(p.model.modules())]:
+                if probe.held_elsewhere:
+                    raise ModelHeld(
+                        f"{type(root).__name__} shares modules with a {type(probe.model).__name__} that another thread "
+                        "is inside: give each thread its own copy of the model, or let one wait for the other"
+                    )
+                self.close(probe)  # a part called before the whole: its noise would fall twice
+            if any(_left_in_reverse(m.__dict__.get("forward")) for m in members):
                 raise ModelHeld(
                     f"{type(root).__name__} is called for the first time since enable_noisy_ops() inside a scope of "
                     "noisescope, and scopes are left in reverse order: call it once before that scope"
                 )
             gradients_only = self.settings.training_only
-            probe = Probe(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
+            probe = _OpenModel(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
             probe.forwards = self.forwards  # a module closed and opened again must not repeat its noise
             probe.__enter__()
+            self.known |= members
             self.probes.append(probe)
             self.known |= members  # not before it is open: a call after a refusal must be refused, too
 
-    def close(self, probe: Probe) -> None:
+    def running(self) -> tuple[_OpenModel | None, Context | None]:
+        """The open model that this thread is inside, and which of its forwards and blocks."""
+        for probe in self.probes:
+            context = probe.context
+            if context is not None:
+                return probe, context
+        return None, None
+
+    def layer(self) -> int | None:
+        """The block that this thread is inside, by the number that selections mean."""
+        with self.lock:
+            probe, context = self.running()
+            place = None if context is None else context.place
+            known = probe is not None and isinstance(place, int) and self.numbered(probe.model, probe.anatomy)
+            return place if known else None
+
+    def operator_call(self, name: str, operator: str, function: Function, args: list[Any], kwargs: Any) -> Any:
+        """An operator called by name (NoisyMatMul): perturbed as one of a model would be, or passed through."""
+        with self.lock:
+            probe, context = self.running()
+            watched = probe is not None and probe.owner is not None and probe.owner.aims_at(operator)
+            asleep = self.settings.training_only and context is None and not torch.is_grad_enabled()
+            aim = None
+            if self.call is not None and not self.settings.off and not watched and not asleep:
+                aim = self.direct.aim(self.settings, name, operator, self.layer())
+            if aim is not None and context is None:
+                context = self.direct.context()
+        if aim is None or context is None:
+            return function(*args, **kwargs)
+        return perform(aim, context, function, args, kwargs)
+
+    def close(self, probe: _OpenModel) -> None:
         self.probes.remove(probe)
         self.forwards = max(self.forwards, probe.forwards)
-        self.closed.update(_counts([probe]))  # not +=, which drops what a reset made negative
+        self.closed.update(
+            _counts(probe.tally.sites, blocks=probe.anatomy.blocks != ("",))
+        )  # not +=, which drops what a reset made negative
         self.known -= set(probe.model.modules())
         probe.__exit__(None, None, None)
 
@@ -200,46 +202,70 @@ class State:
                 all_of_them.callback(self.close, probe)
         self.known.clear()
         self.forwards = 0
+        direct, self.direct = self.direct, DirectCalls()
+        self.closed.update(_counts(direct.sites))
         if not check or settings.off:
             return
-        fired = [site for probe in probes for site in probe.tally.sites if site.total]
+        fired = [site for probe in probes for site in probe.tally.sites if site.total] + direct.fired()
         if not fired and not any((self.closed + Counter()).values()):
             raise _nothing("no module with an operator aimed at was called, or no backward pass ran")
         for probe in probes:
             probe.check_effects()
-        silent = [name for name in sorted(settings.operators or ()) if not any(p.fired(name) for p in probes)]
+        direct.check_rounding()
+        silent = [
+            name
+            for name in sorted(settings.operators or ())
+            if not any(probe.fired(name) for probe in probes) and not direct.fired(name)
+        ]
         silent += [f"layer {n}" for n in sorted(settings.layers or ()) if n not in {site.place for site in fired}]
         if silent and fired:
             raise _nothing(f"{', '.join(silent)} never fired in the modules called")
 
     def counts(self, view: str) -> dict[Any, dict[str, int]]:
         with self.lock:
-            counts = self.closed + _counts(self.probes)
+            counts = self.closed + self._now()
         keys = sorted({key for kind, key, _ in counts if kind == view})
         return {key: {phase: counts[view, key, phase] for phase in PHASES} for key in keys}
 
     def reset(self, *views: str) -> None:
         with self.lock:
-            now = _counts(self.probes)
+            now = self._now()
             self.closed = Counter(
                 {key: (-now[key] if key[0] in views else self.closed[key]) for key in {*now, *self.closed}}
             )
 
+    def _now(self) -> Counter[tuple[str, Place, str]]:
+        counts = _counts(self.direct.sites)
+        for probe in self.probes:
+            counts += _counts(probe.tally.sites, blocks=probe.anatomy.blocks != ("",))
+        return counts
 
-def _counts(probes: list[Probe]) -> Counter[tuple[str, Place, str]]:
-    """(view, layer or operator, phase) -> injections. "gemm" sums the products, whose parts are counted too."""
+
+def _counts(sites: list[SiteCount], *, blocks: bool = True) -> Counter[tuple[str, Place, str]]:
+    """(view, layer or operator, phase) -> injections. "gemm" sums the products, whose parts are counted too.
+
+    `blocks` says that numbered places are blocks of a model, not a module that has none.
+    """
     counts: Counter[tuple[str, Place, str]] = Counter()
-    for probe in probes:
-        for site in probe.tally.sites:
-            views: list[tuple[str, Place]] = [("total", ""), ("operator", site.operator)]
-            if site.operator in GROUPS["gemm"][0]:
-                views.append(("operator", "gemm"))
-            if isinstance(site.place, int) and probe.anatomy.blocks != ("",):
-                views.append(("layer", site.place))
-            for view, key in views:
-                counts[view, key, "forward"] += site.forward
-                counts[view, key, "backward"] += site.backward
+    for site in sites:
+        views: list[tuple[str, Place]] = [("total", ""), ("operator", site.operator)]
+        if site.operator in GROUPS["gemm"][0]:
+            views.append(("operator", "gemm"))
+        if isinstance(site.place, int) and blocks:
+            views.append(("layer", site.place))
+        for view, key in views:
+            counts[view, key, "forward"] += site.forward
+            counts[view, key, "backward"] += site.backward
     return counts
+
+
+def _left_in_reverse(forward: object) -> bool:
+    """Whether a scope on a module must be left after all that were opened on it later."""
+    while isinstance(forward, StandIn):
+        if not forward.retired and not forward.door.any_order:
+            return True
+        forward = forward.replaced
+    return False
 
 
 def _nothing(why: str) -> NothingInjected:

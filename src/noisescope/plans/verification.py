@@ -29,12 +29,17 @@ class Carried:
     def divergence(self) -> Divergence:
         return injected_kl(self.kl)
 
+    @property
+    def score(self) -> Estimate:
+        return stats.mean(self.accuracy)
+
+    @property
+    def clean_score(self) -> float:
+        return float(self.clean_accuracy.mean())
+
     def over(self, other: Carried) -> Estimate:
         """The typical ratio of this plan's KL to another's on the same sample."""
-        known = np.isfinite(self.kl) & np.isfinite(other.kl)
-        if not known.any():
-            return NOTHING
-        return stats.typical_ratio(np.maximum(self.kl[known], 0.0), np.maximum(other.kl[known], 0.0))
+        return paired_ratio(self.kl, other.kl)
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,11 @@ class Verification:
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
         return Carried(kl, after.mean(axis=1), before)
+
+
+def paired_ratio(above: Array, below: Array) -> Estimate:
+    """The typical ratio of two KLs of the same samples, over those that have both."""
+    known = np.isfinite(above) & np.isfinite(below)
+    if not known.any():
+        return NOTHING
+    return stats.typical_ratio(np.maximum(above[known], 0.0), np.maximum(below[known], 0.0))

@@ -91,6 +91,7 @@ def capture(
     places: Iterable[Place] | None = None,
     modules: Iterable[str] | None = None,
     keep: str = "statistics",
+    inputs: bool = True,
     device: str | None = None,
     quantiles: bool = False,
     anatomy: Anatomy | None = None,
@@ -101,8 +102,8 @@ def capture(
             model(tokens)
         captured.statistics[site].maximum
 
-    `device` moves raw tensors there (default: they stay where they are). `quantiles` keeps a histogram of each channel
-    as well: captured.statistics[site].histogram.quantile(0.99).
+    `inputs=False` keeps raw outputs alone. `device` moves raw tensors there (default: they stay where they are).
+    `quantiles` keeps a histogram of each channel as well: captured.statistics[site].histogram.quantile(0.99).
     """
     if keep not in KEEP:
         raise unknown("keep", keep, KEEP)
@@ -113,7 +114,7 @@ def capture(
         places=None if places is None else frozenset(places),
         modules=None if modules is None else tuple([modules] if isinstance(modules, str) else modules),
     )
-    return Capture(model, where, keep, device, anatomy, quantiles=quantiles)
+    return Capture(model, where, keep, device, anatomy, quantiles=quantiles, inputs=inputs)
 
 
 class Capture(Door):
@@ -128,9 +129,11 @@ class Capture(Door):
         anatomy: Anatomy | None = None,
         *,
         quantiles: bool = False,
+        inputs: bool = True,
     ) -> None:
         super().__init__(model, anatomy)
         self.quantiles = quantiles
+        self.inputs = inputs
         self.sampled: Tensor | None = None
         self.where = where
         self.keep = keep
@@ -171,7 +174,7 @@ class Observer(Watcher):
     def __init__(self, scope: Capture, unit: Unit, operator: str) -> None:
         super().__init__(unit, operator)
         self.scope = scope
-        self.wants_input = scope.keep != "statistics"
+        self.wants_input = scope.inputs and scope.keep != "statistics"
         self._inputs: list[Tensor] = []
 
     def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:

@@ -3,7 +3,8 @@
 An instance attribute `forward` is what works everywhere: forward hooks are ignored by already compiled code and have no
 say over what a module's functions do. What stood in `module.__dict__` before (accelerate keeps its own forward there)
 is called by the stand-in and put back on leaving. State hangs on the door and its stand-ins, never in a thread-local:
-on a GPU, backward passes and recomputations run in autograd's own threads.
+on a GPU, backward passes and recomputations run in autograd's own threads. A forward belongs to the thread that started
+it; a recomputation belongs to the forward it repeats, whatever thread it runs in.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from noisescope.probe.stand_in import RUN, StandIn, in_backward
 from noisescope.sites import Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
+_claiming = threading.Lock()  # nor both find that no other is in it
 
 
 def unwrap(model: Any) -> nn.Module:
@@ -32,18 +34,29 @@ def unwrap(model: Any) -> nn.Module:
     return getattr(model, "_orig_mod", model)  # type: ignore[no-any-return]
 
 
+class _Running:
+    """What one thread runs on a model now."""
+
+    __slots__ = ("context", "forward", "owner")
+
+    def __init__(self) -> None:
+        self.context: Context | None = None
+        self.owner: OperatorCalls | None = None
+        self.forward = False  # not only a recomputation
+
+
 class Door:
     """Opens a model on `with`, closes it without a trace. Subclasses say what happens at each operator."""
 
     early = False  # whether scopes opened later see what this one does to functions: see EarlyCalls
     any_order = False  # whether it may be left before scopes opened inside it; its stand-ins pass everything on then
+    any_thread = False  # whether other threads than the one that opened it may call the model, one at a time
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         self.model = unwrap(model)
         self.mode: EarlyCalls | None = None
         self.anatomy = anatomy or dissect(self.model)
-        self.context: Context | None = None  # the forward that runs now
-        self.owner: OperatorCalls | None = None  # the function mode in charge now
+        self._running: dict[int, _Running] = {}  # by thread
         self.thread: int | None = None
         self.compiled = False
         self._stand_ins: dict[nn.Module, StandIn] = {}
@@ -70,6 +83,63 @@ class Door:
         """Whether a call that starts now passes by as if the door were shut."""
         return False
 
+    # -- threads
+
+    @property
+    def context(self) -> Context | None:
+        """The forward that this thread runs now."""
+        running = self._running.get(threading.get_ident())
+        return None if running is None else running.context
+
+    @context.setter
+    def context(self, context: Context | None) -> None:
+        if context is not None or threading.get_ident() in self._running:
+            self._mine().context = context
+            self._release()
+
+    @property
+    def owner(self) -> OperatorCalls | None:
+        """The function mode in charge of this thread now."""
+        running = self._running.get(threading.get_ident())
+        return None if running is None else running.owner
+
+    @owner.setter
+    def owner(self, owner: OperatorCalls | None) -> None:
+        if owner is not None or threading.get_ident() in self._running:
+            self._mine().owner = owner
+            self._release()
+
+    @property
+    def held_elsewhere(self) -> bool:
+        """Whether another thread holds the model, so that this one can neither open nor call it."""
+        if self.any_thread:
+            return any(thread != threading.get_ident() for thread in list(self._running))
+        return self.thread != threading.get_ident()
+
+    def _mine(self) -> _Running:
+        return self._running.setdefault(threading.get_ident(), _Running())
+
+    def _release(self) -> None:
+        running = self._mine()
+        if running.context is None and running.owner is None:
+            del self._running[threading.get_ident()]
+
+    def _claim(self, *, forward: bool) -> None:
+        """Enter the model in this thread, unless another thread is in it.
+
+        Autograd may recompute parts in several threads at once (one for each device), but not beside a forward: modules
+        have one config and one set of buffers.
+        """
+        with _claiming:
+            mine = threading.get_ident()
+            others = [running for thread, running in list(self._running.items()) if thread != mine]
+            if any(forward or running.forward for running in others):
+                raise ModelHeld(
+                    f"two threads use this {type(self.model).__name__} at once, but a forward has the model "
+                    "to itself: give each thread its own copy, or let one wait for the other"
+                )
+            self._mine().forward |= forward
+
     # -- opening and closing
 
     def _open(self) -> None:
@@ -79,7 +149,7 @@ class Door:
                 raise ModelHeld("this scope is open already; make a new one for each `with`")
             for module in self.model.modules():
                 held = module.__dict__.get("forward")
-                if isinstance(held, StandIn) and held.door.thread != threading.get_ident():
+                if isinstance(held, StandIn) and held.door.held_elsewhere:
                     raise ModelHeld(
                         f"another thread holds a scope on this {type(self.model).__name__}. "
                         "Give each thread its own copy of the model, or wait until that scope is left."
@@ -194,17 +264,25 @@ class Door:
         self.forwards = number
 
     def new_context(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Context:
-        if threading.get_ident() != self.thread:
+        if not self.any_thread and self.held_elsewhere:
             raise ModelHeld(
                 "this model is held by a noisescope scope of another thread (nn.DataParallel calls replicas that way): "
                 "run it in the thread that opened the scope, or give each thread its own copy"
             )
+        self._claim(forward=True)
+        try:
+            return self._numbered_context(args, kwargs or {})
+        except BaseException:
+            self._release()
+            raise
+
+    def _numbered_context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
         self.forwards += 1
         self._recalled = None
         rows = Rows(self.forwards)
         if self._named is not None:
-            rows.samples, rows.positions = self._name_tokens(args, kwargs or {})
-            kept = (kwargs or {}).get("logits_to_keep")
+            rows.samples, rows.positions = self._name_tokens(args, kwargs)
+            kept = kwargs.get("logits_to_keep")
             rows.kept = kept if isinstance(kept, Tensor) else None  # an int means the last tokens
         return Context(rows, grad=torch.is_grad_enabled())
 
@@ -242,6 +320,7 @@ class Door:
         rows = stand_in.recall(x, None if self._recalled is None else self._recalled.rows)
         if rows is None:  # a module that ran in no forward of this scope: nothing to repeat
             return self.new_context()
+        self._claim(forward=False)
         place = stand_in.block if stand_in.block is not None else next(iter(stand_in.aims), None)
         if self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
             self._recalled = Context(rows, place, recomputing=True, grad=True)

@@ -110,40 +110,55 @@ class OperatorCalls(TorchFunctionMode):
             return "linear"  # `x @ self.weight`: a projection written by hand
         return operator
 
+    def aims_at(self, operator: str) -> bool:
+        """Whether a call of this operator, made here, is perturbed."""
+        return operator in self._aims
+
     def _perform(self, aim: Aim, func: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one operator with the aim's perturbation on its inputs, weight, output and gradients."""
-        context = self._context
-        occurrence = context.occurrence(aim)
-        if aim.wants_call:
-            y = func(*args, **kwargs)
-            other = aim.on_call(func, tuple(args), kwargs, y, context, occurrence)  # type: ignore[attr-defined]
-            return y if other is None else other
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        weight: int | str | None = None
-        if aim.operator == "linear":
-            weight = "weight" if "weight" in kwargs else _WEIGHT.get(func)
-        inputs = [at for at in (*_INPUTS.get(func, (0,)), *_INPUT_NAMES) if at != weight and at in given]
-        if func is torch.einsum:
-            inputs = list(range(1, len(args)))
-        once = Once()
-        for at in [*inputs, *([weight] if weight in given else [])]:
-            tensor = given[at]
-            if not isinstance(tensor, Tensor):
-                continue
-            if at == weight and func in _TRANSPOSED:  # [..., in, out]: formats run along the inputs
-                tensor = aim.on_weight(tensor.transpose(-1, -2), context, occurrence).transpose(-1, -2)
-            else:
-                tensor = (aim.on_weight if at == weight else aim.on_input)(tensor, context, occurrence)
-            if torch.is_grad_enabled() and tensor.requires_grad:
-                which = "weight" if at == weight else "input" if at == inputs[0] else "input2"
-                tensor = aim.tap(tensor, context, occurrence, which, once)
-            if isinstance(at, int):
-                args[at] = tensor
-            else:
-                kwargs = {**kwargs, at: tensor}
+        return perform(aim, self._context, func, args, kwargs, storage=self._storage)
+
+
+def perform(
+    aim: Aim,
+    context: Context,
+    func: Function,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    *,
+    storage: torch.dtype | None = None,
+) -> Any:
+    """Run one operator with the aim's perturbation on its inputs, weight, output and gradients."""
+    occurrence = context.occurrence(aim)
+    if aim.wants_call:
         y = func(*args, **kwargs)
-        return aim.on_output(y, context, occurrence, fresh=not torch.is_grad_enabled(), storage=self._storage)
+        other = aim.on_call(func, tuple(args), kwargs, y, context, occurrence)  # type: ignore[attr-defined]
+        return y if other is None else other
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
+    weight: int | str | None = None
+    if aim.operator == "linear":
+        weight = "weight" if "weight" in kwargs else _WEIGHT.get(func)
+    inputs = [at for at in (*_INPUTS.get(func, (0,)), *_INPUT_NAMES) if at != weight and at in given]
+    if func is torch.einsum:
+        inputs = list(range(1, len(args)))
+    once = Once()
+    for at in [*inputs, *([weight] if weight in given else [])]:
+        tensor = given[at]
+        if not isinstance(tensor, Tensor):
+            continue
+        if at == weight and func in _TRANSPOSED:  # [..., in, out]: formats run along the inputs
+            tensor = aim.on_weight(tensor.transpose(-1, -2), context, occurrence).transpose(-1, -2)
+        else:
+            tensor = (aim.on_weight if at == weight else aim.on_input)(tensor, context, occurrence)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            which = "weight" if at == weight else "input" if at == inputs[0] else "input2"
+            tensor = aim.tap(tensor, context, occurrence, which, once)
+        if isinstance(at, int):
+            args[at] = tensor
+        else:
+            kwargs = {**kwargs, at: tensor}
+    y = func(*args, **kwargs)
+    return aim.on_output(y, context, occurrence, fresh=not torch.is_grad_enabled(), storage=storage)
 
 
 class EarlyCalls(TorchFunctionMode):

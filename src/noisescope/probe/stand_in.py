@@ -242,7 +242,7 @@ class StandIn:
         One tensor may have been the input of several forwards: then those recalled last (by a later block) are meant.
         A part of a block that starts at a module without an aim is not known by its input: then the latest are.
         """
-        same = [rows for identity, rows in self._remembered if identity is not None and identity == _identity(x)]
+        same = [rows for identity, rows in list(self._remembered) if identity is not None and identity == _identity(x)]
         if any(rows is preferred for rows in same):
             return preferred
         if same:

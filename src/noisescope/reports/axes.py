@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -41,9 +42,9 @@ def short(name: str, limit: int = 28) -> str:
     return name if len(name) <= limit else f"{name[: limit // 2]}…{name[1 - limit // 2 :]}"
 
 
-def legend(axes: Axes, handles: Sequence[Any]) -> None:
+def legend(axes: Axes, handles: Sequence[Artist]) -> None:
     """Above the axes, where no bar can be hidden by it: one line if it fits."""
-    sizes = [0.27 + 0.053 * len(handle.get_label()) for handle in handles]  # inches
+    sizes = [0.27 + 0.053 * len(str(handle.get_label())) for handle in handles]  # inches
     if handles:
         columns = len(handles) if sum(sizes) < WIDTH - 0.8 else max(1, int((WIDTH - 1) / max(sizes)))
         axes.legend(
@@ -52,11 +53,11 @@ def legend(axes: Axes, handles: Sequence[Any]) -> None:
         )  # fmt: skip
 
 
-def symbol(marker: Any, words: str, **colours: str) -> Line2D:
+def symbol(marker: str | tuple[int, int, float], words: str, **colours: str) -> Line2D:
     return Line2D([], [], linestyle="", marker=marker, markersize=5, label=words, **colours)  # type: ignore[arg-type]
 
 
-def plain_numbers(axis: Any) -> None:
+def plain_numbers(axis: Axis) -> None:
     """0.001 and 1e-05, as in the tables."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

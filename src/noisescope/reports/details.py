@@ -19,8 +19,9 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
         _risk("dashboard score (the metrics)", found.dashboard_risk),
     )
     explained = (
-        "The risk of this report is the higher of the report score's level and its worst significant finding. The "
-        "dashboard score looks at the loss under noise in all products alone."
+        "The risk of this report is the higher of the report score's level and its worst significant finding; with too "
+        "few samples to detect a loss that matters it is not measurable, whatever the scores say. The dashboard score "
+        "looks at the point value of the loss under noise in all products alone."
     )
     table = Table("risk-scores", ("score", "points", "level", "made of"), body)
     yield Section("risk-scores", "Risk scores", (Paragraph(explained), table))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
@@ -91,14 +93,14 @@ def save_figures(document: Document, folder: Path) -> list[Path]:
     return paths
 
 
-def save(figure: Figure, target: Any, form: str) -> None:
+def save(figure: Figure, target: Path | IO[bytes], form: str) -> None:
     """Into a path or an open file, with nothing in it that differs between two times of drawing."""
     metadata = {"svg": {"Date": None}, "png": {"Software": None}}[form]
     with _settings({}):
         figure.savefig(target, format=form, dpi=DPI, metadata=metadata)
 
 
-def _settings(more: dict[Any, Any]) -> Any:
+def _settings(more: dict[Any, Any]) -> AbstractContextManager[None]:
     return matplotlib.rc_context({**_SETTINGS, **more})
 
 
@@ -137,9 +139,9 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
     return len(places)
 
 
-def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Any]:
+def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Line2D]:
     """A triangle and the bar's label over each marked bar, hollow for what is undecided. The legend's entries."""
-    entries: dict[str, Any] = {}
+    entries: dict[str, Line2D] = {}
     turned = len(bars) > 20
     for place, bar in enumerate(bars):
         value = finite(bar.cell.value)
@@ -168,7 +170,7 @@ def _curve(axes: Axes, curve: Curve) -> int:
     if spans(positive, 100):
         axes.set_xscale("symlog", linthresh=min(positive))  # symlog: noise level 0 belongs on the axis
         plain_numbers(axes.xaxis)
-    values: list[Any] = [bar.cell.value for _, bar in points]
+    values = [bar.cell.value or 0.0 for _, bar in points]
     axes.plot(across, values, color=COLOURS[""], marker="o", markersize=4, linewidth=1.4, zorder=5)
     entries = _whiskers(axes, points)
     if curve.limit is not None:
@@ -192,7 +194,7 @@ def _whiskers(axes: Axes, points: Sequence[tuple[float, Bar]]) -> list[Line2D]:
             ends = (finite(bar.low), finite(bar.high))
             for end, rim in zip(ends, rims, strict=True):
                 if (end is None) == is_open and ends != (None, None):
-                    tips: list[Any] = [bar.cell.value, rim if end is None else end]
+                    tips = [bar.cell.value or 0.0, rim if end is None else end]
                     cap: dict[str, Any] = {} if is_open else {"marker": "_", "markevery": [1], "markersize": 4}
                     axes.plot([x, x], tips, line, color=INK, linewidth=0.9, zorder=4, gid="interval", **cap)
     drawn = any((finite(bar.low), finite(bar.high)) != (None, None) for _, bar in points)
@@ -213,7 +215,7 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
                 stars += [(y, x)] if cell.starred else []
     missing = np.isnan(values)
     axes.patch.set(**_HATCHED)  # the ground: it shows wherever a cell is missing
-    handles: list[Any] = []
+    handles: list[Artist] = []
     if not missing.all():
         shown = np.ma.masked_array(values, missing)
         positive = values[values > 0].tolist()

@@ -26,7 +26,7 @@ from noisescope.reports.words import (
 from noisescope.stats import Estimate
 
 KL = ("KL injected", "KL predicted", "evidence")
-STAR = "injected; without a star predicted by the Fisher screen"
+STAR = "injected; without a star predicted by the Fisher screen, on the scale of injected cells"
 
 
 def operators(report: DiagnosisReport) -> Iterable[Section]:
@@ -128,16 +128,19 @@ def ratio(found: Estimate | None) -> Cell:
 
 def _scaled(scale: float) -> str:
     return (
-        f"Where rows were injected, their KL is {number(scale)} times the predicted one (the median of the ratio). "
-        "Findings rank predicted rows on the scale of injected ones: by their predicted KL times this."
+        f"Findings and the map rank predicted rows by their predicted mean KL times {number(scale)}, which puts them "
+        "on the scale of injected medians: it is the median ratio over the rows that have both."
     )
 
 
 def _interaction(found: Interaction | None) -> Cell:
+    """Printed with its interval or not at all."""
     if found is None:
         return Cell("")
     cell = estimate(found.index)
-    return replace(cell, rest=", layers predicted") if found.of == "predicted" and cell.value is not None else cell
+    if not cell.interval:
+        return Cell("")
+    return replace(cell, rest=", layers predicted") if found.of == "predicted" else cell
 
 
 def _map(section: LayerAnalysis, metric: str) -> Iterable[Section]:
@@ -162,10 +165,11 @@ def _map(section: LayerAnalysis, metric: str) -> Iterable[Section]:
 
 
 def _heat(row: CellEffect) -> Cell:
+    """By the nats that rank rows: those of predicted cells are on the scale of injected ones."""
     known = row.divergence
     if known is None or known.size.value is None:
         return Cell(row.evidence)
-    return Cell(number(known.size.value), known.size.value, starred=row.injected)
+    return Cell(number(row.nats), row.nats, starred=row.injected)
 
 
 def _hover(row: CellEffect, metric: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noisescope.diagnosis.sections import ChannelRow, CostlyChannel, Metrics, Threshold, Trace
+from noisescope.diagnosis.sections import ChannelRow, CostlyChannel, ExpectedCorrelation, Metrics, Threshold, Trace
 from noisescope.reports.document import Block, Cell, Paragraph, Section, Table
 from noisescope.reports.values import DiagnosisReport
 from noisescope.reports.words import (
     SHARES,
     band,
+    band_between,
     counted,
     counted_noun,
     described,
@@ -21,12 +22,14 @@ from noisescope.reports.words import (
     text,
     whole,
 )
+from noisescope.stats import Estimate
 
 WORST = 10  # rows of a table that only shows the worst
 _PAIRS = {
     "hessian_sensitivity": "Hessian trace and sensitivity",
     "outliers_sensitivity": "outlier channels and sensitivity",
     "sparsity_degradation": "activation sparsity and degradation",
+    "outliers_windows": "outlier channels and loss, by window",
 }
 
 
@@ -120,12 +123,16 @@ def _metric_rows(found: Metrics) -> Iterable[tuple[Cell, Cell, Cell]]:
     yield (
         text("relative degradation"),
         counted(primary.relative_degradation, share=True),
-        band(primary.degradation_band),
+        _band("degradation", primary.relative_degradation, primary.degradation_band),
     )
-    yield text("noise tolerance index"), counted(primary.noise_tolerance_index), band(primary.noise_tolerance_band)
+    index, snr = primary.noise_tolerance_index, secondary.snr_db
+    tolerance = _band("noise_tolerance_index", index, primary.noise_tolerance_band)
+    yield text("noise tolerance index"), counted(index), tolerance
     threshold = primary.critical_threshold
-    yield text("critical threshold"), _threshold(threshold), band("" if threshold is None else threshold.band)
-    yield text("SNR of the logits (dB)"), counted(secondary.snr_db), band(secondary.snr_band)
+    if threshold is not None:
+        reached = band_between("critical_threshold", threshold.low, threshold.high, threshold.band)
+        yield text("critical threshold"), _threshold(threshold), reached
+    yield text("SNR of the logits (dB)"), counted(snr), _band("snr_db", snr, secondary.snr_band)
     gradients = secondary.gradient_ratio
     if gradients is not None:
         cell = Cell(number(gradients.value), gradients.value, rest=f" (n = {gradients.n})")
@@ -135,9 +142,11 @@ def _metric_rows(found: Metrics) -> Iterable[tuple[Cell, Cell, Cell]]:
         yield text("activation sparsity"), plain(sparsity.relative), band(sparsity.band)
 
 
-def _threshold(found: Threshold | None) -> Cell:
-    if found is None:
-        return Cell("")
+def _band(kind: str, found: Estimate | None, decided: str) -> Cell:
+    return band(decided) if found is None else band_between(kind, found.low, found.high, decided)
+
+
+def _threshold(found: Threshold) -> Cell:
     return Cell(found.label, found.value, interval=span(found.low, found.high), rest=f" (n = {found.n})")
 
 
@@ -154,7 +163,7 @@ def correlations(report: DiagnosisReport) -> Iterable[Section]:
             text(_PAIRS.get(name, name)),
             estimate(row.correlation),
             text(row.expected),
-            text(f"{row.held}, carried by one layer" if row.carried_by_one else row.held),
+            text(_held(row)),
             plain(row.without_one),
             whole(row.correlation.n),
         )
@@ -167,3 +176,10 @@ def correlations(report: DiagnosisReport) -> Iterable[Section]:
     )
     table = Table("correlations", head, body)
     yield Section("correlations", "Correlations", (Paragraph(explained), table))
+
+
+def _held(row: ExpectedCorrelation) -> str:
+    """Nothing where nothing is expected."""
+    if not row.expected:
+        return ""
+    return f"{row.held}, carried by one layer" if row.carried_by_one else row.held

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from noisescope import findings
 from noisescope.diagnosis.report import Run
 from noisescope.diagnosis.rows import Divergence, Effect
 from noisescope.findings import Finding
 from noisescope.findings import metric_name as metric_name
-from noisescope.reports.document import Cell
+from noisescope.reports.document import TONES, Cell
 from noisescope.stats import Correlation, Estimate
 
 _TONES = {
@@ -68,29 +69,25 @@ def counted(found: Estimate | None, *, share: bool = False) -> Cell:
     cell = estimate(found, share=share)
     if found is None or found.value is None:
         return cell
-    return Cell(cell.shown, cell.value, interval=cell.interval, rest=f" (n = {found.n})")
+    return replace(cell, rest=f" (n = {found.n})")
 
 
 def divergence(found: Divergence | None) -> Cell:
-    """A KL with what ranks it first, the median as a rule, and the mean beside it."""
+    """The median of a KL with its interval, and the mean beside it: with its own interval where that ranks the row."""
     if found is None:
         return Cell("")
-    cell = estimate(found.size)
+    cell = estimate(found.median)
     if cell.value is None:
         return cell
-    other = f", mean {mean_words(found.mean)}" if found.ranked_by == "median" else f", median {_bare(found.median)}"
-    return Cell(cell.shown, cell.value, interval=cell.interval, rest=other)
+    mean = estimate(found.mean).text if found.ranked_by == "mean" else mean_words(found.mean)
+    return replace(cell, rest=f", mean {mean or 'not known'}")
 
 
 def mean_words(mean: Estimate) -> str:
     """The mean of a KL: "0.12", or "at least 0.03" where its tail allows no upper end."""
     if mean.high is None and mean.low is not None:
         return f"at least {number(mean.low)}"
-    return _bare(mean)
-
-
-def _bare(found: Estimate) -> str:
-    return number(found.value) or found.note or "not known"
+    return number(mean.value) or mean.note
 
 
 def band(name: str | None) -> Cell:
@@ -102,6 +99,17 @@ def band_of(row: Effect) -> Cell:
     if row.borderline:
         return Cell(f"{row.band} to {row.band_upper} (borderline)", tone=tone(row.band))
     return band(row.band)
+
+
+def band_between(kind: str, low: float | None, high: float | None, decided: str) -> Cell:
+    """The band of a metric by both ends of its interval; `decided` where there is no such interval."""
+    if low is None or high is None:
+        return band(decided)
+    names = findings.band(kind, low), findings.band(kind, high)
+    if names[0] == names[1]:
+        return band(names[0])
+    mildest = max((tone(name) for name in names), key=TONES.index)
+    return Cell(f"{names[0]} to {names[1]} (borderline)", tone=mildest)
 
 
 def tone(name: str | None) -> str:

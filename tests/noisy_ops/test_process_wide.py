@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,22 +17,7 @@ from noisescope.noisy_ops import environment
 from noisescope.noisy_ops.state import state
 from noisescope.testing import tiny_inputs, tiny_model
 
-MODULE_CALL = nn.Module.__call__
 TOKENS = tiny_inputs("llama")
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """Each test starts from the initial global state and leaves torch as it was."""
-    state.__init__()
-    yield
-    state.stop(check=False)
-    assert nn.Module.__call__ is MODULE_CALL
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    return tiny_model("llama")
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -387,28 +370,6 @@ def test_resets(model):
     logits(model)
     assert no.get_injection_stats()["total_forward"] == 19
     assert no.get_layer_injection_stats()[0]["forward"] == 9
-
-
-def test_threads(model):
-    """Each thread may use its own model; a held model refuses a second thread; setters are safe."""
-    errors, models = [], [tiny_model("llama", seed=s) for s in range(3)]
-    no.enable_noisy_ops()
-    logits(model)
-
-    def work(own: nn.Module) -> None:
-        for _ in range(5):
-            logits(own)
-        try:
-            logits(model)
-        except ModelHeld as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(m,)) for m in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(errors) == 3 and no.disable_noisy_ops()["total_forward"] == 19 * 16
 
 
 # -- the environment
