@@ -30,7 +30,7 @@ def compare_devices(
         float | None, typer.Option("--max-mape", help="Exit code 1 where the MAPE of a site is larger, such as 0.05.")
     ] = None,
     sensitivity: Annotated[
-        Path | None, typer.Option("--sensitivity", help="A diagnosis's report.json of this model: prices in nats.")
+        Path | None, typer.Option("--sensitivity", help="A diagnosis's report.json of this model: costs in nats.")
     ] = None,
     affordable: Annotated[
         float | None,
