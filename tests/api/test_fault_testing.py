@@ -65,10 +65,10 @@ def test_hits_are_counted(subject, data):
     """One call per sample and layer; every element of a wiped output that was not 0 has changed."""
     (wiped,) = run(subject, data, case(["dead_lane:channels=all@1/residual"], max_degradation=0.05))
     hits, width = wiped.measured.hits, subject.model.config.hidden_size
-    assert hits.calls == hits.acted == 12 and hits.changed == 12 * 14 * width  # the last token predicts nothing
+    assert hits.calls == hits.acted == 12 and hits.changed == 12 * 15 * width
     (both,) = run(subject, data, case(["dead_lane:channels=0@0/residual", "gain:0@1/residual"], max_degradation=0.05))
-    assert both.measured.hits.calls == 24 and both.measured.hits.changed == 12 * 14
-    assert "acted in 24 of 24 calls and changed 168 elements" in both.message
+    assert both.measured.hits.calls == 24 and both.measured.hits.changed == 12 * 15
+    assert "acted in 24 of 24 calls and changed 180 elements" in both.message
     (rare,) = run(subject, data, case(["bit_flip:rate=0.01@*/linear"], max_degradation=1.0))
     assert rare.measured.hits.acted < rare.measured.hits.calls
 

@@ -9,10 +9,20 @@ import pytest
 from hypothesis import given
 
 from noisescope.errors import InvalidInput
-from noisescope.reports.document import Curve
+from noisescope.plans.gate_rows import (
+    ConditionsRow,
+    DivergenceRow,
+    GateBaseline,
+    GateResult,
+    GateRow,
+    SampleCounts,
+    ScoreRow,
+)
+from noisescope.reports.document import Curve, Table
 from noisescope.reports.figures import figure_of
 from noisescope.reports.junit import Case, to_junit, write_junit
 from noisescope.reports.trend import trend
+from noisescope.stats import Estimate
 
 
 def test_verdicts_are_what_ci_shows():
@@ -37,24 +47,22 @@ def test_any_text_is_xml(name, message):
 
 def test_a_file_that_can_not_be_written(tmp_path):
     """Folders are made; where that fails, one line says so."""
-    rows = [{"name": "a", "verdict": "pass", "message": "m"}]
-    assert ET.parse(write_junit(tmp_path / "new" / "x.xml", "s", rows)).getroot().tag == "testsuites"
+    cases = [Case("a", "pass", "m")]
+    assert ET.parse(write_junit(tmp_path / "new" / "x.xml", "s", cases)).getroot().tag == "testsuites"
     with pytest.raises(InvalidInput, match="--junit"):
-        write_junit(tmp_path, "s", rows)
+        write_junit(tmp_path, "s", cases)
 
 
-def verdict(ratio, loss, step=None):
-    limits = [{"degradation": {"value": loss, "low": 0.0, "high": 0.5, "n": 50}}]
-    return {
-        "step": step,
-        "finished": "2026-01-01",
-        "verdict": "pass",
-        "worst": {"name": "predicted divergence: gemm", "ratio": {"value": ratio, "low": 0.9, "high": 1.4, "n": 50}},
-        "limits": limits if loss is not None else [],
-        "max_degradation": loss,
-        "worse_than": 1.2,
-        "max_degradation_allowed": 0.15,
-    }
+def verdict(ratio: float, loss: float | None, step: int | None = None) -> GateResult:
+    row = DivergenceRow("predicted divergence: gemm", "pass", "", "predicted_kl", "gemm", 0, 0.1, 0.1,
+                        Estimate(ratio, 0.9, 1.4, 50), 1.3)  # fmt: skip
+    return GateResult(
+        verdict="pass", headline="passed; 1 of 5 checks undecided", worst=row, divergence=(row,), limits=(),
+        worse_than=1.2, max_degradation=loss, max_degradation_allowed=0.15, paired=True, n=SampleCounts(50, 50, 50),
+        finite=GateRow("finite outputs", "pass", ""), clean_score=ScoreRow("score without noise", "pass", "", 0.15),
+        accuracy=(), model="m", baseline=GateBaseline("b", "before"), step=step, finished="2026-01-01", seconds=1.0,
+        conditions=ConditionsRow("conditions", "pass", "", ()),
+    )  # fmt: skip
 
 
 def test_the_trend_of_gates():
@@ -67,5 +75,7 @@ def test_the_trend_of_gates():
     assert any(line.get_label() == "limit" and set(line.get_ydata()) == {0.15} for line in lines)
     mixed = trend([verdict(1.0, 0.1, 500), verdict(1.3, None)]).sections[0].blocks[0]
     assert isinstance(mixed, Curve) and [x for x, _ in mixed.points] == [1, 2] and mixed.across == "gate"
+    table = document.sections[0].blocks[2]
+    assert isinstance(table, Table) and table.rows[0][3].text == "passed; 1 of 5 checks undecided"
     numbered = trend([verdict(1.0, 0.1)] * 3).sections[0].blocks[0]
     assert isinstance(numbered, Curve) and [x for x, _ in numbered.points] == [1, 2, 3] and numbered.across == "gate"

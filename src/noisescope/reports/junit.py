@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from noisescope.errors import InvalidInput, unknown
-
-VERDICTS = ("pass", "fail", "undecided")
+from noisescope.findings.verdicts import VERDICTS, Verdict
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,23 @@ def to_junit(suite: str, cases: Sequence[Case]) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def write_junit(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Rows with a name, a verdict, a message and perhaps seconds, as a file; its path."""
-    cases = [Case(row["name"], row["verdict"], row["message"], row.get("seconds", 0.0)) for row in rows]
+class Checked(Protocol):
+    """A check that was decided, or not."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def verdict(self) -> Verdict: ...
+    @property
+    def message(self) -> str: ...
+
+
+def cases_of(rows: Iterable[Checked], seconds: Iterable[float]) -> list[Case]:
+    return [Case(row.name, row.verdict, row.message, spent) for row, spent in zip(rows, seconds, strict=True)]
+
+
+def write_junit(path: Path, suite: str, cases: Sequence[Case]) -> Path:
+    """The cases as a file; its path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_junit(suite, cases), encoding="utf-8")
