@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "stats": {"errors"},
     "findings": {"errors", "options", "sites"},
     "diagnosis": TORCHLESS,
-    "comparison": TORCHLESS,
+    "comparison": TORCHLESS | {"diagnosis"},
     "plans": TORCHLESS | {"diagnosis", "comparison"},
     "reports": TORCHLESS | {"diagnosis", "plans"},
     "testing": VALUES,

@@ -83,7 +83,7 @@ def table(report: PhasesFound, key: str) -> Table:
     return next(block for block in blocks if isinstance(block, Table) and block.key == key)
 
 
-def test_a_criterion_is_told_in_its_own_unit(report: PhasesFound) -> None:
+def test_a_criterion_is_given_in_its_own_unit(report: PhasesFound) -> None:
     """Shares differ by points, norms by a factor; what would decide counts problems only where problems are asked."""
     rows = [[cell.text for cell in row] for row in table(report, "hypotheses").rows]
     assert rows[0][1:] == ["+12.00 points [+10.00, +14.00]", "supported", ""]

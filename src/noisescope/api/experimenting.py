@@ -39,7 +39,7 @@ from noisescope.runs.store import Store
 from noisescope.sites import Place
 from noisescope.training import adaptive
 from noisescope.training.criteria import criteria, theory
-from noisescope.training.hypotheses import UNMEASURABLE, Outcome, arm_row, judge
+from noisescope.training.hypotheses import UNMEASURABLE, CurvePoint, Outcome, arm_row, judge
 from noisescope.training.phases import Arm, Design, Job, rounding
 from noisescope.training.workers import check_device, run_all
 from noisescope.trials import Result, content_id
@@ -146,12 +146,13 @@ def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> P
 
 def outcome(result: Result, levels: Sequence[float]) -> Outcome:
     """A stored row as the statistics need it."""
-    columns: dict[float, list[Any]] = {level: [] for level in levels}
+    columns: dict[float, list[tuple[float | None, ...]]] = {level: [] for level in levels}
     for name, values in result.values.items():
         from_each = np.abs(np.asarray(levels) - float(name.partition("/")[0]))
         columns[levels[int(from_each.argmin())]].append(values)  # older stores have the first six digits only
     answers = {level: np.asarray(values, dtype=np.float64).T for level, values in columns.items()}
-    return Outcome(answers, result.facts["curve"], result.facts["training_injections"])
+    curve = [CurvePoint(point["step"], point["gradient_norm"], point["held_out"]) for point in result.facts["curve"]]
+    return Outcome(answers, curve, result.facts["training_injections"])
 
 
 def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:

@@ -54,7 +54,7 @@ def say_comparison(found: Comparison) -> None:
     say_tokens(found.tokens)
     if found.sensitivity is not None:
         say_costs(found.sensitivity)
-    if found.passed is not None:
+    if found.max_mape is not None:
         typer.echo(f"\n{_decision(found)}")
     for note in found.notes:
         typer.echo(f"note: {note}")
