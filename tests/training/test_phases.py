@@ -242,7 +242,7 @@ def test_processes_and_one_process_agree(tmp_path: Path) -> None:
     """Two worker processes give the very report of this process alone."""
     asked: dict[str, Any] = {"arms": ("none", "both"), "seeds": 1, "start": "scratch", "samples": 10, **TINY}
     alone = api.phases(**asked)
-    several = api.phases(**asked, processes=2, options=api.Options(output=tmp_path))
+    several = api.phases(**asked, workers=2, output=tmp_path)
     assert several.same_as(alone)
 
 
@@ -336,5 +336,5 @@ def test_ray_and_one_process_agree(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     asked: dict[str, Any] = {"arms": ("none", "both"), "seeds": 1, "start": "scratch", "samples": 10, **TINY}
     alone = api.phases(**asked)
-    several = api.phases(**asked, options=api.Options(output=tmp_path, workers=2, executor="ray", address="local"))
+    several = api.phases(**asked, output=tmp_path, workers=2, executor="ray", address="local")
     assert several.same_as(alone)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-
-VERDICTS = ("pass", "fail", "undecided")
+from noisescope.findings.verdicts import VERDICTS, headline, overall
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ def to_junit(suite: str, cases: Sequence[Case]) -> str:
             kind = "failure" if case.verdict == "fail" else "skipped"
             ET.SubElement(element, kind, {"message": _printable(case.message)})
         ET.SubElement(element, "system-out").text = _printable(case.message)
+    verdicts = [case.verdict for case in cases]
+    ET.SubElement(parent, "system-out").text = headline(overall(verdicts), verdicts)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
