@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import noisescope as ns
 from noisescope import api
-from noisescope.cli.runs import read_run
+from noisescope.api.stored import read_run
 from noisescope.diagnosis.changes import CLEAN, UNCHANGED, Run, compare_runs
 from noisescope.diagnosis.naming import aim_of, noise_of, order_of, plain
 from noisescope.diagnosis.unpaired import smallest_unpaired, unpaired, unpaired_p

@@ -16,6 +16,7 @@ from noisescope.options.fields import argument, changed, option, options_of
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.planning import PrecisionOptions, SmoothquantOptions
 from noisescope.options.signatures import asks
+from noisescope.options.tables import COMMANDS, GROUPS
 from noisescope.options.values import CommandOptions
 
 
@@ -72,6 +73,14 @@ def test_a_group_is_written_once() -> None:
     assert options_of(Party)["cups"].default == 20 and options_of(Party)["cups"].least == 1
     with pytest.raises(InvalidInput, match="cups must be at least 1"):
         Party(cups=0)
+
+
+@pytest.mark.parametrize("cls", [*COMMANDS, *GROUPS], ids=lambda cls: cls.__name__)
+def test_the_nearest_class_decides(cls: type) -> None:
+    """Where two groups share a third, dataclasses let the wrong one win unless bases are in the right order."""
+    for name, known in options_of(cls).items():
+        nearest = next(one for one in cls.__mro__ if name in vars(one).get("__annotations__", {}))
+        assert known == options_of(nearest)[name], name
 
 
 @asks(Party, "host")

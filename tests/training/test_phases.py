@@ -307,11 +307,11 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     """Wrong arms, starts and numbers are one line and exit code 2."""
     scratch = ["--start", "scratch"]
     for options, why in (
-        (["--steps", "0"], "steps must be a whole number from 1 on"),
-        (["--examples", "0"], "examples must be a whole number from 1 on"),
-        (["--batch", "0"], "batch must be a whole number from 1 on"),
-        (["--rate", "-1"], "rate must be finite and above 0"),
-        ([*scratch, "--layers", "0"], "layers must be a whole number from 1 on"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--examples", "0"], "examples must be at least 1, got 0"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--rate", "-1"], "rate must be above 0, got -1"),
+        ([*scratch, "--layers", "0"], "layers must be at least 1, got 0"),
         ([*scratch, "--width", "30"], "width must be 32, 96 or a multiple of 64"),
         ([*scratch, "--width", "160"], "width must be 32, 96 or a multiple of 64"),
         (["--layers", "2"], "of a model from scratch"),
@@ -319,7 +319,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
         (["--executor", "slurm"], "unknown executor"),
         (["--workers", "0"], "at least 1"),
         (["--seconds", "0"], "seconds must be above 0"),
-        (["--noise-scale", "0"], "which is no noise"),
+        (["--noise-scale", "0"], "injects nothing"),
         (["--arms", "upward"], "unknown arm"),
         (["--start", "nowhere"], "unknown start"),
         (["--seeds", "0"], "at least 1"),
