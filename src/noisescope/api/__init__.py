@@ -1,5 +1,6 @@
 """The public questions: where measuring (torch, no why) and interpreting (why, no torch) meet."""
 
+from noisescope.api.activations import save_activations as save_activations
 from noisescope.api.comparing import compare as compare
 from noisescope.api.comparing import record as record
 from noisescope.api.diagnosing import diagnose as diagnose

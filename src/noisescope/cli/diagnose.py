@@ -31,6 +31,10 @@ def diagnose_model(
         str | None, typer.Option("--operators", help="Such as softmax,norm. Default: gemm and seven.")
     ] = None,
     calibration_samples: Annotated[int, typer.Option("--calibration-samples", help="For channels.")] = 1000,
+    save_activations: Annotated[
+        bool,
+        typer.Option("--save-activations", help="Write calibration activations to OUTPUT/activations."),
+    ] = False,
     samples: common.Samples = 100,
     seeds: common.Seeds = 3,
     metric: common.Metric = "accuracy",
@@ -120,6 +124,10 @@ def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
             return
         with common.resumable(output), Shown() as progress:
             report = prepared.run(whole, common.run_options("diagnose", asked, progress))
+        if asked["save_activations"]:
+            source = asked["calibration"] or asked["data"]
+            size = {"samples": asked["calibration_samples"], "max_tokens": asked["max_tokens"]}
+            api.save_activations(subject, source, output / "activations", **size)
     outcome.finish(report, output, outcome.say_summary, as_json=as_json)
 
 

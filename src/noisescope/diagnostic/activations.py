@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from noisescope.api.activations import linears
 from noisescope.diagnosis.frame import Array
 from noisescope.diagnostic.asking import Row, subject_of
 from noisescope.diagnostic.outliers import outlier_row, site_label
@@ -16,8 +17,6 @@ from noisescope.findings import LIMITS
 from noisescope.model import Subject
 from noisescope.probe.capture import Capture, Captured, ChannelStatistics, capture
 from noisescope.runs.bench import input_device
-
-LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
 
 
 class ActivationCapture:
@@ -46,7 +45,7 @@ class ActivationCapture:
     ) -> None:
         self.subject = subject_of(model)
         self.layer_patterns = (layer_patterns,) if isinstance(layer_patterns, str) else layer_patterns
-        self.modules = _linears(self.subject, self.layer_patterns)
+        self.modules = linears(self.subject, self.layer_patterns)
         self.keep_activations = keep_activations
         self._scope: Capture | None = None
         self._captured = Captured()
@@ -142,26 +141,6 @@ def _aim(subject: Subject, layer: int | str) -> Row:
     if not 0 <= layer < blocks:
         raise InvalidInput(f"layer {layer} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}")
     return {"operators": {"residual"}, "layers": {layer}}
-
-
-def _linears(subject: Subject, patterns: Sequence[str] | None) -> list[str]:
-    """Linears of the blocks whose name holds a pattern; without patterns see LAYER_PATTERNS, all where none fits.
-
-    That is asked of each component by itself: Mixtral's attention has Llama's names, its experts have not.
-    """
-    units = [unit for unit in subject.anatomy.units if "linear" in unit.operators and isinstance(unit.place, int)]
-    units = [unit for unit in units if unit.component != "router"]
-    wanted = LAYER_PATTERNS if patterns is None else patterns
-    chosen = [unit for unit in units if any(pattern in unit.module for pattern in wanted)]
-    if patterns is None:
-        named = {unit.component for unit in chosen}
-        chosen += [unit for unit in units if unit.component not in named]
-    if not chosen:
-        names = ", ".join(unit.module for unit in units[:3])
-        raise InvalidInput(
-            f"layer_patterns {list(wanted)} are part of no linear's name; the model has {len(units)}, such as {names}"
-        )
-    return [unit.module for unit in chosen]
 
 
 def _columns(statistics: ChannelStatistics) -> dict[str, Array]:
