@@ -17,6 +17,7 @@ from noisescope.findings import LIMITS
 from noisescope.model import Subject
 from noisescope.probe.capture import Capture, Captured, ChannelStatistics, capture
 from noisescope.runs.bench import input_device
+from noisescope.sites import Place
 
 
 class ActivationCapture:
@@ -49,6 +50,10 @@ class ActivationCapture:
         self.keep_activations = keep_activations
         self._scope: Capture | None = None
         self._captured = Captured()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.subject.model
 
     def register_hooks(self) -> None:
         """Begin to watch."""
@@ -108,7 +113,14 @@ class ActivationCapture:
         if not self._captured.statistics:
             raise InvalidInput("nothing was captured yet: register_hooks(), then call the model")
         return {
-            site_label(site): {"layer": site.place, **outlier_row(site_label(site), _columns(statistics), threshold)}
+            name: {"layer": layer, **outlier_row(name, columns, threshold)}
+            for name, (layer, columns) in self.columns().items()
+        }
+
+    def columns(self) -> dict[str, tuple[Place, dict[str, Array]]]:
+        """By module, its layer and the statistics [C] of its channels."""
+        return {
+            site_label(site): (site.place, _columns(statistics))
             for site, statistics in self._captured.statistics.items()
         }
 
@@ -145,9 +157,12 @@ def _aim(subject: Subject, layer: int | str) -> Row:
 
 def _columns(statistics: ChannelStatistics) -> dict[str, Array]:
     assert statistics.maximum is not None and statistics.mean_abs is not None and statistics.histogram is not None
+    assert statistics.mean is not None and statistics.std is not None
     found = {
         "max": statistics.maximum,
+        "mean": statistics.mean,
         "mean_abs": statistics.mean_abs,
+        "std": statistics.std,
         "q50": statistics.histogram.quantile(0.5),
         "q99": statistics.histogram.quantile(0.99),
     }
