@@ -54,7 +54,7 @@ def gradient_pretest(
                 changes.append(float((after - before).norm() / before.norm()))
         ratio = stats.mean(ratios)
         found[way] = {
-            "ratio": ratio.to_dict(),
+            "ratio": to_json(ratio),
             "band": band("gradient_ratio", ratio.value),
             "change": to_json(stats.mean(changes)),
         }
