@@ -38,6 +38,7 @@ def diagnose_model(asked: DiagnoseOptions) -> None:
             report = diagnose(subject, options=common.running(asked, progress))
         if asked.save_activations and asked.output is not None:
             source = asked.data if asked.calibration is None else asked.calibration
-            size = {"samples": asked.calibration_samples, "max_tokens": asked.max_tokens}
-            save_activations(subject, source, asked.output / "activations", **size)
+            folder = asked.output / "activations"
+            count = asked.calibration_samples
+            save_activations(subject, source, folder, samples=count, max_tokens=asked.max_tokens)
     outcome.finish(report, asked.output, outcome.say_summary, as_json=asked.json)
