@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 
 import noisescope as ns
 from noisescope import api, stats
-from noisescope.cli.runs import read_run
+from noisescope.api.stored import read_run
 from noisescope.diagnosis.change_rows import (
     UNCHANGED,
     AskedDifferently,
