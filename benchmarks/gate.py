@@ -55,7 +55,7 @@ def worsened(gain: float) -> Subject:
 
 
 def measured(subject: Subject, problems: list[Problem], seed: int) -> dict[str, Any]:
-    return gauged(subject, data_set(problems), samples=len(problems), seeds=[seed], slice_samples=len(problems))
+    return gauged(subject, data_set(problems), samples=len(problems), seeds=[seed], slice=len(problems))
 
 
 def ratio(after: dict[str, Any], before: dict[str, Any], measure: str, operator: str = "gemm") -> float:

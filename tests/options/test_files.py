@@ -151,10 +151,10 @@ def test_the_layout_of_the_original_method_notes(
       calibration_data: c.jsonl
       operator: {noise_scale: 5e-2, operators: [matmul, softmax, layernorm]}
       layer: {window_size: 4, step_size: 2, noise_scale: 0.05}
-      channel: {calibration_samples: 50, outlier_threshold: 20, save_activations: false}
+      channel: {calibration_samples: 50, outlier_threshold: 20, save_activations: true}
     """
     line = "--level operator,layer,channel --data t.jsonl --calibration c.jsonl --noise-scale 0.05 --window 4 --step 2"
-    line += " --operators gemm,softmax,layernorm --calibration-samples 50 --outlier-threshold 20"
+    line += " --operators gemm,softmax,layernorm --calibration-samples 50 --outlier-threshold 20 --save-activations"
     assert asked("--config", str(written(tmp_path, text))) == asked("demo", *line.split())
 
 
@@ -206,7 +206,7 @@ def test_lists_and_empty_values(tmp_path: Path) -> None:
         ("window: 3\nwindow_size: 4", "window and window_size both set 'window', to 3 and 4"),
         ("operator: {noise_scale: 0.1}\nlayer: {noise_scale: 0.2}", "operator.noise_scale and layer.noise_scale both"),
         ("window: 3\n\nstep: 1\nwindow: 3", "run.yaml, line 4: window is there twice .first in line 1"),
-        ("channel:\n  save_activations: true", "channel.save_activations is True; activations are never kept"),
+        ("channel:\n  save_activations: 1", "channel.save_activations must be true or false, got the number 1"),
         ("diagnostic: {enabled: false}", "diagnostic.enabled is False"),
         ("noise_scale: 0.1\ndiagnostic: {window: 3}", "noise_scale stands beside `diagnostic:`"),
         ("noise_scal: 0.1\ndiagnostic: {window: 3}", "noise_scal stands beside `diagnostic:`"),

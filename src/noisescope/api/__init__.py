@@ -22,6 +22,7 @@ _HOMES = {
     "put_to_the_test": "noisescope.api.diagnosing",
     "record": "noisescope.api.recording",
     "robustness": "noisescope.api.diagnosing",
+    "save_activations": "noisescope.api.activations",
     "smooth_outliers": "noisescope.api.smoothing",
     "verify_precision": "noisescope.api.planning",
     "with_fault_located": "noisescope.api.diagnosing",
@@ -30,6 +31,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 if TYPE_CHECKING:
+    from noisescope.api.activations import save_activations as save_activations
     from noisescope.api.comparing import compare as compare
     from noisescope.api.diagnosing import diagnose as diagnose
     from noisescope.api.diagnosing import put_to_the_test as put_to_the_test

@@ -11,7 +11,7 @@ from noisescope.api.diagnosing import diagnose, put_to_the_test, with_fault_loca
 from noisescope.api.loading import load_subject
 from noisescope.api.planning import with_precision_planned
 from noisescope.data import read_data
-from noisescope.options.groups import LoadingOptions
+from noisescope.options.groups import LoadingOptions, Options
 from noisescope.probe.formats import Format
 from noisescope.reports.report import Report
 
@@ -33,9 +33,7 @@ def demonstrated(output: Path, progress: object, say: Callable[[str], None]) -> 
         seeds=2,
         slice=SAMPLES,
         calibration_samples=128,
-        output=output,
-        progress=progress,
-        repeat={"name": "demo", "options": {}},
+        options=Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}),
     )
     say("2. simulating a fault where the report warns, and where it does not")
     report = put_to_the_test(

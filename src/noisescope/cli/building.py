@@ -12,8 +12,8 @@ import typer.core
 
 from noisescope.options.fields import Option, options_of
 from noisescope.options.files import read_file
-from noisescope.options.signatures import sentence
 from noisescope.options.values import CommandOptions
+from noisescope.options.words import sentence, shown_default
 
 O = TypeVar("O", bound=CommandOptions)  # noqa: E741
 _NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
@@ -61,18 +61,6 @@ def _short(option: Option) -> tuple[str, ...]:
 def _help(option: Option) -> str:
     default = shown_default(option)
     return f"{sentence(option)} [default: {default}]" if default else sentence(option)
-
-
-def shown_default(option: Option) -> str:
-    """The default of a command in words; "" where there is none to speak of."""
-    value = option.default if option.command_default is None else option.command_default
-    if option.default_text or value is None or (isinstance(value, bool) and not option.negative):
-        return option.default_text
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return ",".join(f"{member:g}" if isinstance(member, float) else str(member) for member in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def rewritten(args: list[str], options: dict[str, Option]) -> list[str]:

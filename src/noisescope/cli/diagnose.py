@@ -9,7 +9,7 @@ from noisescope.options.diagnosing import DiagnoseOptions
 
 
 def diagnose_model(asked: DiagnoseOptions) -> None:
-    """Find what can't stand numerical error.
+    """Find what is sensitive to numerical error.
 
     Which operators, layers and channels lose most when their arithmetic gets a little wrong.
 
@@ -24,6 +24,7 @@ def diagnose_model(asked: DiagnoseOptions) -> None:
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
+    from noisescope.api.activations import save_activations
     from noisescope.api.diagnosing import cost_of_diagnosis, diagnose
     from noisescope.api.loading import load_subject
     from noisescope.cli.progress import Shown
@@ -35,4 +36,9 @@ def diagnose_model(asked: DiagnoseOptions) -> None:
             return
         with common.resumable(asked.output), Shown() as progress:
             report = diagnose(subject, options=common.running(asked, progress))
+        if asked.save_activations and asked.output is not None:
+            source = asked.data if asked.calibration is None else asked.calibration
+            folder = asked.output / "activations"
+            count = asked.calibration_samples
+            save_activations(subject, source, folder, samples=count, max_tokens=asked.max_tokens)
     outcome.finish(report, asked.output, outcome.say_summary, as_json=asked.json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from noisescope import api
 from noisescope.data import DataSet
 from noisescope.diagnosis.frame import GROUP, Frame
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.errors import InvalidInput, unknown
+from noisescope.errors import InvalidInput
 from noisescope.model import Subject, wrap
 from noisescope.reports.report import Report, read_report
 from noisescope.sites import GROUPS, canonical_operator
@@ -25,12 +24,6 @@ from noisescope.trials import Results, Trial
 Row = dict[str, Any]
 # What a measured row of the notes holds; None where it could not be measured.
 ROW_KEYS = ("degradation", "sensitivity_score", "baseline_acc", "noisy_acc", "total_injections")
-# Keywords of `diagnose` with their defaults: the one place where those are written is its signature.
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(api.diagnose).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name != "options"
-}
 
 
 @dataclass(frozen=True)
@@ -57,10 +50,7 @@ def ask(
     **asked: Any,
 ) -> Any:
     """The answer of a model on data; `asked` are keywords of `diagnose`, `settings` fields of Settings it has not."""
-    for name in asked:
-        if name not in _DEFAULTS:
-            raise unknown("keyword", name, [*_DEFAULTS, "options"])
-    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **{**_DEFAULTS, **asked})
+    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **asked)
     frame = prepared.frame
     if settings:
         frame = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, **settings))

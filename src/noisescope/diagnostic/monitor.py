@@ -54,7 +54,7 @@ class RobustnessMonitor:
         """{checkpoint_step, pass, max_degradation, warnings, timestamp} and under `full` the gate's own verdict.
 
         A warning is a check that failed. `pass` is False where one did, and True where none did or none could be
-        decided: `verdict` tells these apart. `more` is any keyword of the gate: samples, seeds, worse_than.
+        decided: `verdict` tells these apart. `more` is any keyword of the gate: samples, seeds, max_worse.
         """
         if self._degradations is None:
             result = gate(

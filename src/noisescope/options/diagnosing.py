@@ -66,6 +66,11 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
     output: Path | None = changed(
         ExecutionOptions, "output", None, command_default=Path("noisescope-run"), default_text="noisescope-run"
     )
+    save_activations: bool = option(
+        False,
+        "Write outputs of the linears that feed the residual stream, on the calibration data, to OUTPUT/activations.",
+        surface="command",
+    )
     dry_run: bool = option(False, "Print trials, forwards, time and memory, and stop.", surface="command")
 
 

@@ -81,7 +81,7 @@ class Option:
         what, example = _MEMBERS[self.kind], ",".join(self.choices[:2]) or _EXAMPLES[self.kind]
         if isinstance(value, str):
             value, text = [part.strip() for part in value.split(",") if part.strip()], True
-        elif isinstance(value, self.kind) and not isinstance(value, bool):
+        elif isinstance(value, numbers.Real) and not isinstance(value, bool):
             value = [value]
         if isinstance(value, (Mapping, bool)) or not isinstance(value, Iterable):
             raise InvalidInput(f"{where} must be text or a list of {what} such as {example}, got {described(value)}")

@@ -27,12 +27,11 @@ SECTION = "diagnostic"
 SECTIONS = {
     "operator": ("noise_scale", "operators"),
     "layer": ("noise_scale", "window", "step"),
-    "channel": ("calibration_samples", "outlier_threshold"),
+    "channel": ("calibration_samples", "outlier_threshold", "save_activations"),
 }
 # Keys of the notes that leave nothing to choose here -> the one value allowed, and why.
 SETTLED: dict[str, tuple[bool, str]] = {
     "enabled": (True, "the command is the switch: set it to true, or leave the command out"),
-    "save_activations": (False, "activations are never kept, only the statistics of their channels: leave it out"),
 }
 
 

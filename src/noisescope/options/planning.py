@@ -59,7 +59,7 @@ class VerifyOptions(FormatOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions(BudgetOptions, VerifyOptions, ReportModelOptions, PrintingOptions):
+class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions):
     command: ClassVar[str] = "plan precision"
 
     verify: bool = option(False, "Carry the plan out on the model, and measure.", surface="command")

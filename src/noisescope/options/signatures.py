@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from noisescope.errors import InvalidInput
 from noisescope.options.fields import Option, options_of
 from noisescope.options.values import CommandOptions, from_keywords, unlike_default
+from noisescope.options.words import sentence
 
 R = TypeVar("R")
 
@@ -77,10 +78,3 @@ def _described(options: type[CommandOptions]) -> str:
         )
         for o in rows
     )
-
-
-def sentence(option: Option) -> str:
-    """The help of an option with its choices."""
-    allowed = f" One of {', '.join(option.choices)}." if option.choices and not option.many else ""
-    allowed = f" Any of {', '.join(option.choices)}." if option.choices and option.many else allowed
-    return f"{option.help}{allowed}"

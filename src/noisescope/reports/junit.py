@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.findings.verdicts import VERDICTS, Verdict
+from noisescope.findings.verdicts import VERDICTS, Verdict, headline, overall
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Case:
     """One check. What could not be decided is a skipped case: neither green nor red."""
 
     name: str
-    verdict: str
+    verdict: Verdict
     message: str
     seconds: float = 0.0
 
@@ -46,6 +46,8 @@ def to_junit(suite: str, cases: Sequence[Case]) -> str:
             kind = "failure" if case.verdict == "fail" else "skipped"
             ET.SubElement(element, kind, {"message": _printable(case.message)})
         ET.SubElement(element, "system-out").text = _printable(case.message)
+    verdicts = [case.verdict for case in cases]
+    ET.SubElement(parent, "system-out").text = headline(overall(verdicts), verdicts)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
