@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantisation": VALUES | {"anatomy", "evaluation", "metrics", "model", "probe"},
     "runs": VALUES | {"anatomy", "evaluation", "model", "probe", "metrics", "quantisation", "tasks"},
     "locators": TORCHLESS - {"findings"} | (MEASURING - {"quantisation"}) | {"comparison"},
-    "training": TORCHLESS | MEASURING | {"reports"},
+    "training": TORCHLESS | MEASURING | {"diagnosis", "reports"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
     "api": BELOW_CLI,
     "diagnostic": BELOW_CLI | {"noisy_ops"},

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope.comparison.compare import Comparison
+from noisescope.comparison.compare import Comparison, compare_records
 from noisescope.comparison.crossing import crossed
 from noisescope.comparison.rows import Logits
 from noisescope.comparison.words import in_words, verdict_of
@@ -240,11 +240,11 @@ def test_the_mape_decides(good, broken):
             InvalidInput, match="no site of layers 9 is in both records: choose from the blocks 0, 1, 2, 3"
         ):
             ns.compare(good, other, layers=layers, max_mape=0.05)
-    with pytest.raises(InvalidInput, match="layers is empty: give a list of whole numbers"):
-        ns.compare(good, other, layers=[])
-    for limit, words in ((math.nan, "finite"), (math.inf, "finite"), (-0.1, "at least 0, got")):
-        with pytest.raises(InvalidInput, match=words):
-            ns.compare(good, other, max_mape=limit)
+    with pytest.raises(InvalidInput, match="no layers are chosen: name some of the blocks 0, 1, 2, 3"):
+        compare_records(good, other, layers=[])
+    for limit in (math.nan, math.inf, -0.1):
+        with pytest.raises(InvalidInput, match="not below 0; got"):
+            compare_records(good, other, max_mape=limit)
 
 
 def test_sites_of_another_shape_do_not_pass(good, subject, tmp_path):
@@ -435,11 +435,11 @@ def test_reports_that_do_not_fit_are_refused(good):
         ns.compare(good, good, sensitivity=report("f" * 64))
     with pytest.raises(InvalidInput, match="no map of layers"):
         ns.compare(good, good, sensitivity=replace(report(good.model), layer_analysis=None))
-    for nats, words in ((0, "above 0"), (math.nan, "finite")):
-        with pytest.raises(InvalidInput, match=words):
-            ns.compare(good, good, sensitivity=report(good.model), affordable=nats)
-    with pytest.raises(InvalidInput, match="affordable needs sensitivity"):
-        ns.compare(good, good, affordable=0.1)
+    for nats in (0, math.nan):
+        with pytest.raises(InvalidInput, match="above 0"):
+            compare_records(good, good, sensitivity=report(good.model), affordable=nats)
+    with pytest.raises(InvalidInput, match="needs a sensitivity report"):
+        compare_records(good, good, affordable=0.1)
 
 
 def test_a_comparison_is_saved_as_it_is(good, broken, tmp_path):
