@@ -1,4 +1,4 @@
-"""Power and false alarms of the gate: how often it fails an undamaged model, and how often it finds five kinds of damage.
+"""Power and false alarms of the gate: how often five kinds of damage are found, and undamaged models failed.
 
     python benchmarks/gate.py --work FOLDER --seconds 1500 --json benchmarks/results/gate_cpu.json
 
@@ -13,8 +13,8 @@ final-norm gain       the gain of the final norm times a factor chosen so that t
 ====================  =================================================================================================
 
 A run has its own problems and noise seed. On the same samples the damaged model is measured on the baseline's problems
-with the baseline's seed, as `noisescope gate` does; on other samples it is the next run's damaged set, so that every set
-serves two comparisons. Another template gives other tokens, so on the same samples the gate refuses to compare:
+with the baseline's seed, as `noisescope gate` does; on other samples it is the next run's damaged set, so that each
+set serves two comparisons. Another template gives other tokens, so on the same samples the gate refuses to compare:
 counted as refused. False alarms: the undamaged model on the same problems under another noise seed, and on the next
 run's problems.
 
@@ -28,6 +28,8 @@ core.
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import math
 import os
@@ -89,8 +91,15 @@ def linears(subject: Subject, block: int | None = None) -> list[torch.nn.Module]
     return [modules[unit.module] for unit in wanted]
 
 
-def good(run: int) -> Subject:
+@functools.cache
+def loaded() -> Subject:
     return ns.load("demo")
+
+
+def good(run: int) -> Subject:
+    """A model of its own, to be damaged."""
+    kept = loaded()
+    return Subject(copy.deepcopy(kept.model), kept.tokenizer, kept.anatomy, kept.source)
 
 
 def rounded(run: int) -> Subject:
@@ -111,7 +120,7 @@ def noised(run: int, size: float = WEIGHT_NOISE, block: int | None = None) -> Su
 
 
 def one_layer(run: int) -> Subject:
-    return noised(run, LAYER_NOISE, run % len(good(run).anatomy.blocks))
+    return noised(run, LAYER_NOISE, run % len(loaded().anatomy.blocks))
 
 
 def sharpened(gain: float) -> Subject:
@@ -171,16 +180,16 @@ class Sets:
     def __init__(self, folder: Path, problems: Sequence[Problem], size: int, until: float) -> None:
         self.folder, self.problems, self.size, self.until = folder, problems, size, until
 
-    def get(
-        self, kind: str, run: int, made: Callable[[int], Subject], seed: int, template: Template
-    ) -> GateNumbers | None:
+    def get(self, kind: Damage, run: int, seed: int) -> GateNumbers | None:
         """The set of a kind on the problems of a run; None where time is up."""
-        path = self.folder / f"{kind.replace(' ', '-').replace(',', '')}-{run}.json"
+        path = self.folder / f"{kind.name.replace(' ', '-').replace(',', '')}-{run}.json"
         if not path.exists():
             if time.monotonic() > self.until:
                 return None
             problems = self.problems[run * self.size : (run + 1) * self.size]
-            path.write_text(json.dumps(to_json(measured(made(run), problems, seed, template))), encoding="utf-8")
+            path.write_text(
+                json.dumps(to_json(measured(kind.made(run), problems, seed, kind.template))), encoding="utf-8"
+            )
         return from_json(GateNumbers, json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -199,6 +208,7 @@ def summary(found: Sequence[Decision | None]) -> dict[str, Any]:
     for one in decided:
         for row in one.checks:
             rows[row.name] = rows.get(row.name, 0) + (row.verdict == "fail")
+    largest = [one.worst.ratio.value or 0.0 for one in decided]
     undecided = [sum(row.verdict == "undecided" for row in one.checks) for one in decided]
     return {
         "runs": len(found),
@@ -208,9 +218,7 @@ def summary(found: Sequence[Decision | None]) -> dict[str, Any]:
         "share_caught": to_json(stats.mean(caught)),
         "rows_failed": rows,
         "median_undecided_rows": float(np.median(undecided)) if decided else None,
-        "median_largest_ratio": float(np.median([one.worst.ratio.value or 0.0 for one in decided]))
-        if decided
-        else None,
+        "median_largest_ratio": float(np.median(largest)) if decided else None,
     }
 
 
@@ -220,8 +228,8 @@ def compared(sets: Sets, runs: int, gain: float) -> dict[str, dict[str, list[Dec
     known: dict[str, list[GateNumbers]] = {kind.name: [] for kind in kinds}
     again: list[GateNumbers] = []
     for run in range(runs + 1):  # the last only serves as other samples
-        found = [sets.get(kind.name, run, kind.made, run, kind.template) for kind in kinds]
-        other_seed = sets.get(AGAIN, run, good, runs + 1 + run, as_trained)
+        found = [sets.get(kind, run, run) for kind in kinds]
+        other_seed = sets.get(Damage(AGAIN, good), run, runs + 1 + run)
         if other_seed is None or any(one is None for one in found):
             break
         again.append(other_seed)
@@ -266,16 +274,15 @@ def main() -> None:
         print("no run is complete yet: the same command continues")
         return
     found = {
-        "workload": f"bundled model, {options.samples} generated problems per side, 1 seed, Gaussian 0.05, effort screen",
+        "workload": f"bundled model, {options.samples} problems per side, 1 seed, Gaussian 0.05, effort screen",
         "machine": f"{os.cpu_count()} shared cores, one thread, torch {torch.__version__}, {platform.machine()}",
         "complete": done == options.runs,
         "calibration": calibration,
         "arms": {kind: {arm: summary(rows) for arm, rows in by_arm.items()} for kind, by_arm in arms.items()},
     }
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(
-        "| model | samples | runs | fails | refused | undecided | caught, 95 % interval |\n|---|---|---|---|---|---|---|"
-    )
+    print("| model | samples | runs | fails | refused | undecided | caught, 95 % interval |")
+    print("|---|---|---|---|---|---|---|")
     for kind, by_arm in found["arms"].items():
         for arm, row in by_arm.items():
             share = row["share_caught"]
