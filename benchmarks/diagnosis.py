@@ -81,7 +81,7 @@ def memory(subject: ns.Subject, data: Any, slice_samples: int) -> dict[str, floa
         generate=False,
         max_tokens=256,
         max_new_tokens=8,
-        slice_samples=slice_samples,
+        slice=slice_samples,
     )
     frame, peaks = prepared.frame, {}
     part: Slice = frame.test[0]
@@ -111,7 +111,7 @@ def _peak(run: Any) -> int:
 def on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     subject = qwen("cuda", num_hidden_layers=options.layers)
     data = batches(options.samples, options.tokens, QWEN["vocab_size"])
-    settings = {"samples": options.samples, "metric": "agreement", "slice_samples": options.slice}
+    settings = {"samples": options.samples, "metric": "agreement", "slice": options.slice}
     timed(subject, [data[0][:2]], **{**settings, "samples": 2})
     found: dict[str, Any] = {"memory_gib": memory(subject, data, options.slice)}
     for effort in options.efforts:
@@ -154,7 +154,7 @@ def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"plain loop": {"seconds": slow, "samples": len(items)}}
     for effort in ("screen", "standard"):
         started = time.perf_counter()
-        report = api.diagnose(subject, samples=options.samples, effort=effort, levels=("operator", "layer"))
+        report = api.diagnose(subject, samples=options.samples, effort=effort, level=("operator", "layer"))
         seconds = time.perf_counter() - started
         rows = [report["operator_analysis"][name] for name in ("gemm", "softmax", "silu", "norm")]
         rows += report["layer_analysis"]["windows"]

@@ -147,7 +147,7 @@ def data_set(problems: Sequence[Problem], template: Template) -> DataSet:
 
 def measured(subject: Subject, problems: Sequence[Problem], seed: int, template: Template = as_trained) -> GateNumbers:
     count = len(problems)
-    return gauged(subject, data_set(problems, template), samples=count, seeds=[seed], slice_samples=count)
+    return gauged(subject, data_set(problems, template), samples=count, seeds=[seed], slice=count)
 
 
 def ratio(after: GateNumbers, before: GateNumbers) -> dict[str, float]:
@@ -187,9 +187,8 @@ class Sets:
             if time.monotonic() > self.until:
                 return None
             problems = self.problems[run * self.size : (run + 1) * self.size]
-            path.write_text(
-                json.dumps(to_json(measured(kind.made(run), problems, seed, kind.template))), encoding="utf-8"
-            )
+            numbers = measured(kind.made(run), problems, seed, kind.template)
+            path.write_text(json.dumps(to_json(numbers)), encoding="utf-8")
         return from_json(GateNumbers, json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -28,7 +28,7 @@ def main() -> None:
         answers = model(start).logits[:, -1].argmax(-1, keepdim=True)
     data = [torch.cat([start, answers], 1)]
     report = ns.diagnose(
-        ns.wrap(model), data, metric=right_last_token, levels=("operator",), operators=("linear", "softmax"), seeds=2
+        ns.wrap(model), data, metric=right_last_token, level=("operator",), operators=("linear", "softmax"), seeds=2
     )
     for name, row in report["operator_analysis"].items():
         loss = row["degradation"]

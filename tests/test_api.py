@@ -17,9 +17,9 @@ import torch
 
 import noisescope as ns
 from noisescope import api
+from noisescope.api.materials import material_of
 from noisescope.diagnosis import whole
 from noisescope.errors import InvalidInput
-from noisescope.preparation import material_of
 from noisescope.reports.report import Report
 from noisescope.runs.store import Store
 from noisescope.testing import tiny_model
@@ -157,9 +157,11 @@ def test_what_a_run_would_cost() -> None:
         ({"metric": "accurracy"}, "accuracy"),
         ({"samples": 0}, "samples must be at least 1"),
         ({"generate": True}, "generation needs prompts"),
-        ({"seeds": 0}, "at least one seed"),
+        ({"seeds": 0}, "seeds must be at least 1"),
         ({"effort": "max"}, "standard"),
-        ({"options": api.Options(executor="slurm")}, "ray"),
+        ({"executor": "slurm"}, "ray"),
+        ({"noise_scal": 0.1}, "unknown keyword 'noise_scal'.*Did you mean 'noise_scale'"),
+        ({"slice": 4}, "slice is given twice"),
     ],
 )
 def test_wrong_settings_are_one_clear_error(wrong: dict[str, Any], words: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from noisescope.preparation import prepare_diagnosis
 from torch import Tensor, nn
 
 import noisescope
@@ -23,7 +24,6 @@ from noisescope.locators.locate import locate
 from noisescope.metrics.curvature import gradient_norms, hessian_traces, parameter_fisher
 from noisescope.metrics.fisher import Screen
 from noisescope.model import wrap
-from noisescope.preparation import prepare_diagnosis
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.quantisation.smoothing import rounded_kl, smooth

@@ -15,18 +15,19 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "identity", "jsonform", "sites", "injection", "trials", "record_format"}
+VALUES = {"errors", "identity", "jsonform", "sites", "injection", "trials", "record_format", "options"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"anatomy", "evaluation", "model", "probe", "faults", "metrics", "quantisation", "tasks", "data", "runs"}
 ABOVE_RUNS = {"locators", "training"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
-BELOW_CLI = TORCHLESS | MEASURING | ABOVE_RUNS | TORCH_BLOCKED | {"costs", "preparation", "api", "demo", "testing"}
+BELOW_CLI = TORCHLESS | MEASURING | ABOVE_RUNS | TORCH_BLOCKED | {"api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
+    "options": {"errors", "sites", "injection"},
     "stats": {"errors"},
-    "findings": {"errors", "sites"},
+    "findings": {"errors", "options", "sites"},
     "diagnosis": TORCHLESS,
-    "comparison": TORCHLESS,
+    "comparison": TORCHLESS | {"diagnosis"},
     "plans": TORCHLESS | {"diagnosis", "comparison"},
     "reports": TORCHLESS | {"diagnosis", "plans"},
     "testing": VALUES,
@@ -44,11 +45,9 @@ ALLOWED: dict[str, set[str]] = {
     "locators": TORCHLESS - {"findings"} | (MEASURING - {"quantisation"}) | {"comparison"},
     "training": TORCHLESS | MEASURING | {"reports"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
-    "costs": TORCHLESS | {"diagnosis", "probe", "runs"},
-    "preparation": BELOW_CLI - {"api"},
     "api": BELOW_CLI,
     "diagnostic": BELOW_CLI | {"noisy_ops"},
-    "cli": BELOW_CLI | {"noisy_ops"},
+    "cli": {"api", "options", "errors"},
 }
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 

@@ -20,6 +20,7 @@ from torch import nn
 from noisescope import demo
 from noisescope.anatomy import Anatomy, dissect
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
+from noisescope.options.models import ALLOWED, refuse_missing_path, uncached
 
 _DTYPES = {
     "float64": torch.float64,
@@ -37,11 +38,6 @@ _CONVERT = (
     "folder."
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.txt", "vocab.json", "tekken.json")
-_ALLOWED = (
-    "A model is a Hugging Face folder (config.json beside *.safetensors), an id from the local Hugging Face cache, "
-    "a .gguf file, a .pt state dict beside its config.json, demo (the small trained model in the package; a folder of "
-    "that name is ./demo), or tiny:NAME (a tiny random model, such as tiny:llama)."
-)
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: b
         if path.suffix.lower() == ".gguf":
             _need_gguf()
             return _Checkpoint(text, path.parent, path.name, trusted)
-        hint = f"pass its folder, {path.parent}" if path.suffix == ".safetensors" else _ALLOWED
+        hint = f"pass its folder, {path.parent}" if path.suffix == ".safetensors" else ALLOWED
         raise InvalidInput(f"{text} is a file that can't be loaded as a model: {hint}")
     folder = path if path.is_dir() else _cached(text, path, revision)
     _check_folder(text, folder, weights=weights)
@@ -225,21 +221,16 @@ def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: b
 
 def _cached(text: str, path: Path, revision: str | None) -> Path:
     """The snapshot of a hub id in the hub library's own cache."""
-    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.suffix.lower() == ".gguf":
-        raise InvalidInput(f"there is no file or folder {text!r}. {_ALLOWED}")
+    refuse_missing_path(text)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(text, revision=revision, local_files_only=True))
     except HFValidationError:
-        raise InvalidInput(f"{text!r} is no file, no folder and no hub id. {_ALLOWED}") from None
+        raise InvalidInput(f"{text!r} is no file, no folder and no hub id. {ALLOWED}") from None
     except LocalEntryNotFoundError:
-        version = f" --revision {revision}" if revision else ""
-        raise InvalidInput(
-            f"{text!r} is neither a folder here nor in the local Hugging Face cache, and noisescope downloads nothing. "
-            f"Fetch it with the hub's own tool first: hf download {text}{version}"
-        ) from None
+        raise uncached(text, revision) from None
 
 
 def _check_folder(text: str, folder: Path, *, weights: bool) -> None:
@@ -249,7 +240,7 @@ def _check_folder(text: str, folder: Path, *, weights: bool) -> None:
         )
     if not (folder / "config.json").exists():
         found = next(iter(sorted(folder.glob("*.gguf"))), None)
-        hint = f"Pass the file: {found}" if found else _ALLOWED
+        hint = f"Pass the file: {found}" if found else ALLOWED
         raise InvalidInput(f"the folder {text} holds no config.json. {hint}")
     if weights and not any(folder.glob("*.safetensors")):
         raise InvalidInput(

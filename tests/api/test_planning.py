@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope.api.planning import plan_precision, verify_precision
+from noisescope.api.planning import verify_precision
+from noisescope.api.precision import plan_precision
 from noisescope.api.smoothing import plan_smoothquant
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
@@ -20,7 +21,7 @@ from noisescope.jsonform import from_json, to_json
 from noisescope.model import Subject
 from noisescope.plans.exports import export_plan
 from noisescope.plans.measured import PrecisionPlan
-from noisescope.plans.precision import Budget, modules_of
+from noisescope.plans.precision import modules_of
 from noisescope.plans.smoothing import SmoothingPlan
 from noisescope.testing import tiny_model
 
@@ -45,8 +46,8 @@ def report(subject: Subject) -> Diagnosis:
 
 
 def verified(subject: Subject, report: Diagnosis, bits: float = 6, random: int = 0) -> PrecisionPlan:
-    plan = plan_precision(report, Budget(average_bits=bits))
-    return verify_precision(subject, batches(4, seed=1), report, plan, random=random, samples=4)
+    plan = plan_precision(report, average_bits=bits)
+    return verify_precision(subject, report, plan, batches(4, seed=1), random=random, samples=4)
 
 
 def test_a_report_of_another_width_is_refused(subject, report):
@@ -95,7 +96,7 @@ def test_exports_of_transposed_linears_are_refused():
     """GPT-2 from diagnosis to file: tools that skip its Conv1D are refused, AutoRound and json are not."""
     report = diagnosed(ns.load("tiny:gpt2"), "layer")
     assert {row.kind for row in report.format_scores.modules} == {"Conv1D"}
-    plan, modules = plan_precision(report, Budget(average_bits=8)), modules_of(report)
+    plan, modules = plan_precision(report, average_bits=8), modules_of(report)
     for tool in ("llm-compressor", "torchao", "modelopt"):
         with pytest.raises(InvalidInput, match=rf"{tool} does not quantise .*Conv1D.*autoround, or export json"):
             export_plan(plan, tool, modules)
@@ -156,14 +157,14 @@ def test_held_out_samples_are_taken(subject, report, tmp_path: Path):
     """Behind those that this report's formats were scored on, not behind the most that they may be."""
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} and {i + 1} and {i + 2}"}) + "\n" for i in range(10, 20)))
-    plan = plan_precision(report, Budget(average_bits=6))
+    plan = plan_precision(report, average_bits=6)
     assert report.format_scores.n == 4
     demo = ns.load("demo")
     by_text = Subject(subject.model, demo.tokenizer, subject.anatomy, subject.source)
-    found = verify_precision(by_text, file, report, plan, random=0, samples=64)
+    found = verify_precision(by_text, report, plan, file, random=0, samples=64)
     assert found.data.samples == 6 and not any("it was made from" in note for note in found.notes)
     file.write_text("".join(json.dumps({"text": f"{i} and {i + 1} and {i + 2}"}) + "\n" for i in range(10, 14)))
-    again = verify_precision(by_text, file, report, plan, random=0, samples=64)
+    again = verify_precision(by_text, report, plan, file, random=0, samples=64)
     assert any("holds 4 samples, no more than the 4 used to choose formats" in note for note in again.notes)
 
 

@@ -48,7 +48,7 @@ def test_an_interrupted_record_says_what_is_left(tmp_path: Path, monkeypatch: py
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    for at, left in (("api.comparing.material_of", ""), ("runs.recording.model_fingerprint", "holds an unfinished")):
+    for at, left in (("api.recording.material_of", ""), ("runs.recording.model_fingerprint", "holds an unfinished")):
         with monkeypatch.context() as patch:
             patch.setattr(f"noisescope.{at}", interrupted)
             output = call("record", "demo", "-o", folder, "--samples", 2, code=130).output
@@ -84,9 +84,9 @@ def test_what_can_not_be_meant_is_refused(records: Path, tmp_path: Path) -> None
     pair = (records / "good.record", records / "good.record")
     refused = {
         ("--layers", "7,99", "--max-mape", "0.05"): "no site of layers 99 is in both records",
-        ("--layers", ""): "no layers are chosen: name some of the blocks 0, 1,",
-        ("--max-mape", "nan"): "not below 0; got nan",
-        ("--affordable", "0.1"): "--affordable needs --sensitivity",
+        ("--layers", ""): "layers is empty: give a list of whole numbers such as 9,10",
+        ("--max-mape", "nan"): "max_mape must be finite, got nan",
+        ("--affordable", "0.1"): "affordable needs sensitivity",
         ("-o", str(records / "good.record" / "record.json" / "x.json")): "can't write",
     }
     for options, reason in refused.items():

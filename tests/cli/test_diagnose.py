@@ -10,9 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from noisescope.cli import app
-from noisescope.cli.common import names, numbers
 from noisescope.cli.progress import Shown
-from noisescope.errors import InvalidInput
 from noisescope.trials import Result
 
 QUICK = ["--samples", "6", "--seeds", "1", "--slice", "6", "--level", "operator", "--operators", "softmax,linear"]
@@ -112,13 +110,6 @@ def test_bad_data_names_file_and_line(tmp_path: Path) -> None:
     file.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "2 + 2", "answer": "4"}\n{"prompt": "3 + 3"}\n')
     output = call("diagnose", "demo", "--data", file, code=2).output
     assert "bad.jsonl" in output and "3" in output and "answer" in output
-
-
-def test_numbers_and_names() -> None:
-    """Commas between, blanks forgiven."""
-    assert numbers("0, 0.05", "x") == (0.0, 0.05) and names("a, b") == ("a", "b") and names(None) is None
-    with pytest.raises(InvalidInput):
-        numbers("1;2", "x")
 
 
 def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_fault_tests_load_the_model_as_the_report_says(baseline, monkeypatch):
         seen.append((model, dtype))
         raise InvalidInput("seen enough")
 
-    monkeypatch.setattr("noisescope.cli.common.load_subject", refused)
+    monkeypatch.setattr("noisescope.api.loading.load", refused)
     for options in ((), ("--dtype", "bfloat16")):
         assert run("plan", "fault-tests", baseline, "--run", *options)[0] == 2
     assert seen == [("demo", "float32"), ("demo", "bfloat16")]
@@ -76,7 +76,10 @@ def test_migration_and_fault_tests(baseline, tmp_path):
     assert code == int(any(row["verdict"] == "fail" for row in found["results"])) == 1
     assert json.loads((tmp_path / "out" / "fault_tests.json").read_text()) == found
     assert ET.parse(tmp_path / "faults.xml").getroot()[0].get("tests") == "2"
-    for options, reason in ((("--limit", 0, "--run"), "1 or more; got 0"), (("--junit", "x.xml"), "give --run")):
+    for options, reason in (
+        (("--limit", 0, "--run"), "limit must be at least 1, got 0"),
+        (("--junit", "x.xml"), "give --run"),
+    ):
         code, said = run("plan", "fault-tests", baseline, *options)
         assert code == 2 and reason in " ".join(said.split())
     code, said = run("plan", "fault-tests", baseline, "--run", "--model", "tiny:gpt2")

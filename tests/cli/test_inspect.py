@@ -90,7 +90,8 @@ def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]
     """A packed linear, and a call that a block may or may not make, are said."""
     from torch import nn
 
-    from noisescope.cli.inspect import draw, facts
+    from noisescope.api.inspecting import anatomy_facts
+    from noisescope.cli.inspect import draw
 
     class QuantLinear(nn.Module):
         pass
@@ -102,7 +103,7 @@ def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]
 
     model = nn.Module()
     model.blocks = nn.ModuleList([Block()])
-    found = facts(noisescope.wrap(model), verbose=True)
+    found = anatomy_facts(noisescope.wrap(model), verbose=True)
     assert found["quantised"] == {"QuantLinear": 1} and found["possible"] == [
         "bmm",
         "gelu",

@@ -14,12 +14,14 @@ import typer
 from typer.testing import CliRunner, Result
 
 from noisescope.cli import Commands
+from noisescope.cli.building import add_command
 from noisescope.cli.passport import passport_of_device
 from noisescope.locators.passport import take_passport
+from noisescope.options.comparing import PassportOptions
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 app.callback()(lambda debug=False: None)
-app.command("passport")(passport_of_device)
+add_command(app, PassportOptions, passport_of_device)
 
 
 def run(*arguments: str | Path) -> Result:

@@ -16,12 +16,16 @@ from typer.testing import CliRunner
 
 import noisescope
 from noisescope.cli import app
+from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, SettingsFacts
 from noisescope.injection import Injection
+from noisescope.jsonform import to_json
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.store import Store
 from noisescope.trials import Conditions, Result, Slice, Trial
 
-SETTINGS = {"perturbation": "Gaussian(0.05)", "seeds": [0, 1], "window": 3, "operators": ["gemm", "softmax"]}
+SETTINGS = SettingsFacts(
+    "Gaussian(0.05)", 0.05, ("layer",), ("gemm", "softmax"), ("gemm",), 3, 1, 10.0, (0, 1), "full", 2, 0.1, 0.2, 8
+)
 
 
 def call(*arguments: Any, code: int = 0) -> str:
@@ -43,14 +47,17 @@ def stored(folder: Path, model: str = "m", *, lost: int = 0, scale: float = 0.05
                 noisy[30 + 2 * injection.seed :] = 0
             values = {"accuracy": tuple(noisy.tolist()), "nll": tuple((2 - noisy).tolist())}
             store.put(Trial(where, "score", Slice("d", 0, 40), injection), Result(tuple(range(40)), values), 0.5)
-        asked = {
-            "model": {"source": f"models/{model}", "architecture": "Llama", "blocks": 2, "fingerprint": model},
-            "data": {"source": "x.jsonl", "samples": 40, "fingerprint": "d", "measure": "score"},
-            "settings": SETTINGS,
-            "metric": "accuracy",
-            "conditions": dict(where.__dict__),
-            "device": "cpu (here)",
-        }
+        asked = to_json(
+            Asked(
+                ModelFacts(f"models/{model}", "Llama", model, 2, ()),
+                DataFacts("x.jsonl", "task", 40, 400, "d", "", "score"),
+                SETTINGS,
+                "accuracy",
+                where,
+                "cpu (here)",
+                0.0,
+            )
+        )
         store.note(asked=asked, report={"schema_version": 1, "run": {**asked, "host": "h"}})
         if command:
             store.note(command={"name": "diagnose", "options": {"model": model}})
@@ -64,12 +71,12 @@ def test_the_verdict_and_the_largest_changes(tmp_path: Path) -> None:
     assert lines[0] == f"A  {a}: models/m (Llama, 2 blocks), x.jsonl, 40 samples, float32 on cpu (here)"
     assert lines[2] == "asked differently: model.source, model.fingerprint"
     assert lines[4].startswith(
-        "verdict: B is worse than A. accuracy: 2 worse, none better of 2; loss of the clean model:"
+        "verdict: B is worse than A. accuracy: 2 significantly worse, none better of 2; loss: 1 significantly worse,"
     )
     assert lines[5].startswith("  accuracy, no noise: 100.0 % -> 70.0 %, -30 points [-4")
     assert lines[5].endswith("n = 40, paired; worse") and lines[7].startswith("  accuracy, gemm at 0.05: 77.5 %")
     same = call("runs", "compare", a, a)
-    assert "verdict: no difference seen." in same and "asked differently: nothing" in same and "last bit" in same
+    assert "verdict: no significant difference." in same and "asked differently: nothing" in same and "last bit" in same
     assert not (tmp_path / "a" / "run.lock").exists()
 
 
@@ -80,7 +87,7 @@ def test_files_and_json(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison.json", "comparison.md"]
     assert str(tmp_path / "out" / "comparison.md") in printed
     saved = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert json.loads(call("runs", "compare", a, b, "--json")) == saved and saved["schema_version"] == 1
+    assert json.loads(call("runs", "compare", a, b, "--json")) == saved and saved["schema_version"] == 2
     assert "B is worse than A" in (tmp_path / "out" / "comparison.md").read_text()
 
 
@@ -107,7 +114,7 @@ def test_states(tmp_path: Path) -> None:
         with Store(stored(tmp_path / name, command=command)) as store:
             store.note(report={})
     with Store(stored(tmp_path / "asked-more")) as store:  # a report, but of an earlier question
-        store.note(asked={**store.about()["asked"], "settings": {**SETTINGS, "window": 1}})
+        store.note(asked={**store.about()["asked"], "settings": {**to_json(SETTINGS), "window": 1}})
     states = {Path(row["folder"]).name: row["state"] for row in json.loads(call("runs", "list", tmp_path, "--json"))}
     assert states == {
         "done": "complete",

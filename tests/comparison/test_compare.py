@@ -387,7 +387,10 @@ def report(model: str, scale: float = 0.1) -> Diagnosis:
     primary, secondary = PrimaryMetrics(None, "", None, "", None), SecondaryMetrics(None, "", 20.0, None, None)
     return Diagnosis(
         run=run, executive_summary=summary, operator_analysis=None,
-        layer_analysis=LayerAnalysis((), 3, 1, (), (), {}, tuple(cells), (), (), ()), channel_analysis=None,
+        layer_analysis=LayerAnalysis(
+            operators=(), window=3, step=1, windows=(), layers=(), places={}, map=tuple(cells), avalanche_points=(),
+            compounding=(), point_rule_avalanches=(), prediction_scale=1.0,
+        ), channel_analysis=None,
         metrics=Metrics(primary, secondary, {}, None, None, None, nothing), correlations={}, format_scores=None,
         gate=None, findings=(), recommendations=(), could_not_see=(),
     )  # fmt: skip

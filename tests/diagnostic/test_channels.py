@@ -148,6 +148,26 @@ def test_the_detector_finds_the_planted_channel(outlier, tokens):
     assert strict.outlier_channels == {}
 
 
+def test_statistics_of_the_detector(outlier, tokens):
+    """Of |x| by channel: those of the activations themselves, collected and watched alike."""
+    with torch.no_grad():
+        size = capture_layer_output(outlier, DOWN, tokens).abs().flatten(0, -2)
+    collected, watched = (ChannelOutlierDetector(outlier, [tokens]) for _ in range(2))
+    collected.collect_statistics()
+    watched.register_hooks()
+    outlier(tokens)
+    watched.remove_hooks()
+    for detector in (collected, watched):
+        stats = detector.activation_stats[DOWN]
+        assert set(stats) == {"max", "mean", "std", "q99"} and all(len(column) == 1 for column in stats.values())
+        assert torch.allclose(stats["max"][0].float(), size.amax(0))
+        assert torch.allclose(stats["mean"][0].float(), size.mean(0), rtol=1e-4)
+        assert torch.allclose(stats["std"][0].float(), size.std(0, correction=0), rtol=1e-3, atol=1e-5)
+        q99 = stats["q99"][0] / size.quantile(0.99, 0)  # from a histogram of few tokens
+        assert bool(((q99 > 0.8) & (q99 < 1.3)).all())
+        assert detector.model is outlier
+
+
 @given(st.integers(0, 15), st.floats(30, 1e4), st.integers(1, 3))
 def test_a_planted_channel_of_a_tensor(channel, size, dims):
     """Of activations with any leading dimensions, the one massive channel is the outlier."""

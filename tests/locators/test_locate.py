@@ -114,7 +114,7 @@ def test_arguments_of_another_method_are_refused():
     """Rather than left out in silence."""
     model = tiny_model("llama")
     with pytest.raises(InvalidInput, match="compares with no other system"):
-        ns.locate(model, method="relations", reference="some.record")
+        ns.locate(model, method="relations", reference=object())
     for method in ("srdd", "replay"):
-        with pytest.raises(InvalidInput, match="`inputs` are for audit and relations"):
+        with pytest.raises(InvalidInput, match="inputs are for audit and relations"):
             ns.locate(model, method=method, inputs=torch.tensor([[1, 2]]), reference=None)

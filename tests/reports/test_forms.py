@@ -165,7 +165,7 @@ def test_the_schema_refuses_what_the_reader_refuses(made: DiagnosisReport) -> No
 
 
 def test_the_published_schema_is_that_of_the_types() -> None:
-    """docs/report.schema.json is what `noisescope report --schema` prints: write that there after a type has changed."""
+    """docs/report.schema.json is what `noisescope report --schema` prints: write it again after a type has changed."""
     published = Path(__file__).parents[2] / "docs" / "report.schema.json"
     assert json.loads(published.read_text(encoding="utf-8")) == schema()
 

@@ -60,7 +60,7 @@ def report() -> PhasesFound:
     undecided = "not decidable with this n"
     return PhasesFound(
         run=PhasesRun(
-            TaskSource("a task"), ProblemSource("sums", 200), settings, "cpu", PhasesCost(1.0, 60.0, 4),
+            TaskSource("a task"), ProblemSource("sums", 200), settings, "cpu", PhasesCost(1.0, 60.0, 4), (),
             "2026-01-02T03:04:05+00:00", {"noisescope": "0.2"}, "here",
         ),
         arms=(arm("none", 0.78), arm("forward@0.05", 0.9)),
@@ -83,7 +83,7 @@ def table(report: PhasesFound, key: str) -> Table:
     return next(block for block in blocks if isinstance(block, Table) and block.key == key)
 
 
-def test_a_criterion_is_told_in_its_own_unit(report: PhasesFound) -> None:
+def test_a_criterion_is_given_in_its_own_unit(report: PhasesFound) -> None:
     """Shares differ by points, norms by a factor; what would decide counts problems only where problems are asked."""
     rows = [[cell.text for cell in row] for row in table(report, "hypotheses").rows]
     assert rows[0][1:] == ["+12.00 points [+10.00, +14.00]", "supported", ""]

@@ -437,7 +437,7 @@ class Fails:
 def test_wrong_options(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of workers is checked, and a missing package is named with its pip line."""
     with pytest.raises(InvalidInput, match="workers must be a whole number from 1 on, got 0"):
-        on_ray.on_ray(subject, (), None, Options(workers=0)).__enter__()
+        on_ray.on_ray(subject, (), None, SimpleNamespace(workers=0, address=None, output=None)).__enter__()
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"pip install 'noisescope\[ray\]'"):
         on_ray.on_ray(subject, (), None, Options()).__enter__()
@@ -518,7 +518,7 @@ def test_a_wrapped_model_is_written_once(tmp_path: Path) -> None:
     """Workers load a wrapped model from safetensors beside the results, which only the driver writes."""
     torch.set_num_threads(3)  # Ray's own choice would be the two cores
     what = prepared(ns.wrap(tiny_model("llama", seed=5)), Witness(os.getpid(), 3))
-    report = what.run(whole, Options(tmp_path, "ray", 1))
+    report = what.run(whole, Options(output=tmp_path, executor="ray", workers=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run.sqlite"]
     assert (tmp_path / "model" / "model.safetensors").exists()
     assert report.same_as(what.run(whole, Options()))
@@ -536,11 +536,13 @@ def test_an_interrupted_run_can_be_resumed(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measured(subject, options=Options(tmp_path, "ray", 1, progress=Seen(interrupt)))
+        measured(subject, options=Options(output=tmp_path, executor="ray", workers=1, progress=Seen(interrupt)))
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(crew[0].members[0].actor.run.remote(b""))
     seen = Seen()
-    report = measured(subject, options=Options(tmp_path, progress=seen))
+    report = measured(subject, options=Options(output=tmp_path, progress=seen))
     assert len(seen.ids) == len(reference[1]) - 5
     assert report.same_as(reference[0])
-    assert measured(subject, options=Options(tmp_path, "ray")).same_as(report) and not crew[1].members  # nothing to do
+    assert (
+        measured(subject, options=Options(output=tmp_path, executor="ray")).same_as(report) and not crew[1].members
+    )  # nothing to do

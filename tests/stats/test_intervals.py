@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from noisescope import stats
 from noisescope.errors import InvalidInput
+from noisescope.jsonform import to_json
 from noisescope.stats import continuous, counted, ratios
 
 Array = NDArray[np.float64]
@@ -394,7 +395,7 @@ def test_estimates_are_json() -> None:
         stats.correlation(right, right),
     ]
     for estimate in estimates:
-        assert json.loads(json.dumps(estimate.to_dict(), allow_nan=False))["n"] == estimate.n
+        assert json.loads(json.dumps(to_json(estimate), allow_nan=False))["n"] == estimate.n
     assert estimates[0].low is None and estimates[0].value == 0.3
     assert estimates[3].value == estimates[3].high == 1 and estimates[3].low < 0.8
     assert estimates[4].value is not None and (estimates[4].low, estimates[4].high) == (None, None)

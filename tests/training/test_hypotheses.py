@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from noisescope.training.hypotheses import (
     UNDECIDED,
     UNMEASURABLE,
     Criterion,
+    CurvePoint,
     Outcome,
     arm_row,
     chance,
@@ -41,10 +43,7 @@ def outcome(rng: np.random.Generator, clean: float, noisy: float, *, norm: float
         0.0: ((hard + jitter) < clean).astype(float)[:, None],
         0.05: np.stack([(hard + rng.normal(0, 0.05, N)) < noisy for _ in range(2)], axis=1).astype(float),
     }
-    curve = [
-        {"step": step, "loss": 1.0, "gradient_norm": norm * rng.lognormal(0, 0.02), "held_out": loss}
-        for step in range(1, 11)
-    ]
+    curve = [CurvePoint(step, norm * rng.lognormal(0, 0.02), loss) for step in range(1, 11)]
     return Outcome(answers, curve, {"forward": 5, "backward": 0})
 
 
@@ -214,7 +213,7 @@ def test_a_diverged_run_is_counted_and_not_compared() -> None:
     """A loss that is not finite, or worse than at first, is a diverged run."""
     rng = np.random.default_rng(6)
     fine, burst = outcome(rng, 0.9, 0.8), outcome(rng, 0.9, 0.8)
-    lost = Outcome(burst.answers, [*burst.curve[:-1], {**burst.curve[-1], "held_out": None}], burst.injections)
+    lost = Outcome(burst.answers, [*burst.curve[:-1], replace(burst.curve[-1], held_out=None)], burst.injections)
     assert not fine.diverged and lost.diverged
     assert arm_row("a", {0: fine, 1: lost}, (0.0, 0.05)).training.diverged == 1
     (row,) = judge([Criterion("s", "s", "held_out", "a", "b")], {"a": {0: fine, 1: lost}, "b": {0: fine, 1: fine}})
@@ -280,7 +279,7 @@ def test_what_the_scale_decides_is_not_measurable() -> None:
 def test_a_gradient_of_0_is_no_divergence() -> None:
     """Where groups of GRPO all agree there is no gradient: not comparable by a ratio, and said as it is."""
     fine = outcome(np.random.default_rng(7), 0.9, 0.8)
-    still = Outcome(fine.answers, [*fine.curve[:-1], {**fine.curve[-1], "gradient_norm": 0.0}], fine.injections)
+    still = Outcome(fine.answers, [*fine.curve[:-1], replace(fine.curve[-1], gradient_norm=0.0)], fine.injections)
     (row,) = judge([Criterion("s", "s", "gradient_norm", "a", "b")], {arm: {0: fine, 1: still} for arm in "ab"})
     assert "gradient_norm was 0" in row.estimate.note and "diverged" not in row.estimate.note
     assert arm_row("a", {0: still}, (0.0, 0.05)).training.gradient_norm is None

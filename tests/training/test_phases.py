@@ -250,7 +250,7 @@ def test_processes_and_one_process_agree(tmp_path: Path) -> None:
     """Two worker processes give the very report of this process alone."""
     asked: dict[str, Any] = {"arms": ("none", "both"), "seeds": 1, "start": "scratch", "samples": 10, **TINY}
     alone = api.phases(**asked)
-    several = api.phases(**asked, processes=2, options=api.Options(output=tmp_path))
+    several = api.phases(**asked, workers=2, output=tmp_path)
     assert several.same_as(alone)
 
 
@@ -315,11 +315,11 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     """Wrong arms, starts and numbers are one line and exit code 2."""
     scratch = ["--start", "scratch"]
     for options, why in (
-        (["--steps", "0"], "steps must be a whole number from 1 on"),
-        (["--examples", "0"], "examples must be a whole number from 1 on"),
-        (["--batch", "0"], "batch must be a whole number from 1 on"),
-        (["--rate", "-1"], "rate must be finite and above 0"),
-        ([*scratch, "--layers", "0"], "layers must be a whole number from 1 on"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--examples", "0"], "examples must be at least 1, got 0"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--rate", "-1"], "rate must be above 0, got -1"),
+        ([*scratch, "--layers", "0"], "layers must be at least 1, got 0"),
         ([*scratch, "--width", "30"], "width must be 32, 96 or a multiple of 64"),
         ([*scratch, "--width", "160"], "width must be 32, 96 or a multiple of 64"),
         (["--layers", "2"], "of a model from scratch"),
@@ -327,7 +327,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
         (["--executor", "slurm"], "unknown executor"),
         (["--workers", "0"], "at least 1"),
         (["--seconds", "0"], "seconds must be above 0"),
-        (["--noise-scale", "0"], "which is no noise"),
+        (["--noise-scale", "0"], "injects nothing"),
         (["--arms", "upward"], "unknown arm"),
         (["--start", "nowhere"], "unknown start"),
         (["--seeds", "0"], "at least 1"),
@@ -344,5 +344,5 @@ def test_ray_and_one_process_agree(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     asked: dict[str, Any] = {"arms": ("none", "both"), "seeds": 1, "start": "scratch", "samples": 10, **TINY}
     alone = api.phases(**asked)
-    several = api.phases(**asked, options=api.Options(output=tmp_path, workers=2, executor="ray", address="local"))
+    several = api.phases(**asked, output=tmp_path, workers=2, executor="ray", address="local")
     assert several.same_as(alone)

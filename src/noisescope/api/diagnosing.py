@@ -1,112 +1,60 @@
-"""What can't stand numerical error, and whether that answer held."""
+"""What is sensitive to numerical error, and whether that answer held."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from noisescope.api.costs import Cost
+from noisescope.api.preparing import prepare, prepare_diagnosis, prepared_for, seeds_of
 from noisescope.diagnosis import check, whole
 from noisescope.diagnosis import robustness as curve
-from noisescope.diagnosis.frame import LEVELS, Settings
+from noisescope.diagnosis.frame import Settings
+from noisescope.diagnosis.report import Diagnosis, Robustness
 from noisescope.faults.simulator import faulty
 from noisescope.locators.locate import locate
 from noisescope.model import Subject
-from noisescope.preparation import Options, prepare, prepare_diagnosis, seeds_of
+from noisescope.options.diagnosing import DiagnoseOptions, RobustnessOptions
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.signatures import asks
+from noisescope.plans.migration import rank_places
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
+from noisescope.reports.values import DiagnosisReport, LocateSection
 from noisescope.runs.store import Store
 
 
-def diagnose(
-    subject: Subject,
-    data: Any = None,
-    *,
-    calibration: Any = None,
-    noise_scale: float = 0.05,
-    perturbation: Any = None,
-    levels: Iterable[str] = LEVELS,
-    operators: Iterable[str] | None = None,
-    window: int = 3,
-    step: int = 1,
-    outlier_threshold: float = 10.0,
-    samples: int = 100,
-    calibration_samples: int = 1000,
-    seeds: int | Sequence[int] = 3,
-    metric: str | Callable[..., Any] = "accuracy",
-    effort: str = "standard",
-    generate: bool = False,
-    max_tokens: int = 256,
-    max_new_tokens: int = 256,
-    slice_samples: int = 50,
-    options: Options | None = None,
-) -> Report:
-    """Which operators, layers and channels can't stand numerical error.
+@asks(DiagnoseOptions, "data")
+def diagnose(subject: Subject, asked: DiagnoseOptions) -> Report:
+    """Which operators, layers and channels are sensitive to numerical error.
 
         report = ns.diagnose(ns.load("demo"))
         report.save("out/")
 
-    `data` is a file (JSONL, JSON, CSV, Parquet), a DataSet, tokenised batches, or None (the demo's own set, else
-    built-in text). `metric` is what bands are taken of: "accuracy" (the task's), "next_token_accuracy", "agreement", or
-    a callable (model, batches) -> one score per sample. `generate` scores answers by generation, not teacher-forced.
-    With `options.output` results are stored there as they come, and the same call resumes.
+    With `output` results are stored there as they come, and the same call resumes.
     """
-    return prepare_diagnosis(
-        subject,
-        data,
-        calibration=calibration,
-        noise_scale=noise_scale,
-        perturbation=perturbation,
-        levels=levels,
-        operators=operators,
-        window=window,
-        step=step,
-        outlier_threshold=outlier_threshold,
-        samples=samples,
-        calibration_samples=calibration_samples,
-        seeds=seeds,
-        metric=metric,
-        effort=effort,
-        generate=generate,
-        max_tokens=max_tokens,
-        max_new_tokens=max_new_tokens,
-        slice_samples=slice_samples,
-    ).run(whole, options or Options())
+    run, found = prepare_diagnosis(subject, options=asked).run(whole, asked)
+    diagnosis = DiagnosisReport.from_diagnosis(Diagnosis.of(run, found))
+    if diagnosis.layer_analysis is not None and diagnosis.layer_analysis.layers:
+        diagnosis = replace(diagnosis, migration_plan=rank_places(diagnosis))
+    return _kept(Report(diagnosis), asked.output)
 
 
-def robustness(
-    subject: Subject,
-    data: Any = None,
-    *,
-    noise_levels: Sequence[float] = (0.0, 0.05, 0.10),
-    samples: int = 100,
-    seeds: int | Sequence[int] = 3,
-    metric: str | Callable[..., Any] = "accuracy",
-    operators: Iterable[str] = ("gemm",),
-    generate: bool | None = None,
-    max_tokens: int = 256,
-    max_new_tokens: int = 256,
-    slice_samples: int = 50,
-    options: Options | None = None,
-) -> Report:
+def cost_of_diagnosis(subject: Subject, asked: DiagnoseOptions) -> Cost:
+    """What a diagnosis would cost, from one timed forward."""
+    return prepare_diagnosis(subject, options=asked).cost(whole)
+
+
+@asks(RobustnessOptions, "data")
+def robustness(subject: Subject, asked: RobustnessOptions) -> Report:
     """Accuracy and retention at several noise levels, with intervals."""
-    levels = curve.checked_levels(noise_levels)
-    prepared = prepare(
-        subject,
-        data,
-        calibration=None,
-        settings=Settings(
-            Gaussian(max(levels)), levels=("operator",), layer_operators=tuple(operators), seeds=seeds_of(seeds)
-        ),
-        samples=samples,
-        calibration_samples=0,
-        metric=metric,
-        generate=generate,
-        max_tokens=max_tokens,
-        max_new_tokens=max_new_tokens,
-        slice_samples=slice_samples,
+    levels = curve.checked_levels(asked.noise_levels)
+    settings = Settings(
+        Gaussian(max(levels)), levels=("operator",), layer_operators=asked.operators, seeds=seeds_of(asked.seeds)
     )
-    return prepared.run(curve.Robustness(levels), options or Options())
+    run, found = prepared_for(subject, asked, settings).run(curve.RobustnessQuestion(levels), asked)
+    return _kept(Report(Robustness(run=run, **vars(found))), asked.output)
 
 
 def put_to_the_test(
@@ -123,24 +71,23 @@ def put_to_the_test(
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """
-    asked = check.Check(name or str(fault), fault, check.chosen_windows(report))
+    asked = check.Check(name or str(fault), fault, check.chosen_windows(report.diagnosis))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
-    prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice_samples=samples)
-    checked = prepared.run(asked, Options())
-    whole_report = Report({**report, "check": {**checked["check"], "samples": checked["run"]["data"]["samples"]}})
-    return _kept(whole_report, output)
+    prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice=samples)
+    _, found = prepared.run(asked, ExecutionOptions())
+    return _kept(Report(replace(report.diagnosis, check=found)), output)
 
 
 def with_fault_located(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
     """The report, and what `locate` says of the model while a simulated fault is in it."""
     with faulty(subject.model, fault, anatomy=subject.anatomy) as scope:
         verdict = locate(subject)
-    found = {**verdict.to_dict(), "simulated": fault, "elements_changed": scope.changed}
-    return _kept(Report({**report, "locate": found}), output)
+    found = LocateSection.of(verdict.to_dict(), simulated=fault, elements_changed=scope.changed)
+    return _kept(Report(replace(report.diagnosis, locate=found)), output)
 
 
 def _kept(report: Report, output: str | Path | None) -> Report:
-    """The run's store keeps the report as it is now."""
+    """The run's store keeps the report as it is now: `noisescope report` draws it again, without torch."""
     if output is not None:
         with Store(output) as store:
             store.note(report=report.data)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import math
-import platform
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -15,13 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from noisescope.api.facts import ended
+from noisescope.api.running import progress_of
 from noisescope.demo.practice import practice
 from noisescope.demo.task import Arithmetic, arithmetic
-from noisescope.errors import InvalidInput, unknown
+from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.model import load
-from noisescope.preparation import EXECUTORS, Options, versions
-from noisescope.reports.phases import PhasesReport
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.signatures import asks
+from noisescope.options.training import PhasesOptions
+from noisescope.reports.phases import PhasesReport as PhasesReport
 from noisescope.reports.trained import (
     PhasesAsked,
     PhasesCost,
@@ -33,82 +35,52 @@ from noisescope.reports.trained import (
     Trained,
     TrainingSettings,
 )
-from noisescope.runs.execute import Silent
 from noisescope.runs.store import Store
 from noisescope.sites import Place
 from noisescope.training import adaptive
 from noisescope.training.criteria import criteria, theory
-from noisescope.training.hypotheses import UNMEASURABLE, Outcome, arm_row, judge
+from noisescope.training.hypotheses import UNMEASURABLE, CurvePoint, Outcome, arm_row, judge
 from noisescope.training.phases import Arm, Design, Job, rounding
 from noisescope.training.workers import check_device, run_all
 from noisescope.trials import Result, content_id
 
-ARMS = ("none", "both", "forward", "backward")
-METHODS = ("supervised", "grpo")
 PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
 
 
-def phases(
-    *,
-    arms: Sequence[str] = ARMS,
-    seeds: int = 5,
-    method: str = "supervised",
-    start: str = "bundled",
-    noise_scale: float = 0.05,
-    noise_levels: Sequence[float] = (0.0, 0.05, 0.10),
-    samples: int = 1000,
-    noise_seeds: int = 2,
-    operators: Sequence[str] = ("gemm",),
-    device: str = "cpu",
-    processes: int = 1,
-    seconds: float | None = None,
-    options: Options | None = None,
-    **training: Any,
-) -> PhasesReport:
+@asks(PhasesOptions)
+def phases(asked: PhasesOptions) -> PhasesReport:
     """Train the bundled model's task under several kinds of noise, and ask each trained model under noise.
 
-    `training` goes to the task: steps, batch, rate, examples, layers, width. What is done is kept in options.output;
-    the same call goes on from there, also after `seconds` were up. Nothing is kept without a folder. The method "grpo"
-    trains by rewards, through TRL. A script that asks for several `processes` must do so under
-    `if __name__ == "__main__":`; options.workers is the number on Ray, as for diagnose.
+    What is done is kept in `output`; the same call goes on from there, also after `seconds` were up. Nothing is kept
+    without a folder. A script that asks for several `workers` must do so under `if __name__ == "__main__":`.
     """
-    options = options or Options()
-    if options.executor not in EXECUTORS:
-        raise unknown("executor", options.executor, EXECUTORS)
-    workers = options.workers if options.executor == "ray" else processes
-    if seeds < 1 or samples < 1 or noise_seeds < 1 or workers < 1:
-        raise InvalidInput("seeds, samples, noise_seeds and workers must be at least 1")
-    if seconds is not None and not seconds > 0:
-        raise InvalidInput(f"seconds must be above 0, got {seconds}; leave it out for no limit")
-    task = _task(method, start, tests=samples, **training)
-    chosen = tuple(Arm.of(text, noise_scale) for text in arms)
+    training = {name: vars(asked)[name] for name in ("steps", "batch", "rate", "examples", "layers", "width")}
+    task = _task(asked.method, asked.start, tests=asked.samples, **training)
+    chosen = tuple(Arm.of(text, asked.noise_scale) for text in asked.arms)
     started = time.time()
-    with Store(options.output) as store, _work_folder(options.output) as folder:
-        if options.retry_failed:
+    with Store(asked.output) as store, _work_folder(asked.output) as folder:
+        if asked.retry_failed:
             store.forget_failures()
         design = Design(
             task=task,
             arms=chosen,
-            seeds=tuple(range(seeds)),
-            levels=tuple(noise_levels),
-            noise_seeds=noise_seeds,
-            operators=frozenset(operators),
+            seeds=tuple(range(asked.seeds)),
+            levels=asked.noise_levels,
+            noise_seeds=asked.noise_seeds,
+            operators=frozenset(asked.operators),
             factors=_factors(task, store) if any(arm.kind == "adaptive" for arm in chosen) else {},
-            device=device,
+            device=asked.device,
         )
-        asked = _asked(design, noise_scale, start)
-        store.note(asked=to_json(asked), **({} if options.command is None else {"command": options.command}))
-        deadline = math.inf if seconds is None else started + seconds
-        _settle(design, store, folder, options, workers=workers, deadline=deadline)
-        report = PhasesReport(conclude(design, store, noise_scale, run=_run(asked, store, started)))
-        if options.output is not None:
+        about = _asked(design, asked.noise_scale, asked.start)
+        store.note(asked=to_json(about), **({} if asked.repeat is None else {"command": asked.repeat}))
+        _settle(design, store, folder, asked, deadline=math.inf if asked.seconds is None else started + asked.seconds)
+        report = PhasesReport(conclude(design, store, asked.noise_scale, run=_run(about, store, started)))
+        if asked.output is not None:
             store.note(report=report.data)
     return report
 
 
 def _task(method: str, start: str, **settings: Any) -> Arithmetic:
-    if method not in METHODS:
-        raise unknown("method", method, METHODS)
     if method == "supervised":
         return arithmetic(start, **settings)
     import noisescope.training.grpo  # noqa: F401  without TRL this raises here, not once for each training
@@ -116,14 +88,14 @@ def _task(method: str, start: str, **settings: Any) -> Arithmetic:
     return practice(start, **settings)
 
 
-def _settle(design: Design, store: Store, folder: Path, options: Options, *, workers: int, deadline: float) -> None:
+def _settle(design: Design, store: Store, folder: Path, options: ExecutionOptions, *, deadline: float) -> None:
     """Train what the store does not have."""
     wanted = [(trial, arm, seed) for trial, arm, seed in design.trials() if trial.id not in store]
     if not wanted:
         return  # a report of what is there needs no device
     if options.executor == "local":
         check_device(design.device)
-    progress = options.progress or Silent()
+    progress, workers = progress_of(options), options.workers
     progress.wave(len(wanted))
     task: Any = design.task
     cache = folder / f"problems-{content_id([task.settings.examples, task.settings.tests])[:12]}.npz"
@@ -174,12 +146,13 @@ def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> P
 
 def outcome(result: Result, levels: Sequence[float]) -> Outcome:
     """A stored row as the statistics need it."""
-    columns: dict[float, list[Any]] = {level: [] for level in levels}
+    columns: dict[float, list[tuple[float | None, ...]]] = {level: [] for level in levels}
     for name, values in result.values.items():
         from_each = np.abs(np.asarray(levels) - float(name.partition("/")[0]))
         columns[levels[int(from_each.argmin())]].append(values)  # older stores have the first six digits only
     answers = {level: np.asarray(values, dtype=np.float64).T for level, values in columns.items()}
-    return Outcome(answers, result.facts["curve"], result.facts["training_injections"])
+    curve = [CurvePoint(point["step"], point["gradient_norm"], point["held_out"]) for point in result.facts["curve"]]
+    return Outcome(answers, curve, result.facts["training_injections"])
 
 
 def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:
@@ -188,7 +161,7 @@ def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:
 
     known = store.fact("factors")
     if known is None:
-        report = diagnose(load("demo"), effort="screen", levels=("layer",), samples=PROFILED)
+        report = diagnose(load("demo"), effort="screen", level="layer", samples=PROFILED)
         known = {str(layer): factor for layer, factor in adaptive.from_report(report).items()}
         store.note(factors=known)
     if task.start == "scratch" and len(known) != task.settings.layers:
@@ -238,7 +211,5 @@ def _run(asked: PhasesAsked, store: Store, started: float) -> PhasesRun:
         **vars(asked),
         cost=PhasesCost(time.time() - started, sum(store.seconds.values()), len(store)),
         notes=tuple(store.damage()),
-        finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions=versions(),
-        host=platform.node(),
+        **ended(),
     )

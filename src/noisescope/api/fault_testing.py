@@ -6,13 +6,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from noisescope import stats
+from noisescope.api.preparing import prepare
+from noisescope.api.reported import check_sizes, data_of
+from noisescope.api.running import Prepared
 from noisescope.diagnosis.frame import Array, Settings
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.faults.simulator import FaultScope, faulty
@@ -20,10 +22,12 @@ from noisescope.faults.text import parse_fault
 from noisescope.findings import LIMITS
 from noisescope.locators.locate import locate
 from noisescope.model import Subject
+from noisescope.options.planning import FaultTestOptions
+from noisescope.options.signatures import asks
 from noisescope.plans.fault_tests import could_not_run, judge
 from noisescope.plans.fault_values import FaultTest, FaultTestResult, Hits, Measured
-from noisescope.preparation import Prepared, prepare
 from noisescope.probe.noise import Gaussian
+from noisescope.reports.report import Report
 from noisescope.runs.bench import Bench
 from noisescope.runs.stepping import stepwise
 from noisescope.tasks import Sequence
@@ -33,13 +37,12 @@ AFTER = 8  # steps that are watched after a fault of one step, where the sample 
 SHORTEST = 3 + int(LIMITS["fault_recovery_steps"])
 
 
+@asks(FaultTestOptions, "data")
 def run_fault_tests(
     subject: Subject,
     tests: Iterable[FaultTest],
-    data: Any = None,
+    asked: FaultTestOptions,
     *,
-    samples: int = 32,
-    max_tokens: int = 256,
     told: Callable[[FaultTestResult], None] = lambda result: None,
 ) -> list[FaultTestResult]:
     """A result for each test: its verdict, every criterion with its number, what the fault hit. `told` gets each.
@@ -51,12 +54,12 @@ def run_fault_tests(
     noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
     prepared = prepare(
         subject,
-        data,
+        asked.data,
         settings=noiseless,
-        samples=samples,
+        samples=asked.samples,
         calibration_samples=0,
-        max_tokens=max_tokens,
-        slice_samples=1,
+        max_tokens=asked.max_tokens,
+        slice=1,
     )
     results = []
     runner = _Runner(subject, prepared)
@@ -69,6 +72,19 @@ def run_fault_tests(
         results.append(replace(result, seconds=time.perf_counter() - started))
         told(results[-1])
     return results
+
+
+def run_reported(
+    subject: Subject,
+    report: Report,
+    tests: Iterable[FaultTest],
+    asked: FaultTestOptions,
+    told: Callable[[FaultTestResult], None],
+) -> list[FaultTestResult]:
+    """The tests of a report on its model, and on its data unless others are given."""
+    check_sizes(report, subject)
+    data = data_of(report) if asked.data is None else asked.data
+    return run_fault_tests(subject, tests, options=replace(asked, data=data), told=told)
 
 
 class _Runner:

@@ -10,109 +10,99 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reported import check_model, data_of, diagnosis_of
+from noisescope.api.preparing import prepared_for, seeds_of
+from noisescope.api.reported import check_model, data_of
+from noisescope.api.running import Prepared
 from noisescope.diagnosis import gauge, operators
-from noisescope.diagnosis.frame import GROUP, Frame
+from noisescope.diagnosis.frame import GROUP, Frame, Settings
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.sections import GateNumbers
-from noisescope.errors import InvalidInput, NoisescopeError, unknown
-from noisescope.findings import LIMITS
+from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import from_json, to_json
 from noisescope.model import Subject
+from noisescope.options.diagnosing import GateOptions, GaugeOptions
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.signatures import asks
 from noisescope.plans.comparable import conditions_row, refuse_kind, refuse_other_samples
-from noisescope.plans.gate import decide, refuse_limits
-from noisescope.plans.gate_rows import GateBaseline, GateResult, headline_of
-from noisescope.preparation import Options, Prepared, prepare_diagnosis
+from noisescope.plans.gate import decide
+from noisescope.plans.gate_rows import GateBaseline, headline_of
+from noisescope.plans.gate_rows import GateResult as GateResult
+from noisescope.plans.gate_rows import ScoreChange as ScoreChange
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report import Report
+from noisescope.reports.report import Report, diagnosis_of
 from noisescope.reports.trend import trend
 from noisescope.runs.store import Store
 from noisescope.trials import Results, Trial
 
-EFFORTS = ("screen", "standard")
 
-
-def gate(
-    subject: Subject,
-    baseline: Report | Diagnosis | str | Path,
-    data: Any = None,
-    *,
-    samples: int = 50,
-    seeds: int | Sequence[int] | None = None,
-    effort: str = "screen",
-    worse_than: float = LIMITS["gate_worse_than_baseline"],
-    max_degradation: float = LIMITS["gate_degradation"],
-    other_samples: bool = False,
-    max_tokens: int = 256,
-    slice_samples: int = 50,
-    step: int | None = None,
-    options: Options | None = None,
-) -> GateResult:
+@asks(GateOptions, "baseline", "data")
+def gate(subject: Subject, asked: GateOptions) -> GateResult:
     """The verdict on a model beside the report of an earlier one: plans/gate.py says how it is decided.
 
-    `effort` "screen" predicts what noise does in every operator and injects it into all products once per seed;
-    "standard" injects it into every operator, so that the limit on the score holds for each. `data` is the baseline's
-    unless given; the same samples are compared in pairs. `other_samples` says that the data hold others from the same
-    source, which are refused without it. Seeds are the baseline's, too. `conditions` lists what else differs: dtype,
+    On the baseline's own samples every number is compared in pairs. `conditions` lists what else differs: dtype,
     device, attention path.
     """
-    refuse_limits(worse_than, max_degradation)
-    report = diagnosis_of(Report.load(baseline) if isinstance(baseline, (str, Path)) else baseline)
+    given: Any = asked.baseline
+    report = diagnosis_of(Report.load(given) if isinstance(given, (str, Path)) else given)
     before, run = _kept(report), report.run
     check_model(report, subject)
     started = time.perf_counter()
     prepared = _prepared(
         subject,
-        data_of(report) if data is None else data,
-        noise_scale=run.settings.noise_scale,
-        metric=before.metric,
-        generate=run.data.measure == "generate",
-        samples=samples,
-        seeds=before.seeds if seeds is None else seeds,
-        effort=effort,
-        max_tokens=max_tokens,
-        slice_samples=slice_samples,
+        GaugeOptions(
+            data=data_of(report) if asked.data is None else asked.data,
+            noise_scale=run.settings.noise_scale,
+            metric=before.metric,
+            generate=run.data.measure == "generate",
+            samples=asked.samples,
+            seeds=before.seeds if asked.seeds is None else asked.seeds,
+            effort=asked.effort,
+            max_tokens=asked.max_tokens,
+            slice=asked.slice,
+        ),
     )
     refuse_kind(run.data, prepared.asked.data)
-    if not other_samples:
+    if not asked.other_samples:
         refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.frame.names))
-    now = _measured(prepared, options)
+    now = _measured(prepared, asked)
     conditions = conditions_row(run, prepared.asked, (before, now))
-    decision = decide(before, now, worse_than=worse_than, max_degradation=max_degradation, kl_floor=run.kl_floor)
+    decision = decide(
+        before,
+        now,
+        worse_than=1 + asked.max_worse,
+        max_degradation=asked.max_degradation,
+        kl_floor=run.kl_floor,
+    )
     return GateResult(
         **vars(decision),
         headline=headline_of(decision, conditions),
         model=subject.source,
         baseline=GateBaseline(run.model.source, run.finished),
-        step=step,
+        step=asked.step,
         finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         seconds=time.perf_counter() - started,
         conditions=conditions,
     )
 
 
-def gauged(subject: Subject, data: Any, *, options: Options | None = None, **asked: Any) -> GateNumbers:
+@asks(GaugeOptions, "data")
+def gauged(subject: Subject, asked: GaugeOptions) -> GateNumbers:
     """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
-    return _measured(_prepared(subject, data, **asked), options)
+    return _measured(_prepared(subject, asked), asked)
 
 
-def _prepared(
-    subject: Subject, data: Any, *, noise_scale: float = 0.05, effort: str = "screen", **asked: Any
-) -> Prepared:
-    if effort not in EFFORTS:
-        raise unknown("effort", effort, EFFORTS)
-    return prepare_diagnosis(
-        subject,
-        data,
-        perturbation=Gaussian(noise_scale),
+def _prepared(subject: Subject, asked: GaugeOptions) -> Prepared:
+    settings = Settings(
+        Gaussian(asked.noise_scale),
         levels=("operator",),
-        operators=(GROUP,) if effort == "screen" else gauge.OPERATORS,
-        **asked,
+        operators=(GROUP,) if asked.effort == "screen" else gauge.OPERATORS,
+        seeds=seeds_of(asked.seeds),
     )
+    return prepared_for(subject, asked, settings)
 
 
-def _measured(prepared: Prepared, options: Options | None) -> GateNumbers:
-    _, found = prepared.run(_Question(), options or Options())
+def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:
+    _, found = prepared.run(_Question(), options)
     if found.numbers is None:
         raise NoisescopeError(f"the model could not be measured: {found.error}")
     return found.numbers

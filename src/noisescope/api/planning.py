@@ -2,102 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reported import check_sizes, data_of, diagnosis_of, other_numbers
+from noisescope.api.precision import plan_precision, predicted_precision
+from noisescope.api.preparing import prepare
+from noisescope.api.reported import check_sizes, data_of, other_numbers
 from noisescope.data import DataSet, read_data
 from noisescope.diagnosis.frame import Settings
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.planning import VerifyOptions
+from noisescope.options.signatures import asks
 from noisescope.plans.bit_rule import layer_sensitivity, rule_plan
-from noisescope.plans.coverage import coverage_notes, planned_share
-from noisescope.plans.measured import (
-    PlanData,
-    PlanRow,
-    PrecisionPlan,
-    Rival,
-    measured_plan,
-    predicted_plan,
-    without_random,
-)
-from noisescope.plans.precision import Budget, Module, Plan, modules_of, optimal_plan, random_plans, uniform_plan
-from noisescope.plans.prediction import prediction_notes, prediction_of
+from noisescope.plans.measured import PlanData, PlanRow, PrecisionPlan, Rival, measured_plan, without_random
+from noisescope.plans.precision import Module, Plan, modules_of, random_plans, uniform_plan
+from noisescope.plans.prediction import prediction_notes
 from noisescope.plans.verification import Carried, Verification
 from noisescope.plans.words import counted
-from noisescope.preparation import Options, prepare
 from noisescope.probe.noise import Gaussian
 from noisescope.quantisation.fake import plan_injection
 from noisescope.quantisation.formats import UNTOUCHED
-from noisescope.reports.report import Report
+from noisescope.reports.report import Report, diagnosis_of
 
 
-def plan_precision(
-    report: Report | Diagnosis,
-    budget: Budget,
-    *,
-    granularity: str = "module",
-    formats: Iterable[str] | None = None,
-) -> Plan:
-    """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
-    return optimal_plan(modules_of(diagnosis_of(report), formats), budget, granularity=granularity)
-
-
-def predicted_precision(
-    report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None
-) -> PrecisionPlan:
-    """A plan with its prediction, not carried out."""
-    found = diagnosis_of(report)
-    prediction = prediction_of(found, modules_of(found, formats), plan)
-    return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
-
-
-def verify_precision(
-    subject: Subject,
-    data: Any,
-    report: Report | Diagnosis,
-    plan: Plan,
-    *,
-    formats: Iterable[str] | None = None,
-    random: int = 32,
-    seed: int = 0,
-    samples: int = 64,
-    max_tokens: int = 256,
-    options: Options | None = None,
-) -> PrecisionPlan:
+@asks(VerifyOptions, "data")
+def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, asked: VerifyOptions) -> PrecisionPlan:
     """The plan carried out by fake quantisation: KL and score beside uniform, rule and random plans.
 
-    `data` None is the report's. Samples are those after the ones that formats were scored on; a note says where there
-    are no more. Random plans are drawn from the same formats, at the plan's own average bits within 0.02.
+    Samples are those after the ones that formats were scored on; a note says where there are no more. Random plans are
+    drawn from the same formats, at the plan's own average bits within 0.02.
     """
     found = diagnosis_of(report)
     check_sizes(found, subject)
-    formats = None if formats is None else tuple(formats)
-    planned = predicted_precision(found, plan, formats=formats)
+    planned = predicted_precision(found, plan, formats=asked.formats)
     missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
     if missing:
         raise InvalidInput(
             f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
         )
-    modules = modules_of(found, formats)
+    modules = modules_of(found, asked.formats)
     rivals = [Rival("plan", "plan", plan), *_rivals(found, modules, plan)]
-    drawn = random_plans(modules, plan.average_bits, random, seed=seed)
+    drawn = random_plans(modules, plan.average_bits, asked.random, seed=asked.seed)
     rivals += [Rival(f"random {i}", "random", one) for i, one in enumerate(drawn)]
-    held_out, seen_before = _held_out(data_of(found) if data is None else data, planned.prediction.n, samples)
+    given = data_of(found) if asked.data is None else asked.data
+    held_out, seen_before = _held_out(given, planned.prediction.n, asked.samples)
     prepared = prepare(
         subject,
         held_out,
         settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
-        samples=samples,
+        samples=asked.samples,
         calibration_samples=0,
-        max_tokens=max_tokens,
-        slice_samples=samples,
+        max_tokens=asked.max_tokens,
+        slice=asked.samples,
     )
     question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
-    run, verified = prepared.run(question, options or Options())
+    run, verified = prepared.run(question, ExecutionOptions())
     own = verified.plans["plan"]
     rows = [_row(rival, verified.plans[rival.name], own) for rival in rivals]
     notes = [
@@ -116,8 +80,8 @@ def with_precision_planned(
     subject: Subject, report: Report, average_bits: float, *, random: int = 16, samples: int = 64
 ) -> Report:
     """The report, and a precision plan carried out on its model."""
-    plan = plan_precision(report, Budget(average_bits))
-    measured = verify_precision(subject, None, report, plan, random=random, samples=samples)
+    plan = plan_precision(report, average_bits=average_bits)
+    measured = verify_precision(subject, report, plan, random=random, samples=samples)
     return Report(replace(report.diagnosis, precision_plan=without_random(measured)))
 
 

@@ -11,14 +11,9 @@ from noisescope.errors import InvalidInput
 from noisescope.model import Subject
 from noisescope.plans.comparable import refuse_architecture
 from noisescope.quantisation.scores import is_planned, weight_of
-from noisescope.reports.report import Report
+from noisescope.reports.report import Report, diagnosis_of
 
 BUILT_IN = "built-in text"
-
-
-def diagnosis_of(report: Report | Diagnosis) -> Diagnosis:
-    """The diagnosis that a report holds; a report of anything else is refused."""
-    return report if isinstance(report, Diagnosis) else report.diagnosis
 
 
 def data_of(report: Report | Diagnosis) -> DataSet | str | Path:

@@ -8,16 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.api.reported import check_sizes, data_of, diagnosis_of, other_numbers
+from noisescope.api.materials import material_of
+from noisescope.api.reported import check_sizes, data_of, other_numbers
 from noisescope.diagnosis.effects import injected_kl
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
-from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, SmoothingPlan, recommendations
+from noisescope.options.planning import SmoothquantOptions
+from noisescope.options.signatures import asks
+from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
+from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.plans.verification import paired_ratio
-from noisescope.preparation import material_of
 from noisescope.quantisation.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
-from noisescope.reports.report import Report
+from noisescope.reports.report import Report, diagnosis_of
 from noisescope.runs.bench import input_device
 from noisescope.runs.fingerprints import model_fingerprint
 
@@ -45,25 +48,17 @@ def smooth_outliers(
     return smooth(subject.model, batches, alpha=alpha, places=places, anatomy=subject.anatomy)
 
 
-def plan_smoothquant(
-    subject: Subject,
-    report: Report | Diagnosis,
-    data: Any = None,
-    *,
-    alpha: float | None = None,
-    target: str = "W8A8",
-    samples: int = 32,
-    max_tokens: int = 256,
-) -> SmoothingPlan:
+@asks(SmoothquantOptions, "data")
+def plan_smoothquant(subject: Subject, report: Report | Diagnosis, asked: SmoothquantOptions) -> SmoothingPlan:
     """SmoothQuant carried out on a copy: W8A8 KL before and after, and advice for each module with outliers.
 
-    `data` None is the report's. The first half of the samples calibrates, on the other half the KL is measured.
+    The first half of the samples calibrates, on the other half the KL is measured.
     """
-    found = diagnosis_of(report)
+    alpha, target, found = asked.alpha, asked.target, diagnosis_of(report)
     recommendations(found, (), target=target)  # refuses a report without channels before the work begins
     check_sizes(found, subject)
-    given = data_of(found) if data is None else data
-    batches = token_batches(subject, given, samples, max_tokens, which="test")
+    given = data_of(found) if asked.data is None else asked.data
+    batches = token_batches(subject, given, asked.samples, asked.max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
     half = len(batches) // 2

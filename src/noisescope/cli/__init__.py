@@ -1,6 +1,6 @@
 """The command line: `noisescope COMMAND`. One file a command; what is heavy is imported inside the command.
 
-Exit codes: 0 fine, 1 a check says no, 2 wrong usage or bad input (one line on stderr).
+Exit codes: 0 fine, 1 a check says no, 2 wrong usage or bad input (one line on stderr), 3 undecided.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import typer
 import typer.core
 
 from noisescope import __version__
+from noisescope.cli.building import add_command
 from noisescope.cli.common import hush_torchao
 from noisescope.cli.compare import compare_devices
 from noisescope.cli.demo import run_demo
@@ -26,6 +27,9 @@ from noisescope.cli.report import draw_report
 from noisescope.cli.robustness import robustness_of_model
 from noisescope.cli.runs import runs
 from noisescope.errors import NoisescopeError
+from noisescope.options.comparing import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
+from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
+from noisescope.options.stored import DrawOptions
 
 
 class Commands(typer.core.TyperGroup):
@@ -72,16 +76,16 @@ def noisescope(
     hush_torchao()
 
 
-app.command("demo")(run_demo)
-app.command("diagnose")(diagnose_model)
-app.command("robustness")(robustness_of_model)
-app.command("inspect")(inspect_model)
-app.command("locate")(locate_fault)
-app.command("passport")(passport_of_device)
-app.command("record")(record_device)
-app.command("compare")(compare_devices)
-app.command("gate")(gate_model)
-app.command("report")(draw_report)
+add_command(app, DemoOptions, run_demo)
+add_command(app, DiagnoseOptions, diagnose_model)
+add_command(app, RobustnessOptions, robustness_of_model)
+add_command(app, InspectOptions, inspect_model)
+add_command(app, LocateOptions, locate_fault)
+add_command(app, PassportOptions, passport_of_device)
+add_command(app, RecordOptions, record_device)
+add_command(app, CompareOptions, compare_devices)
+add_command(app, GateOptions, gate_model)
+add_command(app, DrawOptions, draw_report)
 app.add_typer(experiment, name="experiment")
 app.add_typer(plan, name="plan")
 app.add_typer(runs, name="runs")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from noisescope.cli import common
-from noisescope.errors import InvalidInput
+from noisescope.options.comparing import CompareOptions
 
 if TYPE_CHECKING:
     from noisescope.comparison.compare import Comparison
@@ -22,23 +21,7 @@ MOST_TOKENS = 3
 DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
 
 
-def compare_devices(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The reference: a record, or a dump of msprobe.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The other device's.")],
-    layers: Annotated[str | None, typer.Option("--layers", help="Only these blocks, such as 9,10.")] = None,
-    max_mape: Annotated[
-        float | None, typer.Option("--max-mape", help="Exit code 1 where the MAPE of a site is larger, such as 0.05.")
-    ] = None,
-    sensitivity: Annotated[
-        Path | None, typer.Option("--sensitivity", help="A diagnosis's report.json of this model: prices in nats.")
-    ] = None,
-    affordable: Annotated[
-        float | None,
-        typer.Option("--affordable", help="With --sensitivity: nats a layer's difference may cost, default 0.01."),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the comparison there as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
-) -> None:
+def compare_devices(asked: CompareOptions) -> None:
     """Compare what two devices computed.
 
     \b
@@ -50,21 +33,16 @@ def compare_devices(
     Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
     --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
     """
-    from noisescope.api import compare
-    from noisescope.findings.verdicts import exit_code
+    from noisescope.api.comparing import compare
 
-    if affordable is not None and sensitivity is None:
-        raise InvalidInput("--affordable needs --sensitivity: a diagnosis's report says what a difference costs")
-    found = compare(
-        a, b, layers=common.layers(layers), max_mape=max_mape, sensitivity=sensitivity, affordable=affordable
-    )
-    if output is not None:
-        common.written(output, found.to_json())
-    if as_json:
+    found = compare(options=asked)
+    if asked.output is not None:
+        common.written(asked.output, found.to_json())
+    if asked.json:
         typer.echo(found.to_json(), nl=False)
     else:
         say_comparison(found)
-    raise typer.Exit(exit_code(found.outcome, allow_undecided=False))
+    common.leave(found.outcome, asked)
 
 
 def say_comparison(found: Comparison) -> None:
@@ -76,7 +54,7 @@ def say_comparison(found: Comparison) -> None:
     say_tokens(found.tokens)
     if found.sensitivity is not None:
         say_costs(found.sensitivity)
-    if found.passed is not None:
+    if found.max_mape is not None:
         typer.echo(f"\n{_decision(found)}")
     for note in found.notes:
         typer.echo(f"note: {note}")

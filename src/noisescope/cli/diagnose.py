@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
 import typer
 
 from noisescope.cli import common, outcome
-from noisescope.cli.common import names
-from noisescope.cli.config import use_config
+from noisescope.options.diagnosing import DiagnoseOptions
 
 
-def _config(ctx: typer.Context, path: Path | None) -> Path | None:
-    return use_config(ctx, path, diagnose_model)
-
-
-def diagnose_model(
-    model: common.Model,
-    data: common.Data = None,
-    calibration: Annotated[Path | None, typer.Option("--calibration", help="Data for channel statistics.")] = None,
-    level: Annotated[str, typer.Option("--level", help="Any of operator,layer,channel.")] = "operator,layer,channel",
-    noise_scale: Annotated[float, typer.Option("--noise-scale", help="Relative size of the noise.")] = 0.05,
-    window: Annotated[int, typer.Option("--window", help="Layers in a sliding window.")] = 3,
-    step: Annotated[int, typer.Option("--step", help="Layers between windows.")] = 1,
-    outlier_threshold: Annotated[
-        float, typer.Option("--outlier-threshold", help="An outlier is that many medians.")
-    ] = 10.0,
-    operators: Annotated[
-        str | None, typer.Option("--operators", help="Such as softmax,norm. Default: gemm and seven.")
-    ] = None,
-    calibration_samples: Annotated[int, typer.Option("--calibration-samples", help="For channels.")] = 1000,
-    samples: common.Samples = 100,
-    seeds: common.Seeds = 3,
-    metric: common.Metric = "accuracy",
-    effort: Annotated[
-        str, typer.Option("--effort", help="screen: predict; standard: confirm what matters; full: all.")
-    ] = "standard",
-    generate: Annotated[bool, typer.Option("--generate", help="Score answers by generation (slow).")] = False,
-    max_tokens: common.MaxTokens = 256,
-    max_new_tokens: common.MaxNewTokens = 256,
-    slice_samples: common.SliceSamples = 50,
-    executor: common.Executor = "local",
-    workers: common.Workers = 2,
-    address: common.Address = None,
-    device: common.Device = "cpu",
-    device_map: common.DeviceMap = None,
-    dtype: common.Dtype = None,
-    revision: common.Revision = None,
-    trust_remote_code: common.Trust = False,
-    retry_failed: common.RetryFailed = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say forwards, time and memory, and stop.")] = False,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the store and the reports.")] = Path(
-        "noisescope-run"
-    ),
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            is_eager=True,
-            callback=_config,
-            help="YAML with any of these options (and model); the command line wins. Paths in it are relative to the "
-            "current folder, as here.",
-        ),
-    ] = None,
-    as_json: common.Json = False,
-) -> None:
-    """Find what can't stand numerical error.
+def diagnose_model(asked: DiagnoseOptions) -> None:
+    """Find what is sensitive to numerical error.
 
     Which operators, layers and channels lose most when their arithmetic gets a little wrong.
 
@@ -81,48 +24,21 @@ def diagnose_model(
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
-    asked = {name: value for name, value in locals().items() if name not in ("as_json", "config")}
-    paths = {"data": _text(data), "calibration": _text(calibration), "output": str(output)}
-    run_diagnosis({**asked, **paths}, as_json=as_json)
-
-
-def run_diagnosis(asked: dict[str, Any], *, as_json: bool = False) -> None:
-    """The command from its options as plain values: what `runs resume` repeats."""
-    from noisescope import api
+    from noisescope.api.activations import save_activations
+    from noisescope.api.diagnosing import cost_of_diagnosis, diagnose
+    from noisescope.api.loading import load_subject
     from noisescope.cli.progress import Shown
-    from noisescope.diagnosis import whole
 
-    output = Path(asked["output"])
     with common.plain_warnings():
-        subject = common.subject_asked_for(asked)
-        prepared = api.prepare_diagnosis(
-            subject,
-            asked["data"],
-            calibration=asked["calibration"],
-            noise_scale=asked["noise_scale"],
-            levels=names(asked["level"]) or (),
-            operators=names(asked["operators"]),
-            window=asked["window"],
-            step=asked["step"],
-            outlier_threshold=asked["outlier_threshold"],
-            samples=asked["samples"],
-            calibration_samples=asked["calibration_samples"],
-            seeds=asked["seeds"],
-            metric=asked["metric"],
-            effort=asked["effort"],
-            generate=asked["generate"],
-            max_tokens=asked["max_tokens"],
-            max_new_tokens=asked["max_new_tokens"],
-            slice_samples=asked["slice_samples"],
-        )
-        if asked["dry_run"]:
-            typer.echo(str(prepared.cost(whole)))
+        subject = load_subject(asked)
+        if asked.dry_run:
+            typer.echo(str(cost_of_diagnosis(subject, asked)))
             return
-        with common.resumable(output), Shown() as progress:
-            report = prepared.run(whole, common.run_options("diagnose", asked, progress))
-    outcome.finish(report, output, outcome.say_summary, as_json=as_json)
-
-
-def _text(path: Path | None) -> str | None:
-    """Absolute, so that a resumed run finds it from another folder."""
-    return None if path is None else str(path.absolute())
+        with common.resumable(asked.output), Shown() as progress:
+            report = diagnose(subject, options=common.running(asked, progress))
+        if asked.save_activations and asked.output is not None:
+            source = asked.data if asked.calibration is None else asked.calibration
+            folder = asked.output / "activations"
+            count = asked.calibration_samples
+            save_activations(subject, source, folder, samples=count, max_tokens=asked.max_tokens)
+    outcome.finish(report, asked.output, outcome.say_summary, as_json=asked.json)

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
-from noisescope.sites import OPERATORS, Place, place_order
-
-if TYPE_CHECKING:
-    from noisescope.anatomy import Anatomy
-    from noisescope.model import Subject
+from noisescope.options.comparing import InspectOptions
 
 
-def inspect_model(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME."),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the machine form.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32, bf16, fp16 ...; as stored unless given.")] = None,
-    attn_implementation: Annotated[str | None, typer.Option(help="sdpa, eager ...; the model's own choice.")] = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="List every module.")] = False,
-) -> None:
+def inspect_model(asked: InspectOptions) -> None:
     """Show where noise can fall in a model.
 
     Places, operators, and what is fused, absent or quantised.
@@ -39,86 +26,13 @@ def inspect_model(
       noisescope inspect tiny:llama      a tiny random Llama, to try without a model; also
                                          tiny:gpt2, tiny:mixtral, tiny:bert, tiny:t5 ...
     """
-    from noisescope.model import outline
+    from noisescope.api.inspecting import inspected
 
-    found = facts(outline(model, dtype=dtype, attn_implementation=attn_implementation), verbose=verbose)
-    if as_json:
+    found = inspected(asked)
+    if asked.json:
         typer.echo(json.dumps(found, indent=2))
     else:
         draw(found)
-
-
-def facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
-    """All that the command says, as plain values; `draw` and `--json` only show it."""
-    model, anatomy = subject.model, subject.anatomy
-    parameters = list(model.parameters())
-    packed = [unit for unit in anatomy.units if unit.packed]
-    found: dict[str, Any] = {
-        "source": subject.source,
-        "architecture": anatomy.architecture,
-        "blocks": len(anatomy.blocks),
-        "parameters": sum(parameter.numel() for parameter in parameters),  # a tied weight counts once
-        "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
-        "attention": _attention(subject),
-        "experts": _experts(subject),
-        "operators": _folded(anatomy.counts()),
-        "left_alone": _folded(anatomy.counts(left_alone=True)),
-        "possible": sorted({op for unit in anatomy.units if not unit.certain for op in unit.operators}),
-        "absent": anatomy.absent(),
-        "quantised": {kind: sum(u.packed == kind for u in packed) for kind in sorted({u.packed for u in packed})},
-        "notes": list(anatomy.notes),
-    }
-    if verbose:
-        found["modules"] = _modules(anatomy)
-    return found
-
-
-def _attention(subject: Subject) -> dict[str, Any]:
-    """Which kernel computes attention, and whether its products and softmax are fused in it."""
-    name = getattr(getattr(subject.model, "config", None), "_attn_implementation", None)
-    present = subject.anatomy.operators() & {"softmax", "matmul", "bmm"}
-    return {"implementation": name or "torch", "fused": bool(present) and name != "eager"}
-
-
-def _experts(subject: Subject) -> str | None:
-    """How transformers computes the experts of an MoE model: "grouped_mm", "batched_mm", "eager"."""
-    if not any(unit.kind == "experts" for unit in subject.anatomy.units):
-        return None
-    return getattr(getattr(subject.model, "config", None), "_experts_implementation", None) or "eager"
-
-
-def _folded(counts: dict[Place, dict[str, int]]) -> list[dict[str, Any]]:
-    """Blocks that compute the same, as one entry: [{"places": [0, 1, 2], "counts": {"linear": 7}}]."""
-    groups: dict[tuple[Any, ...], list[Place]] = {}
-    for place, here in counts.items():
-        outer = "" if isinstance(place, int) else place  # only blocks are folded
-        groups.setdefault((outer, *((op, here[op]) for op in OPERATORS if op in here)), []).append(place)
-    rows = [{"places": places, "counts": dict(key[1:])} for key, places in groups.items()]
-    return sorted(rows, key=lambda row: place_order(row["places"][0]))
-
-
-def _modules(anatomy: Anatomy) -> list[dict[str, Any]]:
-    return [
-        {
-            "module": unit.module,
-            "place": unit.place,
-            "counts": dict(zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True)),
-            "remark": ", ".join(
-                remark
-                for remark, applies in (
-                    ("only when named", unit.left_alone),
-                    (f"packed ({unit.packed})", bool(unit.packed)),
-                    ("may be called", not unit.certain),
-                )
-                if applies
-            ),
-        }
-        for unit in sorted(anatomy.units, key=lambda unit: place_order(unit.place))
-        if unit.operators
-    ]
-
-
-# -- drawing
 
 
 def draw(found: dict[str, Any]) -> None:
@@ -151,6 +65,8 @@ def draw(found: dict[str, Any]) -> None:
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:
+    from noisescope.api.words import OPERATORS
+
     operators = [op for op in OPERATORS if any(op in row["counts"] for row in rows)]
     lines = [[_ranges(row["places"]), *(str(row["counts"].get(op, "")) for op in operators)] for row in rows]
     return _aligned([["place", *operators], *lines])
@@ -167,9 +83,9 @@ def _times(counts: dict[str, int]) -> str:
     return ", ".join(operator if count == 1 else f"{count} {operator}" for operator, count in counts.items())
 
 
-def _ranges(places: list[Place]) -> str:
+def _ranges(places: list[int | str]) -> str:
     """[0, 1, 2, 5] as "0-2, 5"."""
-    runs: list[list[Place]] = []
+    runs: list[list[int | str]] = []
     for place in places:
         if runs and isinstance(place, int) and runs[-1][-1] == place - 1:
             runs[-1].append(place)

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from noisescope.cli import common
+from noisescope.options.comparing import LocateOptions
+
+if TYPE_CHECKING:
+    from noisescope.api.words import Verdict
 
 MOST_SUSPECTS = 5
+CHECKS: dict[str, Verdict] = {"healthy": "pass", "faulty": "fail", "undecided": "undecided"}  # of a real device
 
 
-def locate_fault(
-    model: common.Model,
-    method: Annotated[
-        str, typer.Option("--method", help="auto, audit, relations, replay, srdd, fingerprint.")
-    ] = "auto",
-    simulate: Annotated[
-        str | None,
-        typer.Option("--simulate", help="A fault to look for, such as dead_zone:0.3@10 or gain:0.01@3/linear."),
-    ] = None,
-    failure: Annotated[
-        Path | None, typer.Option("--failure", help="With fingerprint: the suspect system's record.")
-    ] = None,
-    reference: Annotated[
-        Path | None, typer.Option("--reference", help="A good device's record: whole tensors are replayed here.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the prompts and checks.")] = 0,
-    device: common.Device = "cpu",
-    device_map: common.DeviceMap = None,
-    dtype: common.Dtype = None,
-    revision: common.Revision = None,
-    trust_remote_code: common.Trust = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the verdict there as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
-) -> None:
+def locate_fault(asked: LocateOptions) -> None:
     """Find what computes wrongly.
 
     The layer, the operator, the channels, and the kind of fault.
@@ -55,33 +35,32 @@ def locate_fault(
 
     No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
     inputs it really had; auto also tries relations where the audit could not look. Exit code 1 where something
-    computes wrongly (with --simulate: where the fault was not found).
+    computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided.
     """
-    from noisescope.faults import faulty, parse_fault
-    from noisescope.locators.locate import locate
+    from noisescope.api import locate
+    from noisescope.api.loading import load_subject
+    from noisescope.api.locating import checked_fault, locate_simulated
 
-    fault = None if simulate is None else parse_fault(simulate)
+    checked_fault(asked.simulate)
+    place, changed = None, None
     with common.plain_warnings():
-        subject = common.load_subject(
-            model, device=device, dtype=dtype, device_map=device_map, revision=revision, trust=trust_remote_code
-        )
-        scope: Any = contextlib.nullcontext()
-        if fault is not None:
-            scope = faulty(subject.model, fault[0], fault[1], anatomy=subject.anatomy)
-        with scope:
-            verdict = locate(subject, method=method, failure=failure, reference=reference, seed=seed)
-    changed = None if fault is None else scope.changed
-    found = {**verdict.to_dict(), **({} if changed is None else {"simulated": simulate, "elements_changed": changed})}
-    if output is not None:
-        common.written(output, json.dumps(found, indent=1) + "\n")
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        subject = load_subject(asked)
+        if asked.simulate is None:
+            verdict = locate(subject, options=asked)
+        else:
+            verdict, place, changed = locate_simulated(subject, asked)
+    simulated = {} if changed is None else {"simulated": asked.simulate, "elements_changed": changed}
+    found = json.dumps({**verdict.to_dict(), **simulated}, indent=1)
+    if asked.output is not None:
+        common.written(asked.output, found + "\n")
+    if asked.json:
+        typer.echo(found)
     else:
         say_verdict(verdict)
-    if fault is None:
-        raise typer.Exit(1 if verdict.verdict == "faulty" else 0)
-    right = say_whether_found(verdict, fault[1].place, changed or 0, quiet=as_json)
-    raise typer.Exit(0 if right else 1)
+    if changed is None:
+        common.leave(CHECKS[verdict.verdict], asked)
+    right = say_whether_found(verdict, place, changed, quiet=asked.json)
+    common.leave("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", asked)
 
 
 def say_verdict(verdict: Any) -> None:

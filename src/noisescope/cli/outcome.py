@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from noisescope.api.stored import Report
 
 
 def finish(report: Any, output: Path | None, say: Callable[[Any], None], *, as_json: bool) -> None:
@@ -20,34 +23,34 @@ def finish(report: Any, output: Path | None, say: Callable[[Any], None], *, as_j
         typer.echo(f"  {path}")
 
 
-def say_summary(report: Any) -> None:
+def say_summary(report: Report) -> None:
     """The first screen: risk, top findings, next step, what it cost."""
     say_findings(report)
     say_cost(report)
 
 
-def say_findings(report: Any) -> None:
-    from noisescope.reports.words import finding_span
+def say_findings(report: Report) -> None:
+    from noisescope.api.words import finding_lines
 
-    summary = report["executive_summary"]
-    run = report["run"]
-    typer.echo(
-        f"{run['model']['source']}: {run['model']['architecture']}, {run['model']['blocks']} blocks, {run['device']}"
-    )
-    data = run["data"]
-    note = f" ({data['note']})" if data["note"] else ""
-    typer.echo(f"data: {data['source']}, {data['samples']} samples{note}")
-    typer.echo(f"\nrisk: {summary['overall_risk_level']} (report score {summary['report_risk']['score']:g})")
-    for i, row in enumerate(summary["top_findings"], 1):
-        typer.echo(f"{i}. [{row['severity']}] {row['component']}: {row['statement']}{finding_span(row)}")
-    if not summary["top_findings"]:
+    found = report.diagnosis
+    summary, run = found.executive_summary, found.run
+    typer.echo(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
+    note = f" ({run.data.note})" if run.data.note else ""
+    typer.echo(f"data: {run.data.source}, {run.data.samples} samples{note}")
+    typer.echo(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
+    for number, finding in enumerate(summary.top_findings, 1):
+        first, *notes = finding_lines(finding)
+        typer.echo(f"{number}. {first}")
+        for line in notes:
+            typer.echo(f"   {line}")
+    if not summary.top_findings:
         typer.echo("nothing stands out")
-    typer.echo(f"\nnext: {summary['next_step']}")
+    typer.echo(f"\nnext: {summary.next_step}")
 
 
-def say_cost(report: Any) -> None:
-    cost = report["run"]["cost"]
+def say_cost(report: Report) -> None:
+    cost = report.value.run.cost
     typer.echo(
-        f"\n{cost['trials_run_now']} trials run now ({cost['trials']} in the store), "
-        f"{cost['forwards']:.1f} forwards of the test data, {cost['seconds']:.1f} s"
+        f"\n{cost.trials_run_now} trials run now ({cost.trials} in the store), "
+        f"{cost.forwards:.1f} forwards of the test data, {cost.seconds:.1f} s"
     )

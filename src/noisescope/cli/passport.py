@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from noisescope.cli.common import Device, plain_warnings
+from noisescope.cli.common import plain_warnings
 from noisescope.errors import InvalidInput
+from noisescope.options.comparing import PassportOptions
 
 _SHORT = {
     "nearest, ties to even": "nearest",
@@ -68,14 +68,7 @@ _ATTENTION = {
 }
 
 
-def passport_of_device(
-    device: Device = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer points, sizes and repeats.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the passport to this file.")] = None,
-    other: Annotated[Path | None, typer.Option("--diff", help="Another passport: say how they differ.")] = None,
-    stored: Annotated[Path | None, typer.Option("--from", help="Show this passport instead of taking one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the machine form.")] = False,
-) -> None:
+def passport_of_device(asked: PassportOptions) -> None:
     """Measure a device's arithmetic.
 
     Accumulator bits, rounding, subnormals, ulps, what repeats.
@@ -90,21 +83,20 @@ def passport_of_device(
       noisescope passport --device cpu --diff h200.json
       noisescope passport --from npu.json --diff h200.json      two files, nothing is measured
     """
-    from noisescope.locators.passport_diff import diff, say
-    from noisescope.locators.passport_file import read_passport, write_passport
+    from noisescope.api.passports import diff, read_passport, say, take_passport, write_passport
 
-    theirs = read_passport(other) if other is not None else None  # a bad file is refused before anything is measured
-    if stored is not None:
-        passport = read_passport(stored)
+    theirs = (
+        read_passport(asked.diff) if asked.diff is not None else None
+    )  # a bad file is refused before anything is measured
+    if asked.from_ is not None:
+        passport = read_passport(asked.from_)
     else:
-        from noisescope.locators.passport import take_passport
-
         with plain_warnings():
-            passport = take_passport(device, quick=quick)
-    if output is not None:
-        write_passport(passport, output)
+            passport = take_passport(asked.device, quick=asked.quick)
+    if asked.output is not None:
+        write_passport(passport, asked.output)
     differences = diff(passport, theirs) if theirs is not None else None
-    if as_json:
+    if asked.json:
         found = dict(passport)
         if differences is not None:
             found["differences"] = [dataclasses.asdict(difference) for difference in differences]
@@ -113,16 +105,16 @@ def passport_of_device(
     try:
         draw(passport)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        if stored is None:
+        if asked.from_ is None:
             raise
-        raise InvalidInput(f"{stored} is damaged ({error!r}): take the passport again") from error
+        raise InvalidInput(f"{asked.from_} is damaged ({error!r}): take the passport again") from error
     if differences is not None and theirs is not None:
-        typer.echo(f"\nAgainst {other}: {_device(theirs)}")
+        typer.echo(f"\nAgainst {asked.diff}: {_device(theirs)}")
         if passport.get("quick") != theirs.get("quick"):
             typer.echo("One of the two is quick: functions are compared in their right bits only.")
         typer.echo(say(differences))
-    if output is not None:
-        typer.echo(f"\n  {output}")
+    if asked.output is not None:
+        typer.echo(f"\n  {asked.output}")
 
 
 def _device(passport: dict[str, Any]) -> str:

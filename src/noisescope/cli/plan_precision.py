@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import typer
 
 from noisescope.cli import common
-from noisescope.cli.report import load_report
-from noisescope.errors import InvalidInput
+from noisescope.options.planning import PrecisionOptions
 
-NO_MEASUREMENT = {"kl": None, "uniform_kl": None, "seeds_rule_kl": None, "random": {"n": 0, "median_kl": None}}  # yet
+if TYPE_CHECKING:
+    from noisescope.api.precision import PrecisionPlan
 
 
-def plan_precision(
-    report: common.ReportPath,
-    average_bits: Annotated[
-        float | None, typer.Option("--average-bits", help="Bits a weight on average, over the linears of the blocks.")
-    ] = None,
-    max_megabytes: Annotated[
-        float | None, typer.Option("--max-megabytes", help="Size of those weights with their scales, in 10^6 bytes.")
-    ] = None,
-    latency_table: Annotated[
-        Path | None, typer.Option("--latency-table", help="JSON: {module: {format: ms}}; '*' is for a million weights.")
-    ] = None,
-    max_milliseconds: Annotated[
-        float | None, typer.Option("--max-milliseconds", help="With --latency-table: the sum over all modules.")
-    ] = None,
-    granularity: Annotated[str, typer.Option("--granularity", help="module, or layer: one format a block.")] = "module",
-    formats: Annotated[
-        str | None, typer.Option("--formats", help="Formats to choose from. Default: all that were scored.")
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Carry the plan out on the model, and measure.")] = False,
-    random: Annotated[int, typer.Option("--random", help="With --verify: random plans to compare with.")] = 32,
-    samples: Annotated[int, typer.Option("--samples", help="With --verify: samples to measure on.")] = 64,
-    max_tokens: common.MaxTokens = 256,
-    model: common.OtherModel = None,
-    data: common.OtherData = None,
-    device: common.Device = "cpu",
-    device_map: common.DeviceMap = None,
-    dtype: common.Dtype = None,
-    revision: common.Revision = None,
-    trust_remote_code: common.Trust = False,
-    export: Annotated[
-        str | None, typer.Option("--export", help="For llm-compressor, modelopt, autoround, torchao, or json.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="With --export: the file to write.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print plan and measurements as JSON.")] = False,
-) -> None:
+def plan_precision(asked: PrecisionOptions) -> None:
     """Choose a number format for each linear.
 
     At the least predicted KL that the budget allows; with --verify carried out on the model, beside uniform plans, the
@@ -61,107 +26,64 @@ def plan_precision(
     noisescope plan precision out --average-bits 4.5 --formats int3,int4,int8 --granularity layer
     noisescope plan precision out --max-megabytes 900 --export llm-compressor -o recipe.yaml
 
-    REPORT is the folder of a run or its report.json. Bits are those of the format's name; bits with scales are told.
+    REPORT is the folder of a run or its report.json. Bits are those of the format's name; bits
+    with scales are printed beside them.
     """
-    from noisescope.plans.coverage import coverage_notes, planned_share
-    from noisescope.plans.exports import export_plan
-    from noisescope.plans.precision import Budget, modules_of, optimal_plan
-    from noisescope.plans.prediction import prediction_of
+    from noisescope.api.drawing import as_json
+    from noisescope.api.precision import exported, predicted_precision
+    from noisescope.api.precision import plan_precision as choose
+    from noisescope.api.stored import load_report
 
-    if (export is None) != (output is None):
-        raise InvalidInput("--export and -o belong together: the tool, and the file to write for it")
-    found = load_report(report)
-    budget = Budget(average_bits, max_megabytes, max_milliseconds, _table(latency_table))
-    chosen = common.names(formats)
-    modules = modules_of(found, chosen)
-    plan = optimal_plan(modules, budget, granularity=granularity)
-    exported = None if export is None else export_plan(plan, export, modules)  # refused before the work of --verify
-    result: dict[str, Any] = {
-        **NO_MEASUREMENT,
-        **plan.to_dict(),
-        "prediction": prediction_of(found, modules, plan),
-        "planned_share": planned_share(found),
-        "verified": verify,
-        "notes": coverage_notes(found),
-    }
-    if verify:
-        from noisescope.api.planning import verify_precision
-
+    report = load_report(asked.report)
+    plan = choose(report, options=asked)
+    result = predicted_precision(report, plan, formats=asked.formats)
+    export = None if asked.export is None else exported(report, plan, asked)  # refused before the work of --verify
+    if asked.verify:
         with common.plain_warnings():
-            subject = common.subject_of_report(
-                found,
-                model,
-                device=device,
-                dtype=dtype,
-                device_map=device_map,
-                revision=revision,
-                trust=trust_remote_code,
-            )
-            result |= verify_precision(
-                subject,
-                data,
-                found,
-                plan,
-                formats=chosen,
-                random=random,
-                samples=samples,
-                max_tokens=max_tokens,
-            )
-    if output is not None and exported is not None:
-        common.written(output, exported.text)
-        result["notes"] = [*result["notes"], *exported.notes]
-    if as_json:
-        typer.echo(json.dumps(result, indent=1))
+            from noisescope.api.loading import subject_of_report
+            from noisescope.api.planning import verify_precision
+
+            result = verify_precision(subject_of_report(report, asked), report, plan, options=asked)
+    if asked.output is not None and export is not None:
+        common.written(asked.output, export.text)
+        result = replace(result, notes=(*result.notes, *export.notes))
+    if asked.json:
+        typer.echo(as_json(result), nl=False)
         return
-    say_plan(plan, result)
-    if output is not None:
-        typer.echo(f"  {output}")
+    say_plan(result)
+    if asked.output is not None:
+        typer.echo(f"  {asked.output}")
 
 
-def _table(path: Path | None) -> Any:
-    """A latency table from JSON."""
-    if path is None:
-        return {}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path} is no latency table: {error}") from None
-    if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
-        raise InvalidInput(f"{path} must be JSON of the form {{module: {{format: milliseconds}}}}; '*' for all others")
-    return table
-
-
-def say_plan(plan: Any, result: dict[str, Any]) -> None:
+def say_plan(plan: PrecisionPlan) -> None:
     """What each format got, what it costs, and what it was compared with."""
-    from noisescope.plans.prediction import prediction_told
-    from noisescope.plans.words import counted
+    from noisescope.api.words import counted, prediction_sentence
 
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
-    typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits a weight ({sizes})")
-    typer.echo("  " + ", ".join(f"{name}: {counted(count, 'module')}" for name, count in plan.counts().items()))
-    typer.echo(f"predicted KL {prediction_told(result['prediction'])}")
+    typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
+    typer.echo("  " + ", ".join(f"{name}: {counted(count, 'module')}" for name, count in plan.counts.items()))
+    typer.echo(f"predicted KL {prediction_sentence(plan.prediction)}")
     if plan.note:
         typer.echo(f"note: {plan.note}")
-    if result["verified"]:
-        say_measured(result)
+    if plan.data is not None:
+        say_measured(plan)
     else:
         typer.echo("predicted only: --verify carries it out and measures")
-    for note in result["notes"]:
+    for note in plan.notes:
         typer.echo(f"note: {note}")
 
 
-def say_measured(result: dict[str, Any]) -> None:
-    from noisescope.plans.words import counted
+def say_measured(plan: PrecisionPlan) -> None:
+    from noisescope.api.words import counted, estimate
 
-    data = result["data"]
-    typer.echo(f"\nmeasured on {counted(data['samples'], 'sample')} ({counted(data['scored_tokens'], 'token')}):")
-    typer.echo(f"{'':<18}{'bits':>7}  {'KL (nats a token)':>30}  {'accuracy':>9}")
-    for row in result["rows"]:
-        if not row["name"].startswith("random"):
-            kl, accuracy = row["kl"], f"{100 * row['accuracy']['value']:.1f} %"
-            span = "" if kl["low"] is None else f" [{kl['low']:.3g}, {kl['high']:.3g}]"
-            typer.echo(f"{row['name']:<18}{row['average_bits']:>7.3f}  {kl['value']:>9.4g}{span:<21}  {accuracy:>9}")
-    count, middle = result["random"]["n"], result["random"]["median_kl"]
-    if count:
-        share = f" (the plan's is {result['kl'] / middle:.2f} of it)" if middle else ""  # 0: nothing was rounded
-        typer.echo(f"{count} random plans of the same bits: median KL {middle:.4g}{share}")
+    assert plan.data is not None
+    tokens = counted(plan.data.scored_tokens, "token")
+    typer.echo(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
+    typer.echo(f"{'':<18}{'bits':>7}  {'median KL (nats per token)':<32}  {'score':<24}  KL over the plan's")
+    for row in plan.rows:
+        if row.kind != "random":
+            kl, score, over = (estimate(row.kl.median), estimate(row.accuracy, share=True), estimate(row.over_plan))
+            bits = f"{row.name:<18}{row.average_bits:>7.3f}"
+            typer.echo(f"{bits}  {kl.text:<32}  {score.text:<24}  {over.text}".rstrip())
+    if plan.random.n and plan.random.median_kl:
+        typer.echo(f"{plan.random.n} random plans of the same bits: median KL {plan.random.median_kl:.4g}")

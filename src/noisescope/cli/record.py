@@ -6,35 +6,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from noisescope.cli import common
-from noisescope.record_format import is_unfinished
+from noisescope.options.comparing import RecordOptions
 
 
-def record_device(
-    model: common.Model,
-    data: common.Data = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="A new folder.")] = Path("noisescope.record"),
-    detail: Annotated[str, typer.Option("--detail", help="sketch, or full: whole tensors of everything.")] = "sketch",
-    full_layers: Annotated[
-        str | None, typer.Option("--full-layers", help="Whole tensors of these blocks, such as 9,10.")
-    ] = None,
-    inputs: Annotated[
-        bool, typer.Option("--inputs/--no-inputs", help="With whole tensors: what modules were given, for a replay.")
-    ] = True,
-    samples: common.Samples = 32,
-    max_tokens: common.MaxTokens = 128,
-    batch: Annotated[int, typer.Option("--batch", help="Prompts of one length in one forward.")] = 16,
-    device: common.Device = "cpu",
-    device_map: common.DeviceMap = None,
-    dtype: common.Dtype = None,
-    revision: common.Revision = None,
-    trust_remote_code: common.Trust = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
-) -> None:
+def record_device(asked: RecordOptions) -> None:
     """Record what this device computes, operator by operator.
 
     \b
@@ -46,23 +25,12 @@ def record_device(
     --max-tokens on both machines. Whole tensors (--detail full) let `noisescope locate --reference` replay each module
     on the other device's inputs.
     """
-    from noisescope.api import record
-
+    output = asked.output
     with common.plain_warnings(), _interruptible(output):
-        subject = common.load_subject(
-            model, device=device, dtype=dtype, device_map=device_map, revision=revision, trust=trust_remote_code
-        )
-        found = record(
-            subject,
-            data,
-            output,
-            detail=detail,
-            full_layers=common.layers(full_layers) or (),
-            inputs=inputs,
-            samples=samples,
-            max_tokens=max_tokens,
-            batch=batch,
-        )
+        from noisescope.api.loading import load_subject
+        from noisescope.api.recording import record
+
+        found = record(load_subject(asked), options=asked)
     size = sum(file.stat().st_size for file in output.iterdir())
     facts = {
         "record": str(output),
@@ -74,7 +42,7 @@ def record_device(
         "dtype": found.dtype,
         "notes": list(found.notes),
     }
-    if as_json:
+    if asked.json:
         typer.echo(json.dumps(facts, indent=1))
         return
     typer.echo(
@@ -88,6 +56,8 @@ def record_device(
 @contextmanager
 def _interruptible(output: Path) -> Iterator[None]:
     """Ctrl-C says what is left behind."""
+    from noisescope.api.recording import is_unfinished
+
     try:
         yield
     except KeyboardInterrupt:

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from noisescope.cli import common, outcome
+from noisescope.options.diagnosing import RobustnessOptions
 
 
-def robustness_of_model(
-    model: common.Model,
-    data: common.Data = None,
-    noise_levels: Annotated[str, typer.Option("--noise-levels", help="Scales with commas between.")] = "0,0.05,0.10",
-    operators: Annotated[str, typer.Option("--operators", help="What is noised.")] = "gemm",
-    samples: common.Samples = 100,
-    seeds: common.Seeds = 3,
-    metric: common.Metric = "accuracy",
-    generate: Annotated[
-        bool | None, typer.Option("--generate/--no-generate", help="By generation. Default: where there are answers.")
-    ] = None,
-    max_tokens: common.MaxTokens = 256,
-    max_new_tokens: common.MaxNewTokens = 256,
-    slice_samples: common.SliceSamples = 50,
-    executor: common.Executor = "local",
-    workers: common.Workers = 2,
-    address: common.Address = None,
-    device: common.Device = "cpu",
-    device_map: common.DeviceMap = None,
-    dtype: common.Dtype = None,
-    revision: common.Revision = None,
-    trust_remote_code: common.Trust = False,
-    retry_failed: common.RetryFailed = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for the store and the reports.")] = None,
-    as_json: common.Json = False,
-) -> None:
+def robustness_of_model(asked: RobustnessOptions) -> None:
     """Accuracy at several noise levels.
 
     With the share of the clean accuracy that is retained, and intervals.
@@ -44,39 +19,19 @@ def robustness_of_model(
     noisescope robustness demo
     noisescope robustness path/to/model --data gsm8k.jsonl --noise-levels 0,0.02,0.05 --samples 200 --device cuda
     """
-    asked = {name: value for name, value in locals().items() if name != "as_json"}
-    asked |= {"data": None if data is None else str(data), "output": None if output is None else str(output)}
-    run_robustness(asked, as_json=as_json)
-
-
-def run_robustness(asked: dict[str, Any], *, as_json: bool = False) -> None:
-    """The command from its options as plain values."""
-    from noisescope import api
+    from noisescope.api.diagnosing import robustness
+    from noisescope.api.loading import load_subject
     from noisescope.cli.progress import Shown
 
-    output = None if asked["output"] is None else Path(asked["output"])
     with common.plain_warnings():
-        subject = common.subject_asked_for(asked)
-        with common.resumable(output), Shown() as progress:
-            report = api.robustness(
-                subject,
-                asked["data"],
-                noise_levels=common.numbers(asked["noise_levels"], "--noise-levels"),
-                operators=common.names(asked["operators"]) or (),
-                samples=asked["samples"],
-                seeds=asked["seeds"],
-                metric=asked["metric"],
-                generate=asked["generate"],
-                max_tokens=asked["max_tokens"],
-                max_new_tokens=asked["max_new_tokens"],
-                slice_samples=asked["slice_samples"],
-                options=common.run_options("robustness", asked, progress),
-            )
-    outcome.finish(report, output, say_levels, as_json=as_json)
+        subject = load_subject(asked)
+        with common.resumable(asked.output), Shown() as progress:
+            report = robustness(subject, options=common.running(asked, progress))
+    outcome.finish(report, asked.output, say_levels, as_json=asked.json)
 
 
 def say_levels(report: Any) -> None:
-    from noisescope.reports.words import estimate
+    from noisescope.api.words import estimate
 
     data = report["run"]["data"]
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data["measure"], "by your metric")

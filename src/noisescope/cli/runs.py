@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
-from noisescope.cli.common import names
+from noisescope.cli.building import add_command
+from noisescope.cli.demo import run_demo
+from noisescope.cli.diagnose import diagnose_model
+from noisescope.cli.experiment import experiment_phases
+from noisescope.cli.robustness import robustness_of_model
 from noisescope.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from noisescope.diagnosis.stored import StoredRun
+from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, RobustnessOptions
+from noisescope.options.stored import CompareRunsOptions, ListOptions, ResumeOptions, ShowOptions
+from noisescope.options.training import PhasesOptions
 
 runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
-Folder = Annotated[Path, typer.Argument(help="A run's folder (the -o of its command).")]
-Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+RESUMED: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
+    options.command: (options, run)
+    for options, run in (
+        (DemoOptions, run_demo),
+        (DiagnoseOptions, diagnose_model),
+        (RobustnessOptions, robustness_of_model),
+        (PhasesOptions, experiment_phases),
+    )
+}
 
 
-@runs.command("list")
-def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look, two folders deep.")] = Path(), as_json: Json = False
-) -> None:
+def list_runs(asked: ListOptions) -> None:
     """Runs in a folder."""
-    from noisescope.runs.store import FILE
+    from noisescope.api.stored import runs_in
 
-    found = sorted(path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE}"))
-    rows, unreadable = [], []
-    for path in found:
-        try:
-            rows.append({"folder": str(path), **facts(path)})
-        except InvalidInput as error:  # one bad store must not hide the others
-            unreadable.append(str(error))
-    if as_json:
+    rows, unreadable = runs_in(asked.folder)
+    if asked.json:
         typer.echo(json.dumps(rows, indent=1))
         return
     if not rows:
-        typer.echo(f"no runs in {folder.resolve()}")
+        typer.echo(f"no runs in {asked.folder.resolve()}")
     for problem in unreadable:
         typer.echo(f"can't be read: {problem}", err=True)
     for row in rows:
@@ -48,11 +49,12 @@ def list_runs(
         )
 
 
-@runs.command("show")
-def show_run(folder: Folder, as_json: Json = False) -> None:
+def show_run(asked: ShowOptions) -> None:
     """What a run asked, what it has, what failed."""
-    row = facts(folder, whole=True)
-    if as_json:
+    from noisescope.api.stored import run_facts
+
+    row = run_facts(asked.folder, whole=True)
+    if asked.json:
         typer.echo(json.dumps(row, indent=1))
         return
     typer.echo(f"{row['command']} of {row['model']}, data: {row['data']}")
@@ -69,36 +71,21 @@ def show_run(folder: Folder, as_json: Json = False) -> None:
         typer.echo(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
 
 
-@runs.command("resume")
-def resume_run(folder: Folder) -> None:
+def resume_run(asked: ResumeOptions) -> None:
     """Go on with a run that was interrupted: the same command again."""
-    from noisescope.cli.demo import demonstrate
-    from noisescope.cli.diagnose import run_diagnosis
-    from noisescope.cli.experiment import run_phases
-    from noisescope.cli.robustness import run_robustness
-    from noisescope.runs.store import Store
+    from noisescope.api.stored import stored_command
 
-    with Store(folder, create=False) as store:
-        command = store.fact("command")
-    commands = {"demo": demonstrate, "diagnose": run_diagnosis, "robustness": run_robustness}
-    commands["experiment phases"] = run_phases
-    if not command or command.get("name") not in commands:
+    command = stored_command(asked.folder)
+    if not command or command.get("name") not in RESUMED:
         raise InvalidInput(
-            f"{folder} was made from Python, not by a command: call the same function again with output={str(folder)!r}"
+            f"{asked.folder} was made from Python, not by a command: call the same function again with "
+            f"output={str(asked.folder)!r}"
         )
-    commands[command["name"]]({**command["options"], "output": str(folder)})
+    options, run = RESUMED[command["name"]]
+    run(options.from_stored({**command["options"], "output": asked.folder}))
 
 
-@runs.command("compare")
-def compare_two_runs(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The folder of another: differences are B less A.")],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for comparison.json, .md, .html and .pdf.")
-    ] = None,
-    formats: Annotated[str, typer.Option("--format", help="With -o: any of json,md,html,pdf.")] = "json,md,html,pdf",
-    as_json: Json = False,
-) -> None:
+def compare_two_runs(asked: CompareRunsOptions) -> None:
     """What changed from one run to another: a new checkpoint, another dtype, another device.
 
     \b
@@ -108,18 +95,18 @@ def compare_two_runs(
     Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
     common: --noise-scale, --operators, --window; and --data, --samples for pairs.
     """
-    from noisescope.diagnosis.changes import compare_runs
-    from noisescope.reports.changes import Comparison, change_line, largest, run_line, verdict_line
+    from noisescope.api.stored import comparison_of
+    from noisescope.api.words import change_line, change_verdict_line, largest, run_line
 
-    comparison = Comparison(compare_runs(read_run(a), read_run(b)))
-    paths = [] if output is None else comparison.save(output, name="comparison", formats=names(formats) or ())
-    if as_json:
+    comparison = comparison_of(asked.a, asked.b)
+    paths = [] if asked.output is None else comparison.save(asked.output, name="comparison", formats=asked.format)
+    if asked.json:
         typer.echo(comparison.to_json(), nl=False)
         return
     found = comparison.changes
     typer.echo(f"A  {run_line(found.a)}\nB  {run_line(found.b)}")
     typer.echo(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
-    typer.echo(f"\nverdict: {verdict_line(found)}")
+    typer.echo(f"\nverdict: {change_verdict_line(found)}")
     for row in largest(found.rows):
         typer.echo(f"  {change_line(row)}")
     for note in found.notes:
@@ -128,53 +115,7 @@ def compare_two_runs(
         typer.echo(f"  {path}")
 
 
-def read_run(folder: Path) -> StoredRun:
-    """A store as the comparison needs it."""
-    from noisescope.diagnosis.stored import stored_run
-    from noisescope.runs.store import Store
-
-    with Store(folder, create=False) as store:
-        trials = [(json.loads(content), store[identity]) for identity, content in store.contents().items()]
-        return stored_run(str(folder), store.fact("asked"), trials)
-
-
-def facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
-    """A store in numbers; the whole of it with its errors and settings."""
-    from noisescope.runs.store import Store
-
-    with Store(folder, create=False) as store:
-        about = store.about()
-        asked = about.get("asked", {})
-        failures = Counter(result.error for result in store.values() if result.failed)
-        row: dict[str, Any] = {
-            "command": (about.get("command") or {}).get("name", "a call from Python"),
-            "model": asked.get("model", {}).get("source", "?"),
-            "data": asked.get("data", {}).get("source", "?"),
-            "state": state(folder, about),
-            "trials": len(store),
-            "failed": sum(failures.values()),
-            "damaged": store.damaged,
-            "seconds": sum(store.seconds.values()),
-            "measures": store.measures(),
-        }
-        if whole:
-            row |= {"errors": dict(failures), "settings": {**asked.get("settings", {}), **_elsewhere(asked)}}
-        return row
-
-
-def state(folder: Path, about: dict[str, Any]) -> str:
-    """ "complete", or how to go on. A report of an earlier question in the same folder does not count."""
-    asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
-    if run and all(run.get(name) == value for name, value in asked.items()):
-        return "complete"
-    if about.get("command"):
-        return f"not finished: noisescope runs resume {folder}"
-    return f"not finished: call the same function again with output={str(folder)!r}"
-
-
-def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
-    """What was asked besides the settings of the diagnosis."""
-    data, conditions = asked.get("data", {}), asked.get("conditions", {})
-    rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
-            "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
-    return {name: value for name, value in rows.items() if value is not None}
+add_command(runs, ListOptions, list_runs)
+add_command(runs, ShowOptions, show_run)
+add_command(runs, ResumeOptions, resume_run)
+add_command(runs, CompareRunsOptions, compare_two_runs)

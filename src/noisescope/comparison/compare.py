@@ -24,7 +24,7 @@ from noisescope.findings.verdicts import Verdict as CheckVerdict
 from noisescope.jsonform import Json, from_json, to_json
 from noisescope.sites import Site
 
-SCHEMA_VERSION = 2  # 2: devices diverge, they don't part; undecided sites are counted; NaN apart from zeros
+SCHEMA_VERSION = 2  # 2: "diverges" for "parts"; undecided sites are counted; infinite differences are marked
 _WORST_TOKENS = 5
 _MOST_NAMED = 8  # places in a message
 

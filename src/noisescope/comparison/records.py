@@ -89,7 +89,7 @@ class Record:
         return np.concatenate(arrays) if len(arrays) == len(self.batches) else None
 
     def by_token(self, name: str) -> list[NDArray[np.float64]] | None:
-        """Figures of the blocks' outputs, one array [blocks, tokens] a prompt: "sum", "max" or "channel"."""
+        """Figures of the blocks' outputs, one array [blocks, tokens] per prompt: "sum", "max" or "channel"."""
         rows: list[NDArray[np.float64]] = []
         for batch in self.batches:
             found = batch.read(f"token_{name}")

@@ -244,7 +244,7 @@ def _smallest(sides: _Sides, difference: stats.Estimate, looks: int) -> float | 
 
 
 def _judged(found: Sequence[tuple[ChangeRow, _Sides]], *, floor: float) -> list[ChangeRow]:
-    """Holm's correction over all rows, and what each row says. A KL below `floor` can't be told from 0."""
+    """Holm's correction over all rows, and what each row says. A KL below `floor` can't be distinguished from 0."""
     looked = [row.p for row, _ in found if row.p is not None]
     corrected = iter(stats.holm(looked))
     rows = []

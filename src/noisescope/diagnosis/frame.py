@@ -13,16 +13,12 @@ from numpy.typing import NDArray
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import Injection, checked_scale
+from noisescope.options.choices import DEFAULT_OPERATORS, EFFORTS, LEVEL_ONE, LEVELS
+from noisescope.options.choices import GROUP as GROUP
 from noisescope.sites import OPERATORS, Site, canonical_operator
 from noisescope.trials import Conditions, Result, Results, Slice, Trial
 
 Array = NDArray[np.float64]
-
-LEVELS = ("operator", "layer", "channel")
-EFFORTS = ("screen", "standard", "full")
-LEVEL_ONE = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm")  # the seven of the original method notes
-GROUP = "gemm"  # what those notes call "matmul": every product
-DEFAULT_OPERATORS = (GROUP, *LEVEL_ONE)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from noisescope.api.activations import linears
 from noisescope.diagnosis.frame import Array
 from noisescope.diagnostic.asking import Row, subject_of
 from noisescope.diagnostic.outliers import outlier_row, site_label
@@ -17,8 +18,7 @@ from noisescope.findings import LIMITS
 from noisescope.model import Subject
 from noisescope.probe.capture import Capture, Captured, ChannelStatistics, capture
 from noisescope.runs.bench import input_device
-
-LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
+from noisescope.sites import Place
 
 
 class ActivationCapture:
@@ -47,10 +47,14 @@ class ActivationCapture:
     ) -> None:
         self.subject = subject_of(model)
         self.layer_patterns = (layer_patterns,) if isinstance(layer_patterns, str) else layer_patterns
-        self.modules = _linears(self.subject, self.layer_patterns)
+        self.modules = linears(self.subject, self.layer_patterns)
         self.keep_activations = keep_activations
         self._scope: Capture | None = None
         self._captured = Captured()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.subject.model
 
     def register_hooks(self) -> None:
         """Begin to watch."""
@@ -110,7 +114,14 @@ class ActivationCapture:
         if not self._captured.statistics:
             raise InvalidInput("nothing was captured yet: register_hooks(), then call the model")
         return {
-            site_label(site): {"layer": site.place, **outlier_row(site_label(site), _columns(statistics), threshold)}
+            name: {"layer": layer, **outlier_row(name, columns, threshold)}
+            for name, (layer, columns) in self.columns().items()
+        }
+
+    def columns(self) -> dict[str, tuple[Place, dict[str, Array]]]:
+        """By module, its layer and the statistics [C] of its channels."""
+        return {
+            site_label(site): (site.place, _columns(statistics))
             for site, statistics in self._captured.statistics.items()
         }
 
@@ -146,31 +157,14 @@ def _aim(subject: Subject, layer: int | str) -> Row:
     return {"operators": {"residual"}, "layers": {layer}}
 
 
-def _linears(subject: Subject, patterns: Sequence[str] | None) -> list[str]:
-    """Linears of the blocks whose name holds a pattern; without patterns see LAYER_PATTERNS, all where none fits.
-
-    That is asked of each component by itself: Mixtral's attention has Llama's names, its experts have not.
-    """
-    units = [unit for unit in subject.anatomy.units if "linear" in unit.operators and isinstance(unit.place, int)]
-    units = [unit for unit in units if unit.component != "router"]
-    wanted = LAYER_PATTERNS if patterns is None else patterns
-    chosen = [unit for unit in units if any(pattern in unit.module for pattern in wanted)]
-    if patterns is None:
-        named = {unit.component for unit in chosen}
-        chosen += [unit for unit in units if unit.component not in named]
-    if not chosen:
-        names = ", ".join(unit.module for unit in units[:3])
-        raise InvalidInput(
-            f"layer_patterns {list(wanted)} are part of no linear's name; the model has {len(units)}, such as {names}"
-        )
-    return [unit.module for unit in chosen]
-
-
 def _columns(statistics: ChannelStatistics) -> dict[str, Array]:
     assert statistics.maximum is not None and statistics.mean_abs is not None and statistics.histogram is not None
+    assert statistics.mean is not None and statistics.std is not None
     found = {
         "max": statistics.maximum,
+        "mean": statistics.mean,
         "mean_abs": statistics.mean_abs,
+        "std": statistics.std,
         "q50": statistics.histogram.quantile(0.5),
         "q99": statistics.histogram.quantile(0.99),
     }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,30 @@ from torch import Tensor, nn
 from noisescope import api
 from noisescope.data import DataSet
 from noisescope.diagnosis.frame import GROUP, Frame
-from noisescope.errors import InvalidInput, unknown
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.errors import InvalidInput
 from noisescope.model import Subject, wrap
-from noisescope.reports.report import read_report
+from noisescope.reports.report import Report, read_report
 from noisescope.sites import GROUPS, canonical_operator
 from noisescope.trials import Results, Trial
 
 Row = dict[str, Any]
 # What a measured row of the notes holds; None where it could not be measured.
 ROW_KEYS = ("degradation", "sensitivity_score", "baseline_acc", "noisy_acc", "total_injections")
-# Keywords of `diagnose` with their defaults: the one place where those are written is its signature.
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(api.diagnose).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name != "options"
-}
 
 
 @dataclass(frozen=True)
 class Question:
     """A part of a diagnosis: which trials it wants, and what it makes of them."""
 
-    propose: Callable[[Frame, Results], list[Trial]]
+    asked: Callable[[Frame, Results], list[Trial]]
     answer: Callable[[Frame, Results], Any]
 
-    def conclude(self, frame: Frame, results: Results, notes: list[str]) -> dict[str, Any]:
-        return {"schema_version": None, "answer": self.answer(frame, results)}
+    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+        return self.asked(frame, results)
+
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> Any:
+        return self.answer(frame, results)
 
 
 def ask(
@@ -53,15 +50,12 @@ def ask(
     **asked: Any,
 ) -> Any:
     """The answer of a model on data; `asked` are keywords of `diagnose`, `settings` fields of Settings it has not."""
-    for name in asked:
-        if name not in _DEFAULTS:
-            raise unknown("keyword", name, [*_DEFAULTS, "options"])
-    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **{**_DEFAULTS, **asked})
+    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **asked)
     frame = prepared.frame
     if settings:
         frame = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, **settings))
     prepared = dataclasses.replace(prepared, frame=frame)
-    return prepared.run(question, options or api.Options())["answer"]
+    return prepared.run(question, options or api.Options())[1]
 
 
 def subject_of(model: Subject | nn.Module) -> Subject:
@@ -86,6 +80,11 @@ def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise InvalidInput(f"a report is a dictionary, or the path of a report.json; got a {type(found).__name__}")
     full: Mapping[str, Any] = found.get("full", found)
     return full
+
+
+def diagnosis_in(report: Mapping[str, Any]) -> Diagnosis:
+    """noisescope's own report as the value that it stands for."""
+    return report.diagnosis if isinstance(report, Report) else Report.checked(dict(report), "the report").diagnosis
 
 
 def layer_of(module: str) -> int | None:

@@ -15,6 +15,7 @@ from noisescope.diagnostic.formulas import check_activations, compute_sparsity
 from noisescope.diagnostic.levels import threshold_value
 from noisescope.errors import InvalidInput
 from noisescope.findings import NOT_MEASURABLE, Assessment, band, hardware_assessment
+from noisescope.jsonform import to_json
 from noisescope.model import Subject
 from noisescope.trials import Results, Trial
 
@@ -72,7 +73,7 @@ class MetricsDashboard:
         }
         if gpu_activations is not None and npu_activations is not None:
             self.metrics["hardware"] = hardware_metrics(gpu_activations, npu_activations)
-        self.metrics["dashboard_risk"] = self._assessment().score.to_dict()
+        self.metrics["dashboard_risk"] = to_json(self._assessment().score)
         self.metrics["full"] = full
         return self.metrics
 
@@ -194,7 +195,8 @@ def _propose(frame: Frame, results: Results) -> list[Trial]:
 
 
 def _conclude(frame: Frame, results: Results) -> Row:
-    return dashboard.conclude(frame, results, None, channels.conclude(frame, results, None))
+    found: Row = to_json(dashboard.conclude(frame, results, None, channels.conclude(frame, results, None)))
+    return found
 
 
 _METRICS = Question(_propose, _conclude)

@@ -18,8 +18,8 @@ from noisescope.diagnostic.asking import Row
 from noisescope.diagnostic.levels import loss_of, operator_level_diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
+from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, overall
 from noisescope.model import Subject
-from noisescope.plans.gate import FAIL, PASS, UNDECIDED
 
 
 def baseline_degradations(report: Mapping[str, Any]) -> dict[str, float | None]:
@@ -63,7 +63,7 @@ def compared(
     ]
     warnings += [_warning(name, rows[name], baseline[name], f"above the limit of {percent(limit)}") for name in over]
     return {
-        "verdict": _overall([*verdicts.values(), *(row["verdict"] for row in limits)]),
+        "verdict": overall([*verdicts.values(), *(row["verdict"] for row in limits)]),
         "max_degradation": max(costs, default=None),
         "warnings": warnings,
         "limits": limits,
@@ -71,7 +71,7 @@ def compared(
     }
 
 
-def _against(row: Row, baseline: float | None, worse_than: float) -> str:
+def _against(row: Row, baseline: float | None, worse_than: float) -> Verdict:
     cost, interval = row["degradation"], row["degradation_interval"]
     if cost is None or baseline is None:
         return UNDECIDED
@@ -80,17 +80,11 @@ def _against(row: Row, baseline: float | None, worse_than: float) -> str:
     return PASS if interval["high"] <= max(worse_than * baseline, 0.0) else UNDECIDED
 
 
-def _within(row: Row, limit: float) -> str:
+def _within(row: Row, limit: float) -> Verdict:
     interval = row["degradation_interval"]
     if interval["value"] is None:
         return UNDECIDED
     return FAIL if interval["low"] > limit else PASS if interval["high"] <= limit else UNDECIDED
-
-
-def _overall(verdicts: list[str]) -> str:
-    if FAIL in verdicts:
-        return FAIL
-    return PASS if PASS in verdicts else UNDECIDED
 
 
 def _warning(name: str, row: Row, baseline: float | None, why: str) -> Row:

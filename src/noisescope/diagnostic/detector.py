@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from noisescope.api.smoothing import smooth_outliers
 from noisescope.diagnosis import channels
@@ -42,6 +43,11 @@ class ChannelOutlierDetector:
         self.quantile_threshold = quantile_threshold
         self._capture = ActivationCapture(self.subject, "", keep_activations=False)
         self._rows: dict[str, Row] | None = None
+        self._columns: dict[str, dict[str, Array]] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        return self.subject.model
 
     def collect_statistics(self, *, samples: int = 1000, **more: Any) -> None:
         """Run at most `samples` of the calibration data through the model, padding left out."""
@@ -54,6 +60,7 @@ class ChannelOutlierDetector:
             calibration_samples=samples,
             **more,
         )
+        self._columns = {name: columns for name, (_, columns) in found.items()}
         self._rows = {
             name: {**facts, **outlier_row(name, columns, self.quantile_threshold)}
             for name, (facts, columns) in found.items()
@@ -67,7 +74,13 @@ class ChannelOutlierDetector:
         """Leave the model as it was, and look at what was seen."""
         self._capture.remove_hooks()
         if self._capture.statistics:
+            self._columns = {name: columns for name, (_, columns) in self._capture.columns().items()}
             self._rows = self._capture.rows(self.quantile_threshold)
+
+    @property
+    def activation_stats(self) -> dict[str, dict[str, list[Tensor]]]:
+        """max, mean, std and q99 of |x| in each channel [C], by module; lists of one, for all batches."""
+        return {name: _of_sizes(columns) for name, columns in self._columns.items()}
 
     @property
     def outlier_channels(self) -> dict[str, Row]:
@@ -95,6 +108,14 @@ class ChannelOutlierDetector:
             )
         places = frozenset(made | {layer + 1 for layer in made})
         return smooth_outliers(self.subject, batches_of(self.calibration_data), alpha=alpha, places=places)
+
+
+def _of_sizes(columns: dict[str, Array]) -> dict[str, list[Tensor]]:
+    """Statistics of |x|; its variance is E x^2 - (E |x|)^2."""
+    square = columns["std"] ** 2 + columns["mean"] ** 2
+    spread = np.sqrt(np.maximum(square - columns["mean_abs"] ** 2, 0.0))
+    found = {"max": columns["max"], "mean": columns["mean_abs"], "std": spread, "q99": columns["q99"]}
+    return {name: [torch.from_numpy(column.copy())] for name, column in found.items()}
 
 
 def _propose_capture(frame: Frame, results: Results) -> list[Trial]:

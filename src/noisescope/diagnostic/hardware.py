@@ -9,11 +9,23 @@ from typing import Any
 from torch import nn
 
 from noisescope.api.fault_testing import run_fault_tests
-from noisescope.diagnostic.asking import Row, batches_of, ends_of, full_report, layer_of, our_name, subject_of
+from noisescope.diagnostic.asking import (
+    Row,
+    batches_of,
+    diagnosis_in,
+    ends_of,
+    full_report,
+    layer_of,
+    our_name,
+    subject_of,
+)
 from noisescope.diagnostic.integrated import IntegratedDiagnostic
 from noisescope.errors import InvalidInput
+from noisescope.findings import percent
+from noisescope.jsonform import to_json
 from noisescope.model import Subject
-from noisescope.plans.fault_tests import from_columns, generate, to_csv
+from noisescope.plans.fault_tests import WeakChannels, WeakOperator, WeakPoints, WeakWindow, tests_for, weak_points
+from noisescope.plans.fault_values import from_columns, to_csv
 from noisescope.plans.migration import plan_migration
 
 
@@ -28,19 +40,18 @@ def plan_hardware_migration(
     diagnostic = IntegratedDiagnostic(model, test_data, calibration_data)
     diagnostic.run_full_diagnosis(**more)
     assert diagnostic.full_report is not None
-    plan = plan_migration(diagnostic.full_report)
-    first, second, third = plan["priorities"]
+    plan = plan_migration(diagnostic.full_report.diagnosis)
+    first, second, third = plan.priorities
+    precision = {**first.precision, **second.precision}
     return {
-        **{f"priority_{entry['priority']}_layers": entry["layers"] for entry in plan["priorities"]},
+        **{f"priority_{entry.priority}_layers": list(entry.layers) for entry in plan.priorities},
         "recommendations": {
-            "precision": ", ".join(
-                f"{place}: {bits}" for place, bits in {**first["precision"], **second["precision"]}.items()
-            )
-            or f"all layers: {next(iter(third['precision'].values()))}",
-            "validation": f"priority 1: {first['validation']}; priority 2: {second['validation']}",
-            "fallback": plan["fallback"],
+            "precision": ", ".join(f"{place}: {bits}" for place, bits in precision.items())
+            or f"all layers: {next(iter(third.precision.values()))}",
+            "validation": f"priority 1: {first.validation}; priority 2: {second.validation}",
+            "fallback": plan.fallback,
         },
-        "full": plan,
+        "full": to_json(plan),
     }
 
 
@@ -53,11 +64,12 @@ class FaultInjectionTestGenerator:
 
     def __init__(self, diagnostic_report: Mapping[str, Any] | str | Path) -> None:
         report = full_report(diagnostic_report)
-        self.report = report if "schema_version" in report else _from_notes(report)
+        own = "schema_version" in report
+        self.weak_points = weak_points(diagnosis_in(report)) if own else _from_notes(report)
 
     def generate_test_cases(self) -> list[Row]:
         """[{test_id, component, test_type, parameters, acceptance_criteria}]."""
-        return [test.to_dict() for test in generate(self.report)]
+        return [test.to_dict() for test in tests_for(self.weak_points)]
 
     def export_to_csv(self, test_cases: Iterable[Mapping[str, Any]], output_path: str | Path) -> None:
         """Write the cases as CSV; the folder is made where there is none."""
@@ -70,31 +82,31 @@ class FaultInjectionTestGenerator:
     ) -> list[Row]:
         """The cases carried out with the fault simulator, each with its verdict; `more`: samples, max_tokens."""
         tests = list(map(from_columns, test_cases))
-        return run_fault_tests(subject_of(model), tests, batches_of(test_data), **more)
+        results = run_fault_tests(subject_of(model), tests, batches_of(test_data), **more)
+        return [to_json(result) for result in results]
 
 
-def _from_notes(report: Mapping[str, Any]) -> Row:
-    """The parts of the notes' report that tests are made from, with noisescope's names and places."""
+def _from_notes(report: Mapping[str, Any]) -> WeakPoints:
+    """What the notes' report warns of, with noisescope's names and places."""
     summary, channels = report.get("executive_summary"), report.get("channel_analysis") or {}
     if not isinstance(summary, Mapping):
         raise InvalidInput("fault tests are made from a diagnosis, and this report has no executive_summary")
-    points = []
+    windows = []
     for point in summary.get("avalanche_points", ()):
         start, end = ends_of(str(point.get("layer_range")))
-        points.append({"start": start, "end": end, "degradation": point["degradation"]})
-    modules = {}
-    for name, row in channels.get("per_layer", {}).items():
-        layer = layer_of(name)
-        if layer is None:
-            raise InvalidInput(
-                f"the report names {name!r}, which is not a module of a layer such as model.layers.9.mlp.down_proj"
-            )
-        modules[name] = {"layer": layer, "operator": "linear", **row}
-    return {
-        "executive_summary": {
-            "critical_operators": list(map(our_name, summary.get("critical_operators", ()))),
-            "avalanche_points": points,
-        },
-        "operator_analysis": {our_name(name): row for name, row in (report.get("operator_analysis") or {}).items()},
-        "channel_analysis": {"per_layer": modules},
-    }
+        windows.append(WeakWindow(start, end, f"avalanche point, {percent(point['degradation'])} lost"))
+    rows = [_weak_channels(name, row) for name, row in channels.get("per_layer", {}).items()]
+    return WeakPoints(
+        tuple(WeakOperator(our_name(name), "critical in the report") for name in summary.get("critical_operators", ())),
+        tuple(windows),
+        tuple(sorted((row for row in rows if row.channels), key=lambda row: -row.max_ratio)),
+    )
+
+
+def _weak_channels(name: str, row: Mapping[str, Any]) -> WeakChannels:
+    layer = layer_of(name)
+    if layer is None:
+        raise InvalidInput(
+            f"the report names {name!r}, which is not a module of a layer such as model.layers.9.mlp.down_proj"
+        )
+    return WeakChannels(name, layer, "linear", name, 0, tuple(row["outlier_indices"]), float(row["max_ratio"]))

@@ -32,6 +32,10 @@ class IntegratedDiagnostic:
         self.channel_results: Row | None = None
         self.full_report: Report | None = None
 
+    @property
+    def model(self) -> nn.Module:
+        return self.subject.model
+
     def run_full_diagnosis(
         self, noise_scale: float = 0.05, window_size: int = 3, outlier_threshold: float = 10.0, **more: Any
     ) -> None:

@@ -13,6 +13,7 @@ from noisescope.diagnosis.frame import Frame
 from noisescope.diagnostic.asking import Question, Row, ask, operator_rows, our_name, subject_of, window_rows
 from noisescope.errors import NoisescopeError, NothingInjected
 from noisescope.findings import LIMITS, Window, avalanche_points
+from noisescope.jsonform import to_json
 from noisescope.model import Subject
 from noisescope.trials import Results, Trial
 
@@ -85,7 +86,7 @@ def identify_avalanche_points(sensitivity_map: Mapping[str, Mapping[str, Any]], 
     labels = {(row["start_layer"], row["end_layer"]): label for label, row in sensitivity_map.items()}
     windows = [Window(*ends, loss_of(sensitivity_map[label])) for ends, label in labels.items()]
     points = avalanche_points(windows, threshold=threshold)
-    return [{"layer_range": labels[point.start, point.end], **point.to_dict()} for point in points]
+    return [{"layer_range": labels[point.start, point.end], **to_json(point)} for point in points]
 
 
 def find_critical_threshold(
@@ -132,6 +133,6 @@ def _propose_threshold(frame: Frame, results: Results) -> list[Trial]:
     return frame.ask(None) + threshold.propose(frame, results)
 
 
-_OPERATORS = Question(_propose_operators, lambda frame, results: operators.conclude(frame, results, None))
-_WINDOWS = Question(_propose_windows, lambda frame, results: layers.conclude(frame, results, None)["windows"])
-_THRESHOLD = Question(_propose_threshold, threshold.conclude)
+_OPERATORS = Question(_propose_operators, lambda frame, results: to_json(operators.conclude(frame, results, None)))
+_WINDOWS = Question(_propose_windows, lambda frame, results: to_json(layers.conclude(frame, results, None).windows))
+_THRESHOLD = Question(_propose_threshold, lambda frame, results: to_json(threshold.conclude(frame, results)))

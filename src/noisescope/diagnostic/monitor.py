@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from noisescope.api.guarding import gate
-from noisescope.diagnostic.asking import Row, batches_of, full_report, notes_name, subject_of
+from noisescope.diagnostic.asking import Row, batches_of, diagnosis_in, full_report, notes_name, subject_of
 from noisescope.diagnostic.degradation import baseline_degradations, compared
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
+from noisescope.findings.verdicts import FAIL
+from noisescope.jsonform import from_json, to_json
 from noisescope.model import Subject
-from noisescope.plans.gate import FAIL, checks
+from noisescope.plans.gate_rows import DivergenceRow, GateRow, LimitRow, ScoreRow
 from noisescope.reports.document import Bar, Curve
 from noisescope.reports.figures import figure_of
 from noisescope.reports.words import estimate
+from noisescope.stats import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,25 +54,26 @@ class RobustnessMonitor:
         """{checkpoint_step, pass, max_degradation, warnings, timestamp} and under `full` the gate's own verdict.
 
         A warning is a check that failed. `pass` is False where one did, and True where none did or none could be
-        decided: `verdict` tells these apart. `more` is any keyword of the gate: samples, seeds, worse_than.
+        decided: `verdict` tells these apart. `more` is any keyword of the gate: samples, seeds, max_worse.
         """
         if self._degradations is None:
-            found = gate(
+            result = gate(
                 subject_of(model),
-                self.baseline,
+                diagnosis_in(self.baseline),
                 batches_of(test_data),
                 max_degradation=self.max_degradation,
                 effort=effort,
                 step=checkpoint_step,
-                **more,
+                **_named(more),
             )
-            warnings = [_warning(row) for row in checks(found) if row["verdict"] == FAIL]
+            found = to_json(result)
+            warnings = [_warning(row) for row in result.checks if row.verdict == FAIL]
         else:
             found = compared(
                 model, test_data, self._degradations, limit=self.max_degradation, **{"effort": effort, **more}
             )
             warnings = found["warnings"]
-        result = {
+        row = {
             "checkpoint_step": checkpoint_step,
             "pass": found["verdict"] != FAIL,
             "verdict": found["verdict"],
@@ -78,8 +82,8 @@ class RobustnessMonitor:
             "timestamp": found["finished"],
             "full": found,
         }
-        self.history.append(result)
-        return result
+        self.history.append(row)
+        return row
 
     @property
     def alerts(self) -> list[Row]:
@@ -95,18 +99,33 @@ class RobustnessMonitor:
         return figure_of(Curve("gate-degradation", title, "step", unit, points, self.max_degradation))
 
 
-def _worst(found: Row) -> Row:
+def _worst(found: Row) -> Estimate | None:
     losses = [row["degradation"] for row in found["limits"] if row["degradation"]["value"] is not None]
-    return max(losses, key=lambda loss: float(loss["value"]), default={"value": None})
+    worst = max(losses, key=lambda loss: float(loss["value"]), default=None)
+    return None if worst is None else from_json(Estimate, worst)
 
 
-def _warning(row: Row) -> Row:
+def _warning(row: GateRow) -> Row:
     """A failed check in the notes' words; baseline and current are median nats where it compares."""
-    operator = row.get("operator")
+    operator, before, now = None, None, None
+    if isinstance(row, DivergenceRow):
+        operator, before, now = row.operator, row.baseline, row.candidate
+    elif isinstance(row, LimitRow):
+        operator, before, now = row.operator, row.limit, row.degradation.value
+    elif isinstance(row, ScoreRow):
+        before = row.limit
     return {
         "operator": None if operator is None else notes_name(operator),
-        "baseline": row.get("baseline", row.get("limit")),
-        "current": row.get("candidate", (row.get("degradation") or {}).get("value")),
+        "baseline": before,
+        "current": now,
         "severity": "WARNING",
-        "message": f"{row['name']}: {row['message']}",
+        "message": f"{row.name}: {row.message}",
     }
+
+
+def _named(more: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords under the gate's names: the notes give a multiple of the baseline, the gate takes what lies above 1."""
+    found = dict(more)
+    if "worse_than" in found:
+        found["max_worse"] = found.pop("worse_than") - 1
+    return found

@@ -16,6 +16,7 @@ from noisescope.diagnosis.screen import Screened
 from noisescope.diagnostic.asking import Question, Row, ask
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.findings import LIMITS
+from noisescope.jsonform import to_json
 from noisescope.model import Subject
 from noisescope.sites import Site
 from noisescope.trials import Results
@@ -52,7 +53,7 @@ def outlier_row(name: str, columns: Mapping[str, Array], threshold: float) -> Ro
     """The rules on the channels of the module `name`, with every outlier listed in the order of channels."""
     ratio = _ratios(columns["max"], name)
     found = np.flatnonzero(ratio > threshold)
-    row = channels.outlier_row(dict(columns), None, threshold)
+    row = to_json(channels.outliers(columns, None, threshold))
     return {**row, "outlier_indices": found.tolist(), "outlier_ratios": ratio[found].tolist()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from noisescope.errors import unknown
+from noisescope.options.choices import TARGETS as TARGETS
 from noisescope.sites import canonical_operator
 
 _ACCUMULATE = (
@@ -80,8 +81,6 @@ ADVICE: dict[str, str] = {
         "channels, then compare again."
     ),
 }
-
-TARGETS = ("W8A8", "W4A16", "W4A4")
 
 
 def operator_advice(operator: str) -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from noisescope.errors import unknown
-from noisescope.stats.estimate import Estimate
+from noisescope.estimate import Estimate
 
 NOT_MEASURABLE = "not measurable"
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noisescope.errors import unknown
+from noisescope.estimate import Estimate
 from noisescope.findings.bands import NOT_MEASURABLE
 from noisescope.sites import GROUPS, Place
-from noisescope.stats.estimate import Estimate
 
 BORDERLINE = "BORDERLINE"  # a significant loss whose interval reaches from the lowest band into a higher one
 NOT_RATED = "not rated"  # ranked by nats: bands belong to losses of a task metric

@@ -7,6 +7,8 @@ METRIC_NAMES = {
     "next_token_accuracy": "next-token accuracy",
     "agreement": "agreement with the clean model",
     "custom": "score",
+    "kl": "KL divergence",
+    "nll": "loss",
 }
 
 

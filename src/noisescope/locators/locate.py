@@ -7,22 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from noisescope.errors import InvalidInput, unknown
 from noisescope.locators.verdict import Verdict
 from noisescope.model import Subject
+from noisescope.options.comparing import LocateOptions
+from noisescope.options.signatures import asks
 
-METHODS = ("auto", "audit", "relations", "replay", "srdd", "fingerprint")
 
-
-def locate(
-    subject: Subject | nn.Module,
-    *,
-    method: str = "auto",
-    inputs: Any = None,
-    failure: Any = None,
-    reference: Any = None,
-    seed: int = 0,
-) -> Verdict:
+@asks(LocateOptions)
+def locate(subject: Subject | nn.Module, asked: LocateOptions) -> Verdict:
     """Where the model computes wrongly on the device it is on.
 
         verdict = ns.locate(ns.load("demo"))
@@ -37,24 +29,12 @@ def locate(
     those of a good one). No data is needed: `inputs` are built-in prompts unless given. The model runs in the caller's
     thread, inside whatever scopes are open.
     """
-    if method not in METHODS:
-        raise unknown("method", method, METHODS)
-    if (method == "fingerprint") != (failure is not None):
-        raise InvalidInput(
-            "the fingerprint method compares recorded outputs of the suspect system: give them as `failure`, and only "
-            f"then; got method={method!r} and {'no ' if failure is None else ''}failure"
-        )
-    if reference is not None and method not in ("auto", "replay", "fingerprint"):
-        raise InvalidInput(f"{method} compares with no other system: leave `reference` out, or use auto or replay")
-    if inputs is not None and (method in ("srdd", "fingerprint", "replay") or reference is not None):
-        raise InvalidInput("`inputs` are for audit and relations: other methods have prompts of their own")
-    if method == "fingerprint":
+    method, inputs, reference, seed = asked.method, asked.inputs, asked.reference, asked.seed
+    if asked.failure is not None:
         from noisescope.locators.fingerprint import fingerprint
 
-        return fingerprint(subject, failure, reference)
-    if method == "replay" and reference is None:
-        raise InvalidInput("a replay needs the record of a good device as `reference`: record it with detail full")
-    if method == "replay" or (method == "auto" and reference is not None):
+        return fingerprint(subject, asked.failure, reference)
+    if reference is not None:
         from noisescope.locators.replay import replay
 
         found = replay(subject, reference, seed=seed)

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 from noisescope.diagnosis.formats import GROUP, UNTOUCHED
 from noisescope.errors import InvalidInput, unknown
 from noisescope.jsonform import Json, to_json
+from noisescope.options.choices import TOOLS
 from noisescope.plans.precision import Module, Plan
 
 if TYPE_CHECKING:
     import yaml
 
-TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")
 SMALLEST_GROUP = 16  # in smaller ones scales would take more than a bit per weight
 INTEGERS = {"int8": 8, "int4": 4, "int3": 3}
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # the format's own

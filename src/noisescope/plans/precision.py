@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.sections import FormatScore, FormatScores
 from noisescope.errors import InvalidInput, unknown
+from noisescope.options.choices import GRANULARITIES
 
 Array = NDArray[np.float64]
 
-GRANULARITIES = ("module", "layer")
 INTEGERS = ("int8", "int4", "int3")  # one family: the same rounding, each with fewer bits than the one before
 GAP = 1e-4  # the plan found is within this share of the best there is
 SECONDS = 30.0  # the solver gives what it has by then

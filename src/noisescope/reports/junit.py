@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from noisescope.errors import InvalidInput, unknown
-
-VERDICTS = ("pass", "fail", "undecided")
+from noisescope.findings.verdicts import VERDICTS, Verdict, headline, overall
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Case:
     """One check. What could not be decided is a skipped case: neither green nor red."""
 
     name: str
-    verdict: str
+    verdict: Verdict
     message: str
     seconds: float = 0.0
 
@@ -46,12 +46,29 @@ def to_junit(suite: str, cases: Sequence[Case]) -> str:
             kind = "failure" if case.verdict == "fail" else "skipped"
             ET.SubElement(element, kind, {"message": _printable(case.message)})
         ET.SubElement(element, "system-out").text = _printable(case.message)
+    verdicts = [case.verdict for case in cases]
+    ET.SubElement(parent, "system-out").text = headline(overall(verdicts), verdicts)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
+class Checked(Protocol):
+    """A check that was decided, or not."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def verdict(self) -> Verdict: ...
+    @property
+    def message(self) -> str: ...
+
+
+def cases_of(rows: Iterable[Checked], seconds: Iterable[float]) -> list[Case]:
+    return [Case(row.name, row.verdict, row.message, spent) for row, spent in zip(rows, seconds, strict=True)]
+
+
 def write_junit(path: Path, suite: str, cases: Sequence[Case]) -> Path:
-    """Cases as a file; its path."""
+    """The cases as a file; its path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_junit(suite, cases), encoding="utf-8")

@@ -38,3 +38,8 @@ class Report(SavedReport[DiagnosisReport | Robustness]):
 
     def document(self) -> Document:
         return document_of(self.value)
+
+
+def diagnosis_of(report: Report | Diagnosis) -> Diagnosis:
+    """The diagnosis that a report holds; a report of anything else is refused."""
+    return report if isinstance(report, Diagnosis) else report.diagnosis

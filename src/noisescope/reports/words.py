@@ -134,6 +134,11 @@ def counted_noun(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def finding_lines(finding: Finding) -> list[str]:
+    """A finding as plain lines: the statement with its size, then a line for each note."""
+    return [f"[{finding.severity}] {finding.component}: {finding.statement}{finding_span(finding)}", *finding.notes]
+
+
 def finding_span(finding: Finding) -> str:
     """The size of a finding with its interval and its n, to stand after its statement."""
     if finding.size is None:

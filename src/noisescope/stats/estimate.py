@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from noisescope.errors import InvalidInput
+from noisescope.estimate import NOT_MEASURABLE as NOT_MEASURABLE
+from noisescope.estimate import UNBOUNDED as UNBOUNDED
+from noisescope.estimate import Estimate as Estimate
 
 Array = NDArray[np.float64]
-
-NOT_MEASURABLE = "not measurable"
-UNBOUNDED = "unbounded"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its interval. n counts samples, never samples x seeds.
-
-    None stands for what JSON can't say: a value that is not measurable or has no bound (`note` says which), an end of
-    the interval that lies at infinity, or no interval at all (one sample). `method` names how the interval was made.
-
-    >>> loss = Estimate(0.2, 0.1, 0.25, 100)
-    >>> loss.above(0.05), loss.above(0.15), loss.below(0.3)
-    (True, False, True)
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-    n: int
-    level: float = 0.95
-    note: str = ""
-    method: str = ""
-
-    @property
-    def bounded(self) -> bool:
-        """Both ends of the interval are known."""
-        return self.low is not None and self.high is not None
-
-    @property
-    def one_sided(self) -> bool:
-        """Exactly one end of the interval is known."""
-        return (self.low is None) != (self.high is None)
-
-    def above(self, limit: float) -> bool:
-        """The whole interval lies above the limit."""
-        return self.low is not None and self.low > limit
-
-    def below(self, limit: float) -> bool:
-        """The whole interval lies below the limit."""
-        return self.high is not None and self.high < limit
-
-    def within(self, least: float, most: float) -> Estimate:
-        """The same with ends cut to what the quantity can be at all: a share has none below 0 or above 1."""
-        low, high = (None if end is None else min(max(end, least), most) for end in (self.low, self.high))
-        return replace(self, low=low, high=high)
-
-    def times(self, factor: float) -> Estimate:
-        """The same in another unit."""
-        value, low, high = (None if end is None else end * factor for end in (self.value, self.low, self.high))
-        return replace(self, value=value, low=low, high=high)
-
-    def to_dict(self) -> dict[str, Any]:
-        plain = {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "level": self.level}
-        return {**plain, "note": self.note} if self.note else plain
 
 
 def scores(values: ArrayLike, what: str) -> Array:

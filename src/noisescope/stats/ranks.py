@@ -6,7 +6,6 @@ import itertools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,10 +29,6 @@ class Correlation:
     n: int
     level: float = 0.95
     note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("method", "value", "low", "high", "p", "n", "level")}
-        return {**plain, "note": self.note} if self.note else plain
 
 
 def correlation(

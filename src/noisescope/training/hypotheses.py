@@ -15,7 +15,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy import special
@@ -35,29 +34,44 @@ SECOND_HALF = 0.5  # of a run: where its stability is looked at
 
 
 @dataclass(frozen=True)
+class CurvePoint:
+    """Training at one step; None where a number was not finite."""
+
+    step: int
+    gradient_norm: float | None
+    held_out: float | None
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One trained model: answers by level as [problems, noise seeds], and the curve of its training."""
 
     answers: Mapping[float, Array]
-    curve: Sequence[Mapping[str, Any]]
+    curve: Sequence[CurvePoint]
     injections: Mapping[str, int]
 
-    def log_mean(self, name: str) -> float:
+    def log_mean(self, quantity: str) -> float:
         """The mean of the log of a curve over the second half; NaN where the run diverged, -inf where it met a 0."""
-        half = [point[name] for point in self.curve if point["step"] > SECOND_HALF * self.curve[-1]["step"]]
-        if any(value is None or not math.isfinite(value) for value in half):
+        half = [point for point in self.curve if point.step > SECOND_HALF * self.curve[-1].step]
+        values = _finite([point.gradient_norm if quantity == "gradient_norm" else point.held_out for point in half])
+        if values is None:
             return math.nan
-        if min(half) <= 0:  # gradients of GRPO, where all answers of every group since the last look agreed
+        if min(values) <= 0:  # gradients of GRPO, where all answers of every group since the last point agreed
             return -math.inf
-        return float(np.mean(np.log(half)))
+        return float(np.mean(np.log(values)))
 
     @property
     def diverged(self) -> bool:
-        """Not finite at some time, or worse on held-out problems in the end than at the first look."""
-        values = [point["held_out"] for point in self.curve]
-        if any(value is None or not math.isfinite(value) for value in values):
-            return True
-        return bool(values[-1] > max(values[0], 1.0))  # 1 nat a token: below that, a model that knew all may waver
+        """Not finite at some time, or worse on held-out problems in the end than at the first point."""
+        values = _finite([point.held_out for point in self.curve])
+        # 1 nat per token: below that, a model that knew all may waver
+        return values is None or values[-1] > max(values[0], 1.0)
+
+
+def _finite(values: Sequence[float | None]) -> list[float] | None:
+    """The numbers; None where one of them is not finite."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return known if len(known) == len(values) else None
 
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]  # arm -> seed

@@ -17,6 +17,7 @@ from noisescope import stats
 from noisescope.errors import InvalidInput
 from noisescope.evaluation import evaluating
 from noisescope.findings import band
+from noisescope.jsonform import to_json
 from noisescope.sites import PHASES
 from noisescope.training.aqn import AQN, OperatorNoise, noise
 from noisescope.training.schedules import Constant
@@ -53,9 +54,9 @@ def gradient_pretest(
                 changes.append(float((after - before).norm() / before.norm()))
         ratio = stats.mean(ratios)
         found[way] = {
-            "ratio": ratio.to_dict(),
+            "ratio": to_json(ratio),
             "band": band("gradient_ratio", ratio.value),
-            "change": stats.mean(changes).to_dict(),
+            "change": to_json(stats.mean(changes)),
         }
     return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,35 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from noisescope.cli import app
-from noisescope.cli import diagnose as command
-from noisescope.cli.config import ALIASES, Key, keys_of, read_config
 from noisescope.errors import InvalidInput
+from noisescope.options.diagnosing import DiagnoseOptions
+from noisescope.options.fields import options_of
+from noisescope.options.files import read_file
+from noisescope.options.values import canonical_names
 from noisescope.runs.store import Store
 
-KEYS = keys_of(command.diagnose_model)
-Asked = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+KEYS = {n: o for n, o in options_of(DiagnoseOptions).items() if o.surface in ("both", "command") and n != "config"}
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Asked]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DiagnoseOptions]]:
     """Calls the command without running it: what it would have asked."""
-    caught: list[Asked] = []
-    monkeypatch.setattr(
-        command, "run_diagnosis", lambda options, as_json=False: caught.append({**options, "j": as_json})
-    )
+    caught: list[DiagnoseOptions] = []
 
-    def call(*arguments: str, of: str = "diagnose") -> Asked:
+    class Stop(Exception):
+        pass
+
+    def caught_loading(options: DiagnoseOptions) -> None:
+        caught.append(options)
+        raise Stop
+
+    monkeypatch.setattr("noisescope.api.loading.load_subject", caught_loading)
+
+    def call(*arguments: str, of: str = "diagnose") -> DiagnoseOptions:
         result = CliRunner().invoke(app, [of, *arguments])
-        assert result.exit_code == 0, result.output
-        return caught.pop()
+        assert isinstance(result.exception, Stop), result.output
+        return replace(caught.pop(), config=None)
 
     yield call
     assert not caught
@@ -45,39 +55,52 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-WORDS = st.text("abcdefghijklmnopqrstuvwxyz_/.0123456789 ", min_size=1).filter(lambda t: t.strip())
-VALUES: dict[type, st.SearchStrategy[Any]] = {
-    int: st.integers(0, 10**9),
-    float: st.floats(0, 1e6),
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "level": st.lists(st.sampled_from(["operator", "layer", "channel"]), min_size=1, unique=True),
+    "operators": st.lists(st.sampled_from(["softmax", "norm", "gemm"]), min_size=1, unique=True),
+    "effort": st.sampled_from(["screen", "standard", "full"]),
+    "metric": st.sampled_from(["accuracy", "agreement"]),
+    "executor": st.sampled_from(["local", "ray"]),
+    "dtype": st.sampled_from(["float32", "bf16"]),
+    "model": st.sampled_from(["demo", "tiny:llama", "./src"]),
+    "data": st.just("pyproject.toml"),
+    "calibration": st.just("README.md"),
+}
+BY_KIND: dict[type, st.SearchStrategy[Any]] = {
+    int: st.integers(1, 10**9),
+    float: st.floats(1e-6, 1e6),
     bool: st.booleans(),
-    str: WORDS,
-    Path: WORDS,
+    str: st.text("abcdefghijklmnopqrstuvwxyz_/.0123456789", min_size=1),
+    Path: st.text("abcdefghijklmnopqrstuvwxyz_.0123456789", min_size=1),
 }
 
 
 @st.composite
 def options(draw: st.DrawFn) -> dict[str, Any]:
-    """Any subset of the options with values of their types."""
+    """Any subset of the options with values that they allow."""
     chosen = draw(st.sets(st.sampled_from(sorted(set(KEYS) - {"model"}))))
-    return {"model": draw(WORDS)} | {name: draw(VALUES[KEYS[name].kind]) for name in chosen}
+    return {name: draw(VALUES.get(name, BY_KIND[KEYS[name].kind])) for name in ["model", *sorted(chosen)]}
 
 
 def as_arguments(values: dict[str, Any]) -> list[str]:
     flags = [name for name, value in values.items() if value is True]
-    pairs = [f"--{name.replace('_', '-')}={v}" for name, v in values.items() if not isinstance(v, bool)]
+    texts = {n: ",".join(v) if isinstance(v, list) else v for n, v in values.items() if not isinstance(v, bool)}
+    pairs = [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
     return [*(f"--{name.replace('_', '-')}" for name in flags), *pairs]
 
 
 @given(values=options(), below=st.booleans(), some=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture keeps nothing
 def test_a_file_asks_what_the_command_line_asks(
-    asked: Callable[..., Asked],
+    asked: Callable[..., DiagnoseOptions],
     tmp_path_factory: pytest.TempPathFactory,
-    values: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any],
     below: bool,
     some: st.DataObject,
 ) -> None:
     """Whatever subset of options is in the file, and whatever part of it on the command line, the question is one."""
+    monkeypatch.chdir(ROOT)
     model = values.pop("model")
     on_the_line = asked(*as_arguments(values), "--", model)
     here = some.draw(st.sets(st.sampled_from(sorted(values)))) if values else set()
@@ -88,28 +111,35 @@ def test_a_file_asks_what_the_command_line_asks(
     assert asked("--config", str(file), *as_arguments({n: values[n] for n in here})) == on_the_line
 
 
-def test_the_command_line_wins_over_the_file_over_the_default(asked: Callable[..., Asked], tmp_path: Path) -> None:
+def test_the_command_line_wins_over_the_file_over_the_default(
+    asked: Callable[..., DiagnoseOptions], tmp_path: Path
+) -> None:
     """Also where the line repeats the default, and where --config comes last; the file itself is not asked for."""
-    file = written(tmp_path, "model: here\nseeds: 7\nwindow: 5\nretry-failed: true\n")
-    found = asked("--seeds", "3", "there", "--config", str(file))
-    assert (found["model"], found["seeds"], found["window"], found["step"]) == ("there", 3, 5, 1)
-    assert found["retry_failed"] is True and "config" not in found
-    assert set(found) == set(asked("demo"))
+    file = written(tmp_path, "model: tiny:gpt2\nseeds: 7\nwindow: 5\nretry-failed: true\n")
+    found = asked("--seeds", "3", "tiny:llama", "--config", str(file))
+    assert (found.model, found.seeds, found.window, found.step) == ("tiny:llama", 3, 5, 1)
+    assert found.retry_failed is True and found.output == Path("noisescope-run")
 
 
 def test_relative_paths_are_relative_to_the_current_folder(
-    asked: Callable[..., Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: Callable[..., DiagnoseOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on the command line: the folder of the file plays no part."""
     (tmp_path / "configs").mkdir()
     file = written(tmp_path / "configs", "model: demo\ndata: x.jsonl\noutput: out\n")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text("")
     assert asked("--config", str(file)) == asked("demo", "--data", "x.jsonl", "-o", "out")
-    assert asked("--config", str(file))["data"] == str(tmp_path / "x.jsonl")
+    assert asked("--config", str(file)).data == tmp_path / "x.jsonl"
 
 
-def test_the_layout_of_the_original_method_notes(asked: Callable[..., Asked], tmp_path: Path) -> None:
+def test_the_layout_of_the_original_method_notes(
+    asked: Callable[..., DiagnoseOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sections by level, their names, their "matmul" (every product), and keys that leave no choice."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("t.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text("")
     text = """
     trainer: {seed: 3}
     model: {path: for another tool}
@@ -121,30 +151,32 @@ def test_the_layout_of_the_original_method_notes(asked: Callable[..., Asked], tm
       calibration_data: c.jsonl
       operator: {noise_scale: 5e-2, operators: [matmul, softmax, layernorm]}
       layer: {window_size: 4, step_size: 2, noise_scale: 0.05}
-      channel: {calibration_samples: 50, outlier_threshold: 20, save_activations: false}
+      channel: {calibration_samples: 50, outlier_threshold: 20, save_activations: true}
     """
     line = "--level operator,layer,channel --data t.jsonl --calibration c.jsonl --noise-scale 0.05 --window 4 --step 2"
-    line += " --operators gemm,softmax,layernorm --calibration-samples 50 --outlier-threshold 20"
+    line += " --operators gemm,softmax,layernorm --calibration-samples 50 --outlier-threshold 20 --save-activations"
     assert asked("--config", str(written(tmp_path, text))) == asked("demo", *line.split())
 
 
 def test_every_alias_is_an_option() -> None:
-    """No alias leads nowhere or hides an option, and a key is the option's own long name."""
-    assert set(ALIASES.values()) <= set(KEYS) and not set(ALIASES) & set(KEYS)
-    assert {"slice", "json", "output", "trust_remote_code"} <= set(KEYS) and "config" not in KEYS
-    assert KEYS["dtype"] == Key("dtype", str, True) and KEYS["slice"] == Key("slice_samples", int, False)
+    """No alias hides an option, and the names of the original method notes are understood."""
+    names = canonical_names(KEYS.values())
+    assert all(names[name] == name for name in KEYS)
+    notes = {"mode": "level", "test_data": "data", "calibration_data": "calibration", "window_size": "window",
+             "step_size": "step", "n_samples": "samples", "model_path": "model"}  # fmt: skip
+    assert notes.items() <= names.items() and "config" not in names
 
 
 def test_lists_and_empty_values(tmp_path: Path) -> None:
     """Lists where the line has commas; an optional value may be left empty; an empty file asks for nothing."""
     text = "level: [operator, layer]\noperators: softmax, norm\ndata:\n"
-    assert read_config(written(tmp_path, text), KEYS) == {
-        "level": "operator,layer",
-        "operators": "softmax, norm",
+    assert read_file(written(tmp_path, text), DiagnoseOptions) == {
+        "level": ("operator", "layer"),
+        "operators": ("softmax", "norm"),
         "data": None,
     }
     for empty in ("", "{}", "diagnostic:", "# nothing"):
-        assert read_config(written(tmp_path, empty), KEYS) == {}
+        assert read_file(written(tmp_path, empty), DiagnoseOptions) == {}
 
 
 @pytest.mark.parametrize(
@@ -168,13 +200,13 @@ def test_lists_and_empty_values(tmp_path: Path) -> None:
         ("revision: 12", "revision must be text, got the number 12 .put it into quotes"),
         ("data: [a, b]", "data must be a path as text, got a list"),
         ("data: 2025-01-01", "data must be a path as text, got a date"),
-        ("operators: {softmax: 1}", "operators must be text or a list of names, got a mapping"),
+        ("operators: {softmax: 1}", "operators must be text or a list of names such as softmax,norm, got a mapping"),
         ("operators: []", "list of names such as"),
         ("level: [1]", "list of names such as"),
         ("window: 3\nwindow_size: 4", "window and window_size both set 'window', to 3 and 4"),
         ("operator: {noise_scale: 0.1}\nlayer: {noise_scale: 0.2}", "operator.noise_scale and layer.noise_scale both"),
         ("window: 3\n\nstep: 1\nwindow: 3", "run.yaml, line 4: window is there twice .first in line 1"),
-        ("channel:\n  save_activations: true", "channel.save_activations is True; activations are never kept"),
+        ("channel:\n  save_activations: 1", "channel.save_activations must be true or false, got the number 1"),
         ("diagnostic: {enabled: false}", "diagnostic.enabled is False"),
         ("noise_scale: 0.1\ndiagnostic: {window: 3}", "noise_scale stands beside `diagnostic:`"),
         ("noise_scal: 0.1\ndiagnostic: {window: 3}", "noise_scal stands beside `diagnostic:`"),
@@ -191,7 +223,7 @@ def test_lists_and_empty_values(tmp_path: Path) -> None:
 def test_mistakes_say_file_key_and_what_is_allowed(text: str, words: str, tmp_path: Path) -> None:
     """What came, what is allowed, what to do."""
     with pytest.raises(InvalidInput, match=words):
-        read_config(written(tmp_path, text), KEYS)
+        read_file(written(tmp_path, text), DiagnoseOptions)
 
 
 def test_mistakes_are_one_line_for_a_user(tmp_path: Path) -> None:
@@ -210,12 +242,15 @@ def test_mistakes_are_one_line_for_a_user(tmp_path: Path) -> None:
         assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
 
 
-def test_a_run_from_a_file_is_resumed_without_it(asked: Callable[..., Asked], tmp_path: Path) -> None:
-    """The store keeps plain options, all that the command needs: the file may be gone."""
-    file = written(tmp_path, f"model: demo\ndata: x.jsonl\noperators: [softmax, norm]\noutput: {tmp_path}\n")
+def test_a_run_from_a_file_is_resumed_without_it(asked: Callable[..., DiagnoseOptions], tmp_path: Path) -> None:
+    """The store keeps plain options, all that the command needs: the file may be gone. So may names of before."""
+    (tmp_path / "x.jsonl").write_text("")
+    text = f"model: demo\ndata: {tmp_path / 'x.jsonl'}\noperators: [softmax, norm]\noutput: {tmp_path}\n"
+    file = written(tmp_path, text)
     found = asked("--config", str(file))
-    assert found.pop("j") is False
-    with Store(tmp_path) as store:
-        store.note(command={"name": "diagnose", "options": found})
-    file.unlink()
-    assert asked("resume", str(tmp_path), of="runs") == {**found, "j": False}
+    stored = json.loads(json.dumps(found.plain()))
+    for options in (stored, {**stored, "level": "operator,layer,channel", "slice_samples": stored["slice"]}):
+        with Store(tmp_path) as store:
+            store.note(command={"name": "diagnose", "options": options})
+        file.unlink(missing_ok=True)
+        assert asked("resume", str(tmp_path), of="runs") == found

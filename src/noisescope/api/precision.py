@@ -1,0 +1,54 @@
+"""Precision plans from a report. No torch here: carrying one out is in planning.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.errors import InvalidInput
+from noisescope.options.planning import BudgetOptions, PrecisionOptions
+from noisescope.options.signatures import asks
+from noisescope.plans.coverage import coverage_notes, planned_share
+from noisescope.plans.exports import Export, export_plan
+from noisescope.plans.measured import PrecisionPlan as PrecisionPlan
+from noisescope.plans.measured import predicted_plan
+from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
+from noisescope.plans.prediction import prediction_of
+from noisescope.reports.report import Report, diagnosis_of
+
+
+@asks(BudgetOptions)
+def plan_precision(report: Report | Diagnosis, asked: BudgetOptions) -> Plan:
+    """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
+    budget = Budget(asked.average_bits, asked.max_megabytes, asked.max_milliseconds, _table(asked.latency_table))
+    return optimal_plan(modules_of(diagnosis_of(report), asked.formats), budget, granularity=asked.granularity)
+
+
+def predicted_precision(
+    report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None
+) -> PrecisionPlan:
+    """A plan with its prediction, not carried out."""
+    found = diagnosis_of(report)
+    prediction = prediction_of(found, modules_of(found, formats), plan)
+    return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
+
+
+def exported(report: Report | Diagnosis, plan: Plan, asked: PrecisionOptions) -> Export:
+    """The plan in the words of another tool."""
+    return export_plan(plan, str(asked.export), modules_of(diagnosis_of(report), asked.formats))
+
+
+def _table(given: Any) -> Mapping[str, Any]:
+    """Milliseconds by module and format, from JSON where a path is given."""
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    try:
+        table = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{given} is no latency table: {error}") from None
+    if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
+        raise InvalidInput(f"{given} must be JSON of the form {{module: {{format: milliseconds}}}}; '*' for all others")
+    return table

@@ -1,0 +1,118 @@
+"""Stored runs and reports: found, read, put in numbers. Needs neither the model nor torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from noisescope.diagnosis.changes import compare_runs
+from noisescope.diagnosis.stored import StoredRun, stored_run
+from noisescope.errors import InvalidInput
+from noisescope.jsonform import Json
+from noisescope.reports.changes import Comparison
+from noisescope.reports.phases import PhasesReport
+from noisescope.reports.report import Report as Report
+from noisescope.reports.report import read_report
+from noisescope.runs.store import FILE, Store
+
+
+def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for each run up to two folders deep, and what is wrong with those that can't be read."""
+    found = sorted(path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE}"))
+    rows, unreadable = [], []
+    for path in found:
+        try:
+            rows.append({"folder": str(path), **run_facts(path)})
+        except InvalidInput as error:  # one bad store must not hide the others
+            unreadable.append(str(error))
+    return rows, unreadable
+
+
+def comparison_of(a: Path, b: Path) -> Comparison:
+    """What changed from one run to another."""
+    return Comparison(compare_runs(read_run(a), read_run(b)))
+
+
+def stored_command(folder: Path) -> dict[str, Any] | None:
+    """The command that a run was made by; None for a call from Python."""
+    with Store(folder, create=False) as store:
+        command: dict[str, Any] | None = store.fact("command")
+    return command
+
+
+def load_report(run: Path) -> Report:
+    """The report of a diagnosis, by its run's folder or its report.json."""
+    found = any_report(run)
+    if not isinstance(found, Report):
+        raise InvalidInput(f"{run} holds {found!r}, and this needs the report of a diagnosis (noisescope diagnose)")
+    return found
+
+
+def any_report(run: Path) -> Report | PhasesReport | Comparison:
+    """What a run's folder or a report.json holds: a report, an experiment or a comparison."""
+    found = stored_report(run) or read_report(run)
+    if isinstance(found, dict) and "hypotheses" in found:
+        return PhasesReport.checked(found, str(run))
+    if isinstance(found, dict) and "comparison" in found:
+        return Comparison.checked(found, str(run))
+    return Report.checked(found, str(run))
+
+
+def stored_report(run: Path) -> Json:
+    """What a finished run keeps in its store, if there is one."""
+    if not (run / FILE).exists():
+        return None
+    with Store(run, create=False) as store:
+        found: Json = store.fact("report")
+    if found is None and not (run / "report.json").exists():
+        raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
+    return found
+
+
+def read_run(folder: Path) -> StoredRun:
+    """A store as the comparison needs it."""
+    with Store(folder, create=False) as store:
+        trials = [(json.loads(content), store[identity]) for identity, content in store.contents().items()]
+        return stored_run(str(folder), store.fact("asked"), trials)
+
+
+def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
+    """A store in numbers; the whole of it with its errors and settings."""
+    with Store(folder, create=False) as store:
+        about = store.about()
+        asked = about.get("asked", {})
+        failures = Counter(result.error for result in store.values() if result.failed)
+        row: dict[str, Any] = {
+            "command": (about.get("command") or {}).get("name", "a call from Python"),
+            "model": asked.get("model", {}).get("source", "?"),
+            "data": asked.get("data", {}).get("source", "?"),
+            "state": state_of(folder, about),
+            "trials": len(store),
+            "failed": sum(failures.values()),
+            "damaged": store.damaged,
+            "seconds": sum(store.seconds.values()),
+            "measures": store.measures(),
+        }
+        if whole:
+            row |= {"errors": dict(failures), "settings": {**asked.get("settings", {}), **_elsewhere(asked)}}
+        return row
+
+
+def state_of(folder: Path, about: dict[str, Any]) -> str:
+    """ "complete", or how to go on. A report of an earlier question in the same folder does not count."""
+    asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
+    if run and all(run.get(name) == value for name, value in asked.items()):
+        return "complete"
+    if about.get("command"):
+        return f"not finished: noisescope runs resume {folder}"
+    return f"not finished: call the same function again with output={str(folder)!r}"
+
+
+def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was asked besides the settings of the diagnosis."""
+    data, conditions = asked.get("data", {}), asked.get("conditions", {})
+    rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
+            "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
+    return {name: value for name, value in rows.items() if value is not None}

@@ -1,0 +1,92 @@
+"""A typer command from an options class: its options are the fields, its help is the function's docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+import typer.core
+
+from noisescope.options.fields import Option, options_of
+from noisescope.options.files import read_file
+from noisescope.options.values import CommandOptions
+from noisescope.options.words import sentence, shown_default
+
+O = TypeVar("O", bound=CommandOptions)  # noqa: E741
+_NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
+
+
+def add_command(app: typer.Typer, options: type[O], run: Callable[[O], None]) -> None:
+    """`run` as a command of the app: called with the options, checked."""
+    known = {name: one for name, one in options_of(options).items() if one.surface in ("both", "command")}
+
+    def call(**given: Any) -> None:
+        words = {name: known[name].checked(word, text=True) for name, word in given.items() if word is not None}
+        file = {} if words.get("config") is None else read_file(words["config"], options)
+        run(options.from_command_line({**file, **words}))
+
+    parameters = [_parameter(one) for one in known.values()]
+    call.__dict__["__signature__"] = inspect.Signature(parameters)
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    call.__doc__ = run.__doc__
+
+    class Command(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            return super().parse_args(ctx, rewritten(args, known))
+
+    app.command(options.command.split()[-1], cls=Command)(call)
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """As typer reads it. Everything is text that may be absent: defaults and checks are those of the options class."""
+    if option.argument:
+        info: Any = typer.Argument(metavar=option.argument, help=option.help, show_default=False)
+        hint: Any = Annotated[str | None, info]
+    elif option.kind is bool:
+        names = f"{option.flag}/--{option.negative}" if option.negative else option.flag
+        hint = Annotated[bool | None, typer.Option(*_short(option), names, help=_help(option), show_default=False)]
+    else:
+        info = typer.Option(*_short(option), option.flag, metavar=option.unit, help=_help(option), show_default=False)
+        hint = Annotated[str | None, info]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+
+def _short(option: Option) -> tuple[str, ...]:
+    return (option.short,) if option.short else ()
+
+
+def _help(option: Option) -> str:
+    default = shown_default(option)
+    return f"{sentence(option)} [default: {default}]" if default else sentence(option)
+
+
+def rewritten(args: list[str], options: dict[str, Option]) -> list[str]:
+    """A command line with other names as ours: --window_size 3 is --window 3, --model X is X, numbers get commas."""
+    names = {f"--{alias.replace('_', '-')}": option for option in options.values() for alias in option.aliases}
+    names |= {option.flag: option for option in options.values()}
+    found: list[str] = []
+    places: dict[str, str] = {}
+    waiting = list(args)
+    while waiting:
+        word = waiting.pop(0)
+        if word == "--":
+            return [*places.values(), *found, word, *waiting]
+        flag, equals, value = word.partition("=")
+        option = names.get(flag.replace("_", "-")) if flag.startswith("--") else None
+        if option is None:
+            found.append(word)
+            continue
+        if option.argument:
+            if equals or waiting:
+                places[option.argument] = value if equals else waiting.pop(0)
+            continue
+        found.append(f"{option.flag}{equals}{value}")
+        if option.many and option.kind is not str and not equals and waiting:
+            numbers = [waiting.pop(0)]
+            while waiting and _NUMBER.fullmatch(waiting[0]):
+                numbers.append(waiting.pop(0))
+            found.append(",".join(numbers))
+    return [*(places[one.argument] for one in options.values() if one.argument in places), *found]

@@ -1,0 +1,149 @@
+"""Options of the commands about devices: inspect, record, compare, locate, passport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from noisescope.errors import InvalidInput
+from noisescope.options.choices import DETAILS, LOCATE_METHODS
+from noisescope.options.fields import argument, changed, option
+from noisescope.options.groups import (
+    CheckingOptions,
+    DeviceOptions,
+    FileOptions,
+    LoadingOptions,
+    PrintingOptions,
+    SamplingOptions,
+    Source,
+    report_path,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(PrintingOptions):
+    command: ClassVar[str] = "inspect"
+
+    model: str = changed(
+        LoadingOptions,
+        "model",
+        "demo",
+        help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME.",
+    )
+    verbose: bool = option(False, "List every module with its operators.", short="-v", surface="command")
+    attn_implementation: str | None = option(
+        None, "sdpa, eager ...", unit="NAME", default_text="the model's own", surface="command"
+    )
+    dtype: str | None = changed(DeviceOptions, "dtype", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "record"
+
+    output: Path = option(Path("noisescope.record"), "A new folder.", unit="DIR", short="-o")
+    detail: str = option("sketch", "full keeps whole tensors of everything.", unit="NAME", choices=DETAILS)
+    full_layers: tuple[int, ...] = option((), "Blocks of which whole tensors are kept, such as 9,10.", unit="LIST",
+                                          least=0, default_text="none")  # fmt: skip
+    inputs: bool = option(
+        True, "With whole tensors: keep the inputs of modules too, for a replay.", negative="no-inputs"
+    )
+    samples: int = changed(SamplingOptions, "samples", 32)
+    max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
+    batch: int = option(16, "Prompts of one length in one forward.", unit="N", least=1)
+    prompts: Sequence[Any] | None = option(
+        None, "Texts or token ids, taken as they are instead of data.", surface="python", open=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(CheckingOptions, PrintingOptions):
+    command: ClassVar[str] = "compare"
+
+    a: Path | Any = argument(
+        "A", "The reference: a record, or a dump of msprobe.", open=True, exists="folder", aliases=("gpu_checkpoint",)
+    )
+    b: Path | Any = argument(
+        "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
+    )
+    layers: tuple[int, ...] | None = option(
+        None, "Only these blocks, such as 9,10: rows, and what max_mape is checked on.", unit="LIST", least=0,
+        default_text="all",
+    )  # fmt: skip
+    max_mape: float | None = option(
+        None, "The check fails where the MAPE of a site is larger; needs whole tensors.", unit="X", least=0
+    )
+    sensitivity: Path | Mapping[str, Any] | None = option(
+        None, "The report.json of a diagnosis of this model: differences are given in nats.", unit="FILE", open=True,
+        check=report_path,
+    )  # fmt: skip
+    affordable: float | None = option(
+        None,
+        "With sensitivity: nats that the difference of a layer may cost.",
+        unit="X",
+        above=0,
+        default_text="0.01",
+    )
+    output: Path | None = option(
+        None, "Write the comparison there as JSON.", unit="FILE", short="-o", surface="command"
+    )
+
+    def check(self) -> None:
+        if self.affordable is not None and self.sensitivity is None:
+            raise InvalidInput("affordable needs sensitivity: the report of a diagnosis shows what a difference costs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "locate"
+
+    method: str = option("auto", "How to look for the fault.", unit="NAME", choices=LOCATE_METHODS)
+    simulate: str | None = option(
+        None,
+        "A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
+        unit="FAULT",
+        surface="command",
+    )
+    inputs: Any = option(
+        None, "Prompts for audit and relations; built-in ones unless given.", surface="python", open=True
+    )
+    failure: Source = option(
+        None, "With method fingerprint: the suspect system's record.", unit="RECORD", open=True, exists="folder"
+    )
+    reference: Source = option(
+        None,
+        "A good device's record; whole tensors in it are replayed here.",
+        unit="RECORD",
+        open=True,
+        exists="folder",
+    )
+    seed: int = option(0, "Seed of the prompts and checks.", unit="N")
+    output: Path | None = option(None, "Write the verdict there as JSON.", unit="FILE", short="-o", surface="command")
+
+    def check(self) -> None:
+        if (self.method == "fingerprint") != (self.failure is not None):
+            raise InvalidInput(
+                "the fingerprint method compares recorded outputs of the suspect system: give them as failure, and "
+                f"only then; got method {self.method} and {'no ' if self.failure is None else ''}failure"
+            )
+        if self.reference is not None and self.method not in ("auto", "replay", "fingerprint"):
+            raise InvalidInput(
+                f"method {self.method} compares with no other system: leave reference out, or use auto or replay"
+            )
+        if self.inputs is not None and (self.method in ("srdd", "fingerprint", "replay") or self.reference is not None):
+            raise InvalidInput("inputs are for audit and relations: other methods have prompts of their own")
+        if self.method == "replay" and self.reference is None:
+            raise InvalidInput("a replay needs the record of a good device as reference: record it with detail full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassportOptions(PrintingOptions):
+    command: ClassVar[str] = "passport"
+
+    device: str = changed(DeviceOptions, "device", "cpu")
+    quick: bool = option(False, "Fewer points, sizes and repeats.", surface="command")
+    output: Path | None = option(None, "Write the passport to this file.", unit="FILE", short="-o", surface="command")
+    diff: Path | None = option(None, "Another passport: print how they differ.", unit="FILE", surface="command")
+    from_: Path | None = option(None, "Show this passport instead of measuring one.", unit="FILE", surface="command")

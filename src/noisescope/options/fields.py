@@ -1,0 +1,209 @@
+"""What a field of an options class says about itself, and how a value from anywhere is checked against it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from noisescope.errors import InvalidInput, unknown
+
+KINDS: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path as text",
+}
+_MEMBERS = {int: "whole numbers", float: "numbers", str: "names"}
+_EXAMPLES = {int: "9,10", float: "0,0.05,0.10", str: "softmax,norm"}
+_KEY = "option"
+_KNOWN: dict[type, dict[str, Option]] = {}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: all that the command line, files, Python and the documentation need to know of it."""
+
+    help: str
+    python: str = ""  # what Python takes besides, as a sentence
+    unit: str = ""  # what stands for the value in help and tables: N, FILE, LIST
+    default_text: str = ""  # the default in words, where the value alone would not say it
+    word: str = ""  # what an unknown choice is called: "report format"
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float | None = None
+    words: Mapping[str, Any] = field(default_factory=dict)  # words that stand for a value, such as search
+    check: Callable[[Any], Any] | None = None  # of one member; gives the value in its one form
+    exists: str = ""  # "file" or "folder": a path given must lead to one
+    open: bool = False  # Python may give other objects than a command line can; they pass as they are
+    argument: str = ""  # its name as a positional argument of the command
+    required: bool = False
+    stops: bool = False  # prints something and stops: nothing else is required then
+    short: str = ""  # such as -o
+    aliases: tuple[str, ...] = ()  # other names, understood everywhere and shown nowhere
+    negative: str = ""  # the flag that turns it off, such as no-inputs
+    surface: str = "both"  # "both", "command", "python" or "none" (set by noisescope itself)
+    command_default: Any = None  # where a command has a default that Python has not
+    # read from the class
+    name: str = ""
+    kind: type = str
+    many: bool = False
+    optional: bool = False
+    default: Any = None
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.rstrip('_').replace('_', '-')}"
+
+    def checked(self, value: Any, *, text: bool = False, where: str = "") -> Any:
+        """The value in its one form, or an error; `text` is a word of a command line, `where` how a file names it."""
+        from_python, where = not where, where or self.name
+        if value is None and (self.optional or self.required):
+            return None
+        if not self.many and isinstance(value, str) and value in self.words:
+            return self.words[value]
+        if self.open and from_python and not isinstance(value, (str, bool, numbers.Real, Path)):
+            return value
+        if self.many:
+            return self._members(value, where, text)
+        return self._limited(self._scalar(value, where, text), where)
+
+    def _members(self, value: Any, where: str, text: bool) -> tuple[Any, ...]:
+        what, example = _MEMBERS[self.kind], ",".join(self.choices[:2]) or _EXAMPLES[self.kind]
+        if isinstance(value, str):
+            value, text = [part.strip() for part in value.split(",") if part.strip()], True
+        elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+            value = [value]
+        if isinstance(value, (Mapping, bool)) or not isinstance(value, Iterable):
+            raise InvalidInput(f"{where} must be text or a list of {what} such as {example}, got {described(value)}")
+        members = sorted(value) if isinstance(value, (set, frozenset)) else list(value)
+        try:
+            read = [self._scalar(member, where, text) for member in members]
+        except InvalidInput:
+            raise InvalidInput(
+                f"{where} must be {what} with commas between or a list of {what} such as {example}; "
+                f"got {', '.join(map(str, members))}"
+            ) from None
+        if not read and self.default != ():
+            raise InvalidInput(f"{where} is empty: give a list of {what} such as {example}")
+        found: list[Any] = []
+        for member in read:
+            found += self.words[member] if member in self.words else (self._limited(member, where),)
+        return tuple(dict.fromkeys(found))
+
+    def _scalar(self, value: Any, where: str, text: bool) -> Any:
+        kind = self.kind
+        if kind is float and isinstance(value, str):  # also in files: YAML 1.1 reads 5e-2 as text, for it has no point
+            value = _converted(float, value)
+        elif kind is int and text and isinstance(value, str):
+            value = _converted(int, value)
+        fits = {
+            bool: isinstance(value, bool),
+            int: isinstance(value, numbers.Integral) and not isinstance(value, bool),
+            float: isinstance(value, numbers.Real) and not isinstance(value, bool),
+            str: isinstance(value, str),
+            Path: isinstance(value, (str, Path)),
+        }
+        if not fits[kind]:
+            hint = " (put it into quotes)" if kind is str and isinstance(value, (bool, int, float)) else ""
+            words = "".join(f" or {word}" for word in self.words)
+            raise InvalidInput(f"{where} must be {KINDS[kind]}{words}, got {described(value)}{hint}")
+        return kind(value)
+
+    def _limited(self, value: Any, where: str) -> Any:
+        """Within choices and limits; paths lead somewhere."""
+        if self.choices and value not in self.choices:
+            raise unknown(self.word or self.name.replace("_", " "), value, self.choices)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidInput(f"{where} must be finite, got {value}")
+        if self.least is not None and not value >= self.least:
+            raise InvalidInput(f"{where} must be at least {self.least:g}, got {value}")
+        if self.above is not None and not value > self.above:
+            raise InvalidInput(f"{where} must be above {self.above:g}, got {value}")
+        if self.below is not None and not value < self.below:
+            raise InvalidInput(f"{where} must be below {self.below:g}, got {value}")
+        if self.most is not None and not value <= self.most:
+            raise InvalidInput(f"{where} must be at most {self.most:g}, got {value}")
+        if self.exists and isinstance(value, (str, Path)):
+            value = self._found(Path(value).expanduser())
+        return value if self.check is None else self.check(value)
+
+    def _found(self, path: Path) -> Path:
+        if not path.exists():
+            raise InvalidInput(f"there is no {self.exists} {path} ({self.name}): check the path")
+        if self.exists == "file" and path.is_dir():
+            raise InvalidInput(f"{path} is a folder, and {self.name} is a file: give the path of the file")
+        return path.absolute()  # a stored command and a report are read from other folders, too
+
+
+def _converted(kind: type, text: str) -> Any:
+    try:
+        return kind(text)
+    except (ValueError, OverflowError):
+        return text
+
+
+def described(value: object) -> str:
+    """What came, for an error."""
+    names = {dict: "a mapping", list: "a list", str: "the text", bool: "", int: "the number", float: "the number"}
+    if value is None:
+        return "nothing"
+    return f"{names.get(type(value), f'a {type(value).__name__}')} {value!r}".strip()
+
+
+def option(default: Any = None, help: str = "", **facts: Any) -> Any:
+    """A field of an options class: its default, its help, and whatever else Option has."""
+    return dataclasses.field(default=default, metadata={_KEY: Option(help, **facts)})
+
+
+def argument(name: str, help: str, *, required: bool = True, default: Any = None, **facts: Any) -> Any:
+    """A positional argument of a command."""
+    return option(default, help, argument=name, required=required, **facts)
+
+
+def changed(base: type, name: str, default: Any, **facts: Any) -> Any:
+    """An option of another class again, with another default here or other words."""
+    known = dataclasses.replace(options_of(base)[name], **facts)
+    return dataclasses.field(default=default, metadata={_KEY: known})
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """The options of a class by name: its own first, then those of the groups it is made of."""
+    if cls in _KNOWN:
+        return _KNOWN[cls]
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    order = [name for one in cls.__mro__ for name in vars(one).get("__annotations__", {}) if name in fields]
+    found = {}
+    for name in dict.fromkeys(order):
+        kind, many, optional = _kind_of(hints[name])
+        found[name] = dataclasses.replace(
+            fields[name].metadata[_KEY],
+            name=name,
+            kind=kind,
+            many=many,
+            optional=optional,
+            default=fields[name].default,
+        )
+    return _KNOWN.setdefault(cls, found)
+
+
+def _kind_of(hint: Any) -> tuple[type, bool, bool]:
+    """(what a command line gives, whether several of it, whether None is allowed) of an annotation."""
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    optional = type(None) in members
+    for member in members:
+        if member in KINDS:
+            return member, False, optional
+        if typing.get_origin(member) is tuple:
+            return typing.get_args(member)[0], True, optional
+    return str, False, True

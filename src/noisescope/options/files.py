@@ -1,0 +1,145 @@
+"""Options of a command from a YAML file: `noisescope diagnose --config run.yaml`.
+
+Keys are the options' names with underscores or hyphens, at the top level or under `diagnostic:`. The layout and the
+names of the original method notes are understood, too:
+
+    diagnostic:
+      mode: full                 # level: operator, layer and channel
+      operator: {noise_scale: 0.05, operators: [matmul, softmax]}
+      layer: {window_size: 3, step_size: 1}
+      channel: {calibration_samples: 1000}
+
+The command line takes precedence over the file, and the file over defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from noisescope.errors import InvalidInput, unknown
+from noisescope.options.fields import described, options_of
+from noisescope.options.values import CommandOptions, canonical_names
+
+SECTION = "diagnostic"
+# The notes' sections by level. A key of one would mean something else in another, so each has its own and no more.
+SECTIONS = {
+    "operator": ("noise_scale", "operators"),
+    "layer": ("noise_scale", "window", "step"),
+    "channel": ("calibration_samples", "outlier_threshold", "save_activations"),
+}
+# Keys of the notes that leave nothing to choose here -> the one value allowed, and why.
+SETTLED: dict[str, tuple[bool, str]] = {
+    "enabled": (True, "the command is the switch: set it to true, or leave the command out"),
+}
+
+
+def read_file(path: Path, cls: type[CommandOptions]) -> dict[str, Any]:
+    """Values by option, checked."""
+    known = {n: o for n, o in options_of(cls).items() if o.surface in ("both", "command") and n != "config"}
+    names = canonical_names(known.values())
+    values: dict[str, Any] = {}
+    came_as: dict[str, str] = {}
+    for where, name, value in _entries(path, _load(path), names):
+        ready = known[name].checked(value, where=f"{path}: {where}")
+        if name in values and values[name] != ready:
+            raise InvalidInput(
+                f"{path}: {came_as[name]} and {where} both set {name!r}, to {values[name]!r} and {ready!r}: keep one "
+                "of them"
+            )
+        values[name], came_as[name] = ready, where
+    return values
+
+
+def _entries(path: Path, data: Any, names: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """(how the file names it, our name, value) of every option in the file."""
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise InvalidInput(f"{path} must hold `option: value` lines, got {described(data)}")
+    prefix = ""
+    if SECTION in data:
+        # a file of several tools: mappings beside ours are theirs; a bare value is one of ours, lost or misspelt
+        for name, value in data.items():
+            if not isinstance(value, dict) and name != SECTION:
+                raise InvalidInput(
+                    f"{path}: {name} stands beside `{SECTION}:`; move it below, or it would have no effect"
+                )
+        data, prefix = data[SECTION], f"{SECTION}."
+        data = {} if data is None else data
+        if not isinstance(data, dict):
+            raise InvalidInput(f"{path}: {SECTION} must hold `option: value` lines, got {described(data)}")
+    for name, value in data.items():
+        if name in SECTIONS and isinstance(value, dict):
+            inside = {known: ours for known, ours in names.items() if ours in SECTIONS[name]}
+            for inner, one in value.items():
+                yield from _entry(path, f"{prefix}{name}.", inner, one, inside)
+        else:
+            yield from _entry(path, prefix, name, value, names)
+
+
+def _entry(path: Path, prefix: str, name: Any, value: Any, names: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+    key, where = str(name).replace("-", "_"), f"{prefix}{name}"
+    if key in SETTLED:
+        wanted, why = SETTLED[key]
+        if value is not wanted:
+            raise InvalidInput(f"{path}: {where} is {value!r}; {why}")
+    elif key not in names:
+        raise InvalidInput(f"{path}: {unknown('option', str(name), _shown(names))}")
+    elif prefix.endswith("operator.") and names[key] == "operators" and isinstance(value, list):
+        # the notes' own layout has the notes' own word: their "matmul" is every matrix product
+        yield where, names[key], ["gemm" if member == "matmul" else member for member in value]
+    else:
+        yield where, names[key], value
+
+
+def _shown(names: dict[str, str]) -> Iterable[str]:
+    """Our names first, then the others that are understood."""
+    return [*dict.fromkeys(names.values()), *(name for name, ours in names.items() if name != ours)]
+
+
+# -- YAML
+
+
+def _load(path: Path) -> Any:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidInput(f"there is no config file {path}: give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} can't be read as a YAML file: {error}") from None
+    try:
+        tree, data = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2025-13-01
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise InvalidInput(f"{path}{line}: no valid YAML: {getattr(error, 'problem', None) or error}") from None
+    _refuse_duplicates(path, tree)
+    return data
+
+
+def _refuse_duplicates(path: Path, root: Any) -> None:
+    """YAML forbids a key twice in one mapping; PyYAML takes the last in silence."""
+    import yaml
+
+    waiting, known = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in known:  # an anchor may hold itself
+            continue
+        known.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            first: dict[str, int] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if key.value in first and isinstance(key, yaml.ScalarNode):
+                    raise InvalidInput(
+                        f"{path}, line {line}: {key.value} is there twice (first in line {first[key.value]}): keep one"
+                    )
+                if isinstance(key, yaml.ScalarNode):
+                    first[key.value] = line
+                waiting.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value

@@ -1,0 +1,181 @@
+"""Options that several commands share, each written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from noisescope.errors import InvalidInput
+from noisescope.injection import checked_scale
+from noisescope.options.choices import DTYPES, EXECUTORS, METRICS
+from noisescope.options.fields import argument, changed, option
+from noisescope.options.models import checked_model
+from noisescope.options.values import CommandOptions
+
+Source = Path | Any | None  # a file; from Python also a DataSet or tokenised batches
+
+
+def noise_scale(value: float) -> float:
+    """A scale that injects something."""
+    if checked_scale(value, "noise scale") == 0:
+        raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")
+    return value
+
+
+def report_path(path: Path) -> Path:
+    """A report.json, or the folder that holds one."""
+    if not path.exists():
+        raise InvalidInput(f"there is no report at {path}: give a report.json or the folder that holds it")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintingOptions(CommandOptions):
+    json: bool = option(False, "Print the result as JSON on stdout, and nothing else there.", surface="command",
+                        aliases=("as_json",))  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions(CommandOptions):
+    config: Path | None = option(
+        None,
+        "YAML file with any of these options (and model). The command line takes precedence. Paths in the file are "
+        "relative to the current folder.",
+        unit="FILE",
+        surface="command",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckingOptions(CommandOptions):
+    allow_undecided: bool = option(False, "Exit with 0 instead of 3 where nothing could be decided.", surface="command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(CommandOptions):
+    title: ClassVar[str] = "Model loading"
+
+    device: str = option("cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", surface="command")
+    device_map: str | None = option(
+        None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M", surface="command"
+    )
+    dtype: str | None = option(
+        None, "Number format of the weights.", unit="T", choices=DTYPES, default_text="as stored", surface="command"
+    )
+    revision: str | None = option(None, "Version of a hub id.", unit="R", surface="command")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", surface="command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions(DeviceOptions):
+    model: str = argument(
+        "MODEL",
+        "A Hugging Face folder or cached id, a .gguf or .pt file, or demo.",
+        default="demo",
+        check=checked_model,
+        surface="command",
+        aliases=("model_path", "checkpoint"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(CommandOptions):
+    report: Path = argument("REPORT", "A run's folder, or its report.json.", check=report_path, surface="command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportModelOptions(ReportOptions, DeviceOptions):
+    """A report, and the model that it is of."""
+
+    model: str | None = option(
+        None, "Model to use.", unit="M", default_text="the report's", check=checked_model, surface="command"
+    )
+    dtype: str | None = changed(DeviceOptions, "dtype", None, default_text="the report's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(CommandOptions):
+    title: ClassVar[str] = "Data"
+
+    data: Source = option(
+        None,
+        "JSONL, JSON, CSV or Parquet file.",
+        python="Or a DataSet, or tokenised batches.",
+        unit="FILE",
+        default_text="the demo's own, else built-in text",
+        exists="file",
+        open=True,
+        aliases=("test_data",),
+    )
+    samples: int = option(100, "Number of samples: the first N of the data.", unit="N", least=1, aliases=("n_samples",))
+    max_tokens: int = option(256, "Longer samples are cut, and the report counts them.", unit="N", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions(SamplingOptions):
+    """Data, and how answers are scored."""
+
+    title: ClassVar[str] = "Data and scores"
+
+    metric: str | Callable[..., Any] = option(
+        "accuracy",
+        "The score that degradation and bands refer to.",
+        python="Or a function (model, batches) -> one score per sample.",
+        unit="NAME",
+        choices=METRICS,
+        open=True,
+    )
+    generate: bool | None = option(False, "Score answers by generation (slow) instead of teacher forcing.")
+    max_new_tokens: int = option(256, "With generate: the longest answer.", unit="N", least=1)
+    slice: int = option(
+        50,
+        "Samples in one forward; fewer need less memory. Part of a trial's identity.",
+        unit="N",
+        least=1,
+        aliases=("slice_samples",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions(ScoringOptions):
+    """Scores on test data, and channels on calibration data: what a prepared run needs besides its settings."""
+
+    calibration: Source = option(
+        None,
+        "Data that channel statistics are captured on.",
+        unit="FILE",
+        default_text="the demo's own, else the test data",
+        exists="file",
+        open=True,
+        aliases=("calibration_data",),
+    )
+    calibration_samples: int = option(1000, "Samples for channel statistics; 0 captures none.", unit="N", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionOptions(CommandOptions):
+    """How a run is carried out; nothing here changes a number."""
+
+    title: ClassVar[str] = "Execution"
+
+    output: Path | None = option(
+        None,
+        "Folder for the store run.sqlite and the reports. The same command into the same folder resumes.",
+        unit="DIR",
+        default_text="nothing is stored",
+        short="-o",
+    )
+    executor: str = option("local", "Where trials run.", unit="NAME", choices=EXECUTORS)
+    workers: int = option(2, "With executor ray: number of workers.", unit="N", least=1, aliases=("processes",))
+    address: str | None = option(
+        None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster"
+    )
+    retry_failed: bool = option(False, "Run trials again that failed before.")
+    progress: Any = option(None, "An object with wave(trials) and step(trial, result, seconds).", surface="python",
+                              open=True)  # fmt: skip
+    repeat: Any = option(None, "How to repeat this, for `noisescope runs resume`.", surface="none", open=True)
+
+
+Options = ExecutionOptions  # its public name: ns.Options

@@ -1,0 +1,75 @@
+"""The option tables of docs/cli.md: `python -m noisescope.options.tables docs/cli.md` writes them anew.
+
+A table stands between `<!-- options: COMMAND -->` and `<!-- end of options -->`, a shared group's under its title.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from noisescope.options.comparing import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
+from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
+from noisescope.options.fields import Option, options_of
+from noisescope.options.groups import DeviceOptions, ExecutionOptions, SamplingOptions, ScoringOptions
+from noisescope.options.planning import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
+from noisescope.options.stored import CompareRunsOptions, DrawOptions, ListOptions, ResumeOptions, ShowOptions
+from noisescope.options.training import PhasesOptions
+from noisescope.options.values import CommandOptions
+from noisescope.options.words import sentence, shown_default
+
+GROUPS: tuple[type[CommandOptions], ...] = (SamplingOptions, ScoringOptions, ExecutionOptions, DeviceOptions)
+COMMANDS: tuple[type[CommandOptions], ...] = (
+    DemoOptions, DiagnoseOptions, RobustnessOptions, InspectOptions, RecordOptions, CompareOptions, LocateOptions,
+    PassportOptions, GateOptions, PrecisionOptions, SmoothquantOptions, MigrationOptions, FaultTestOptions,
+    PhasesOptions, DrawOptions, ListOptions, ShowOptions, ResumeOptions, CompareRunsOptions,
+)  # fmt: skip
+_PLACE = re.compile(r"(<!-- options: (.+?) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
+
+
+def table(cls: type[CommandOptions]) -> str:
+    """What a command has of its own, and a line that names the shared groups that it has besides."""
+    known = options_of(cls)
+    groups = [group for group in GROUPS if cls is not group and issubclass(cls, group)]
+    groups = [one for one in groups if not any(two is not one and issubclass(two, one) for two in groups)]
+    shared = {name for group in groups for name, one in options_of(group).items() if _as_in(known[name], one)}
+    own = [one for name, one in known.items() if name not in shared and one.surface in ("both", "command")]
+    own.sort(key=lambda option: not option.argument)
+    lines = ["| option | default | |", "|---|---|---|", *map(_row, own)] if own else []
+    if groups:
+        links = ", ".join(f"[{one.title.lower()}](#{one.title.lower().replace(' ', '-')})" for one in groups)
+        lines += ["", f"And the options of {links}."] if lines else [f"The options of {links}."]
+    return "\n".join(lines)
+
+
+def _as_in(option: Option, group: Option) -> bool:
+    return (option.help, option.default, shown_default(option), option.negative) == (
+        group.help,
+        group.default,
+        shown_default(group),
+        group.negative,
+    )
+
+
+def _row(option: Option) -> str:
+    value = f" {option.unit}" if option.unit and not option.argument else ""
+    names = [option.argument or f"{option.flag}{value}", *([option.short] if option.short else ())]
+    names += [f"--{option.negative}"] if option.negative else []
+    default = "required" if option.required else shown_default(option)
+    return f"| {', '.join(f'`{name}`' for name in names)} | {_cell(default)} | {_cell(sentence(option))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def rewritten(page: str) -> str:
+    """A page with its tables as the options are."""
+    classes = {one.command: one for one in COMMANDS} | {one.title: one for one in GROUPS}
+    return _PLACE.sub(lambda found: f"{found[1]}{table(classes[found[2]])}\n{found[4]}", page)
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(rewritten(file.read_text(encoding="utf-8")), encoding="utf-8")

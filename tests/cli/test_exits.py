@@ -1,0 +1,91 @@
+"""Exit codes of the commands that check something: 0 passed, 1 failed, 3 undecided, which one flag makes 0."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from noisescope.cli import app
+from noisescope.cli.compare import verdict_of
+from noisescope.locators.verdict import Verdict
+from noisescope.options.fields import options_of
+from noisescope.options.tables import COMMANDS
+
+
+def codes(*arguments: Any) -> tuple[int, int]:
+    """Without and with --allow-undecided."""
+    lines = ([*arguments], [*arguments, "--allow-undecided"])
+    plain, allowed = (CliRunner().invoke(app, [str(word) for word in line]) for line in lines)
+    assert not [r for r in (plain, allowed) if r.exception and not isinstance(r.exception, SystemExit)], plain.output
+    return plain.exit_code, allowed.exit_code
+
+
+@pytest.mark.parametrize(("verdict", "wanted"), [("healthy", (0, 0)), ("faulty", (1, 1)), ("undecided", (3, 0))])
+def test_locate(verdict: str, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict that is undecided is neither a fault nor health."""
+    monkeypatch.setattr("noisescope.api.loading.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.locators.locate.locate", lambda subject, options: Verdict(verdict, "audit"))
+    assert codes("locate", "demo") == wanted
+
+
+@pytest.mark.parametrize(("verdict", "wanted"), [("healthy", (1, 1)), ("undecided", (3, 0))])
+def test_locate_with_a_simulated_fault(verdict: str, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that was not found is a failure; one that nobody could decide about is not."""
+    monkeypatch.setattr("noisescope.api.loading.load_subject", lambda asked: None)
+    found = (Verdict(verdict, "audit"), 3, 100)
+    monkeypatch.setattr("noisescope.api.locating.locate_simulated", lambda subject, asked: found)
+    assert codes("locate", "demo", "--simulate", "gain:0.01@3") == wanted
+
+
+@pytest.mark.parametrize(("verdict", "wanted"), [("pass", (0, 0)), ("fail", (1, 1)), ("undecided", (3, 0))])
+def test_gate(verdict: str, wanted: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict is the gate's own."""
+    (tmp_path / "report.json").write_text("{}")
+    monkeypatch.setattr("noisescope.api.loading.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.api.guarding.gate", lambda subject, options: {"verdict": verdict})
+    assert codes("gate", "demo", "--baseline", tmp_path, "--json") == wanted
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [(["pass", "undecided"], (0, 0)), (["pass", "fail"], (1, 1)), (["undecided", "undecided"], (3, 0))],
+)
+def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undecided tests are counted, and decide only where all are."""
+    monkeypatch.setattr("noisescope.api.stored.load_report", lambda path: {})
+    monkeypatch.setattr("noisescope.api.fault_plans.generate", lambda report: [])
+    monkeypatch.setattr("noisescope.api.loading.subject_of_report", lambda report, asked: None)
+    results = [{"verdict": row, "name": "t", "message": "m", "criteria": []} for row in rows]
+    monkeypatch.setattr("noisescope.api.fault_testing.run_reported", lambda *asked: results)
+    assert codes("plan", "fault-tests", tmp_path, "--run") == wanted
+    said = CliRunner().invoke(app, ["plan", "fault-tests", str(tmp_path), "--run"]).output
+    assert ("1 of 2 checks undecided" in said) == (rows == ["pass", "undecided"])
+    printed = CliRunner().invoke(app, ["plan", "fault-tests", str(tmp_path), "--run", "--json"]).stdout
+    assert json.loads(printed)["results"] == results
+
+
+@pytest.mark.parametrize(
+    ("mapes", "nan", "missing", "wanted"),
+    [([0.01], 0, 0, "pass"), ([0.01, 0.2], 0, 1, "fail"), ([0.01], 1, 0, "fail"), ([], 0, 2, "undecided"),
+     ([0.01], 0, 1, "fail")],
+)  # fmt: skip
+def test_compare(mapes: list[float], nan: int, missing: int, wanted: str) -> None:
+    """What one side lacks decides nothing, and keeps a comparison from passing."""
+    rows = [SimpleNamespace(measures=SimpleNamespace(mape=mape, measurable=True)) for mape in mapes]
+    passed = bool(mapes) and max(mapes) <= 0.05 and not nan and not missing
+    found = SimpleNamespace(rows=rows, max_mape=0.05, unmeasurable=[0] * nan, uncompared=[0] * missing, passed=passed)
+    assert verdict_of(found) == wanted
+
+
+def test_no_other_flag_allows_what_is_undecided() -> None:
+    """One flag, in all commands that check."""
+    flags = {
+        o.flag for cls in COMMANDS for o in options_of(cls).values() if "undecided" in o.help or "undecided" in o.name
+    }
+    having = {cls.command for cls in COMMANDS if "allow_undecided" in options_of(cls)}
+    assert flags <= {"--allow-undecided"} and having == {"gate", "compare", "locate", "plan fault-tests"}
