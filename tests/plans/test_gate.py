@@ -170,7 +170,7 @@ def test_one_row_that_decides_is_enough():
     assert result.verdict == "pass"
     assert headline("pass", [row.verdict for row in result.checks]) == "passed; 4 of 6 checks undecided"
     assert [overall(rows) for rows in (["undecided", "fail"], ["undecided"], [])] == ["fail", "undecided", "undecided"]
-    assert headline("fail", ["fail", "pass", "undecided"]) == "failed; 1 of 3 checks failed; 1 of 3 checks undecided"
+    assert headline("fail", ["fail", "pass", "undecided"]) == "failed: 1 of 3 checks; 1 of 3 checks undecided"
 
 
 def test_outputs_that_are_not_finite_fail():
