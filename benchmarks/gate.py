@@ -1,27 +1,42 @@
-"""How often the gate is wrong: an unchanged model that fails, and a model made worse that passes.
+"""Power and false alarms of the gate: how often five kinds of damage are found, and undamaged models failed.
 
-    python benchmarks/gate.py --work FOLDER --seconds 540 --json benchmarks/results/gate_cpu.json
+    python benchmarks/gate.py --work FOLDER --seconds 1500 --json benchmarks/results/gate_cpu.json
 
-Every re-run has 50 problems and a noise seed of its own for the baseline, and others for the candidate; no problem is
-used twice within an arm. A set's numbers are those that `noisescope gate --effort screen` takes
-(`api.guarding.gauged`), and the verdict is `plans.gate.decide`'s. Measured sets are kept in --work, so the same command
-goes on after --seconds.
+====================  =================================================================================================
+damage                made of the bundled model
+====================  =================================================================================================
+int4 weights          every linear of the blocks rounded to int4, groups of 64
+weight noise          Gaussian noise of 10 % of each weight's root mean square in those linears, drawn anew in each run
+one damaged layer     noise of 50 % in the linears of one block, another block and another draw in each run
+wrong template        "Question: ... Answer:" around every prompt, which the model was not trained with
+final-norm gain       the gain of the final norm times a factor chosen so that the predicted divergence grows by 1.4
+====================  =================================================================================================
 
-The worse model is the bundled one with the gain of its final norm multiplied, which sharpens its output: it answers the
-same problems right and its loss hardly moves, but the same relative noise inside moves its output further. The factor
-is chosen on 200 problems of their own so that the predicted divergence, by which the gate decides first, is 1.4 times
-the baseline's (geometric means): worse by twice the limit of 20 %. What that does to injected noise is in the results.
+A run has its own problems and noise seed. On the same samples the damaged model is measured on the baseline's problems
+with the baseline's seed, as `noisescope gate` does; on other samples it is the next run's damaged set, so that each
+set serves two comparisons. Another template gives other tokens, so on the same samples the gate refuses to compare:
+counted as refused. False alarms: the undamaged model on the same problems under another noise seed, and on the next
+run's problems.
 
-The absolute limit is set to 0.5, out of the way: the unchanged model loses more than 0.15 under this noise, rightly.
+A set has what `noisescope gate --effort screen` measures (`api.guarding.gauged`), and the verdict is
+`plans.gate.decide`'s. What a damage does to the score and to the divergence is measured on problems of their own. The
+absolute limit is 0.5: the undamaged model rightly loses more than 0.15 under this noise. Measured sets are kept in
+--work, so the same command continues after --seconds. With 32 problems per set the whole takes about 25 minutes on one
+core.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import math
 import os
+import platform
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,145 +48,246 @@ from noisescope import stats
 from noisescope.api.guarding import gauged
 from noisescope.data import DataSet, Item, gather
 from noisescope.demo.problems import Problem, held_out
+from noisescope.diagnosis.sections import GateNumbers
+from noisescope.jsonform import from_json, to_json
 from noisescope.model import Subject
+from noisescope.plans.comparable import pairs_of
 from noisescope.plans.gate import decide
+from noisescope.plans.gate_rows import Decision
+from noisescope.probe.formats import quantise
+from noisescope.quantisation.formats import weight_format
+from noisescope.quantisation.scores import is_planned
 
-WORSE_BY = 1.4
+WORSE_BY = 1.4  # of the final-norm gain: twice the limit of 20 %
 LIMIT = 0.5
-CALIBRATION = 200
+WEIGHT_NOISE, LAYER_NOISE = 0.1, 0.5  # of a weight's root mean square
+CALIBRATION = 100
 PROBLEMS = 2027  # seed; others than those on which the statistic was chosen (stats/trimmed.py)
+GOOD, AGAIN = "undamaged", "undamaged, another noise seed"
+
+Template = Callable[[str], str]
 
 
-def data_set(problems: list[Problem]) -> DataSet:
-    items = [Item(at, prompt=problem.prompt, answer=problem.answer) for at, problem in enumerate(problems)]
-    return gather(items, "generated problems")
+def as_trained(prompt: str) -> str:
+    return prompt
 
 
-def worsened(gain: float) -> Subject:
-    subject = ns.load("demo")
+def as_chat(prompt: str) -> str:
+    return f"Question: {prompt} Answer:"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A model made worse: `made` gives that of a run, `template` the text it is asked with."""
+
+    name: str
+    made: Callable[[int], Subject]
+    template: Template = as_trained
+
+
+def linears(subject: Subject, block: int | None = None) -> list[torch.nn.Module]:
+    modules = dict(subject.model.named_modules())
+    wanted = [unit for unit in subject.anatomy.units if is_planned(unit) and block in (None, unit.place)]
+    return [modules[unit.module] for unit in wanted]
+
+
+@functools.cache
+def loaded() -> Subject:
+    return ns.load("demo")
+
+
+def good(run: int) -> Subject:
+    """A model of its own, to be damaged."""
+    kept = loaded()
+    return Subject(copy.deepcopy(kept.model), kept.tokenizer, kept.anatomy, kept.source)
+
+
+def rounded(run: int) -> Subject:
+    subject = good(run)
+    with torch.no_grad():
+        for linear in linears(subject):
+            linear.weight.copy_(quantise(linear.weight, weight_format("int4"), weight=True))  # type: ignore[operator,arg-type,union-attr]
+    return subject
+
+
+def noised(run: int, size: float = WEIGHT_NOISE, block: int | None = None) -> Subject:
+    subject, draw = good(run), torch.Generator().manual_seed(run)
+    with torch.no_grad():
+        for linear in linears(subject, block):
+            weight: Any = linear.weight
+            weight.add_(size * weight.square().mean().sqrt() * torch.randn(weight.shape, generator=draw))
+    return subject
+
+
+def one_layer(run: int) -> Subject:
+    return noised(run, LAYER_NOISE, run % len(loaded().anatomy.blocks))
+
+
+def sharpened(gain: float) -> Subject:
+    subject = good(0)
     with torch.no_grad():
         subject.model.model.norm.weight.mul_(gain)
     return subject
 
 
-def measured(subject: Subject, problems: list[Problem], seed: int) -> dict[str, Any]:
-    return gauged(subject, data_set(problems), samples=len(problems), seeds=[seed], slice=len(problems))
+def damages(gain: float) -> list[Damage]:
+    return [
+        Damage("int4 weights", rounded),
+        Damage("weight noise", noised),
+        Damage("one damaged layer", one_layer),
+        Damage("wrong template", good, as_chat),
+        Damage("final-norm gain", lambda run: sharpened(gain)),
+    ]
 
 
-def ratio(after: dict[str, Any], before: dict[str, Any], measure: str, operator: str = "gemm") -> float:
-    """Geometric means, the same samples."""
-    return math.exp(float(np.mean(np.log(after[measure][operator]) - np.log(before[measure][operator]))))
+def data_set(problems: Sequence[Problem], template: Template) -> DataSet:
+    items = [Item(at, prompt=template(problem.prompt), answer=problem.answer) for at, problem in enumerate(problems)]
+    return gather(items, "generated problems")
 
 
-def calibrated(problems: list[Problem]) -> dict[str, Any]:
-    """The gain at which the predicted divergence is WORSE_BY times as large: log ratio is nearly linear in log gain."""
-    before = measured(ns.load("demo"), problems, 0)
+def measured(subject: Subject, problems: Sequence[Problem], seed: int, template: Template = as_trained) -> GateNumbers:
+    count = len(problems)
+    return gauged(subject, data_set(problems, template), samples=count, seeds=[seed], slice=count)
+
+
+def ratio(after: GateNumbers, before: GateNumbers) -> dict[str, float]:
+    """How much further noise moves the output, by what it is in: geometric means over the same problems."""
+    sides = {f"predicted: {name}": (after.predicted_kl[name], before.predicted_kl[name]) for name in after.predicted_kl}
+    sides["injected: gemm"] = (after.kl["gemm"], before.kl["gemm"])
+    return {name: math.exp(float(np.mean(np.log(x) - np.log(y)))) for name, (x, y) in sides.items()}  # type: ignore[arg-type]
+
+
+def calibrated(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The gain that makes the predicted divergence WORSE_BY times as large, and what each damage does."""
+    before = measured(good(0), problems, 0)
     gain = 1.2
-    for _ in range(2):
-        after = measured(worsened(gain), problems, 0)
-        gain **= math.log(WORSE_BY) / math.log(ratio(after, before, "predicted_kl"))
-    after = measured(worsened(gain), problems, 0)
-    accuracy = {
-        name: [float(np.mean(side["accuracy"][name])) for side in (before, after)] for name in ("clean", "gemm")
-    }
-    return {
-        "gain": gain,
-        "samples": len(problems),
-        "predicted_ratio": {name: ratio(after, before, "predicted_kl", name) for name in before["predicted_kl"]},
-        "injected_ratio": ratio(after, before, "kl"),
-        "accuracy_before_and_after": accuracy,
-    }
+    for _ in range(2):  # log ratio is nearly linear in log gain
+        found = ratio(measured(sharpened(gain), problems, 0), before)["predicted: gemm"]
+        gain **= math.log(WORSE_BY) / math.log(found)
+    effects = {}
+    for damage in damages(gain):
+        after = measured(damage.made(0), problems, 0, damage.template)
+        effects[damage.name] = {
+            "clean_accuracy": [float(np.mean(side.accuracy["clean"])) for side in (before, after)],  # type: ignore[arg-type]
+            "divergence_ratio": ratio(after, before),
+        }
+    return {"gain": gain, "samples": len(problems), "effects": effects}
 
 
 class Sets:
     """Measured sets by name, kept on disk; measuring stops when time is up."""
 
-    def __init__(self, folder: Path, problems: list[Problem], size: int, until: float) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, problems: Sequence[Problem], size: int, until: float) -> None:
         self.folder, self.problems, self.size, self.until = folder, problems, size, until
 
-    def get(self, kind: str, subject: Subject, number: int, samples: int, seed: int) -> dict[str, Any] | None:
-        """The set of a kind: the `samples`-th part of the problems under a seed; None where time is up."""
-        path = self.folder / f"{kind}-{number}.json"
+    def get(self, kind: Damage, run: int, seed: int) -> GateNumbers | None:
+        """The set of a kind on the problems of a run; None where time is up."""
+        path = self.folder / f"{kind.name.replace(' ', '-').replace(',', '')}-{run}.json"
         if not path.exists():
             if time.monotonic() > self.until:
                 return None
-            part = self.problems[samples * self.size : (samples + 1) * self.size]
-            path.write_text(json.dumps(measured(subject, part, seed)), encoding="utf-8")
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+            problems = self.problems[run * self.size : (run + 1) * self.size]
+            numbers = measured(kind.made(run), problems, seed, kind.template)
+            path.write_text(json.dumps(to_json(numbers)), encoding="utf-8")
+        return from_json(GateNumbers, json.loads(path.read_text(encoding="utf-8")))
 
 
-def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Verdicts counted, with an interval, and what the rows looked like."""
-    failed = [float(result["verdict"] == "fail") for result in results]
-    rows = [result["divergence"] for result in results]
-    per_row = {
-        row["name"]: {
-            "median_ratio": float(np.median([one[at]["ratio"]["value"] for one in rows])),
-            "sd_of_log_ratio": float(np.std([math.log(one[at]["ratio"]["value"]) for one in rows])),
-            "median_smallest_detectable": float(np.median([one[at]["smallest_detectable"] for one in rows])),
-            "failed": sum(one[at]["verdict"] == "fail" for one in rows),
-            "undecided": sum(one[at]["verdict"] == "undecided" for one in rows),
-        }
-        for at, row in enumerate(rows[0])
-    }
-    noisy = [next(row for row in result["accuracy"] if row["under_noise_in"] == "gemm") for result in results]
+def verdict(before: GateNumbers, after: GateNumbers, *, same: bool) -> Decision | None:
+    """What the gate decides; None where it refuses other samples."""
+    if same and pairs_of(before.samples, after.samples) is None:
+        return None
+    return decide(before, after, max_degradation=LIMIT)
+
+
+def summary(found: Sequence[Decision | None]) -> dict[str, Any]:
+    """Verdicts counted, with the interval of the share that fails or is refused, and which rows failed."""
+    decided = [one for one in found if one is not None]
+    caught = [float(one is None or one.verdict == "fail") for one in found]
+    rows: dict[str, int] = {}
+    for one in decided:
+        for row in one.checks:
+            rows[row.name] = rows.get(row.name, 0) + (row.verdict == "fail")
+    largest = [one.worst.ratio.value or 0.0 for one in decided]
+    undecided = [sum(row.verdict == "undecided" for row in one.checks) for one in decided]
     return {
-        "reruns": len(results),
-        "failed": int(sum(failed)),
-        "undecided": sum(result["verdict"] == "undecided" for result in results),
-        "share_failed": stats.mean(failed).to_dict(),
-        "rows": per_row,
-        "accuracy": {
-            "surely_lower": sum(
-                row["difference"]["high"] is not None and row["difference"]["high"] < 0 for row in noisy
-            ),
-            "median_smallest_drop": float(np.median([row["smallest_detectable"] for row in noisy])),
-        },
+        "runs": len(found),
+        "failed": sum(one.verdict == "fail" for one in decided),
+        "refused": len(found) - len(decided),
+        "undecided": sum(one.verdict == "undecided" for one in decided),
+        "share_caught": to_json(stats.mean(caught)),
+        "rows_failed": rows,
+        "median_undecided_rows": float(np.median(undecided)) if decided else None,
+        "median_largest_ratio": float(np.median(largest)) if decided else None,
     }
+
+
+def compared(sets: Sets, runs: int, gain: float) -> dict[str, dict[str, list[Decision | None]]]:
+    """Decisions by kind and arm, of the runs that were measured in time."""
+    kinds = [Damage(GOOD, good), *damages(gain)]
+    known: dict[str, list[GateNumbers]] = {kind.name: [] for kind in kinds}
+    again: list[GateNumbers] = []
+    for run in range(runs + 1):  # the last only serves as other samples
+        found = [sets.get(kind, run, run) for kind in kinds]
+        other_seed = sets.get(Damage(AGAIN, good), run, runs + 1 + run)
+        if other_seed is None or any(one is None for one in found):
+            break
+        again.append(other_seed)
+        for kind, one in zip(kinds, found, strict=True):
+            if one is not None:
+                known[kind.name].append(one)
+    before = known[GOOD]
+    whole = range(len(before) - 1)
+    arms = {
+        kind.name: {
+            "same samples": [verdict(before[i], known[kind.name][i], same=True) for i in whole],
+            "other samples": [verdict(before[i], known[kind.name][i + 1], same=False) for i in whole],
+        }
+        for kind in kinds
+    }
+    arms[GOOD]["same samples"] = [verdict(before[i], again[i], same=True) for i in whole]
+    return arms
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--reruns", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=540, help="stop measuring by then; the same command goes on")
-    parser.add_argument("--work", type=Path, required=True, help="a folder to go on from")
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=32, help="problems per set")
+    parser.add_argument(
+        "--seconds", type=float, default=1500, help="stop measuring by then; the same command continues"
+    )
+    parser.add_argument("--work", type=Path, required=True, help="a folder to continue from")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     until = time.monotonic() + options.seconds
-    problems = held_out(CALIBRATION + 2 * options.reruns * options.samples, seed=PROBLEMS)
+    problems = held_out(CALIBRATION + (options.runs + 1) * options.samples, seed=PROBLEMS)
     options.work.mkdir(parents=True, exist_ok=True)
     kept = options.work / "calibration.json"
     if not kept.exists():
         kept.write_text(json.dumps(calibrated(problems[:CALIBRATION])), encoding="utf-8")
     calibration = json.loads(kept.read_text(encoding="utf-8"))
     sets = Sets(options.work, problems[CALIBRATION:], options.samples, until)
-    good, bad = ns.load("demo"), worsened(calibration["gain"])
-    unchanged, worse = [], []
-    for rerun in range(options.reruns):
-        before = sets.get("baseline", good, rerun, 2 * rerun, 3 * rerun)
-        same = sets.get("same", good, rerun, 2 * rerun + 1, 3 * rerun + 1)
-        after = sets.get("worse", bad, rerun, 2 * rerun + 1, 3 * rerun + 2)
-        if before is None or same is None or after is None:
-            break
-        unchanged.append(decide(before, same, max_degradation=LIMIT))
-        worse.append(decide(before, after, max_degradation=LIMIT))
-    if not unchanged:
-        print("calibrated, and no re-run is finished yet: the same command goes on")
+    arms = compared(sets, options.runs, calibration["gain"])
+    done = len(arms[GOOD]["same samples"])
+    if not done:
+        print("no run is complete yet: the same command continues")
         return
     found = {
-        "workload": f"bundled model, {options.samples} generated problems a side, 1 seed, Gaussian 0.05, effort screen",
-        "machine": f"{os.cpu_count()} shared cores, one thread, torch {torch.__version__}",
+        "workload": f"bundled model, {options.samples} problems per side, 1 seed, Gaussian 0.05, effort screen",
+        "machine": f"{os.cpu_count()} shared cores, one thread, torch {torch.__version__}, {platform.machine()}",
+        "complete": done == options.runs,
         "calibration": calibration,
-        "unchanged": summary(unchanged),
-        "worse_by_twice_the_limit": summary(worse),
+        "arms": {kind: {arm: summary(rows) for arm, rows in by_arm.items()} for kind, by_arm in arms.items()},
     }
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for name in ("unchanged", "worse_by_twice_the_limit"):
-        print(f"{name}: {found[name]['failed']} of {found[name]['reruns']} fail, {found[name]['undecided']} undecided")
+    print("| model | samples | runs | fails | refused | undecided | caught, 95 % interval |")
+    print("|---|---|---|---|---|---|---|")
+    for kind, by_arm in found["arms"].items():
+        for arm, row in by_arm.items():
+            share = row["share_caught"]
+            interval = f"{100 * share['value']:.0f} % ({100 * share['low']:.0f} to {100 * share['high']:.0f})"
+            counts = " | ".join(str(row[name]) for name in ("runs", "failed", "refused", "undecided"))
+            print(f"| {kind} | {arm} | {counts} | {interval} |")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_the_gate_passes_and_fails(baseline, tmp_path):
     junit, history = tmp_path / "gate.xml", tmp_path / "gates"
     asked = ("gate", "demo", "--samples", 5, "--max-degradation", 0.9)
     code, said = run(*asked, "--baseline", baseline / "report.json", "--junit", junit, "--history", history)
-    assert code == 0 and said.startswith("pass: demo against demo (20") and "would have caught" in said
+    assert code == 0 and said.startswith("pass: demo against demo (20") and "would have detected" in said
     assert said.splitlines()[0].endswith("): 5 samples in pairs, of 6 before and 5 now")
     assert "pass       conditions of the baseline: both dtype float32, device cpu" in said
     assert ET.parse(junit).getroot()[0][0].get("name") == "conditions of the baseline"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from noisescope.diagnosis.effects import correct_looks, effect
+from noisescope.diagnosis.effects import correct_looks, effect, on_one_scale, prediction_scale
 from noisescope.diagnosis.frame import Frame, present_operators
 from noisescope.diagnosis.rows import Effect
 from noisescope.diagnosis.screen import Screened
@@ -30,7 +30,8 @@ def conclude(frame: Frame, results: Results, screened: Screened | None) -> dict[
         else Effect(evidence="absent", metric=frame.metric_name)
         for operator in frame.settings.operators
     ]
-    return dict(zip(frame.settings.operators, correct_looks(rows), strict=True))
+    rows = on_one_scale(correct_looks(rows), prediction_scale(rows))
+    return dict(zip(frame.settings.operators, rows, strict=True))
 
 
 def _never_computed(frame: Frame, results: Results, operator: str) -> bool:
