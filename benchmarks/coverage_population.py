@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 import noisescope as ns
+from noisescope.api.preparing import prepare_diagnosis
+from noisescope.api.running import Prepared
 from noisescope.data import Item, gather
 from noisescope.demo.problems import held_out
 from noisescope.diagnosis import layers, screen
 from noisescope.diagnosis.frame import Frame
 from noisescope.injection import Injection
-from noisescope.preparation import Options, Prepared, prepare_diagnosis
 from noisescope.runs.store import Store
 from noisescope.stats.estimate import Array
 from noisescope.stats.ranks import ranked
@@ -64,18 +65,12 @@ def measured(samples: int, work: Path) -> tuple[Prepared, Store]:
     prepared = prepare_diagnosis(
         ns.load("demo"),
         gather(items, "generated problems"),
-        calibration=None,
-        levels=("layer",),
+        level="layer",
         samples=samples,
         calibration_samples=50,
         effort="full",
-        metric="accuracy",
-        generate=False,
-        max_tokens=256,
-        max_new_tokens=256,
-        slice_samples=50,
     )
-    prepared.run(Sweep(), Options(output=work))
+    prepared.run(Sweep(), ns.Options(output=work))
     return prepared, Store(work, create=False)
 
 

@@ -21,10 +21,12 @@ import typer.main
 import noisescope
 from noisescope import diagnostic, noisy_ops
 from noisescope.cli import app
-from noisescope.cli.config import keys_of, read_config
 from noisescope.faults import parse_fault
 from noisescope.noisy_ops import environment
 from noisescope.noisy_ops.settings import ERROR_TYPES
+from noisescope.options.diagnosing import DiagnoseOptions
+from noisescope.options.fields import options_of
+from noisescope.options.files import read_file
 from noisescope.sites import canonical_operator
 
 HERE = Path(__file__).parent
@@ -156,17 +158,15 @@ def test_environment_variables(page, monkeypatch):
 
 def test_yaml_keys(page, tmp_path):
     """Each is taken from the notes' layout, and sets the option that the page says."""
-    from noisescope.cli.diagnose import diagnose_model
-
     values = {"enabled": "true", "mode": "operator", "operators": "[softmax]", "save_activations": "true"}
-    keys = keys_of(diagnose_model)
+    keys = set(options_of(DiagnoseOptions))
     for row in in_section(page, "YAML keys"):
         *above, key = row.name.split(".")
         text = values.get(key, "3")
         for name in reversed([*above, key] if above else []):
             text = f"{{{name}: {text}}}"
         (tmp_path / "run.yaml").write_text(text if above else f"{key}: {{}}")
-        found = read_config(tmp_path / "run.yaml", keys)
+        found = read_file(tmp_path / "run.yaml", DiagnoseOptions)
         assert set(found) == ({row.here} if row.here in keys else set()), row
         assert row.here in keys or row.here in ("diagnostic", "diagnostic.enabled"), row
 
