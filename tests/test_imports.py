@@ -130,6 +130,8 @@ def test_the_lazy_names_exist() -> None:
         "import noisescope",
         "import noisescope.sites, noisescope.injection, noisescope.errors",
         "import noisescope.testing",
+        "import noisescope.api; noisescope.api.Options",
+        "import noisescope.options.tables",
         "import noisescope.demo, noisescope.demo.problems",
         "import noisescope; noisescope.Injection, noisescope.Site, noisescope.NoisescopeError",
         "import sys; sys.argv = ['noisescope', '--help']; from noisescope.cli import main; main()",
@@ -145,3 +147,13 @@ def test_light_imports(code: str) -> None:
     subprocess.run(
         [sys.executable, "-W", "error", "-c", script], env=environment, check=True, stdout=subprocess.DEVNULL
     )
+
+
+@pytest.mark.parametrize("name", ["comparing", "drawing", "facts", "fault_plans", "migrating", "passports", "precision",
+                                  "stored", "words"])  # fmt: skip
+def test_these_parts_of_the_api_need_no_torch(name: str) -> None:
+    """They read, plan and print: torch is blocked."""
+    code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import noisescope.api.{name}"
+    code += "; import noisescope.api; noisescope.api.compare; noisescope.api.plan_precision"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True)

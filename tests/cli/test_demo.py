@@ -113,7 +113,7 @@ def test_reports_from_elsewhere(demo: tuple[Path, str], tmp_path: Path) -> None:
     file.write_text(json.dumps({key: value for key, value in whole.items() if key != "executive_summary"}))
     assert "executive_summary is missing" in call("report", file, code=2).output
     assert "can't write into" in call("report", demo[0], "-o", file, code=2).output
-    assert "no format is left" in call("report", demo[0], "--format", "", code=2).output
+    assert "format is empty" in call("report", demo[0], "--format", "", code=2).output
 
 
 def test_an_interrupted_demo_resumes(demo: tuple[Path, str]) -> None:

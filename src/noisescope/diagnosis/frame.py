@@ -15,6 +15,7 @@ from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import Injection, checked_scale
 from noisescope.options.choices import DEFAULT_OPERATORS, EFFORTS, LEVEL_ONE, LEVELS
 from noisescope.options.choices import GROUP as GROUP
+from noisescope.options.diagnosing import DiagnoseOptions
 from noisescope.sites import OPERATORS, Site, canonical_operator
 from noisescope.trials import Conditions, Result, Results, Slice, Trial
 
@@ -29,14 +30,14 @@ class Settings:
     levels: tuple[str, ...] = LEVELS
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     layer_operators: tuple[str, ...] = (GROUP,)  # what is noised in a window or a layer
-    window: int = 3
-    step: int = 1
-    outlier_threshold: float = 10.0
+    window: int = DiagnoseOptions.window
+    step: int = DiagnoseOptions.step
+    outlier_threshold: float = DiagnoseOptions.outlier_threshold
     seeds: tuple[int, ...] = (0, 1, 2)
-    effort: str = "standard"
+    effort: str = DiagnoseOptions.effort
     draws: int = 2  # of labels in the screen
-    target_degradation: float = 0.10  # what the critical threshold is the noise for
-    highest_scale: float = 0.20
+    target_degradation: float = DiagnoseOptions.target_degradation  # what the critical threshold is the noise for
+    highest_scale: float = DiagnoseOptions.highest_scale
     probes: int = 8  # of the Hessian trace
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class InspectOptions(PrintingOptions):
     attn_implementation: str | None = option(
         None, "sdpa, eager ...", unit="NAME", default_text="the model's own", surface="command"
     )
-    dtype: str | None = changed(DeviceOptions, "dtype", None)
+    dtype: str | None = changed(DeviceOptions, "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
 class PassportOptions(PrintingOptions):
     command: ClassVar[str] = "passport"
 
-    device: str = changed(DeviceOptions, "device", "cpu")
+    device: str = changed(DeviceOptions, "device")
     quick: bool = option(False, "Fewer points, sizes and repeats.", surface="command")
     output: Path | None = option(None, "Write the passport to this file.", unit="FILE", short="-o", surface="command")
     diff: Path | None = option(None, "Another passport: print how they differ.", unit="FILE", surface="command")

@@ -62,7 +62,7 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
         0.10, "The loss that the critical noise scale is searched for.", above=0, below=1, surface="python"
     )
     highest_scale: float = option(0.20, "The largest scale of that search.", above=0, surface="python")
-    generate: bool = changed(ScoringOptions, "generate", False)
+    generate: bool = changed(ScoringOptions, "generate")
     output: Path | None = changed(
         ExecutionOptions, "output", None, command_default=Path("noisescope-run"), default_text="noisescope-run"
     )
@@ -83,7 +83,7 @@ class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOp
     )
     operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, everywhere in the model.", unit="LIST",
                                         check=canonical_operator)  # fmt: skip
-    seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds", 3)
+    seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
     generate: bool | None = changed(
         ScoringOptions,
         "generate",
@@ -110,7 +110,7 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
         check=report_path,
         aliases=("baseline_report",),
     )
-    data: Source = changed(SamplingOptions, "data", None, default_text="the baseline's")
+    data: Source = changed(SamplingOptions, "data", default_text="the baseline's")
     max_degradation: float = option(0.15, "The share of its accuracy that noise may cost.", unit="SHARE", above=0,
                                     below=1)  # fmt: skip
     max_worse: float = option(
@@ -127,7 +127,7 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
         unit="NAME",
         choices=GATE_EFFORTS,
     )
-    slice: int = changed(ScoringOptions, "slice", 50)
+    slice: int = changed(ScoringOptions, "slice")
     junit: Path | None = option(None, "Write the checks there as JUnit XML.", unit="FILE", surface="command")
     history: Path | None = option(
         None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR", surface="command"
@@ -142,9 +142,9 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
 class GaugeOptions(ScoringOptions, ExecutionOptions):
     """One side of a gate."""
 
-    seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds", 3)
-    noise_scale: float = changed(DiagnoseOptions, "noise_scale", 0.05)
-    effort: str = changed(GateOptions, "effort", "screen")
+    seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
+    noise_scale: float = changed(DiagnoseOptions, "noise_scale")
+    effort: str = changed(GateOptions, "effort")
 
 
 @dataclass(frozen=True, kw_only=True)

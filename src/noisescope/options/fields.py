@@ -170,10 +170,12 @@ def argument(name: str, help: str, *, required: bool = True, default: Any = None
     return option(default, help, argument=name, required=required, **facts)
 
 
-def changed(base: type, name: str, default: Any, **facts: Any) -> Any:
-    """An option of another class again, with another default here or other words."""
+def changed(base: type, name: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
+    """An option of another class again, where its default or its words are others here."""
     known = dataclasses.replace(options_of(base)[name], **facts)
-    return dataclasses.field(default=default, metadata={_KEY: known})
+    return dataclasses.field(
+        default=known.default if default is dataclasses.MISSING else default, metadata={_KEY: known}
+    )
 
 
 def options_of(cls: type) -> dict[str, Option]:

@@ -92,7 +92,7 @@ class ReportModelOptions(ReportOptions, DeviceOptions):
     model: str | None = option(
         None, "Model to use.", unit="M", default_text="the report's", check=checked_model, surface="command"
     )
-    dtype: str | None = changed(DeviceOptions, "dtype", None, default_text="the report's")
+    dtype: str | None = changed(DeviceOptions, "dtype", default_text="the report's")
 
 
 @dataclass(frozen=True, kw_only=True)

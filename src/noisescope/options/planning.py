@@ -55,7 +55,7 @@ class VerifyOptions(FormatOptions):
         SamplingOptions, "samples", 64, help="With verify: samples to measure on, after those that formats were "
         "scored on.",
     )  # fmt: skip
-    data: Source = changed(SamplingOptions, "data", None, default_text="the report's")
+    data: Source = changed(SamplingOptions, "data", default_text="the report's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
     )
     target: str = option("W8A8", "The format that recommendations are for.", unit="NAME", choices=TARGETS)
     samples: int = changed(SamplingOptions, "samples", 32, help="Half of them calibrate, half measure.")
-    data: Source = changed(SamplingOptions, "data", None, default_text="the report's")
+    data: Source = changed(SamplingOptions, "data", default_text="the report's")
     output: Path | None = option(None, "Write the result there as JSON.", unit="FILE", short="-o", surface="command")
 
 
@@ -103,7 +103,7 @@ class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, Pri
     command: ClassVar[str] = "plan fault-tests"
 
     run: bool = option(False, "Carry the tests out with the fault simulator.", surface="command")
-    data: Source = changed(SamplingOptions, "data", None, default_text="the report's")
+    data: Source = changed(SamplingOptions, "data", default_text="the report's")
     samples: int = changed(SamplingOptions, "samples", 32)
     limit: int | None = option(None, "Only the first N tests.", unit="N", least=1, default_text="all",
                                surface="command")  # fmt: skip

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from noisescope.options.choices import GROUP, STARTS, TRAINING_METHODS
+from noisescope.options.choices import STARTS, TRAINING_METHODS
 from noisescope.options.diagnosing import DiagnoseOptions, RobustnessOptions
 from noisescope.options.fields import changed, option
 from noisescope.options.groups import DeviceOptions, ExecutionOptions, FileOptions, PrintingOptions, SamplingOptions
-from noisescope.sites import canonical_operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +24,15 @@ class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
     seeds: int = option(5, "Trainings per arm.", unit="N", least=1)
     method: str = option("supervised", "grpo trains by rewards, through TRL.", unit="NAME", choices=TRAINING_METHODS)
     start: str = option("bundled", "Train on from the bundled model, or from scratch.", unit="NAME", choices=STARTS)
-    noise_scale: float = changed(
-        DiagnoseOptions, "noise_scale", 0.05, help="Scale of arms that name none (norm: 0.01)."
-    )
+    noise_scale: float = changed(DiagnoseOptions, "noise_scale", help="Scale of arms that name none (norm: 0.01).")
     noise_levels: tuple[float, ...] = changed(
-        RobustnessOptions, "noise_levels", (0.0, 0.05, 0.10), help="Scales at which trained models are tested."
+        RobustnessOptions, "noise_levels", help="Scales at which trained models are tested."
     )
     samples: int = changed(SamplingOptions, "samples", 1000, help="Problems at each level.")
     noise_seeds: int = option(2, "Draws of noise for each problem.", unit="N", least=1)
-    operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, in training and testing.", unit="LIST",
-                                        check=canonical_operator)  # fmt: skip
+    operators: tuple[str, ...] = changed(
+        RobustnessOptions, "operators", help="Operators that are noised, in training and testing."
+    )
     steps: int | None = option(
         None, "Training steps.", unit="N", least=1, default_text="600; from scratch 2700; grpo 100"
     )
@@ -54,7 +52,7 @@ class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
     workers: int = changed(
         ExecutionOptions, "workers", 1, help="Processes (several share one GPU), or workers with executor ray."
     )
-    device: str = changed(DeviceOptions, "device", "cpu", surface="both")
+    device: str = changed(DeviceOptions, "device", surface="both")
     seconds: float | None = option(
         None, "Stop cleanly by then; the same command continues.", unit="S", above=0, default_text="no limit"
     )
