@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from noisescope.preparation import prepare_diagnosis
 from torch import Tensor, nn
 
 import noisescope
 from noisescope import api, tasks
+from noisescope.api.preparing import prepare_diagnosis
 from noisescope.demo.task import arithmetic
 from noisescope.diagnostic import capture_layer_output
 from noisescope.errors import ModelHeld

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from noisescope import findings as f
 from noisescope.errors import InvalidInput
-from noisescope.findings import Finding, Recommendation, Window
+from noisescope.estimate import Estimate
+from noisescope.findings import Finding, Recommendation, Target, Window
+from noisescope.jsonform import from_json, to_json
 from noisescope.sites import GROUPS, OPERATORS
 
 EPSILON = 1e-9
@@ -205,57 +207,27 @@ def test_dashboard_risk(degradation: float | None, mape: float | None, score: fl
     """50 / 30 / 10 by degradation and 30 / 15 by MAPE, all strictly above their limits."""
     risk = f.dashboard_risk(degradation, mape)
     assert (risk.name, risk.score, risk.level) == ("dashboard_risk", score, level)
-    assert json.loads(json.dumps(risk.to_dict(), allow_nan=False))["level"] == level
+    assert json.loads(json.dumps(to_json(risk), allow_nan=False))["level"] == level
 
 
 # ---- findings and recommendations -----------------------------------------------------------------------------------
 
 
-def test_findings_in_order() -> None:
-    """Worst first, then by size; what could not be measured stands before what is harmless."""
-    made = [
-        Finding(severity, "x", "y", value, None, 100)
-        for severity, value in [
-            ("LOW", 0.9),
-            ("HIGH", 0.11),
-            (f.NOT_MEASURABLE, None),
-            ("CRITICAL", 0.3),
-            ("HIGH", 0.19),
-            ("MODERATE", 0.07),
-            ("HIGH", None),
-        ]
-    ]
-    order = [(finding.severity, finding.value) for finding in f.by_severity(made)]
-    assert order == [
-        ("CRITICAL", 0.3),
-        ("HIGH", 0.19),
-        ("HIGH", 0.11),
-        ("HIGH", None),
-        ("MODERATE", 0.07),
-        (f.NOT_MEASURABLE, None),
-        ("LOW", 0.9),
-    ]
-
-
 def test_a_finding_is_json() -> None:
-    """A finding carries its number, interval, n and evidence into JSON."""
-    finding = Finding("HIGH", "operator softmax", "loses 12 %", 0.12, (0.05, None), 100, "predicted")
-    assert json.loads(json.dumps(finding.to_dict())) == {
-        "severity": "HIGH",
-        "component": "operator softmax",
-        "statement": "loses 12 %",
-        "value": 0.12,
-        "interval": [0.05, None],
-        "n": 100,
-        "evidence": "predicted",
-    }
+    """A finding carries its number, interval, n, target and evidence into JSON."""
+    size = Estimate(0.12, 0.05, None, 100)
+    finding = Finding(
+        "HIGH", "operator softmax", "loses 12 %", Target("operator", ("softmax",)), size, "share", 0.2, "injected"
+    )
+    plain = json.loads(json.dumps(to_json(finding)))
+    assert from_json(Finding, plain) == finding and finding.rated and finding.urgent
+    assert plain["component"] == "operator softmax" and plain["size"]["low"] == 0.05 and plain["size"]["n"] == 100
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Finding("SEVERE", "x", "y", 0.1, None, 1), "unknown severity 'SEVERE'"),
-        (lambda: Finding("HIGH", "x", "y", 0.1, None, 1, "guessed"), "injected, predicted"),
+        (lambda: Finding("SEVERE", "x", "y", Target("model"), None, "share", 1, "none"), "unknown severity 'SEVERE'"),
         (lambda: Recommendation("MODERATE", "x", "y", "z"), "CRITICAL, HIGH, MEDIUM, LOW"),
         (lambda: f.outlier_advice("W2A2"), "W8A8, W4A16, W4A4"),
         (lambda: f.operator_advice("softmx"), "Did you mean 'softmax'"),
@@ -272,7 +244,7 @@ def test_recommendations_in_order() -> None:
     """Urgent ones first, in the order given among equals."""
     made = [Recommendation(p, c, "i", "a") for p, c in [("LOW", "a"), ("MEDIUM", "b"), ("HIGH", "c"), ("MEDIUM", "d")]]
     assert [r.component for r in f.by_priority(made)] == ["c", "b", "d", "a"]
-    assert made[0].to_dict() == {"priority": "LOW", "component": "a", "issue": "i", "action": "a"}
+    assert to_json(made[0]) == {"priority": "LOW", "component": "a", "issue": "i", "action": "a"}
 
 
 # ---- advice ---------------------------------------------------------------------------------------------------------
@@ -374,7 +346,7 @@ def test_a_shallow_model_has_no_neighbours() -> None:
     """Where no window fits beside the hot one, nothing stands out from anything: its band says what it lost."""
     assert f.avalanche_points([Window(0, 2, 0.3), Window(1, 3, 0.25)]) == []
     (point,) = f.avalanche_points([Window(0, 2, 0.3), Window(1, 3, 0.25), Window(4, 6, 0.0)])
-    assert json.loads(json.dumps(point.to_dict()))["common"] == [1, 2] and point.neighbours == (0.0,)
+    assert json.loads(json.dumps(to_json(point)))["common"] == [1, 2] and point.neighbours == (0.0,)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

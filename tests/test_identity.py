@@ -20,7 +20,8 @@ import torch
 import noisescope
 from noisescope.demo.practice import practice
 from noisescope.demo.task import arithmetic
-from noisescope.diagnosis.naming import noise_of, plain
+from noisescope.diagnosis.naming import noise_of
+from noisescope.diagnosis.stored import stored_injection
 from noisescope.errors import InvalidInput
 from noisescope.identity import class_name, function_name, registered, short_name
 from noisescope.injection import Injection
@@ -78,7 +79,7 @@ def test_people_read_the_short_name(twins: list[Any]) -> None:
     """The default noise needs no name; another class of that name has one."""
 
     def said(noise: Any) -> str:
-        return noise_of(plain(canonical(Injection(noise))))
+        return noise_of(stored_injection(canonical(Injection(noise))))
 
     assert said(Gaussian(0.05)) == "at 0.05"
     assert said(Gaussian(0.05, "rms")) == "at Gaussian relative_to=rms 0.05"

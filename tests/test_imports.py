@@ -15,7 +15,7 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "identity", "jsonform", "sites", "injection", "trials", "record_format", "options"}
+VALUES = {"errors", "estimate", "identity", "jsonform", "sites", "injection", "trials", "record_format", "options"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"anatomy", "evaluation", "model", "probe", "faults", "metrics", "quantisation", "tasks", "data", "runs"}
 ABOVE_RUNS = {"locators", "training"}
@@ -24,8 +24,8 @@ BELOW_CLI = TORCHLESS | MEASURING | ABOVE_RUNS | TORCH_BLOCKED | {"api", "demo",
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
     "options": {"errors", "sites", "injection"},
-    "stats": {"errors"},
-    "findings": {"errors", "options", "sites"},
+    "stats": {"errors", "estimate"},
+    "findings": {"errors", "estimate", "options", "sites"},
     "diagnosis": TORCHLESS,
     "comparison": TORCHLESS | {"diagnosis"},
     "plans": TORCHLESS | {"diagnosis", "comparison"},
@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantisation": VALUES | {"anatomy", "evaluation", "metrics", "model", "probe"},
     "runs": VALUES | {"anatomy", "evaluation", "model", "probe", "metrics", "quantisation", "tasks"},
     "locators": TORCHLESS - {"findings"} | (MEASURING - {"quantisation"}) | {"comparison"},
-    "training": TORCHLESS | MEASURING | {"reports"},
+    "training": TORCHLESS | MEASURING | {"diagnosis", "reports"},
     "noisy_ops": VALUES | {"anatomy", "model", "probe"},
     "api": BELOW_CLI,
     "diagnostic": BELOW_CLI | {"noisy_ops"},

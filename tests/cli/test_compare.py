@@ -134,6 +134,28 @@ def test_nan_is_printed_as_critical(records: Path, tmp_path: Path) -> None:
     assert "left out at" in both and "NaN or infinite on both sides, left out" in both
 
 
+@dataclass(frozen=True)
+class AllNaN:
+    """Nothing finite is left."""
+
+    def __call__(self, t: Any, draw: Any) -> Any:
+        return t * float("nan")
+
+
+def test_undecided_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    """3 where no site of the layer has a finite number; 0 with --allow-undecided, or where other sites decide."""
+    subject = ns.load("demo")
+    nan = ns.Injection(AllNaN(), operators={"residual"}, layers={6})
+    with ns.inject(subject.model, nan):
+        ns.record(subject, None, tmp_path / "nan.record", samples=4, full_layers={6, 7})
+    pair = (tmp_path / "nan.record", tmp_path / "nan.record", "--max-mape", 0.05)
+    output = call("compare", *pair, "--layers", "7", code=3).output
+    assert "allowed 0.05: undecided, no site has a finite number on both sides" in output
+    assert "sites are undecided" in output.split("\n\n")[1]
+    call("compare", *pair, "--layers", "7", "--allow-undecided")
+    assert "allowed 0.05: passed; " in call("compare", *pair, "--layers", "6,7").output
+
+
 def test_costs_come_from_a_diagnosis(records: Path, tmp_path: Path) -> None:
     """The report of the same model: what to fix first, and what each layer can afford."""
     call("diagnose", "demo", "--samples", 4, "--effort", "screen", "--level", "operator,layer", "-o", tmp_path / "out")

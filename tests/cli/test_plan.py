@@ -46,7 +46,7 @@ def test_a_plan_beats_random_ones(folder: Path) -> None:
     assert found["average_bits"] == pytest.approx(5, abs=0.02) and found["average_bits"] <= 5 + 1e-6
     assert found["random"]["n"] == 8 and found["kl"] < 0.35 * found["random"]["median_kl"]
     assert found["kl"] < found["uniform_kl"] and found["uniform_format"] == "int4"
-    assert found["kl"] < found["seeds_rule_kl"] and found["seeds_rule_bits"] >= 5
+    assert found["kl"] < found["bit_rule_kl"] and found["bit_rule_bits"] >= 5
     assert found["prediction"]["value"] == found["predicted_kl"] and found["prediction"]["n"] == 16
     assert found["data"]["samples"] == 64 and len(found["rows"]) == 1 + 3 + 1 + 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 from noisescope.diagnosis import threshold, whole
 from noisescope.diagnosis.frame import Frame, Settings
 from noisescope.diagnosis.layers import cells
-from noisescope.diagnosis.robustness import Robustness, checked_levels
+from noisescope.diagnosis.robustness import RobustnessQuestion, checked_levels
+from noisescope.diagnosis.rows import Effect, LayerAnalysis
+from noisescope.diagnosis.sections import Conclusions, FormatScore
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
+from noisescope.jsonform import from_json, to_json
 from noisescope.probe.noise import Gaussian
 from noisescope.sites import Site
 from noisescope.trials import Conditions, Result, Slice, Trial, missing, slices
@@ -61,8 +65,8 @@ def harmless(injection: Injection) -> tuple[float, float]:
 
 
 def hot_layer_five(injection: Injection) -> tuple[float, float]:
-    """Layer 5 loses 25 % of the accuracy at any noise; KL adds up over layers."""
-    return (0.25 if 5 in places(injection) else 0.0), 1e-4 * len(places(injection)) + (
+    """Layer 5 loses half of the accuracy at any noise; KL adds up over layers."""
+    return (0.5 if 5 in places(injection) else 0.0), 1e-4 * len(places(injection)) + (
         1e-2 if 5 in places(injection) else 0
     )
 
@@ -110,7 +114,10 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
         )
         channels = np.repeat(sums.sum(1) / 4, 4).astype(np.float32)
         return Result(
-            (), {}, {"sites": facts}, {"sums": sums * 800, "tokens": np.ones(count), "channels": channels * 800}
+            (),
+            {},
+            {"sites": facts, "lost": []},
+            {"sums": sums * 800, "tokens": np.ones(count), "channels": channels * 800},
         )
     if trial.measure == "capture":
         found = [s for s in sites() if s.operator == "linear"]
@@ -146,17 +153,18 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
         }
         return Result((), {}, {"traces": traces})
     if trial.measure == "formats":
-        module = {"module": "layers.0.mlp.up", "place": 0, "parameters": 64, "inputs": 8}
+        module = {"module": "layers.0.mlp.up", "place": 0, "parameters": 64, "inputs": 8, "kind": "Linear"}
         module["effective_bits"] = {"int8": 8.5, "int4": 4.5}
         predicted = np.array([[[1e-4, 3e-4], [1e-2, 3e-2]]])  # [modules, formats, samples]
-        return Result((), {}, {"modules": [module], "formats": [["int8", 8], ["int4", 4]]}, {"predicted": predicted})
+        facts = {"modules": [module], "formats": [["int8", 8], ["int4", 4]], "block_parameters": 64}
+        return Result((), {}, facts, {"predicted": predicted})
     norms = {str(b): 1.0 if trial.injection is None else 1.2 for b in range(BLOCKS)}
     return Result((), {}, {"norms": norms})
 
 
 def diagnosed(
     truth: Truth, *, clean: float = 0.95, spoil: Any = None, **settings: Any
-) -> tuple[dict[str, Any], dict[str, Result], Frame]:
+) -> tuple[Conclusions, dict[str, Result], Frame]:
     here = frame(**settings)
     results: dict[str, Result] = {}
     waves = 0
@@ -165,33 +173,66 @@ def diagnosed(
             results[trial.id] = (spoil and spoil(trial)) or made_up(trial, truth, clean)
         waves += 1
         assert waves < 30
-    report = whole.conclude(here, results)
-    json.dumps(report, allow_nan=False)
-    return report, results, here
+    found = whole.conclude(here, results)
+    assert from_json(Conclusions, json.loads(json.dumps(to_json(found), allow_nan=False))) == found
+    return found, results, here
+
+
+def layers_of(found: Conclusions) -> LayerAnalysis:
+    assert found.layer_analysis is not None
+    return found.layer_analysis
+
+
+def operators_of(found: Conclusions) -> dict[str, Effect]:
+    assert found.operator_analysis is not None
+    return dict(found.operator_analysis)
 
 
 def test_a_hot_layer_is_an_avalanche_point() -> None:
     """All windows that hold it lose alike; against neighbours that share no layer it stands out, once."""
-    report, _, _ = diagnosed(hot_layer_five)
-    (point,) = report["executive_summary"]["avalanche_points"]
-    assert point["start"] <= 5 <= point["end"] and point["severity"] == "CRITICAL" and point["common"] == [5, 5]
-    assert point["interval"]["low"] < 0.25 < point["interval"]["high"]
-    assert report["findings"][0]["severity"] == "CRITICAL"
-    assert any("avalanche point" in f["statement"] for f in report["findings"])
-    assert any(r["component"].startswith("Layers: L") for r in report["recommendations"])
+    found, _, _ = diagnosed(hot_layer_five)
+    (point,) = found.executive_summary.avalanche_points
+    assert point.start <= 5 <= point.end and point.decided and point.common == (5, 5)
+    assert point.degradation.low is not None and point.degradation.high is not None
+    assert 0.2 < point.degradation.low < 0.5 < point.degradation.high and point.severity == "CRITICAL"
+
+
+def test_the_hot_layer_leads_the_list_and_everything_made_from_it() -> None:
+    """Windows, the layer and operators collapse into cells of layer 5; recommendations and next step follow."""
+    found, _, _ = diagnosed(hot_layer_five)
+    first = found.findings[0]
+    assert first.target.layers == (5,) and first.urgent and any("avalanche point" in note for note in first.notes)
+    assert {(finding.target.kind, finding.target.layers) for finding in found.findings if finding.rated} == {
+        ("cell", (5,))
+    }
+    assert found.recommendations[0].component == first.component
+    assert first.component in found.executive_summary.next_step
+    assert found.executive_summary.overall_risk_level == "HIGH"
+
+
+def test_few_samples_leave_a_point_borderline() -> None:
+    """The same loss by its point value, but the interval of so few samples holds the limit."""
+    few = replace(frame(), test=slices("data", 12, 12))
+    results: dict[str, Result] = {}
+    while wanted := missing(whole.propose(few, results), results):
+        results |= {trial.id: made_up(trial, hot_layer_five) for trial in wanted}
+    found = whole.conclude(few, results)
+    section = layers_of(found)
+    assert len(section.point_rule_avalanches) == 1 and not found.executive_summary.avalanche_points
+    assert [point.state for point in section.avalanche_points] == ["borderline"]
 
 
 def test_nothing_planted_nothing_found() -> None:
-    """No loss: bands are low, no avalanche, no compounding; and the report says what it could have seen."""
-    report, _, _ = diagnosed(harmless)
-    assert not report["executive_summary"]["avalanche_points"] and not report["layer_analysis"]["compounding"]
-    assert {row["band"] for row in report["layer_analysis"]["windows"]} == {"ROBUST"}
-    assert report["metrics"]["primary"]["critical_threshold"]["label"] == "> 0.20"
-    assert report["metrics"]["primary"]["noise_tolerance_index"]["value"] is None
-    assert report["metrics"]["primary"]["noise_tolerance_band"] == "EXCELLENT"
-    assert any("could have been missed" in limit for limit in report["could_not_see"])
-    found = [f for f in report["findings"] if f["severity"] in ("CRITICAL",)]
-    assert not found
+    """No loss: no rated finding, no avalanche, no compounding; and the report says what it could have missed."""
+    found, _, _ = diagnosed(harmless)
+    assert not found.executive_summary.avalanche_points and not layers_of(found).compounding
+    assert {row.band for row in layers_of(found).windows} == {"ROBUST"}
+    assert not any(finding.rated for finding in found.findings)
+    primary = found.metrics.primary
+    assert primary.critical_threshold is not None and primary.critical_threshold.label == "> 0.20"
+    assert primary.noise_tolerance_index is not None and primary.noise_tolerance_index.value is None
+    assert primary.noise_tolerance_band == "EXCELLENT"
+    assert any("could have been missed" in limit for limit in found.could_not_see)
 
 
 def test_errors_that_compound_have_an_index_above_one() -> None:
@@ -201,36 +242,38 @@ def test_errors_that_compound_have_an_index_above_one() -> None:
         base = 1e-3 * len(places(injection))
         return 0.0, base * (10 if {3, 4} <= places(injection) and len(places(injection)) < BLOCKS else 1)
 
-    report, _, _ = diagnosed(compounding, effort="full")
-    by_range = {row["layer_range"]: row for row in report["layer_analysis"]["windows"]}
-    assert by_range["L2-4"]["interaction_index"]["value"] == pytest.approx(10, rel=1e-3)
-    assert by_range["L7-9"]["interaction_index"]["value"] == pytest.approx(1, rel=1e-3)
-    assert report["layer_analysis"]["compounding"] == ["L2-4", "L3-5"]
+    found, _, _ = diagnosed(compounding, effort="full")
+    indices = {row.layer_range: row.interaction_index for row in layers_of(found).windows}
+    hot, plain = indices["L2-4"], indices["L7-9"]
+    assert hot is not None and hot.index.value == pytest.approx(10, rel=1e-3)
+    assert plain is not None and plain.index.value == pytest.approx(1, rel=1e-3)
+    assert layers_of(found).compounding == ("L2-4", "L3-5")
 
 
 def test_the_screen_alone_has_no_bands() -> None:
     """Predictions in nats and rank; risk is not measurable, never LOW; nothing was injected."""
-    report, results, _ = diagnosed(hot_layer_five, effort="screen")
-    assert {row["evidence"] for row in report["operator_analysis"].values()} == {"predicted", "absent"}
-    assert all("band" not in row for row in report["layer_analysis"]["windows"])
-    assert report["executive_summary"]["overall_risk_level"].startswith("not measurable")
-    assert "--effort standard" in report["executive_summary"]["next_step"]
-    ranked = sorted(report["layer_analysis"]["layers"], key=lambda row: -row["predicted_kl"]["value"])
-    assert ranked[0]["layer"] == 5 and len(results) == 3 + 3 + 1  # clean, screen, capture
+    found, results, _ = diagnosed(hot_layer_five, effort="screen")
+    assert {row.evidence for row in operators_of(found).values()} == {"predicted", "absent"}
+    assert {row.band for row in layers_of(found).windows} == {"not measurable"}
+    assert found.executive_summary.overall_risk_level == "not measurable"
+    assert "--effort standard" in found.executive_summary.next_step
+    assert found.findings[0].target.layers == (5,) and found.findings[0].evidence == "predicted"
+    assert max(layers_of(found).layers, key=lambda row: row.nats).layer == 5
+    assert len(results) == 3 + 3 + 1  # clean, screen, capture
 
 
 def test_standard_confirms_what_matters_and_full_injects_all() -> None:
     """The cells of the hot layer are among those injected; a full diagnosis has no prediction without injection."""
     standard, few, here = diagnosed(hot_layer_five)
-    injected = [row for row in standard["layer_analysis"]["map"] if row["evidence"] == "injected"]
-    assert {row["layer"] for row in injected if row["kl"]["value"] > 1e-3} == {5} and len(injected) == 12
+    injected = [row for row in layers_of(standard).map if row.injected]
+    assert {row.layer for row in injected if row.nats > 1e-3} == {5} and len(injected) == 12
     full, many, _ = diagnosed(hot_layer_five, effort="full")
-    assert {row["evidence"] for row in full["layer_analysis"]["map"]} == {"injected"}
-    assert len(full["layer_analysis"]["map"]) == len(cells(here)) and len(few) < len(many) / 2
-    assert set(full["metrics"]["critical_thresholds"]) >= {"model", "operator softmax", "layer 5"}
+    assert {row.evidence for row in layers_of(full).map} == {"injected"}
+    assert len(layers_of(full).map) == len(cells(here)) and len(few) < len(many) / 2
+    assert set(full.metrics.critical_thresholds) >= {"model", "operator softmax", "layer 5"}
 
 
-def test_prediction_and_injection_that_part_are_flagged() -> None:
+def test_injection_that_differs_from_the_prediction_is_flagged() -> None:
     """A site that costs ten times what the screen predicted is not linear there."""
 
     def spoil(trial: Trial) -> Result | None:
@@ -238,20 +281,22 @@ def test_prediction_and_injection_that_part_are_flagged() -> None:
             return made_up(trial, lambda i: (0.0, 1e-3))
         return None
 
-    report, _, _ = diagnosed(harmless, spoil=spoil)
-    assert report["layer_analysis"]["places"]["lm_head"]["parted"]
-    assert not any(row["parted"] for row in report["layer_analysis"]["layers"] if "parted" in row)
-    assert any("not linear here" in f["statement"] and f["component"] == "lm_head" for f in report["findings"])
+    found, _, _ = diagnosed(harmless, spoil=spoil)
+    assert layers_of(found).places["lm_head"].nonlinear
+    assert not any(row.nonlinear for row in layers_of(found).layers)
+    head = next(finding for finding in found.findings if finding.component == "lm_head")
+    assert any("not linear here" in note for note in head.notes)
 
 
 def test_at_chance_nothing_is_called_robust() -> None:
     """A model that knows nothing can lose nothing: not measurable, and the next step says what to do."""
-    report, _, _ = diagnosed(harmless, clean=0.02)
-    bands = {row.get("band") for row in report["operator_analysis"].values()} - {None}
-    assert bands == {"not measurable"} and not report["metrics"]["baseline"]["measurable"]
-    assert report["metrics"]["primary"]["critical_threshold"]["label"] == "not measurable"
-    assert "chance" in report["executive_summary"]["next_step"]
-    assert report["executive_summary"]["overall_risk_level"].startswith("not measurable")
+    found, _, _ = diagnosed(harmless, clean=0.02)
+    assert {row.band for row in operators_of(found).values()} == {"not measurable"}
+    assert found.metrics.baseline is not None and not found.metrics.baseline.measurable
+    threshold_found = found.metrics.primary.critical_threshold
+    assert threshold_found is not None and threshold_found.label == "not measurable"
+    assert "chance" in found.executive_summary.next_step
+    assert found.executive_summary.overall_risk_level == "not measurable"
 
 
 def test_a_failed_trial_is_a_row_that_says_so() -> None:
@@ -261,48 +306,72 @@ def test_a_failed_trial_is_a_row_that_says_so() -> None:
         hit = trial.injection is not None and trial.measure == "score" and trial.injection.operators == {"softmax"}
         return Result(error="OutOfLuck: it rained") if hit else None
 
-    report, _, _ = diagnosed(harmless, spoil=spoil)
-    assert report["operator_analysis"]["softmax"] == {
-        **report["operator_analysis"]["softmax"],
-        "evidence": "failed",
-        "error": "OutOfLuck: it rained",
-    }
-    assert report["operator_analysis"]["norm"]["evidence"] == "injected"
-    assert any("it rained" in f["statement"] for f in report["findings"])
+    found, _, _ = diagnosed(harmless, spoil=spoil)
+    failed = operators_of(found)["softmax"]
+    assert (failed.evidence, failed.error) == ("failed", "OutOfLuck: it rained")
+    assert operators_of(found)["norm"].injected
+    assert any("it rained" in finding.statement for finding in found.findings)
 
     def no_screen(trial: Trial) -> Result | None:
         return (
             Result(error="Unsupported: no gradients") if trial.measure in ("screen", "capture", "curvature") else None
         )
 
-    report, _, _ = diagnosed(hot_layer_five, spoil=no_screen)
-    assert "the screen failed" in report["could_not_see"][0] and report["channel_analysis"]["evidence"] == "failed"
-    assert len(report["executive_summary"]["avalanche_points"]) == 1
+    found, _, _ = diagnosed(hot_layer_five, spoil=no_screen)
+    assert found.channel_analysis is not None and found.channel_analysis.evidence == "failed"
+    assert "the screen failed" in found.could_not_see[0]
+    assert len(found.executive_summary.avalanche_points) == 1
+
+
+def test_an_operator_that_was_never_computed_is_absent() -> None:
+    """Where the model may or may not have it and noise fell on nothing; another failure stays a failure."""
+
+    def spoil(kind: str) -> Callable[[Trial], Result | None]:
+        def never(trial: Trial) -> Result | None:
+            hit = trial.injection is not None and trial.measure == "score" and trial.injection.operators == {"gelu"}
+            return Result(facts={"error_type": kind}, error=f"{kind}: nothing") if hit else None
+
+        return never
+
+    for kind, evidence in (("NothingInjected", "absent"), ("RuntimeError", "failed")):
+        here = replace(frame(levels=("operator",)), doubtful=frozenset({"gelu"}))
+        results: dict[str, Result] = {}
+        while wanted := missing(whole.propose(here, results), results):
+            results |= {trial.id: spoil(kind)(trial) or made_up(trial, harmless) for trial in wanted}
+        assert operators_of(whole.conclude(here, results))["gelu"].evidence == evidence
 
 
 def test_absent_operators_and_levels_left_out() -> None:
     """bmm and gelu are rows "absent"; a level not asked for is null and costs nothing."""
-    report, _, _ = diagnosed(harmless, levels=("operator",))
-    assert report["operator_analysis"]["gelu"] == {"evidence": "absent"} and report["layer_analysis"] is None
-    assert report["channel_analysis"] is None and report["correlations"] == {}
-    assert report["executive_summary"]["total_outlier_channels"] is None
+    found, _, _ = diagnosed(harmless, levels=("operator",))
+    assert operators_of(found)["gelu"] == Effect(evidence="absent") and found.layer_analysis is None
+    assert found.channel_analysis is None and not found.correlations
+    assert found.executive_summary.total_outlier_channels is None
 
 
 def test_one_massive_channel_is_found_and_correlated() -> None:
     """Advice goes by the largest ratio, not by the share of channels."""
-    report, _, _ = diagnosed(harmless)
-    first = report["channel_analysis"]["per_layer"]["layers.0.mlp.up"]
-    assert first["outlier_indices"] == [3] and first["max_ratio"] == 60.0 and first["band"] == "CRITICAL"
-    assert report["channel_analysis"]["summary"]["total_outlier_channels"] == 1
-    assert any(
-        r["component"] == "Channels: layers.0.mlp.up" and r["priority"] == "HIGH" for r in report["recommendations"]
-    )
-    assert set(report["correlations"]) == {
+    found, _, _ = diagnosed(harmless)
+    section = found.channel_analysis
+    assert section is not None and section.summary is not None
+    first = section.per_layer["layers.0.mlp.up"]
+    assert first.outlier_indices == (3,) and first.max_ratio == 60.0 and first.band == "CRITICAL"
+    assert section.summary.total_outlier_channels == 1
+    assert any(one.component == "layers.0.mlp.up" and "SmoothQuant" in one.action for one in found.recommendations)
+    assert set(found.correlations) == {
         "hessian_sensitivity",
         "outliers_sensitivity",
         "sparsity_degradation",
         "outliers_windows",
     }
+
+
+def test_a_correlation_holds_only_where_its_interval_clears_the_limit() -> None:
+    """One hot layer with the largest trace: the point value may pass, the interval decides, and the point is named."""
+    found, _, _ = diagnosed(hot_layer_five, effort="full")
+    row = found.correlations["hessian_sensitivity"]
+    assert row.held in ("no", "undecided") and row.expected == "r above 0.7"
+    assert row.correlation.n == BLOCKS and row.without_one is not None
 
 
 @pytest.mark.parametrize("truth", [0.013, 0.0999, 0.19])
@@ -319,20 +388,24 @@ def test_the_critical_threshold_is_bisected(truth: float) -> None:
         results |= {trial.id: made_up(trial, lost) for trial in wanted}
         waves += 1
     row = threshold.conclude(here, results)
-    assert row["value"] == pytest.approx(truth, abs=0.001) and waves <= 9
-    assert row["low"] <= row["value"] <= row["high"] + 0.001 and len(row["tried"]) == waves
+    assert row.value == pytest.approx(truth, abs=0.001) and waves <= 9
+    assert row.value is not None and row.low is not None and row.high is not None
+    assert row.low <= row.value <= row.high + 0.001 and len(row.tried) == waves
 
 
 def test_robustness_has_retention_at_each_level() -> None:
     """Levels in order, the clean one without retention; a level of 0 alone is refused."""
-    pair, here = Robustness(checked_levels([0.1, 0, 0.05, 0.05])), frame()
+    pair, here = RobustnessQuestion(checked_levels([0.1, 0, 0.05, 0.05])), frame()
     truth: Truth = lambda injection: (4 * injection.perturbation.scale, 1e-3)  # type: ignore[attr-defined]  # noqa: E731
     results = {trial.id: made_up(trial, truth) for trial in pair.propose(here, {})}
     assert not missing(pair.propose(here, results), results)
-    rows = pair.conclude(here, results)["robustness"]["levels"]
-    assert [row["noise_level"] for row in rows] == [0.0, 0.05, 0.1]
-    assert rows[0]["retention"] is None and rows[1]["retention"]["value"] == pytest.approx(0.8, abs=0.05)
-    assert rows[2]["retention"]["low"] < 0.6 < rows[2]["retention"]["high"] and rows[2]["p_corrected"] >= rows[2]["p"]
+    rows = pair.conclude(here, results).robustness.levels
+    assert [row.noise_level for row in rows] == [0.0, 0.05, 0.1]
+    kept = [row.retention for row in rows]
+    assert kept[0] is None and kept[1] is not None and kept[1].value == pytest.approx(0.8, abs=0.05)
+    assert kept[2] is not None and kept[2].low is not None and kept[2].high is not None
+    assert kept[2].low < 0.6 < kept[2].high
+    assert rows[2].p_corrected is not None and rows[2].p is not None and rows[2].p_corrected >= rows[2].p
     with pytest.raises(InvalidInput, match="above 0"):
         checked_levels([0])
 
@@ -360,14 +433,14 @@ def test_a_shallow_model_has_one_window() -> None:
 
 
 def test_format_scores_are_means_of_the_samples_with_their_error() -> None:
-    """Each module and format has its KL; a screen has none; a failure is told and hides nothing else."""
-    report, _, _ = diagnosed(harmless)
-    (row,) = report["format_scores"]["modules"]
-    assert row["inputs"] == 8
-    assert row["formats"]["int4"] == {
-        "bits": 4, "effective_bits": 4.5, "predicted_kl": pytest.approx(2e-2), "standard_error": pytest.approx(1e-2)
-    }  # fmt: skip
-    assert report["format_scores"]["uniform"]["int8"]["predicted_kl"] == pytest.approx(2e-4)
-    assert diagnosed(harmless, effort="screen")[0]["format_scores"] is None
+    """Each module and format has its KL; a screen has none; a failure is reported and hides nothing else."""
+    found, _, _ = diagnosed(harmless)
+    assert found.format_scores is not None
+    (row,) = found.format_scores.modules
+    assert row.inputs == 8
+    assert row.formats["int4"] == FormatScore(4, 4.5, pytest.approx(2e-2), pytest.approx(1e-2))
+    assert found.format_scores.uniform["int8"].predicted_kl == pytest.approx(2e-4)
+    assert diagnosed(harmless, effort="screen")[0].format_scores is None
     broken, _, _ = diagnosed(harmless, spoil=lambda trial: Result(error="no") if trial.measure == "formats" else None)
-    assert broken["format_scores"]["error"] == "no" and broken["operator_analysis"] == report["operator_analysis"]
+    assert broken.format_scores is not None and broken.format_scores.error == "no"
+    assert broken.operator_analysis == found.operator_analysis

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from noisescope.preparation import Options
 from typer.testing import CliRunner
 
 from noisescope import api
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
 from noisescope.model import wrap
+from noisescope.options.groups import Options
 from noisescope.runs.store import FILE, Store
 from noisescope.testing import tiny_model
 from noisescope.trials import Conditions, Result, Slice, Trial

@@ -185,6 +185,28 @@ def test_zeros_of_a_divergence_are_no_wrong_answers() -> None:
     assert (some.low, some.high) == pytest.approx((nearly.low, nearly.high))
 
 
+def test_shares_are_counted_like_answers() -> None:
+    """0/1 shares have Wilson's interval; shares that are nearly all 1 keep a width that Student's has not."""
+    values = np.repeat([1.0, 0.0], [70, 30])
+    assert stats.share(values) == stats.mean(values)
+    alike, nearly = np.full(16, 0.95), np.array([1.0] * 29 + [0.5])
+    wide, none, high = stats.share(alike), stats.mean(alike), stats.share(nearly).high
+    assert wide.low is not None and wide.high is not None and none.low is not None and none.high is not None
+    assert wide.high - wide.low > 0.02 > 1e-9 > none.high - none.low
+    assert high is not None and high <= 1 < (stats.mean(nearly).high or 0)
+    assert (wide.method, none.method) == ("wilson", "mean")
+
+
+def test_an_estimate_answers_questions() -> None:
+    """Above and below need a known end; a bound on one side is neither bounded nor nothing."""
+    both, least, nothing = (stats.Estimate(1.0, *ends, 10) for ends in ((0.5, 2.0), (0.5, None), (None, None)))
+    assert both.bounded and not both.one_sided and both.above(0.4) and both.below(2.1)
+    assert not both.above(0.5) and not both.below(2.0)
+    assert least.one_sided and not least.bounded and least.above(0.4) and not least.below(1e9)
+    assert not nothing.bounded and not nothing.one_sided and not nothing.above(-1e9) and not nothing.below(1e9)
+    assert "method" not in both.to_dict()
+
+
 def test_single_seed_p_is_mcnemar() -> None:
     """With one seed the p of no difference is McNemar's: (lost - gained)^2 / (lost + gained)."""
     x, y = np.repeat([1.0, 1, 0, 0], [600, 30, 14, 356]), np.repeat([1.0, 0, 1, 0], [600, 30, 14, 356])
@@ -415,6 +437,8 @@ def test_estimates_are_json() -> None:
         (lambda: stats.simultaneous_level(0), "at least 1"),
         (lambda: stats.correlation([1, 2], [1, 2], method="spearmen"), "Did you mean 'spearman'"),
         (lambda: stats.correlation([1, 2], [1, 2], every=0), "at least 1"),
+        (lambda: stats.influence([1, 2], [1, 2], method="spearmen"), "Did you mean 'spearman'"),
+        (lambda: stats.share([0.5, 1.5]), "between 0 and 1; got values from 0.5 to 1.5"),
         (lambda: stats.split_half_agreement([[1, 2, 3]]), "at least 2 seeds"),
     ],
 )
@@ -514,6 +538,37 @@ def test_perfect_ranks_and_few_points() -> None:
     assert three.p is not None and three.p > 0.25
     constant = stats.correlation([1, 1, 1, 1], [1, 2, 3, 4])
     assert (constant.value, constant.p, constant.note) == (None, None, stats.NOT_MEASURABLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [10, 14, 30])
+@pytest.mark.parametrize("rho", [0.97, 0.99])
+def test_spearman_near_one_is_covered(n: int, rho: float) -> None:
+    """Ranks of normal values: at least 93 % (Fisher's interval alone 82 to 93)."""
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=(1000, n))
+    y = rho * x + math.sqrt(1 - rho**2) * rng.normal(size=x.shape)
+    truth = 6 / math.pi * math.asin(rho / 2)
+    found = [stats.correlation(a, b, permutations=1) for a, b in zip(x, y, strict=True)]
+    assert np.mean([f.low is not None and f.high is not None and f.low <= truth <= f.high for f in found]) >= 0.93
+
+
+@pytest.mark.parametrize(("method", "theirs"), [("spearman", scipy.stats.spearmanr), ("pearson", scipy.stats.pearsonr)])
+def test_one_point_that_carries_a_correlation(method: str, theirs: Any) -> None:
+    """The point whose removal brings the correlation nearest to 0 is named, also for a negative one."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 12))
+    x[3], y[3] = 30.0, 30.0
+    for sign in (1, -1):
+        found = stats.influence(x, sign * y, method=method)
+        left = [theirs(np.delete(x, i), sign * np.delete(y, i)).statistic for i in range(12)]
+        whole = theirs(x, sign * y).statistic
+        worst = int(np.argmin(np.sign(whole) * np.array(left)))
+        assert found is not None and found.index == worst
+        assert found.without == pytest.approx(left[worst])
+    assert method == "spearman" or (worst == 3 and abs(whole) > 0.9 and abs(left[3]) < 0.5)
+    assert stats.influence([1, 1, 1, 1], [1, 2, 3, 4], method=method) is None
+    assert stats.influence([1, 2, 3], [1, 2, 3], method=method) is None
 
 
 def test_split_halves() -> None:

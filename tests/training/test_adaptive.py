@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import noisescope as ns
+from noisescope.diagnosis.rows import Divergence, LayerAnalysis, LayerEffect, WindowEffect
 from noisescope.errors import InvalidInput
+from noisescope.stats import Estimate
+from noisescope.testing import tiny_model
 from noisescope.training.adaptive import (
     LIMITS,
     equalised,
@@ -19,16 +24,32 @@ from noisescope.training.adaptive import (
     ruled,
 )
 
+PROMPTS = [torch.arange(3, 19).reshape(1, 16) + i for i in range(4)]
 
-def report(
+
+def section(
     costs: list[float], windows: dict[tuple[int, int], float | None], own: dict[int, float] | None = None
-) -> Any:
-    layers: list[dict[str, Any]] = [
-        {"layer": layer, "predicted_kl": {"value": cost}, "degradation": {"value": (own or {}).get(layer)}}
+) -> LayerAnalysis:
+    """Levels of the layers of a report; a layer's own loss only where it was injected."""
+
+    def loss(value: float | None) -> Estimate:
+        return Estimate(value, None, None, 50)
+
+    def nats(value: float) -> Divergence:
+        return Divergence(loss(7 * value), loss(value), "mean")
+
+    layers = [
+        LayerEffect(layer=layer, predicted_kl=nats(cost), degradation=loss((own or {}).get(layer)))
         for layer, cost in enumerate(costs)
     ]
-    rows = [{"start_layer": a, "end_layer": b, "degradation": {"value": loss}} for (a, b), loss in windows.items()]
-    return {"layer_analysis": {"layers": layers, "windows": rows}}
+    rows = [
+        WindowEffect(layer_range="", start_layer=a, end_layer=b, interaction_index=None, degradation=loss(value))
+        for (a, b), value in windows.items()
+    ]
+    return LayerAnalysis(
+        operators=("gemm",), window=3, step=1, windows=tuple(rows), layers=tuple(layers), places={}, map=(),
+        avalanche_points=(), compounding=(), point_rule_avalanches=(), prediction_scale=1.0,
+    )  # fmt: skip
 
 
 def test_both_rules_of_the_notes() -> None:
@@ -65,17 +86,29 @@ def test_a_layer_that_costs_nothing_is_capped() -> None:
 
 def test_windows_are_mapped_onto_every_layer() -> None:
     """A layer's degradation is its own where it was injected, else the mean of the windows that hold it."""
-    found = layer_degradations(report([1, 1, 1, 1], {(0, 2): 0.3, (1, 3): 0.1}, own={2: 0.5}))
+    found = layer_degradations(section([1, 1, 1, 1], {(0, 2): 0.3, (1, 3): 0.1}, own={2: 0.5}))
     assert found == {0: pytest.approx(0.3), 1: pytest.approx(0.2), 2: 0.5, 3: pytest.approx(0.1)}
-    assert layer_degradations(report([1, 1], {(0, 0): None}))[1] is None
+    assert layer_degradations(section([1, 1], {(0, 0): None}))[1] is None
+
+
+def test_costs_are_predicted_or_injected_everywhere() -> None:
+    """The prediction's mean; injected KL only where every layer has it and the screen has not."""
+    found = section([1.0, 4.0], {})
+    assert layer_costs(found) == {0: 1.0, 1: 4.0}
+    first, second = (replace(row, predicted_kl=None, kl=row.predicted_kl) for row in found.layers)
+    assert layer_costs(replace(found, layers=(first, second))) == {0: 1.0, 1: 4.0}
+    with pytest.raises(InvalidInput, match="no KL for every layer"):
+        layer_costs(replace(found, layers=(first, replace(second, kl=None))))
 
 
 def test_from_a_report() -> None:
     """By the smooth rule from predicted KL, by the notes' from degradations; a report without layers is refused."""
-    data = report([1.0, 4.0], {(0, 1): 0.2})
-    assert from_report(data) == equalised(layer_costs(data))
-    assert from_report(data, "methodology") == {0: 0.5, 1: 0.5}
-    with pytest.raises(InvalidInput, match="no layer analysis"):
-        from_report({})
+    made = ns.diagnose(ns.wrap(tiny_model("llama", layers=2)), PROMPTS, effort="screen", level="layer", samples=4)
+    layers = made.diagnosis.layer_analysis
+    assert layers is not None
+    assert from_report(made) == from_report(made.diagnosis) == equalised(layer_costs(layers))
+    assert from_report(made, "methodology") == {0: 1.0, 1: 1.0}  # a screen knows no loss
     with pytest.raises(InvalidInput, match="Allowed: equalised, methodology, summary"):
-        from_report(data, "best")
+        from_report(made, "best")
+    with pytest.raises(InvalidInput, match="no layer analysis"):
+        from_report(replace(made.diagnosis, layer_analysis=None))

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from noisescope.comparison.compare import Comparison, compare_records
+from noisescope.comparison.compare import Comparison as Comparison
+from noisescope.comparison.compare import compare_records
+from noisescope.comparison.crossing import Crossing as Crossing
 from noisescope.comparison.records import Record, read_record
+from noisescope.comparison.rows import SiteRow as SiteRow
+from noisescope.comparison.rows import TokenRow as TokenRow
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.comparing import CompareOptions

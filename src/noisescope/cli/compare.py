@@ -11,9 +11,7 @@ from noisescope.cli import common
 from noisescope.options.comparing import CompareOptions
 
 if TYPE_CHECKING:
-    from noisescope.comparison.compare import Comparison
-    from noisescope.comparison.crossing import Crossing
-    from noisescope.comparison.rows import SiteRow, TokenRow
+    from noisescope.api.comparing import Comparison, Crossing, SiteRow, TokenRow
 
 MOST_ROWS = 12
 MOST_CELLS = 5

@@ -10,12 +10,12 @@ Markov's inequality it passes 1 / alpha with probability at most alpha. The lowe
 1 / alpha. It holds for every distribution and every n and is independent of the order of the samples.
 
 **Upper end.** Student's and Hall's (`continuous.py`), plus an allowance for what n samples can't have seen: a share of
-1 / n of all values that average 100 times the mean and 15 times the largest value seen,
+1 / n of all values that average 100 times the mean and 20 times the largest value seen,
 
-    high = Hall's end + (100 mean + 15 largest) / n.
+    high = Hall's end + (100 mean + 20 largest) / n.
 
 This is an allowance, not a law: a rarer or larger part of the population that shows in no sample is not covered, and
-nothing computed from the samples could. Where high / low passes 45 (for n < 100: 0.45 n, since a few samples that look
+nothing computed from the samples could. Where high / low passes 80 (for n < 100: 0.8 n, since a few samples that look
 harmless prove little) the interval says nothing of use and is refused; the lower end stays, with the whole of alpha.
 
 The constants are a trade: the bundled model's KL at n = 100 can't be told from a lognormal with sigma 3 by its tail, so
@@ -38,8 +38,8 @@ from noisescope.stats import continuous
 from noisescope.stats.estimate import Array, Estimate, checked_level, nonnegative, scores
 
 UNSEEN = 100.0  # an unseen 1 / n of the values averages so many times the mean ...
-BEYOND = 15.0  # ... and so many times the largest value seen
-WIDEST = 45.0  # high / low beyond which an interval is refused, from 100 samples on; in proportion to n below
+BEYOND = 20.0  # ... and so many times the largest value seen
+WIDEST = 80.0  # high / low beyond which an interval is refused, from 100 samples on; in proportion to n below
 AT_LEAST = "the largest values decide the mean; only a lower bound holds"
 
 
@@ -65,7 +65,7 @@ def nonnegative_limits(values: Array, level: float) -> tuple[Array, Array]:
         return alone, alone * 0 + np.inf
     upper = continuous.mean_limits(values, level)[1]
     high = upper + (UNSEEN * values.mean(axis=-1) + BEYOND * values.max(axis=-1)) / n
-    useful = high <= WIDEST * min(n / 100, 1.0) * low
+    useful = (low > 0) & (high <= WIDEST * min(n / 100, 1.0) * low)
     return np.where(useful, low, alone), np.where(useful, high, np.inf)
 
 

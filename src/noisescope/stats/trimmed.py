@@ -73,7 +73,7 @@ def typical(values: ArrayLike, level: float = 0.95) -> Estimate:
         return Estimate(middle.value, middle.low, middle.high, n, level, ZEROS, middle.method)
     with np.errstate(divide="ignore"):
         centre, variance, kept = _trimmed(np.log(y))
-    if not variance:
+    if variance < 1e-24:  # of logarithms: nothing varied but rounding
         return Estimate(math.exp(centre), None, None, n, level)
     half = float(special.stdtrit(kept - 1, (1 + level) / 2)) * math.sqrt(variance)
     low, high = math.exp(centre - half), min(math.exp(min(centre + half, 700.0)), 1e300)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.rows import Divergence, Effect, LayerAnalysis
 from noisescope.errors import InvalidInput, unknown
+from noisescope.reports.report import Report
 from noisescope.sites import Place
 
 RULES = {
@@ -61,46 +63,43 @@ def equalised(costs: Mapping[int, float], limits: tuple[float, float] = LIMITS) 
     return {layer: round(factor, 6) for layer, factor in factors((below + above) / 2).items()}
 
 
-def layer_degradations(report: Mapping[str, Any]) -> dict[int, float | None]:
+def layer_degradations(section: LayerAnalysis) -> dict[int, float | None]:
     """Degradation of each layer: its own injection where there is one, else the mean of the windows that hold it."""
-    section = _layers(report)
-    windows = [(row["start_layer"], row["end_layer"], _value(row, "degradation")) for row in section["windows"]]
     found: dict[int, float | None] = {}
-    for row in section["layers"]:
-        layer = row["layer"]
-        around = [loss for start, end, loss in windows if start <= layer <= end and loss is not None]
-        own = _value(row, "degradation")
-        found[layer] = own if own is not None else math.fsum(around) / len(around) if around else None
+    for row in section.layers:
+        around = [_loss(window) for window in section.windows if row.layer in window.layers]
+        known = [loss for loss in around if loss is not None]
+        own = _loss(row)
+        found[row.layer] = own if own is not None else math.fsum(known) / len(known) if known else None
     return found
 
 
-def layer_costs(report: Mapping[str, Any]) -> dict[int, float]:
+def layer_costs(section: LayerAnalysis) -> dict[int, float]:
     """KL of each layer at the report's scale: predicted by the screen, or injected where every layer was."""
-    rows = _layers(report)["layers"]
-    for key in ("predicted_kl", "kl"):
-        values = {row["layer"]: _value(row, key) for row in rows}
+    predicted = {row.layer: _size(row.predicted_kl) for row in section.layers}
+    injected = {row.layer: _size(row.kl) for row in section.layers}
+    for values in (predicted, injected):
         known = {layer: value for layer, value in values.items() if value is not None}
-        if known and len(known) == len(rows):
+        if known and len(known) == len(values):
             return known
     raise InvalidInput("the report has no KL for every layer: run noisescope diagnose with --level layer")
 
 
-def from_report(report: Mapping[str, Any], rule: str = "equalised") -> dict[Place, float]:
+def from_report(report: Report | Diagnosis, rule: str = "equalised") -> dict[Place, float]:
     """Factors by the smooth rule, or by one of the original method notes' ("methodology", "summary")."""
+    section = (report if isinstance(report, Diagnosis) else report.diagnosis).layer_analysis
+    if section is None:
+        raise InvalidInput("the report has no layer analysis: run noisescope diagnose with --level layer")
     if rule == "equalised":
-        return equalised(layer_costs(report))
+        return equalised(layer_costs(section))
     if rule not in RULES:
         raise unknown("adaptive rule", rule, ["equalised", *RULES])
-    return ruled(layer_degradations(report), rule)
+    return ruled(layer_degradations(section), rule)
 
 
-def _layers(report: Mapping[str, Any]) -> Any:
-    section = report.get("layer_analysis")
-    if not section:
-        raise InvalidInput("the report has no layer analysis: run noisescope diagnose with --level layer")
-    return section
+def _loss(row: Effect) -> float | None:
+    return None if row.degradation is None else row.degradation.value
 
 
-def _value(row: Mapping[str, Any], key: str) -> float | None:
-    value = (row.get(key) or {}).get("value")
-    return None if value is None else float(value)
+def _size(found: Divergence | None) -> float | None:
+    return None if found is None else found.size.value
