@@ -99,23 +99,24 @@ def layer_losses(bench: Bench, frame: Frame, store: Store) -> dict[int, float]:
     for start, injection in windows.items():
         noisy = frame.answer(store, injection, seeds=(0,))
         assert noisy is not None
-        loss = task_loss(frame, clean, noisy, 1.0)["degradation"]["value"]
-        losses |= dict.fromkeys(range(start, start + WINDOW), 0.0 if loss is None else loss)
+        loss = task_loss(frame, clean, noisy, 1.0).degradation
+        known = loss is not None and loss.value is not None
+        losses |= dict.fromkeys(range(start, start + WINDOW), loss.value if known else 0.0)
     return losses
 
 
 def measured(bench: Bench, frame: Frame, store: Store, plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
-    """KL and next-token accuracy of each plan."""
+    """Mean KL and next-token accuracy of each plan."""
     question = Verification({name: plan_injection(plan.assignment) for name, plan in plans.items()})
     settle(lambda results: question.propose(frame, results), store, InProcess(bench), Silent())
-    rows = question.conclude(frame, store)["verification"]
+    rows = question.conclude(frame, store).plans
     return {
         name: {
             "average_bits": plan.average_bits,
             "effective_bits": plan.effective_bits,
             "predicted_kl": plan.predicted_kl,
-            "kl": rows[name]["kl"]["value"],
-            "accuracy": rows[name]["accuracy"]["value"],
+            "kl": rows[name].divergence.mean.value,
+            "accuracy": rows[name].score.value,
         }
         for name, plan in plans.items()
     }
