@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,12 +38,13 @@ def unwrap(model: Any) -> nn.Module:
 class _Running:
     """What one thread runs on a model now."""
 
-    __slots__ = ("context", "forward", "owner")
+    __slots__ = ("context", "forward", "inside", "owner")
 
     def __init__(self) -> None:
         self.context: Context | None = None
         self.owner: OperatorCalls | None = None
-        self.forward = False  # not only a recomputation
+        self.inside = False
+        self.forward = False  # inside for more than a recomputation
 
 
 class Door:
@@ -85,44 +87,43 @@ class Door:
 
     # -- threads
 
+    def _mine(self) -> _Running:
+        thread = get_ident()
+        running = self._running.get(thread)
+        if running is None:
+            running = self._running[thread] = _Running()
+        return running
+
     @property
     def context(self) -> Context | None:
         """The forward that this thread runs now."""
-        running = self._running.get(threading.get_ident())
-        return None if running is None else running.context
+        return self._mine().context
 
     @context.setter
     def context(self, context: Context | None) -> None:
-        if context is not None or threading.get_ident() in self._running:
-            self._mine().context = context
-            self._release()
+        running = self._mine()
+        running.context = context
+        if context is None:
+            running.inside = running.forward = False
 
     @property
     def owner(self) -> OperatorCalls | None:
         """The function mode in charge of this thread now."""
-        running = self._running.get(threading.get_ident())
-        return None if running is None else running.owner
+        return self._mine().owner
 
     @owner.setter
     def owner(self, owner: OperatorCalls | None) -> None:
-        if owner is not None or threading.get_ident() in self._running:
-            self._mine().owner = owner
-            self._release()
+        self._mine().owner = owner
 
     @property
     def held_elsewhere(self) -> bool:
         """Whether another thread holds the model, so that this one can neither open nor call it."""
-        if self.any_thread:
-            return any(thread != threading.get_ident() for thread in list(self._running))
-        return self.thread != threading.get_ident()
+        return bool(self._others()) if self.any_thread else self.thread != get_ident()
 
-    def _mine(self) -> _Running:
-        return self._running.setdefault(threading.get_ident(), _Running())
-
-    def _release(self) -> None:
-        running = self._mine()
-        if running.context is None and running.owner is None:
-            del self._running[threading.get_ident()]
+    def _others(self) -> list[_Running]:
+        """What other threads that are inside the model run there."""
+        thread = get_ident()
+        return [running for at, running in list(self._running.items()) if at != thread and running.inside]
 
     def _claim(self, *, forward: bool) -> None:
         """Enter the model in this thread, unless another thread is in it.
@@ -131,14 +132,14 @@ class Door:
         have one config and one set of buffers.
         """
         with _claiming:
-            mine = threading.get_ident()
-            others = [running for thread, running in list(self._running.items()) if thread != mine]
-            if any(forward or running.forward for running in others):
+            if any(forward or running.forward for running in self._others()):
                 raise ModelHeld(
                     f"two threads use this {type(self.model).__name__} at once, but a forward has the model "
                     "to itself: give each thread its own copy, or let one wait for the other"
                 )
-            self._mine().forward |= forward
+            running = self._mine()
+            running.inside = True
+            running.forward |= forward
 
     # -- opening and closing
 
@@ -154,7 +155,7 @@ class Door:
                         f"another thread holds a scope on this {type(self.model).__name__}. "
                         "Give each thread its own copy of the model, or wait until that scope is left."
                     )
-            self.thread = threading.get_ident()
+            self.thread = get_ident()
             try:
                 self._install(modules)
                 if self.early:
@@ -235,6 +236,7 @@ class Door:
                 stand_in.give_back()
             stand_in.retire()
         self._stand_ins.clear()
+        self._running = {at: running for at, running in self._running.items() if running.inside}
         self.thread = None
         if strangers and not self.any_order:
             raise ModelHeld(
@@ -273,7 +275,7 @@ class Door:
         try:
             return self._numbered_context(args, kwargs or {})
         except BaseException:
-            self._release()
+            self.context = None
             raise
 
     def _numbered_context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
