@@ -118,7 +118,7 @@ def test_noise_in_the_head_is_the_heads() -> None:
     with ns.inject(model, alone) as tally, torch.no_grad():
         model(BATCHES[0])
     assert tally.per_operator["linear"].forward == 7 and "lm_head" not in tally.per_layer
-    assert head["kl"]["value"] != last["kl"]["value"]
+    assert head["kl"]["typical"]["value"] != last["kl"]["typical"]["value"]
     assert head["total_injections"] < last["total_injections"]
 
 
@@ -126,7 +126,7 @@ def test_the_users_own_metric(tmp_path: Path) -> None:
     """A callable scores every sample; there is no screen, and the rest is a diagnosis like any other."""
     report = api.diagnose(subject(), BATCHES, **{**QUICK, "metric": mean_logit}, levels=("operator",))
     row = report["operator_analysis"]["softmax"]
-    assert row["evidence"] == "injected" and "predicted_kl" not in row and row["baseline_acc"] != row["noisy_acc"]
+    assert row["evidence"] == "injected" and row["predicted_kl"] is None and row["baseline_acc"] != row["noisy_acc"]
 
 
 def mean_logit(model: Any, batches: Any) -> list[float]:

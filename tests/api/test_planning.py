@@ -140,9 +140,9 @@ def test_plans_are_measured_in_pairs(subject, report):
     kinds = [row.kind for row in found.rows]
     assert kinds[0] == "plan" and set(kinds[1:]) <= {"uniform", "bit rule"}
     assert found.rows[0].over_plan is None and all(row.over_plan.n == 4 for row in found.rows[1:])
-    assert found.verified and found.kl == found.rows[0].kl.median.value and found.data.samples == 4
+    assert found.verified and found.kl == found.rows[0].kl.typical.value and found.data.samples == 4
     rough = next(row for row in found.rows if row.format == "int3")
-    assert rough.kl.median.value > found.kl and rough.over_plan.value > 1
+    assert rough.kl.typical.value > found.kl and rough.over_plan.value > 1
     assert from_json(PrecisionPlan, to_json(found)) == found
 
 
@@ -150,7 +150,7 @@ def test_a_gain_is_paired(subject, report):
     """Of the very samples: before over after, with an interval."""
     found = plan_smoothquant(subject, report, batches(16))
     assert found.gain.n == 8 and found.gain.low <= found.gain.value <= found.gain.high
-    assert found.kl.before.median.n == 8 and from_json(SmoothingPlan, to_json(found)) == found
+    assert found.kl.before.typical.n == 8 and from_json(SmoothingPlan, to_json(found)) == found
 
 
 def test_held_out_samples_are_taken(subject, report, tmp_path: Path):
@@ -173,4 +173,4 @@ def test_a_plan_that_rounds_nothing(subject, report):
     found = verified(subject, report, bits=16, random=2)
     assert found.kl == 0.0 and (found.random.n, found.random.median_kl) == (2, 0.0)
     (row,) = [row for row in found.rows if row.kind == "plan"]
-    assert row.kl.median.value == row.kl.mean.value == 0.0 and row.kl.median.n == 4
+    assert row.kl.typical.value == row.kl.mean.value == 0.0 and row.kl.typical.n == 4

@@ -365,7 +365,7 @@ def _only_prompt_five(module, args, y):
 
 
 def nats(size: float) -> Divergence:
-    return Divergence(Estimate(size, None, None, 50), Estimate(size, None, None, 50), "mean")
+    return Divergence(Estimate(size, None, None, 50), Estimate(size, None, None, 50))
 
 
 def report(model: str, scale: float = 0.1) -> Diagnosis:

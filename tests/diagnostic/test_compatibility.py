@@ -188,7 +188,7 @@ def test_commands_and_flags(page):
 def test_values(page):
     """Error types, faults, methods, levels and operators by the names that the page gives them."""
     from noisescope.diagnosis.frame import LEVELS
-    from noisescope.locators.locate import METHODS
+    from noisescope.options.choices import LOCATE_METHODS as METHODS
     from noisescope.plans import fault_tests
 
     written_out = inspect.getsource(fault_tests)

@@ -73,9 +73,9 @@ def test_plans_are_compared_sample_by_sample() -> None:
     mine, other = Carried(kl, scores, scores), Carried(3 * kl, scores, scores)
     over = other.over(mine)
     assert over.value == pytest.approx(3) and over.low == pytest.approx(3) and over.n == 64
-    assert mine.divergence.median.value == pytest.approx(float(np.median(kl)))
-    assert mine.divergence.size == mine.divergence.median and mine.divergence.mean.value == pytest.approx(kl.mean())
+    assert mine.divergence.typical.value == pytest.approx(float(np.median(kl)))
+    assert mine.divergence.mean.value == pytest.approx(kl.mean())
     nothing = Carried(np.full(64, np.nan), scores, scores)
-    assert nothing.over(mine).value is None and nothing.divergence.median.value is None
+    assert nothing.over(mine).value is None and nothing.divergence.typical.value is None
     clean = Carried(np.zeros(64), scores, scores)
-    assert clean.over(clean).note == "not measurable" and clean.divergence.median.value == 0.0
+    assert clean.over(clean).note == "not measurable" and clean.divergence.typical.value == 0.0

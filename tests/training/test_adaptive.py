@@ -36,7 +36,7 @@ def section(
         return Estimate(value, None, None, 50)
 
     def nats(value: float) -> Divergence:
-        return Divergence(loss(7 * value), loss(value), "mean")
+        return Divergence(loss(7 * value), loss(value))
 
     layers = [
         LayerEffect(layer=layer, predicted_kl=nats(cost), degradation=loss((own or {}).get(layer)))

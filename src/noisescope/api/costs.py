@@ -100,7 +100,7 @@ def _made_up(frame: Frame, trial: Trial) -> Result:
             "tokens": np.ones(count),
             "channels": np.ones(32 * len(facts), dtype=np.float32),
         }
-        return Result(tuple(range(count)), {}, {"sites": [{**f, "channels": 32} for f in facts]}, arrays)
+        return Result(tuple(range(count)), {}, {"sites": [{**f, "channels": 32} for f in facts], "lost": []}, arrays)
     return Result(error="not run")
 
 

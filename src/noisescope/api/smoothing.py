@@ -10,7 +10,7 @@ from torch import Tensor
 
 from noisescope.api.materials import material_of
 from noisescope.api.reported import check_sizes, data_of, other_numbers
-from noisescope.diagnosis.effects import injected_kl
+from noisescope.diagnosis.effects import divergence, ratio
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model import Subject
@@ -18,7 +18,6 @@ from noisescope.options.planning import SmoothquantOptions
 from noisescope.options.signatures import asks
 from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
-from noisescope.plans.verification import paired_ratio
 from noisescope.quantisation.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
 from noisescope.reports.report import Report, diagnosis_of
 from noisescope.runs.bench import input_device
@@ -69,8 +68,8 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, asked: Smooth
     return SmoothingPlan(
         scheme="W8A8: int8 weights with a scale per output channel, int8 activations with a scale per token",
         alpha=alpha,
-        kl=BeforeAndAfter(injected_kl(before), injected_kl(after)),
-        gain=paired_ratio(before, after),
+        kl=BeforeAndAfter(divergence(before), divergence(after)),
+        gain=ratio(before, after),
         float_error=smoothed.float_error,
         folds=folds,
         recommendations=recommendations(found, folds, target=target),

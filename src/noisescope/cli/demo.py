@@ -86,4 +86,4 @@ def say_plan(plan: PrecisionPlan) -> None:
     if plan.bit_rule_kl is not None:
         rivals.append(f"{plan.bit_rule_kl:.3g} by the bit rule of the original method notes")
     beside = f" ({', '.join(rivals)})" if rivals else ""
-    typer.echo(f"\nplanned at {plan.average_bits:.2f} bits per weight: median KL {plan.kl:.3g}{beside}")
+    typer.echo(f"\nplanned at {plan.average_bits:.2f} bits per weight: typical KL {plan.kl:.3g}{beside}")

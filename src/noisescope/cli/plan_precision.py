@@ -79,11 +79,12 @@ def say_measured(plan: PrecisionPlan) -> None:
     assert plan.data is not None
     tokens = counted(plan.data.scored_tokens, "token")
     typer.echo(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
-    typer.echo(f"{'':<18}{'bits':>7}  {'median KL (nats per token)':<32}  {'score':<24}  KL over the plan's")
+    typer.echo(f"{'':<18}{'bits':>7}  {'typical KL (nats per token)':<32}  {'score':<24}  KL over the plan's")
     for row in plan.rows:
         if row.kind != "random":
-            kl, score, over = (estimate(row.kl.median), estimate(row.accuracy, share=True), estimate(row.over_plan))
+            kl, score, over = (estimate(row.kl.typical), estimate(row.accuracy, share=True), estimate(row.over_plan))
             bits = f"{row.name:<18}{row.average_bits:>7.3f}"
             typer.echo(f"{bits}  {kl.text:<32}  {score.text:<24}  {over.text}".rstrip())
     if plan.random.n and plan.random.median_kl:
-        typer.echo(f"{plan.random.n} random plans of the same bits: median KL {plan.random.median_kl:.4g}")
+        middle = f"median of their typical KL {plan.random.median_kl:.4g}"
+        typer.echo(f"{plan.random.n} random plans of the same bits: {middle}")

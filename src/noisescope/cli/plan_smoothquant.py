@@ -47,8 +47,8 @@ def say_result(result: SmoothingPlan) -> None:
     from noisescope.api.words import estimate, gain_sentence, times_better
 
     typer.echo(result.scheme)
-    before, after = (estimate(kl.median).text for kl in (result.kl.before, result.kl.after))
-    typer.echo(f"median KL {before} before, {after} after (n = {result.gain.n})")
+    before, after = (estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
+    typer.echo(f"typical KL {before} before, {after} after (n = {result.gain.n})")
     typer.echo(gain_sentence(result.gain))
     typer.echo(f"the float output moved by {result.float_error:.2g} (relative L2)")
     folds = [fold for fold in result.folds if fold.alpha is not None]

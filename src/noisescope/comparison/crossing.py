@@ -127,7 +127,7 @@ def _constants(diagnosis: Diagnosis, model: str) -> dict[Key, float]:
 
 def _predicted(cell: CellEffect) -> float | None:
     """The prediction is quadratic in the noise by construction; an injection is taken where there is no other."""
-    sizes = (divergence.size.value for divergence in (cell.predicted_kl, cell.kl) if divergence is not None)
+    sizes = (divergence.mean.value for divergence in (cell.predicted_kl, cell.kl) if divergence is not None)
     return next((value for value in sizes if value is not None), None)
 
 

@@ -43,13 +43,13 @@ def _by_layer(frame: Frame, rows: Mapping[str, ChannelRow]) -> list[list[Channel
 
 
 def _sensitivity(layers: Sequence[LayerEffect]) -> tuple[str, list[float] | None]:
-    injected = [row.kl.size.value for row in layers if row.kl is not None and row.kl.size.value is not None]
+    injected = [row.kl.typical.value for row in layers if row.kl is not None and row.kl.typical.value is not None]
     if layers and len(injected) == len(layers):
         return "injected KL", injected
     predicted = [
-        row.predicted_kl.size.value
+        row.predicted_kl.typical.value
         for row in layers
-        if row.predicted_kl is not None and row.predicted_kl.size.value is not None
+        if row.predicted_kl is not None and row.predicted_kl.typical.value is not None
     ]
     return ("predicted KL", predicted) if layers and len(predicted) == len(layers) else ("", None)
 

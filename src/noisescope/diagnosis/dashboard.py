@@ -10,7 +10,7 @@ import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis import threshold
-from noisescope.diagnosis.effects import clean_score, effect, predicted_kl
+from noisescope.diagnosis.effects import clean_score, divergence, effect
 from noisescope.diagnosis.frame import Frame, present_operators
 from noisescope.diagnosis.rows import Divergence
 from noisescope.diagnosis.screen import Screened
@@ -164,4 +164,4 @@ def _fisher(frame: Frame, screened: Screened | None) -> dict[str, Divergence] | 
     """Predicted KL of each layer: the Fisher information of its activations, weighted by the noise."""
     if screened is None or screened.error:
         return None
-    return {str(layer): predicted_kl(screened.in_layer(layer)) for layer in range(frame.blocks)}
+    return {str(layer): divergence(screened.in_layer(layer)) for layer in range(frame.blocks)}

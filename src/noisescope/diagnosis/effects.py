@@ -31,7 +31,7 @@ def effect(
     scale = frame.scale_of(injection)
     known = Effect(metric=frame.metric_name)
     if screened is not None and not screened.error:
-        predicted = predicted_kl(screened.predicted_by(injection, scale), looks)
+        predicted = divergence(screened.predicted_by(injection, scale), looks)
         known = replace(known, evidence="predicted", predicted_kl=predicted)
     clean, noisy = frame.answer(results, None), frame.answer(results, injection)
     if clean is None or noisy is None:
@@ -50,7 +50,7 @@ def effect(
         seeds=noisy.seeds,
         nonfinite=noisy.nonfinite,
         failed_samples=int((~np.isfinite(noisy.values(frame.metric))).any(0).sum()),
-        kl=injected_kl(noisy.mean("kl"), looks) if "kl" in noisy.metrics else None,
+        kl=divergence(noisy.mean("kl"), looks) if "kl" in noisy.metrics else None,
         agreement=mean_of(noisy, "agreement"),
         nll=mean_of(noisy, "nll"),
         snr_db=mean_of(noisy, "snr_db"),
@@ -122,39 +122,27 @@ def on_one_scale(rows: Sequence[E], prediction_scale: float) -> list[E]:
 
 def prediction_scale(rows: Sequence[Effect]) -> float:
     """The median of injected over predicted nats over the rows that have both; 1 where none has."""
-    known = [
-        row.kl.size.value / row.predicted_kl.size.value
-        for row in rows
-        if row.kl is not None and row.kl.size.value and row.predicted_kl is not None and row.predicted_kl.size.value
-    ]
+    both = [(row.kl.typical.value, row.predicted_kl.typical.value) for row in rows if row.kl and row.predicted_kl]
+    known = [injected / predicted for injected, predicted in both if injected and predicted]
     return float(np.median(known)) if known else 1.0
 
 
 def _nats(row: Effect, scale: float) -> float:
-    if row.kl is not None and row.kl.size.value is not None:
-        return row.kl.size.value
-    return (row.predicted_kl.size.value or 0.0) * scale if row.predicted_kl is not None else 0.0
+    if row.kl is not None and row.kl.typical.value is not None:
+        return row.kl.typical.value
+    return (row.predicted_kl.typical.value or 0.0) * scale if row.predicted_kl is not None else 0.0
 
 
 # -- estimates
 
 
-def injected_kl(values: Array, looks: int = 1) -> Divergence:
-    """Median and mean over the samples whose KL is finite."""
+def divergence(values: Array, looks: int = 1) -> Divergence:
+    """The typical KL and the mean over the samples whose KL is finite."""
     known = np.maximum(values[np.isfinite(values)], 0.0)  # rounding may leave -1e-12
     if not len(known):
         return Divergence(NOTHING, NOTHING)
     level = stats.simultaneous_level(looks)
-    return Divergence(stats.median(known, level), stats.nonnegative_mean(known, level))
-
-
-def predicted_kl(values: Array, looks: int = 1) -> Divergence:
-    """As for injected KL, but the mean ranks.
-
-    A sample's prediction is an unbiased estimate from a few drawn labels: mostly too small and sometimes far too
-    large, so that its median is not the median of what it estimates.
-    """
-    return replace(injected_kl(values, looks), ranked_by="mean")
+    return Divergence(stats.typical(known, level), stats.nonnegative_mean(known, level))
 
 
 def mean_of(answer: Answer, name: str) -> stats.Estimate | None:
@@ -172,9 +160,9 @@ SHARES = ("accuracy", "next_token_accuracy", "agreement")
 
 
 def ratio(above: Array, below: Array) -> stats.Estimate:
-    """mean(above) / mean(below) over the samples that have both."""
+    """The median over samples of above / below, over the samples that have both."""
     known = np.isfinite(above) & np.isfinite(below)
-    return stats.ratio(np.maximum(above[known], 0.0), np.maximum(below[known], 0.0)) if known.any() else NOTHING
+    return stats.typical_ratio(np.maximum(above[known], 0.0), np.maximum(below[known], 0.0)) if known.any() else NOTHING
 
 
 def clean_score(frame: Frame, values: Array, name: str | None = None) -> stats.Estimate:

@@ -229,7 +229,7 @@ def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_
         component=row.target.name,
         statement=f"noise here {verb} the output by {effect.nats:.3g} nats per token, {times}",
         target=row.target,
-        size=effect.divergence.size if effect.injected else effect.divergence.size.times(prediction_scale),
+        size=effect.divergence.typical if effect.injected else effect.divergence.typical.times(prediction_scale),
         unit="nats",
         nats=effect.nats,
         evidence=effect.evidence,

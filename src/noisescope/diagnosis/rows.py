@@ -21,17 +21,13 @@ SIGNIFICANT = 0.05  # a loss is a finding where its p, corrected for all rows of
 class Divergence:
     """KL of the noisy output from the clean one, nats per token, over samples.
 
-    Half of the samples diverge by more than `median`. A few samples can decide `mean`: where its interval has no upper
-    end, only "at least" is known. `size` is the number that ranks.
+    `typical` is the geometric mean of the middle three fifths of the samples: what a typical sample shows. It ranks
+    rows and carries every label. A few samples can decide `mean`: where its interval has no upper end, only "at least"
+    is known.
     """
 
-    median: Estimate
+    typical: Estimate
     mean: Estimate
-    ranked_by: Literal["median", "mean"] = "median"
-
-    @property
-    def size(self) -> Estimate:
-        return self.median if self.ranked_by == "median" else self.mean
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,8 @@ class Effect:
     `evidence` is "injected" where noise was really put in, "predicted" where only the screen knows, "failed" with the
     error of a trial, "absent" where the model has no such operator. `band` and `band_upper` are the bands of the two
     ends of `degradation`. `selected` is the size of the table's largest loss when it is measured on other samples than
-    it was picked on; None in all other rows. `nats` ranks rows of all tables: the injected median, or the prediction
-    on the same scale.
+    it was picked on; None in all other rows. `nats` ranks rows of all tables: the typical injected KL, or the
+    prediction on the same scale.
     """
 
     evidence: Evidence = "none"
@@ -103,7 +99,7 @@ class Effect:
     @property
     def divergence(self) -> Divergence | None:
         """Injected where that is known, else predicted."""
-        return self.kl if self.kl is not None and self.kl.size.value is not None else self.predicted_kl
+        return self.kl if self.kl is not None and self.kl.typical.value is not None else self.predicted_kl
 
     @property
     def nonlinear(self) -> bool:

@@ -82,7 +82,7 @@ def overall_risk(score_level: str, ranked: Sequence[Finding], smallest: float | 
     if smallest is None or smallest > LEAST_POWER:
         what = "any loss" if smallest is None else f"a loss below {percent(smallest, 0)}"
         return NOT_MEASURABLE, f"too few samples to detect {what}"
-    return level, RISK_MEANINGS[level]
+    return level, RISK_MEANINGS.get(level, "only a part of the model was measured")
 
 
 def _critical(row: Effect, scale: float) -> bool:

@@ -60,7 +60,7 @@ def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[
     if "full" in diagnostic_results:
         known = diagnostic_results["full"]["correlations"]
         return {
-            name: _judged(name, {"r": known[name]["value"], **known[name]})
+            name: _judged(name, {"r": known[name]["correlation"]["value"], **known[name]["correlation"]})
             for name in EXPECTED_CORRELATIONS
             if name in known
         }

@@ -63,9 +63,9 @@ class FaultInjectionTestGenerator:
     """
 
     def __init__(self, diagnostic_report: Mapping[str, Any] | str | Path) -> None:
-        report = full_report(diagnostic_report)
-        own = "schema_version" in report
-        self.weak_points = weak_points(diagnosis_in(report)) if own else _from_notes(report)
+        self.report = full_report(diagnostic_report)
+        own = "schema_version" in self.report
+        self.weak_points = weak_points(diagnosis_in(self.report)) if own else _from_notes(self.report)
 
     def generate_test_cases(self) -> list[Row]:
         """[{test_id, component, test_type, parameters, acceptance_criteria}]."""

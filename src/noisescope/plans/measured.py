@@ -1,6 +1,6 @@
 """A precision plan with what was predicted and, where it was carried out, measured: the report's `precision_plan`.
 
-A plan is judged by the median KL of held-out samples, beside uniform plans, the bit rule and random plans of the same
+A plan is judged by the typical KL of held-out samples, beside uniform plans, the bit rule and random plans of the same
 bits. Two plans are compared sample by sample: the typical ratio of their KL, with its interval.
 """
 
@@ -47,7 +47,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class RandomPlans:
-    """Plans drawn at random with the plan's average bits: how many, and the median of their median KL."""
+    """Plans drawn at random with the plan's average bits: how many, and the median of their typical KL."""
 
     n: int
     median_kl: float | None
@@ -66,8 +66,8 @@ class PlanData:
 class PrecisionPlan:
     """A number format for each linear with what it comes to; `kl` and what follows it only where `verified`.
 
-    `kl`, `uniform_kl`, `bit_rule_kl` and `random.median_kl` are medians over samples, nats per token; their intervals
-    are in `rows`. `uniform_kl` is of the format with the most bits that fit, and of those the one that costs least.
+    `kl`, `uniform_kl`, `bit_rule_kl` and `random.median_kl` are KLs of a typical sample, nats per token; their
+    intervals are in `rows`. `uniform_kl` is of the format with the most bits that fit, and of those the one that costs least.
     """
 
     method: str
@@ -121,14 +121,14 @@ def measured_plan(
     own = next(row for row in rows if row.kind == "plan")
     rule = next((row for row in rows if row.kind == "bit rule"), None)
     uniform = _best_uniform(rows, planned.average_bits)
-    drawn = [row.kl.median.value for row in rows if row.kind == "random" and row.kl.median.value is not None]
+    drawn = [row.kl.typical.value for row in rows if row.kind == "random" and row.kl.typical.value is not None]
     return replace(
         planned,
         verified=True,
-        kl=own.kl.median.value,
-        uniform_kl=None if uniform is None else uniform.kl.median.value,
+        kl=own.kl.typical.value,
+        uniform_kl=None if uniform is None else uniform.kl.typical.value,
         uniform_format=None if uniform is None else uniform.format,
-        bit_rule_kl=None if rule is None else rule.kl.median.value,
+        bit_rule_kl=None if rule is None else rule.kl.typical.value,
         bit_rule_bits=None if rule is None else rule.average_bits,
         random=RandomPlans(len(drawn), statistics.median(drawn) if drawn else None),
         rows=tuple(rows),
@@ -146,6 +146,6 @@ def _best_uniform(rows: Sequence[PlanRow], average_bits: float) -> PlanRow | Non
     fits = [row for row in rows if row.kind == "uniform" and row.average_bits <= average_bits + 1e-9]
     return min(
         fits,
-        key=lambda row: (-row.average_bits, float("inf") if row.kl.median.value is None else row.kl.median.value),
+        key=lambda row: (-row.average_bits, float("inf") if row.kl.typical.value is None else row.kl.typical.value),
         default=None,
     )

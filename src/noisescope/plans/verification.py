@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.effects import NOTHING, injected_kl, paired
+from noisescope.diagnosis.effects import divergence, paired, ratio
 from noisescope.diagnosis.frame import Array, Frame
 from noisescope.diagnosis.rows import Divergence
 from noisescope.errors import NoisescopeError
@@ -27,7 +27,7 @@ class Carried:
 
     @property
     def divergence(self) -> Divergence:
-        return injected_kl(self.kl)
+        return divergence(self.kl)
 
     @property
     def score(self) -> Estimate:
@@ -39,7 +39,7 @@ class Carried:
 
     def over(self, other: Carried) -> Estimate:
         """The typical ratio of this plan's KL to another's on the same sample."""
-        return paired_ratio(self.kl, other.kl)
+        return ratio(self.kl, other.kl)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,3 @@ class Verification:
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
         return Carried(kl, after.mean(axis=1), before)
-
-
-def paired_ratio(above: Array, below: Array) -> Estimate:
-    """The typical ratio of two KLs of the same samples, over those that have both."""
-    known = np.isfinite(above) & np.isfinite(below)
-    if not known.any():
-        return NOTHING
-    return stats.typical_ratio(np.maximum(above[known], 0.0), np.maximum(below[known], 0.0))

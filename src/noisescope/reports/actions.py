@@ -73,7 +73,7 @@ def precision(report: DiagnosisReport) -> Iterable[Section]:
     drawn = plan.random
     if plan.kl is not None and drawn.median_kl:  # neither without random plans nor where they round nothing
         share = percent(plan.kl / drawn.median_kl)
-        words = f"Its median KL is {share} of that of {drawn.n} random plans with the same average bits (their median)."
+        words = f"Its typical KL is {share} of the median of {drawn.n} random plans with the same average bits."
         blocks.append(Paragraph(words))
     notes = [note for note in (plan.note, *plan.notes) if note]
     yield Section("precision", "Precision plan", (*blocks, *map(Paragraph, notes)))

@@ -76,7 +76,7 @@ def _window_chart(section: LayerAnalysis, metric: str) -> Iterable[Chart]:
         return
     predicted = [(row, row.predicted_kl) for row in section.windows if row.predicted_kl is not None]
     if predicted:
-        bars = tuple(Bar(row.layer_range, divergence(kl), kl.size.low, kl.size.high) for row, kl in predicted)
+        bars = tuple(Bar(row.layer_range, divergence(kl), kl.typical.low, kl.typical.high) for row, kl in predicted)
         yield Chart("windows-chart", "Predicted divergence by window", "nats per token", bars)
 
 
@@ -128,8 +128,8 @@ def ratio(found: Estimate | None) -> Cell:
 
 def _scaled(scale: float) -> str:
     return (
-        f"Findings and the map rank predicted rows by their predicted mean KL times {number(scale)}, which puts them "
-        "on the scale of injected medians: it is the median ratio over the rows that have both."
+        f"Findings and the map rank rows that were only predicted by their typical KL times {number(scale)}, the "
+        "median ratio of injected to predicted over the rows that have both."
     )
 
 
@@ -167,7 +167,7 @@ def _map(section: LayerAnalysis, metric: str) -> Iterable[Section]:
 def _heat(row: CellEffect) -> Cell:
     """By the nats that rank rows: those of predicted cells are on the scale of injected ones."""
     known = row.divergence
-    if known is None or known.size.value is None:
+    if known is None or known.typical.value is None:
         return Cell(row.evidence)
     return Cell(number(row.nats), row.nats, starred=row.injected)
 
@@ -183,7 +183,7 @@ def _hover(row: CellEffect, metric: str) -> str:
         parts.append(f"{metric} lost {loss_cell(row).text}")
     if row.nonlinear:
         parts.append("injection and prediction diverge: not linear here")
-    return "; ".join([*parts, f"n = {known.size.n}"])
+    return "; ".join([*parts, f"n = {known.typical.n}"])
 
 
 # -- cells

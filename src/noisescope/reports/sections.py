@@ -120,12 +120,12 @@ def method(run: Run, *, diverging: bool) -> Section:
         f"(Holm). The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
     )
     divergence = (
-        "KL is the divergence of the noisy output from the clean one, in nats per token. Half of the samples diverge "
-        "by more than its median, which ranks the rows; its interval holds however long the tail is. The mean is the "
-        'average over samples, which a few of them can decide: where the tail allows no upper end, only "at least" is '
-        f"given, a bound that holds for any data. Below {run.kl_floor:.0e} a KL can't be distinguished from 0. In a "
-        "row marked nonlinear, injection and prediction differ significantly by more than a factor of two: trust the "
-        "injection."
+        "KL is the divergence of the noisy output from the clean one, in nats per token. The first number is that of a "
+        "typical sample, the geometric mean of the middle three fifths: it ranks the rows, and no tail moves it. The "
+        "mean is the average over samples, which a few of them can decide: where the tail allows no upper end, only "
+        f"'at least' is given, a bound that holds for any data. Below {run.kl_floor:.0e} a KL can't be distinguished "
+        "from 0. In a row marked nonlinear, injection and prediction differ significantly by more than a factor of "
+        "two: trust the injection."
     )
     spent = (
         f"{cost.trials} trials; this run took {cost.forwards:.1f} forwards of the test data and {cost.seconds:.0f} s; "

@@ -73,14 +73,11 @@ def counted(found: Estimate | None, *, share: bool = False) -> Cell:
 
 
 def divergence(found: Divergence | None) -> Cell:
-    """The median of a KL with its interval, and the mean beside it: with its own interval where that ranks the row."""
+    """The typical KL with its interval, and the mean beside it."""
     if found is None:
         return Cell("")
-    cell = estimate(found.median)
-    if cell.value is None:
-        return cell
-    mean = estimate(found.mean).text if found.ranked_by == "mean" else mean_words(found.mean)
-    return replace(cell, rest=f", mean {mean or 'not known'}")
+    cell = estimate(found.typical)
+    return cell if cell.value is None else replace(cell, rest=f", mean {mean_words(found.mean) or 'not known'}")
 
 
 def mean_words(mean: Estimate) -> str:

@@ -102,4 +102,4 @@ def _loss(row: Effect) -> float | None:
 
 
 def _size(found: Divergence | None) -> float | None:
-    return None if found is None else found.size.value
+    return None if found is None else found.mean.value
