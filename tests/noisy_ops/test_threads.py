@@ -96,7 +96,7 @@ def test_a_model_may_move_to_another_thread(model):
 
 
 def test_one_model_in_two_threads_at_once_raises_in_the_second(model):
-    """The second hears why; the first gets what it would have got; afterwards the second may."""
+    """The second gets an error; the first gets what it would have got; afterwards the second may."""
     no.enable_noisy_ops(seed=1)
     first, second = logits(model), logits(model)
     no.disable_noisy_ops()
