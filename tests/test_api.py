@@ -146,8 +146,8 @@ def test_what_a_run_would_cost() -> None:
     """The estimate counts the trials that a real run makes, give or take what its results decide."""
     prepared = api.prepare_diagnosis(subject(), BATCHES, **QUICK)
     cost = prepared.cost(whole)
-    real = prepared.run(whole, api.Options())["run"]["cost"]
-    assert cost.trials == pytest.approx(real["trials"], rel=0.35) and cost.memory > cost.weights > 0
+    real = prepared.run(whole, api.Options())[0].cost
+    assert cost.trials == pytest.approx(real.trials, rel=0.35) and cost.memory > cost.weights > 0
     assert "trials, about" in str(cost)
 
 

@@ -143,7 +143,7 @@ def test_the_largest_row_is_given_corrected_for_selection(drawn: Document) -> No
 
 def test_predictions_that_findings_scale_say_by_how_much(made: DiagnosisReport, drawn: Document) -> None:
     """A finding ranks predicted rows on the scale of injected ones: the factor stands beside the table."""
-    assert "by their predicted mean KL times 2, which puts them on the scale" in paragraphs(drawn, "layers")
+    assert "by their typical KL times 2, the median ratio of injected to predicted" in paragraphs(drawn, "layers")
     heat = next(b for section in drawn.sections for b in section.blocks if isinstance(b, HeatMap))
     assert [[cell and cell.text for cell in line] for line in heat.cells] == [["0.011*", None], [None, "0.0014"]]
     assert made.layer_analysis is not None

@@ -67,7 +67,8 @@ class PrecisionPlan:
     """A number format for each linear with what it comes to; `kl` and what follows it only where `verified`.
 
     `kl`, `uniform_kl`, `bit_rule_kl` and `random.median_kl` are KLs of a typical sample, nats per token; their
-    intervals are in `rows`. `uniform_kl` is of the format with the most bits that fit, and of those the one that costs least.
+    intervals are in `rows`. `uniform_kl` is of the format with the most bits that fit, and of those the one that costs
+    least.
     """
 
     method: str
