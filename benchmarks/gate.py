@@ -32,6 +32,7 @@ import copy
 import functools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import time
@@ -221,6 +222,18 @@ def summary(found: Sequence[Decision | None]) -> dict[str, Any]:
     }
 
 
+def filled(sets: Sets, runs: int, gain: float, workers: int) -> None:
+    """Measure the sets of all runs in several processes, so that `compared` finds them on disk."""
+    with multiprocessing.get_context("fork").Pool(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        pool.starmap(_fill, [(sets, run, runs, gain) for run in range(runs + 1)], chunksize=1)
+
+
+def _fill(sets: Sets, run: int, runs: int, gain: float) -> None:
+    for kind in (Damage(GOOD, good), *damages(gain)):
+        sets.get(kind, run, run)
+    sets.get(Damage(AGAIN, good), run, runs + 1 + run)
+
+
 def compared(sets: Sets, runs: int, gain: float) -> dict[str, dict[str, list[Decision | None]]]:
     """Decisions by kind and arm, of the runs that were measured in time."""
     kinds = [Damage(GOOD, good), *damages(gain)]
@@ -256,6 +269,7 @@ def main() -> None:
         "--seconds", type=float, default=1500, help="stop measuring by then; the same command continues"
     )
     parser.add_argument("--work", type=Path, required=True, help="a folder to continue from")
+    parser.add_argument("--workers", type=int, default=1, help="processes that measure, one thread each")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -267,6 +281,8 @@ def main() -> None:
         kept.write_text(json.dumps(calibrated(problems[:CALIBRATION])), encoding="utf-8")
     calibration = json.loads(kept.read_text(encoding="utf-8"))
     sets = Sets(options.work, problems[CALIBRATION:], options.samples, until)
+    if options.workers > 1:
+        filled(sets, options.runs, calibration["gain"], options.workers)
     arms = compared(sets, options.runs, calibration["gain"])
     done = len(arms[GOOD]["same samples"])
     if not done:
