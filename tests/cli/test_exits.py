@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from noisescope.cli import app
-from noisescope.cli.compare import verdict_of
+from noisescope.jsonform import to_json
 from noisescope.locators.verdict import Verdict
 from noisescope.options.fields import options_of
 from noisescope.options.tables import COMMANDS
+from noisescope.plans.fault_values import FaultTestResult
 
 
 def codes(*arguments: Any) -> tuple[int, int]:
@@ -57,29 +58,16 @@ def test_gate(verdict: str, wanted: tuple[int, int], tmp_path: Path, monkeypatch
 )
 def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Undecided tests are counted, and decide only where all are."""
-    monkeypatch.setattr("noisescope.api.stored.load_report", lambda path: {})
+    monkeypatch.setattr("noisescope.api.stored.load_report", lambda path: SimpleNamespace(diagnosis=None))
     monkeypatch.setattr("noisescope.api.fault_plans.generate", lambda report: [])
     monkeypatch.setattr("noisescope.api.loading.subject_of_report", lambda report, asked: None)
-    results = [{"verdict": row, "name": "t", "message": "m", "criteria": []} for row in rows]
+    results = [FaultTestResult("t", "t", row, "m", (), None) for row in rows]  # type: ignore[arg-type]
     monkeypatch.setattr("noisescope.api.fault_testing.run_reported", lambda *asked: results)
     assert codes("plan", "fault-tests", tmp_path, "--run") == wanted
     said = CliRunner().invoke(app, ["plan", "fault-tests", str(tmp_path), "--run"]).output
     assert ("1 of 2 checks undecided" in said) == (rows == ["pass", "undecided"])
     printed = CliRunner().invoke(app, ["plan", "fault-tests", str(tmp_path), "--run", "--json"]).stdout
-    assert json.loads(printed)["results"] == results
-
-
-@pytest.mark.parametrize(
-    ("mapes", "nan", "missing", "wanted"),
-    [([0.01], 0, 0, "pass"), ([0.01, 0.2], 0, 1, "fail"), ([0.01], 1, 0, "fail"), ([], 0, 2, "undecided"),
-     ([0.01], 0, 1, "fail")],
-)  # fmt: skip
-def test_compare(mapes: list[float], nan: int, missing: int, wanted: str) -> None:
-    """What one side lacks decides nothing, and keeps a comparison from passing."""
-    rows = [SimpleNamespace(measures=SimpleNamespace(mape=mape, measurable=True)) for mape in mapes]
-    passed = bool(mapes) and max(mapes) <= 0.05 and not nan and not missing
-    found = SimpleNamespace(rows=rows, max_mape=0.05, unmeasurable=[0] * nan, uncompared=[0] * missing, passed=passed)
-    assert verdict_of(found) == wanted
+    assert json.loads(printed)["results"] == to_json(results)
 
 
 def test_no_other_flag_allows_what_is_undecided() -> None:

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from tests.diagnosis.builders import lost, predicted, sections
 
-from noisescope.diagnosis.ranking import counted_once, ranked_findings
+from noisescope.diagnosis.ranking import counted_once, ranked_findings, whole_model
 from noisescope.diagnosis.recommendations import recommendations
 from noisescope.diagnosis.sections import ChannelAnalysis, ChannelRow, OutlierRules, Sections
 from noisescope.diagnosis.summary import overall_risk
+from noisescope.estimate import Estimate
 from noisescope.findings import BORDERLINE, NOT_RATED, Target
 
 
@@ -57,7 +58,7 @@ def test_a_window_collapses_into_the_layer_that_accounts_for_it() -> None:
     )
     (finding,) = [one for one in ranked_findings(found) if one.rated]
     assert finding.component == "layer 0"
-    assert finding.notes == ("layers 0 to 2: 32.0 % lost, more by less than this run could detect",)
+    assert finding.notes == ("layers 0 to 2: 32.0 % lost, no more than here as far as this run could detect",)
 
 
 def test_a_part_is_no_milder_than_the_whole_that_it_accounts_for() -> None:
@@ -79,7 +80,31 @@ def test_it_collapses_all_the_way_to_the_operator_in_the_layer() -> None:
         cells={(0, "matmul"): lost(0.30)},
     )
     (finding,) = [one for one in ranked_findings(found) if one.rated]
-    assert finding.component == "layer 0, matmul" and len(finding.notes) == 3
+    assert finding.component == "layer 0, matmul" and len(finding.notes) == 2
+    whole = whole_model(found)
+    assert whole is not None and whole.component == "the whole model" and whole.severity == "CRITICAL"
+
+
+def test_samples_decide_what_a_whole_adds() -> None:
+    """The same two losses: the layer is the finding unless the window loses significantly more, sample by sample."""
+    found = sections(windows={(0, 2): lost(0.32, bands="window")}, layers={0: lost(0.30), 1: lost(0.0, p=1.0)})
+    for low, component in ((-0.01, "layer 0"), (0.01, "layers 0 to 2")):
+        ranked = ranked_findings(found, lambda whole, part, low=low: Estimate(0.02, low, 0.05, 100))  # type: ignore[misc]
+        assert [one.component for one in ranked if one.rated] == [component]
+
+
+def test_an_operator_everywhere_does_not_hide_the_layers() -> None:
+    """linear is rated as an operator; the layers that stand out are listed behind it, lm_head too."""
+    quiet = {layer: predicted(0.001) for layer in range(6)}
+    found = sections(operators={"softmax": lost(0.3), "gemm": lost(0.0, p=1.0)}, layers={**quiet, 4: predicted(0.01)},
+                     places={"lm_head": predicted(0.05)}, cells={(2, "softmax"): predicted(0.004)})  # fmt: skip
+    assert named(found) == ["operator softmax", "lm_head", "layer 4", "layer 2, softmax"]
+
+
+def test_an_operator_is_a_finding_where_no_layers_were_measured() -> None:
+    """Without places to name, noise in all products is a finding like others."""
+    found = replace(sections(operators={"gemm": lost(0.4)}), layer_analysis=None)
+    assert named(found) == ["operator gemm"] and whole_model(found) is None
 
 
 def test_a_window_stays_where_no_layer_accounts_for_it() -> None:

@@ -172,6 +172,7 @@ def summary(found: tuple[Finding, ...], points: tuple[AvalanchePoint, ...]) -> E
         risk_meaning="validate much of it on the hardware",
         report_risk=risk,
         dashboard_risk=dashboard,
+        whole_model=None,
         top_findings=found[:3],
         next_step="Validate layers 0 to 1 on the target hardware first.",
         in_plain_words=PlainWords("It is fragile.", "Keep layer 0 in 16 bits.", ""),

@@ -204,7 +204,6 @@ def test_an_estimate_answers_questions() -> None:
     assert not both.above(0.5) and not both.below(2.0)
     assert least.one_sided and not least.bounded and least.above(0.4) and not least.below(1e9)
     assert not nothing.bounded and not nothing.one_sided and not nothing.above(-1e9) and not nothing.below(1e9)
-    assert "method" not in both.to_dict()
 
 
 def test_single_seed_p_is_mcnemar() -> None:

@@ -134,7 +134,7 @@ def test_a_stored_training_is_not_done_again(
     monkeypatch.setattr(grpo, "train", lambda job: pytest.fail("trained again"))
     again = api.phases(**asked, options=api.Options(output=tmp_path, workers=1))
     assert again.same_as(first)
-    assert "by GRPO (TRL), with 8 completions a problem" in again.to_markdown()
+    assert "by GRPO (TRL), with 8 completions per problem" in again.to_markdown()
 
 
 def test_only_a_model_that_knows_something_can_be_rewarded() -> None:

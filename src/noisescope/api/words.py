@@ -15,6 +15,7 @@ from noisescope.reports.changes import run_line as run_line
 from noisescope.reports.changes import verdict_line as change_verdict_line
 from noisescope.reports.phases import theory_line as theory_line
 from noisescope.reports.phases import verdict_line as verdict_line
+from noisescope.reports.words import band_of as band_of
 from noisescope.reports.words import estimate as estimate
 from noisescope.reports.words import finding_lines as finding_lines
 from noisescope.sites import OPERATORS as OPERATORS

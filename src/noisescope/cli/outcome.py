@@ -38,6 +38,8 @@ def say_findings(report: Report) -> None:
     note = f" ({run.data.note})" if run.data.note else ""
     typer.echo(f"data: {run.data.source}, {run.data.samples} samples{note}")
     typer.echo(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
+    if summary.whole_model is not None:
+        typer.echo(finding_lines(summary.whole_model)[0])
     for number, finding in enumerate(summary.top_findings, 1):
         first, *notes = finding_lines(finding)
         typer.echo(f"{number}. {first}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from noisescope.cli import common, outcome
 from noisescope.options.diagnosing import RobustnessOptions
+
+if TYPE_CHECKING:
+    from noisescope.api.stored import Report
 
 
 def robustness_of_model(asked: RobustnessOptions) -> None:
@@ -30,16 +33,18 @@ def robustness_of_model(asked: RobustnessOptions) -> None:
     outcome.finish(report, asked.output, say_levels, as_json=asked.json)
 
 
-def say_levels(report: Any) -> None:
-    from noisescope.api.words import estimate
+def say_levels(report: Report) -> None:
+    from noisescope.api.words import band_of, estimate
 
-    data = report["run"]["data"]
-    how = {"generate": "by generation", "score": "teacher-forced"}.get(data["measure"], "by your metric")
-    typer.echo(f"{report['run']['model']['source']}: {data['source']}, {data['samples']} samples, {how}\n")
+    found = report.robustness
+    data = found.run.data
+    how = {"generate": "by generation", "score": "teacher-forced"}.get(data.measure, "by your metric")
+    typer.echo(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")
     typer.echo(f"{'noise':>8}  {'accuracy':>26}  {'retention':>26}  band of the loss")
-    for row in report["robustness"]["levels"]:
-        if row.get("error"):
-            typer.echo(f"{row['noise_level']:>8g}  failed: {row['error']}")
+    for row in found.robustness.levels:
+        if row.error:
+            typer.echo(f"{row.noise_level:>8g}  failed: {row.error}")
             continue
-        accuracy, retention = (estimate(row.get(name), share=True).text for name in ("accuracy", "retention"))
-        typer.echo(f"{row['noise_level']:>8g}  {accuracy:>26}  {retention:>26}  {row.get('band', '')}")
+        accuracy, retention = (estimate(one, share=True).text for one in (row.accuracy, row.retention))
+        band = band_of(row).text if row.injected else ""
+        typer.echo(f"{row.noise_level:>8g}  {accuracy:>26}  {retention:>26}  {band}")

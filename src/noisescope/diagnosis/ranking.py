@@ -26,7 +26,16 @@ STANDS_OUT = 1.5  # times the nats of the median layer: worth a finding
 MOST_PLACES = 12  # findings of kind 3
 MOST_CHANNELS = 3  # modules
 ACCOUNTS_FOR = 0.8  # share of the whole's nats at which a part is the finding
+RATED = ("CRITICAL", "HIGH", "MODERATE", BORDERLINE)
 BAND_SEVERITY = {"CRITICAL": "CRITICAL", "AVALANCHE": "HIGH", "HIGH": "HIGH", "MODERATE": "MODERATE"}
+
+
+Excess = Callable[[Target, Target], Estimate | None]
+
+
+def unknown_excess(whole: Target, part: Target) -> Estimate | None:
+    """Where samples are not at hand."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,30 @@ def candidates(found: Sections) -> list[Candidate]:
     if layers is not None:
         rows += [Candidate(layers.window_target(row), row) for row in layers.windows]
         rows += [Candidate(layers.layer_target(row), row) for row in layers.layers]
-        rows += [Candidate(Target("place", place=place), row) for place, row in layers.places.items()]
+        rows += [Candidate(place_target(place), row) for place, row in layers.places.items()]
         rows += [Candidate(cell_target(row), row) for row in layers.map]
     return [row for row in rows if row.effect.evidence not in ("absent", "none")]
+
+
+def place_target(place: str) -> Target:
+    """A place outside the blocks, with the one operator that it computes."""
+    computed = {"embed": "embedding", "final_norm": "norm", "lm_head": "linear"}
+    return Target("place", (computed[place],) if place in computed else (), place=place)
+
+
+def whole_model(found: Sections) -> Finding | None:
+    """What noise costs that falls on all layers at once: a fact about the model, beside findings about its parts.
+
+    None where no layers were measured: the operator is a finding like others then.
+    """
+    operators = found.operator_analysis or {}
+    noised = found.layer_analysis.operators[0] if found.layer_analysis is not None else ""
+    if noised not in operators or operators[noised].evidence in ("absent", "none"):
+        return None
+    row = Candidate(Target("model", (noised,)), operators[noised])
+    if row.severity in RATED:
+        return _rated(row, (), None)
+    return _failed(row) if row.severity == NOT_MEASURABLE else None
 
 
 def counted_once(operators: Iterable[str]) -> list[str]:
@@ -85,19 +115,22 @@ def counted_once(operators: Iterable[str]) -> list[str]:
     return [name for name in names if name in GROUPS or name not in parts]
 
 
-def ranked_findings(found: Sections) -> list[Finding]:
-    """All findings, the most important first."""
-    rows = candidates(found)
+def ranked_findings(found: Sections, excess: Excess = unknown_excess) -> list[Finding]:
+    """All findings about parts of the model, the most important first.
+
+    `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval.
+    """
+    whole = whole_model(found)
+    same = () if whole is None else whole.target.operators
+    rows = [row for row in candidates(found) if (row.target.kind, row.target.operators) != ("operator", same)]
     typical = typical_nats(found.layer_analysis)
-    rated = [row for row in rows if row.severity in ("CRITICAL", "HIGH", "MODERATE", BORDERLINE)]
-    kept = _collapsed(_one_window_a_region(rated), lambda whole, part: _loss_accounted_for(whole, part))
+    rated = [row for row in rows if row.severity in RATED]
+    kept = _collapsed(_one_window_a_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
     findings = [_rated(row, notes, found.layer_analysis) for row, notes in kept]
     named = [row.target for row, _ in kept]
     moved = [row for row in rows if row.severity == NOT_RATED and row.effect.nats >= STANDS_OUT * typical > 0]
     moved = [row for row in moved if row.target.kind in ("layer", "place", "cell")]
-    moved = [
-        row for row in moved if not any(row.target == t or row.target.holds(t) or t.holds(row.target) for t in named)
-    ]
+    moved = [row for row in moved if not any(_said(row.target, target) for target in named)]
     kept = _collapsed(moved, lambda whole, part: part.effect.nats >= ACCOUNTS_FOR * whole.effect.nats)
     scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
     findings += [
@@ -106,6 +139,16 @@ def ranked_findings(found: Sections) -> list[Finding]:
     findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
     findings += _channels(found.channel_analysis)
     return sorted(findings, key=_order)
+
+
+def _said(target: Target, named: Target) -> bool:
+    """Whether a finding about `named` says it already: the same place, a part of it, or a place that it is in.
+
+    A finding about an operator everywhere says nothing of where.
+    """
+    if named.kind == "operator":
+        return False
+    return target == named or target.holds(named) or named.holds(target)
 
 
 def _order(finding: Finding) -> tuple[int, int, float, float]:
@@ -175,8 +218,14 @@ def _width(target: Target) -> int:
     return {"operator": 10**6, "window": 1000 + len(target.layers), "layer": 100}.get(target.kind, 1)
 
 
-def _loss_accounted_for(whole: Candidate, part: Candidate) -> bool:
-    """Whether what the whole loses beyond the part is less than the run could have detected."""
+def _loss_accounted_for(whole: Candidate, part: Candidate, excess: Excess) -> bool:
+    """Whether the whole does not lose significantly more than the part, sample by sample.
+
+    Where samples are not at hand, whether it loses more by less than the run could have detected.
+    """
+    beyond = excess(whole.target, part.target)
+    if beyond is not None:
+        return not beyond.above(0.0)
     seen = whole.effect.smallest_detectable
     return seen is not None and whole.loss - part.loss < seen
 
@@ -186,7 +235,7 @@ def _adds(whole: Candidate, part: Candidate) -> str:
     if whole.severity == NOT_RATED:
         share = min(part.effect.nats / whole.effect.nats, 1.0)
         return f"{name} as a whole diverges by {whole.effect.nats:.3g} nats per token, {percent(share, 0)} of it here"
-    return f"{name}: {percent(whole.loss)} lost, more by less than this run could detect"
+    return f"{name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
 
 
 def _largest_part(whole: Candidate, part: Candidate) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from noisescope.diagnosis.ranking import STANDS_OUT, typical_nats
+from noisescope.diagnosis.ranking import RATED, STANDS_OUT, typical_nats
 from noisescope.diagnosis.sections import ChannelAnalysis, Sections
 from noisescope.findings import ADVICE, Finding, Recommendation, by_priority, operator_advice, outlier_advice
 
@@ -14,7 +14,9 @@ def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendati
     typical = typical_nats(found.layer_analysis)
     wanted = []
     for finding in ranked:
-        if finding.rated:
+        if finding.unit == "count":
+            wanted.append(Recommendation("CRITICAL", finding.component, finding.statement, _advice(found, finding)))
+        elif finding.unit == "share" and finding.severity in RATED:
             priority = finding.severity if finding.urgent else "MEDIUM"
             wanted.append(Recommendation(priority, finding.component, finding.statement, _advice(found, finding)))
         elif finding.unit == "nats" and (finding.nats or 0.0) >= FAR * typical > 0:

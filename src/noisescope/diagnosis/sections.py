@@ -280,7 +280,10 @@ class PlainWords:
 
 @dataclass(frozen=True)
 class ExecutiveSummary:
-    """The first screen. `overall_risk_level` is the higher of the report's score and the worst significant finding."""
+    """The first screen. `overall_risk_level` is the higher of the report's score and the worst significant finding.
+
+    `whole_model` is what noise in all layers at once costs, where that is significant; findings are about parts.
+    """
 
     critical_operators: tuple[str, ...]
     borderline_operators: tuple[str, ...]
@@ -295,6 +298,7 @@ class ExecutiveSummary:
     top_findings: tuple[Finding, ...]
     next_step: str
     in_plain_words: PlainWords
+    whole_model: Finding | None = None
 
 
 @dataclass(frozen=True)

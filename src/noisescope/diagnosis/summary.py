@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from noisescope.diagnosis.frame import Frame
 from noisescope.diagnosis.plain_words import plain_words
-from noisescope.diagnosis.ranking import counted_once
+from noisescope.diagnosis.ranking import counted_once, whole_model
 from noisescope.diagnosis.rows import Effect
 from noisescope.diagnosis.sections import ExecutiveSummary, Sections
 from noisescope.findings import (
@@ -44,7 +44,10 @@ def executive_summary(
         None if channels is None else channels.total_outlier_channels,
         None if channels is None else channels.total_channels,
     )
-    level, meaning = overall_risk(risk.level, ranked, smallest_detectable(found))
+    whole = whole_model(found)
+    level, meaning = overall_risk(
+        risk.level, [*ranked, *([] if whole is None else [whole])], smallest_detectable(found)
+    )
     step = next_step(frame, found, ranked)
     return ExecutiveSummary(
         critical_operators=critical,
@@ -59,6 +62,7 @@ def executive_summary(
         risk_meaning=meaning,
         report_risk=risk,
         dashboard_risk=found.metrics.risk,
+        whole_model=whole,
         top_findings=tuple(ranked[:TOP]),
         next_step=step,
         in_plain_words=plain_words(frame, found, level, list(wanted), step),
@@ -114,9 +118,17 @@ def next_step(frame: Frame, found: Sections, ranked: Sequence[Finding]) -> str:
     baseline = found.metrics.baseline
     if baseline is not None and not baseline.measurable:
         return _not_measurable(frame, found)
-    urgent = [finding.component for finding in ranked if finding.urgent]
-    if urgent:
-        return f"Validate {urgent[0]} on the target hardware first; the recommendations say what to check."
+    urgent = next((finding for finding in ranked if finding.urgent), None)
+    if urgent is not None:
+        place = next((finding.component for finding in ranked if finding.target.places), None)
+        where = urgent.component if urgent.target.places or place is None else f"{urgent.component}, {place} first,"
+        return f"Validate {where} on the target hardware; the recommendations say what to check."
+    whole = whole_model(found)
+    if whole is not None and ranked:
+        return (
+            f"Noise in all layers together costs {percent((whole.size and whole.size.value) or 0.0)}; validate "
+            f"{ranked[0].component} on the target hardware first."
+        )
     rows: list[Effect] = [row for row in (found.operator_analysis or {}).values() if row.evidence != "absent"]
     rows += found.layer_analysis.windows if found.layer_analysis is not None else ()
     if rows and all(row.evidence == "failed" for row in rows):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+from noisescope import stats
 from noisescope.diagnosis import channels, dashboard, formats, gauge, layers, operators, screen
 from noisescope.diagnosis.correlations import correlations
+from noisescope.diagnosis.effects import paired
 from noisescope.diagnosis.frame import Frame
 from noisescope.diagnosis.ranking import ranked_findings
 from noisescope.diagnosis.recommendations import recommendations
 from noisescope.diagnosis.sections import Conclusions, Sections
 from noisescope.diagnosis.summary import could_not_see, executive_summary
+from noisescope.estimate import Estimate
+from noisescope.findings import Target
+from noisescope.injection import Injection
 from noisescope.trials import Results, Trial
 
 
@@ -37,7 +43,7 @@ def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> Concl
     """Everything but the run's own facts: the same results give the same values, to the last bit."""
     screened = screen.conclude(frame, results) if frame.measure != "custom" else None
     found = _sections(frame, results, screened)
-    ranked = ranked_findings(found)
+    ranked = ranked_findings(found, functools.partial(_excess, frame, results))
     wanted = recommendations(found, ranked)
     limits = could_not_see(frame, found, notes)
     if screened is not None and screened.error:
@@ -51,6 +57,30 @@ def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> Concl
         recommendations=tuple(wanted),
         could_not_see=tuple(limits),
     )
+
+
+def _excess(frame: Frame, results: Results, whole: Target, part: Target) -> Estimate | None:
+    """What noise in a whole costs beyond noise in a part of it, sample by sample; None where one was not injected."""
+    clean = frame.answer(results, None)
+    noisy = [frame.answer(results, _injection(frame, target)) for target in (whole, part)]
+    if clean is None or clean.error:
+        return None
+    known = [answer for answer in noisy if answer is not None and not answer.error]
+    if len(known) < 2:
+        return None
+    (before, more), (_, less) = (paired(frame, clean, answer) for answer in known)
+    return stats.degradation_excess(before, more, less) if len(before) > 1 else None
+
+
+def _injection(frame: Frame, target: Target) -> Injection:
+    """The injection that a row about the target was measured by."""
+    if target.kind == "operator":
+        return operators.injection(frame, target.operators[0])
+    if target.kind == "place":
+        return layers.place_injection(frame, str(target.place))
+    if target.kind == "cell":
+        return layers.cell_injection(frame, target.layers[0], target.operators[0])
+    return frame.injection(layers=frozenset(target.layers))
 
 
 def _sections(frame: Frame, results: Results, screened: screen.Screened | None) -> Sections:

@@ -61,8 +61,11 @@ class Target:
         return frozenset(found)
 
     def holds(self, other: Target) -> bool:
-        """Whether noise in this target is also in all of the other, which is the more specific one."""
-        if self == other or other.kind not in ("window", "layer", "cell") or self.place is not None:
+        """Whether noise in this target is also in all of the other, which is the more specific one.
+
+        Noise in an operator also falls on the places outside the blocks that compute it.
+        """
+        if self == other or other.kind not in ("window", "layer", "cell", "place") or self.place is not None:
             return False
         if self.layers and not (other.layers and set(other.layers) <= set(self.layers)):
             return False

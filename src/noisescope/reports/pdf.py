@@ -50,7 +50,7 @@ TINTS = {
     "critical": ("#FBDDCB", "#7A2E00"), "high": ("#FDE8BF", "#664400"), "moderate": ("#FAF5B7", "#524D00"),
     "low": ("#D3EFE5", "#00462F"), "unsure": ("#E6E6E6", "#3D3D3D"), "": ("#DCEBF5", "#0B3A5C"),
 }  # fmt: skip
-_TOTAL = "\0"  # stands for the number of pages; `printable` keeps it out of every other text
+_TOTAL = "\0\0\0"  # stands for the number of pages, as wide as 999; `printable` keeps it out of every other text
 
 
 def to_pdf(document: Document) -> bytes:

@@ -36,6 +36,13 @@ class Report(SavedReport[DiagnosisReport | Robustness]):
             return self.value
         raise InvalidInput(f"{self!r} is no diagnosis: give the report of `noisescope diagnose`")
 
+    @property
+    def robustness(self) -> Robustness:
+        """The value where it is a robustness curve; a diagnosis is refused."""
+        if isinstance(self.value, Robustness):
+            return self.value
+        raise InvalidInput(f"{self!r} is no robustness curve: give the report of `noisescope robustness`")
+
     def document(self) -> Document:
         return document_of(self.value)
 

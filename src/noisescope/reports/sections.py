@@ -54,6 +54,8 @@ def summary(report: DiagnosisReport) -> Iterable[Section]:
     found = report.executive_summary
     level = Cell(found.overall_risk_level, tone=tone(found.overall_risk_level))
     blocks: list[Block] = [Verdict(level, found.risk_meaning, ())]
+    if found.whole_model is not None:
+        blocks.append(finding_line(found.whole_model))
     findings = tuple(map(finding_line, found.top_findings))
     blocks.append(Bullets(findings, numbered=True) if findings else Paragraph("Nothing stands out."))
     blocks.append(Paragraph(found.next_step, "Next step:"))

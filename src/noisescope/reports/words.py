@@ -137,9 +137,8 @@ def finding_lines(finding: Finding) -> list[str]:
 
 
 def finding_span(finding: Finding) -> str:
-    """The size of a finding with its interval and its n, to stand after its statement."""
+    """The interval of a finding's size and its n, to stand after the statement, which has the size."""
     if finding.size is None:
         return ""
-    cell = estimate(finding.size, share=finding.unit == "share")
-    what = "KL " if finding.unit == "nats" else ""
-    return f" ({what}{cell.text}, n = {finding.size.n})" if cell.interval else f" (n = {finding.size.n})"
+    interval = estimate(finding.size, share=finding.unit == "share").interval
+    return f" {interval}, n = {finding.size.n}" if interval else f" (n = {finding.size.n})"
