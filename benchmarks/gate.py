@@ -61,7 +61,7 @@ from noisescope.quantisation.scores import is_planned
 
 WORSE_BY = 1.4  # of the final-norm gain: twice the limit of 20 %
 LIMIT = 0.5
-WEIGHT_NOISE, LAYER_NOISE = 0.1, 0.5  # of a weight's root mean square
+WEIGHT_NOISE, LAYER_NOISE = 0.2, 2.0  # of a weight's root mean square
 CALIBRATION = 100
 PROBLEMS = 2027  # seed; others than those on which the statistic was chosen (stats/trimmed.py)
 GOOD, AGAIN = "undamaged", "undamaged, another noise seed"
@@ -219,7 +219,15 @@ def summary(found: Sequence[Decision | None]) -> dict[str, Any]:
         "rows_failed": rows,
         "median_undecided_rows": float(np.median(undecided)) if decided else None,
         "median_largest_ratio": float(np.median(largest)) if decided else None,
+        "mean_clean_accuracy": _accuracy(decided),
     }
+
+
+def _accuracy(decided: Sequence[Decision]) -> list[float] | None:
+    """Of the baseline and of the candidate, without noise."""
+    clean = [change for one in decided for change in one.accuracy if change.under_noise_in == "clean"]
+    sides = [[row.baseline.value or 0.0 for row in clean], [row.candidate.value or 0.0 for row in clean]]
+    return [float(np.mean(side)) for side in sides] if clean else None
 
 
 def filled(sets: Sets, runs: int, gain: float, workers: int) -> None:
@@ -296,14 +304,16 @@ def main() -> None:
         "arms": {kind: {arm: summary(rows) for arm, rows in by_arm.items()} for kind, by_arm in arms.items()},
     }
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print("| model | samples | runs | fails | refused | undecided | caught, 95 % interval |")
-    print("|---|---|---|---|---|---|---|")
+    print("| model | accuracy | largest ratio | samples | runs | fails | refused | undecided | caught, 95 % interval |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for kind, by_arm in found["arms"].items():
         for arm, row in by_arm.items():
             share = row["share_caught"]
             interval = f"{100 * share['value']:.0f} % ({100 * share['low']:.0f} to {100 * share['high']:.0f})"
             counts = " | ".join(str(row[name]) for name in ("runs", "failed", "refused", "undecided"))
-            print(f"| {kind} | {arm} | {counts} | {interval} |")
+            clean, times = row["mean_clean_accuracy"], row["median_largest_ratio"]
+            now = "" if clean is None else f"{100 * clean[1]:.0f} %"
+            print(f"| {kind} | {now} | {'' if times is None else f'{times:.2f}'} | {arm} | {counts} | {interval} |")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def test_gate(verdict: str, wanted: tuple[int, int], tmp_path: Path, monkeypatch
     """The verdict is the gate's own."""
     (tmp_path / "report.json").write_text("{}")
     monkeypatch.setattr("noisescope.api.loading.load_subject", lambda asked: None)
-    monkeypatch.setattr("noisescope.api.guarding.gate", lambda subject, options: {"verdict": verdict})
+    result = SimpleNamespace(verdict=verdict, seconds=1.0, checks=[0])
+    monkeypatch.setattr("noisescope.api.guarding.gate", lambda subject, options: result)
+    monkeypatch.setattr("noisescope.api.drawing.as_json", lambda value: "{}")
     assert codes("gate", "demo", "--baseline", tmp_path, "--json") == wanted
 
 

@@ -98,7 +98,7 @@ def test_smoothquant(folder: Path, tmp_path: Path) -> None:
     said = call("smoothquant", folder, "--samples", 8, "--max-tokens", 64, "-o", out)
     found = json.loads(out.read_text())
     assert "folds smoothed" in said and found["float_error"] < 1e-5 and found["kl"]["after"]["typical"]["n"] == 4
-    assert found["gain"]["n"] == 4 and found["gain"]["method"] and found["kl"]["before"]["mean"]["value"] > 0
+    assert found["gain"]["n"] == 4 and found["kl"]["before"]["mean"]["value"] > 0
     gain, after, before = (
         found["gain"]["value"],
         *(found["kl"][side]["typical"]["value"] for side in ("after", "before")),

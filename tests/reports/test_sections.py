@@ -113,8 +113,8 @@ def test_findings_have_interval_n_and_notes(drawn: Document) -> None:
     """Severity, component, statement, interval, n, and what else is known of the same place."""
     first, second, third, *_ = paragraphs(drawn, "summary").splitlines()[1:]
     assert first == (
-        "[CRITICAL] layers 0 to 1: noise here costs 31.0 % of the next-token accuracy (31.0 % [25.0 %, 37.0 %], "
-        "n = 64); layer 0 alone costs 20.0 %"
+        "[CRITICAL] layers 0 to 1: noise here costs 31.0 % of the next-token accuracy [25.0 %, 37.0 %], n = 64; "
+        "layer 0 alone costs 20.0 %"
     )
     assert second.endswith("0.0007 nats per token (KL 0.0007 [0.0003, 0.0014], n = 64)")
     assert third == "[MODERATE] model.layers.0.mlp: 3 of 96 channels are outliers (n = 128)"
