@@ -5,8 +5,8 @@
 
 A report is made of the first samples (effort standard). Then noise is injected into every layer, every place outside
 the layers and every operator of every layer, with other seeds on the samples behind those, and the typical KL there
-ranks the same places anew. Printed are the report's findings about places with both numbers and both ranks, the places of its
-migration plan in their order, and Spearman's correlation over all places.
+ranks the same places anew. Printed are the report's findings about places with both numbers and both ranks, the places
+of its migration plan in their order, and Spearman's correlation over all places.
 """
 
 from __future__ import annotations

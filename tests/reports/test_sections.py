@@ -116,7 +116,7 @@ def test_findings_have_interval_n_and_notes(drawn: Document) -> None:
         "[CRITICAL] layers 0 to 1: noise here costs 31.0 % of the next-token accuracy [25.0 %, 37.0 %], n = 64; "
         "layer 0 alone costs 20.0 %"
     )
-    assert second.endswith("0.0007 nats per token (KL 0.0007 [0.0003, 0.0014], n = 64)")
+    assert second.endswith("0.0007 nats per token [0.0003, 0.0014], n = 64")
     assert third == "[MODERATE] model.layers.0.mlp: 3 of 96 channels are outliers (n = 128)"
 
 
