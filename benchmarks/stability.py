@@ -6,7 +6,8 @@
 
 Each repeat has samples that no other repeat has, and seeds of its own. Agreement is counted over all pairs of repeats:
 
-    top finding      both name the same place or operator first
+    first place      the first findings of both are about the same layer or place ("layer 0" and "layer 0, matmul" are)
+    top finding      both name the same place or operator first, in the same words
     top three        how much the sets of the first three share (intersection over union)
     bands            rows of windows and operators whose bands overlap: two intervals that do not contradict each other
     bands by points  rows that get the same band by the point value, as the original method notes have it
@@ -33,6 +34,7 @@ from noisescope import demo
 from noisescope.data import DataSet, gather
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.findings import BANDS
+from noisescope.sites import Place
 
 FIRST = 3
 
@@ -42,6 +44,7 @@ class Said:
     """What one repeat says, as far as it is compared."""
 
     top: tuple[str, ...]
+    first: frozenset[Place]
     bands: dict[str, tuple[str, tuple[str, str]]]  # row -> (kind of bands, both ends)
     point_bands: dict[str, str]
     avalanches: frozenset[str]
@@ -58,6 +61,7 @@ def said(found: Diagnosis) -> Said:
     rows = [row for row in rows if row[2].injected and row[2].point_rule is not None]
     return Said(
         tuple(finding.component for finding in found.findings[:FIRST]),
+        frozenset(found.findings[0].target.places) if found.findings else frozenset(),
         {name: (kind, (row.band, row.band_upper)) for kind, name, row in rows},
         {name: row.point_rule.degradation_band for _, name, row in rows if row.point_rule is not None},
         frozenset(point.layer_range for point in layers.avalanche_points if point.decided),
@@ -89,6 +93,7 @@ def agreement(repeats: Sequence[Said]) -> dict[str, float]:
         return sum(map(same, names)) / len(names) if names else 1.0
 
     return {
+        "first place": mean(lambda a, b: bool(a.first & b.first)),
         "top finding": mean(lambda a, b: a.top[:1] == b.top[:1]),
         "top three": mean(lambda a, b: len(set(a.top) & set(b.top)) / max(len(set(a.top) | set(b.top)), 1)),
         "bands": mean(

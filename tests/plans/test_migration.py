@@ -47,11 +47,11 @@ def found(made: Any) -> Diagnosis:
 
 
 def test_places_are_ranked_by_evidence(found: Diagnosis) -> None:
-    """The core of an avalanche point comes first, as in the findings, then the costliest places, massive channels."""
+    """The core of an avalanche point comes first, as in the findings, then the costliest places; channels are second."""
     first, second, third = plan_migration(found).priorities
-    assert [one.place for one in first.evidence] == [10, "lm_head", 1]
-    assert first.layers == (10, 1) and first.places == ("lm_head",)
-    assert set(second.layers) == {2, 3, 6, 9, 11} and set(second.layers[:2]) == {9, 11}  # named by a finding
+    assert [one.place for one in first.evidence] == [10, "lm_head"]
+    assert first.layers == (10,) and first.places == ("lm_head",)
+    assert set(second.layers) == {1, 2, 3, 6, 9, 11} and set(second.layers[:2]) == {9, 11}  # named by a finding
     assert set(third.layers) == {0, 4, 5, 7, 8}  # a loss without significance and the residual stream say nothing
     assert "avalanche point L9-11: 25.0 % of the accuracy lost" in first.evidence[0].reasons
     assert any("beside the core" in reason for reason in second.evidence[0].reasons)
@@ -123,7 +123,7 @@ def test_it_is_json_and_back(found: Diagnosis) -> None:
 
 def test_fp16_only_where_its_range_suffices(found: Diagnosis, made: Any) -> None:
     """A captured maximum near 65504, or none at all, means BF16."""
-    assert plan_migration(found).priorities[0].precision == {"10": "FP16", "1": "BF16", "lm_head": "BF16"}
+    assert plan_migration(found).priorities[0].precision == {"10": "FP16", "lm_head": "BF16"}
     unseen = plan_migration(made.diagnosis(layer_analysis=found.layer_analysis))
     assert set(unseen.priorities[0].precision.values()) == {"BF16"}
 
@@ -141,7 +141,7 @@ def test_commands_are_commands(found: Diagnosis) -> None:
     assert [c[2] for c in records] == ["my models/llama"] * 2 and all("gsm8k.jsonl" in c for c in records)
     assert {c[c.index("-o") + 1] for c in records} == set(compares[0][2:4])
     assert "my out/report.json" in compares[0] and "--layers" not in compares[0]
-    assert [c[c.index("--layers") + 1] for c in compares[1:]] == ["1,10", "2,3,6,9,11"]
+    assert [c[c.index("--layers") + 1] for c in compares[1:]] == ["10", "1,2,3,6,9,11"]
     assert [c[c.index("--max-mape") + 1] for c in compares[1:]] == ["0.05", "0.1"]
     # MAPE needs whole tensors of every layer it is asked for, and one dtype on both machines
     assert all(c[c.index("--full-layers") + 1] == "1,2,3,6,9,10,11" for c in records)

@@ -45,6 +45,7 @@ class Candidate:
     target: Target
     effect: Effect
     at_least: str | None = None  # severity of a whole that this part accounts for
+    stands_for: float = 0.0  # nats of such a whole
 
     @property
     def severity(self) -> str:
@@ -66,6 +67,11 @@ class Candidate:
     def size(self) -> Estimate | None:
         """The loss, allowing for its having been picked as the largest of its table."""
         return self.effect.selected or self.effect.degradation
+
+    @property
+    def nats(self) -> float:
+        """What ranks it: its own divergence, or that of the whole that it accounts for."""
+        return max(self.effect.nats, self.stands_for)
 
     @property
     def loss(self) -> float:
@@ -133,9 +139,9 @@ def ranked_findings(found: Sections, excess: Excess = unknown_excess) -> list[Fi
     moved = [row for row in moved if not any(_said(row.target, target) for target in named)]
     kept = _collapsed(moved, lambda whole, part: part.effect.nats >= ACCOUNTS_FOR * whole.effect.nats)
     scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
-    findings += [
-        _unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
-    ][:MOST_PLACES]
+    findings += [_unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].nats)][
+        :MOST_PLACES
+    ]
     findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
     findings += _channels(found.channel_analysis)
     return sorted(findings, key=_order)
@@ -191,6 +197,7 @@ def _collapsed(
     """The rows without wholes that a part accounts for, and without parts of places that are kept; notes say which."""
     notes: dict[Target, list[str]] = {row.target: [] for row in rows}
     gravest = {row.target: row.severity for row in rows}
+    largest_nats = {row.target: row.nats for row in rows}
     dropped: set[Target] = set()
     for whole in sorted(rows, key=lambda row: -_width(row.target)):
         parts = [part for part in rows if whole.target.holds(part.target) and part.target not in dropped]
@@ -202,12 +209,16 @@ def _collapsed(
             dropped.add(whole.target)
             notes[best.target] += [*notes[whole.target], _adds(whole, best)]
             gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
+            largest_nats[best.target] = max(largest_nats[best.target], largest_nats[whole.target])
         elif whole.target.layers:
             largest = max(parts, key=lambda part: (part.loss, part.effect.nats))
             dropped |= {part.target for part in parts}
             notes[whole.target].append(_largest_part(whole, largest))
     return [
-        (replace(row, at_least=gravest[row.target]), tuple(notes[row.target]))
+        (
+            replace(row, at_least=gravest[row.target], stands_for=largest_nats[row.target]),
+            tuple(notes[row.target]),
+        )
         for row in rows
         if row.target not in dropped
     ]
@@ -262,7 +273,7 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
         target=row.target,
         size=row.size,
         unit="share",
-        nats=effect.nats,
+        nats=row.nats,
         evidence="injected",
         notes=(*notes, *_also(row, layers)),
     )
@@ -280,7 +291,7 @@ def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_
         target=row.target,
         size=effect.divergence.typical if effect.injected else effect.divergence.typical.times(prediction_scale),
         unit="nats",
-        nats=effect.nats,
+        nats=row.nats,
         evidence=effect.evidence,
         notes=(*notes, *_nonlinear(effect)),
     )

@@ -1,17 +1,18 @@
 """Which places to validate first on new hardware, in which precision, and how: from the findings of a diagnosis.
 
     priority 1   a finding rated HIGH or CRITICAL, the layers that all windows of an avalanche point share, a loss
-                 above a tenth of the score, three times the nats of the median layer, a linear with channels 50 times
-                 the median, or channels that are not finite: compared in full, MAPE below 5 %
+                 above a tenth of the score, three times the nats of the median layer, or channels that are not finite:
+                 compared in full, MAPE below 5 %
     priority 2   a finding rated MODERATE, the other layers of an avalanche point, a borderline avalanche point, a loss
-                 of a twentieth, one and a half times the median layer's nats, or channels 20 times the median:
-                 outputs compared, MAPE below 10 %
+                 of a twentieth, one and a half times the median layer's nats, or a linear with channels 20 times the
+                 median: outputs compared, MAPE below 10 %
     priority 3   all others: standard formats, nothing special
 
 Losses count where they are significant, and limits are passed by whole intervals. Within a priority, places come in the
 order of the report's findings, then by nats: the first places of the plan are what the first findings are about.
 
-Outliers are those of linears: a massive channel of the residual stream stays in it to the end, so it does not
+Outlier channels are an estimate of what 8-bit activations would lose, not a measured loss, so they never come before
+one. They are those of linears: a massive channel of the residual stream stays in it to the end, so it does not
 distinguish one layer from another. Places outside the blocks (embed, lm_head) are ranked, too. Records keep whole
 tensors of blocks alone, or of everything, so these places are compared by sketch.
 """
@@ -213,7 +214,7 @@ def _by_channels(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
         if info.operator == "linear" and info.band in ("HIGH", "CRITICAL"):
             largest = f"the largest {info.max_ratio:.0f} x the median"
             words = f"{name}: {info.num_outliers} outlier channels, {largest}"
-            yield (1, words) if info.band == "CRITICAL" else (2, words)
+            yield 2, words
 
 
 def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
