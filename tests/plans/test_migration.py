@@ -47,7 +47,7 @@ def found(made: Any) -> Diagnosis:
 
 
 def test_places_are_ranked_by_evidence(found: Diagnosis) -> None:
-    """The core of an avalanche point comes first, as in the findings, then the costliest places; channels are second."""
+    """The core of an avalanche point comes first, as in the findings, then the costliest places, channels later."""
     first, second, third = plan_migration(found).priorities
     assert [one.place for one in first.evidence] == [10, "lm_head"]
     assert first.layers == (10,) and first.places == ("lm_head",)
