@@ -498,7 +498,7 @@ def test_print_has_no_controls_and_cuts_nothing(browser: Browser) -> None:
         "return [...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth <= e.clientWidth,"
         " getComputedStyle(e).overflowX, getComputedStyle(e).maxHeight])"
     )
-    assert len(boxes) == 5 and all(box == [True, "visible", "none"] for box in boxes)
+    assert len(boxes) == 6 and all(box == [True, "visible", "none"] for box in boxes)
     assert len(browser.column("[data-key=windows] tbody th")) == 60
     assert browser.js("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 

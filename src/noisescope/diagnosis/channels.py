@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from noisescope.diagnosis.sections import (
     ChannelRow,
     CostlyChannel,
     OutlierRules,
+    Outliers,
     OutlierSummary,
 )
 from noisescope.findings import LIMITS, band
@@ -137,23 +138,6 @@ def summary_of(rows: Iterable[ChannelRow]) -> OutlierSummary:
         max_ratio=max((row.max_ratio for row in rows), default=None),
         largest=max((row.global_max for row in rows), default=None),
     )
-
-
-@dataclass(frozen=True)
-class Outliers:
-    """What the four rules say of one module's channels."""
-
-    outlier_indices: tuple[int, ...]
-    outlier_ratios: tuple[float, ...]
-    num_outliers: int
-    total_channels: int
-    outlier_percentage: float
-    nonfinite_channels: int
-    max_ratio: float
-    band: str
-    median_max: float
-    global_max: float
-    rules: OutlierRules
 
 
 def outliers(columns: Mapping[str, Array], fisher: Array | None, threshold: float, *, listed: int = LISTED) -> Outliers:

@@ -25,14 +25,10 @@ class OutlierRules:
     fisher: int | None
 
 
-@dataclass(frozen=True)
-class ChannelRow:
-    """The output channels of one module. Indices and ratios are of the largest outliers by the first rule."""
+@dataclass(frozen=True, kw_only=True)
+class Outliers:
+    """What the four rules say of channels. Indices and ratios are of the largest outliers by the first rule."""
 
-    layer: Place
-    operator: str
-    module: str
-    occurrence: int
     outlier_indices: tuple[int, ...]
     outlier_ratios: tuple[float, ...]
     num_outliers: int
@@ -44,6 +40,16 @@ class ChannelRow:
     median_max: float
     global_max: float
     rules: OutlierRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelRow(Outliers):
+    """The output channels of one module."""
+
+    layer: Place
+    operator: str
+    module: str
+    occurrence: int
     sparsity: float
     relative_sparsity: float
     count: int
