@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from noisescope.errors import InvalidInput
+
 NOT_MEASURABLE = "not measurable"
 UNBOUNDED = "unbounded"
 
@@ -27,6 +29,12 @@ class Estimate:
     level: float = 0.95
     note: str = ""
     method: str = ""
+
+    def __post_init__(self) -> None:
+        if self.n < 0 or not 0 < self.level < 1:
+            raise InvalidInput(f"an estimate is of n samples at a level between 0 and 1; got {self.n} and {self.level}")
+        if self.low is not None and self.high is not None and self.low > self.high + 1e-9 * abs(self.high):
+            raise InvalidInput(f"an interval goes from low to high; got {self.low} to {self.high}")
 
     @property
     def bounded(self) -> bool:

@@ -95,11 +95,13 @@ def test_criteria_are_those_of_the_notes(made: Any) -> None:
 
 
 def test_a_report_without_warnings_tests_what_is_nearest_to_one(made: Any) -> None:
-    """The operator and the window whose noise moves the output furthest; a borderline avalanche point is no warning."""
+    """The operator whose noise moves the output furthest, and a borderline avalanche point; without one, the window."""
     windows = [made.window(i, i + 2, i + 1.0, None) for i in range(4)]
     doubtful = made.layers(windows=windows, points=[made.point(0, 2, (0, 2), state="borderline")])
     quiet = {"executive_summary": made.summary(), "channel_analysis": None, "layer_analysis": doubtful}
-    assert [test.test_id for test in generate(diagnosis(made, **quiet))] == ["OP_GEMM", "LAYER_L3-5"]
+    assert [test.test_id for test in generate(diagnosis(made, **quiet))] == ["OP_GEMM", "LAYER_L0-2"]
+    none = {**quiet, "layer_analysis": made.layers(windows=windows)}
+    assert [test.test_id for test in generate(diagnosis(made, **none))] == ["OP_GEMM", "LAYER_L3-5"]
     with pytest.raises(InvalidInput, match="all levels"):
         generate(diagnosis(made, **{**quiet, "operator_analysis": None, "layer_analysis": None}))
 

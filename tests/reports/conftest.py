@@ -216,8 +216,10 @@ def metrics() -> Metrics:
 
 def channels() -> ChannelAnalysis:
     row = ChannelRow(
-        0, "linear", "model.layers.0.mlp.down_proj", 0, (7, 31), (23.0, 11.0), 2, 96, 2.1, 0, 23.0, "HIGH", 1.5, 34.5,
-        OutlierRules(2, 1, 0, None), 0.01, 0.05, 4096,
+        layer=0, operator="linear", module="model.layers.0.mlp.down_proj", occurrence=0, outlier_indices=(7, 31),
+        outlier_ratios=(23.0, 11.0), num_outliers=2, total_channels=96, outlier_percentage=2.1, nonfinite_channels=0,
+        max_ratio=23.0, band="HIGH", median_max=1.5, global_max=34.5, rules=OutlierRules(2, 1, 0, None), sparsity=0.01,
+        relative_sparsity=0.05, count=4096,
     )  # fmt: skip
     costly = CostlyChannel("model.layers.0.mlp.down_proj", 0, 7, 0.004, "injected", kl(0.005), 1.25)
     total = OutlierSummary(1, 2, 960, 0.21, 0, 23.0, 34.5)

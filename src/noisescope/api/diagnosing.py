@@ -36,7 +36,7 @@ def diagnose(subject: Subject, asked: DiagnoseOptions) -> Report:
     """
     run, found = prepare_diagnosis(subject, options=asked).run(whole, asked)
     diagnosis = DiagnosisReport.from_diagnosis(Diagnosis.of(run, found))
-    if diagnosis.layer_analysis is not None and diagnosis.layer_analysis.layers:
+    if diagnosis.layer_analysis is not None and any(row.nats for row in diagnosis.layer_analysis.layers):
         diagnosis = replace(diagnosis, migration_plan=rank_places(diagnosis))
     return _kept(Report(diagnosis), asked.output)
 

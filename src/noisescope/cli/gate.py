@@ -28,8 +28,8 @@ def gate_model(asked: GateOptions) -> None:
     noisescope gate --template github > .github/workflows/robustness.yml
 
     On the baseline's own samples all numbers are compared in pairs; others are refused without --other-samples, as is
-    another architecture. Another dtype, device or attention path is said. A row that could have missed twice the limit
-    is undecided, and says what it would have caught. Exit code 3 where none could be decided.
+    another architecture. Another dtype, device or attention path is reported. A row that could have missed twice the
+    limit is undecided, and says what it would have caught. Exit code 3 where none could be decided.
     """
     if asked.template is not None:
         folder = importlib.resources.files("noisescope.cli") / "ci"
@@ -63,7 +63,7 @@ def say_verdict(result: GateResult) -> None:
     typer.echo(f"{result.headline}\n")
     for row in result.checks:
         typer.echo(f"  {row.verdict:<9}  {row.name}: {row.message}")
-    typer.echo("\nscore, which does not decide:")
+    typer.echo("\nscore, for information:")
     for change in result.accuracy:
         typer.echo(f"  {_change(change)}")
 

@@ -54,7 +54,7 @@ def plan_fault_tests(asked: FaultTestOptions) -> None:
         typer.echo(found, nl=False)
     else:
         if rows:
-            typer.echo(headline(verdict, rows))
+            typer.echo(headline(verdict, [one.verdict for result in results for one in result.criteria] or rows))
         for path in paths:
             typer.echo(f"  {path}")
     if rows:

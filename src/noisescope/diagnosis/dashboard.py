@@ -78,7 +78,8 @@ def threshold_aims(frame: Frame, screened: Screened | None) -> dict[str, dict[st
 
 
 def conclude(frame: Frame, results: Results, screened: Screened | None, captured: ChannelAnalysis | None) -> Metrics:
-    whole = effect(frame, results, model_injection(frame), screened)
+    looks = len(present_operators(frame)) if "operator" in frame.settings.levels else 1  # as in the operators' table
+    whole = effect(frame, results, model_injection(frame), screened, looks=max(looks, 1))
     loss = None if whole.degradation is None else whole.degradation.value
     aims = {} if frame.settings.effort == "screen" else threshold_aims(frame, screened)
     thresholds = {name: threshold.conclude(frame, results, **aim) for name, aim in aims.items()}

@@ -66,6 +66,8 @@ def task_loss(
     if not len(before):
         return Effect(metric=frame.metric_name, degradation=NOTHING)
     loss = stats.degradation(before, after, chance=frame.chance, level=stats.simultaneous_level(looks))
+    if frame.measure != "custom" and before.mean() > 0:
+        loss = loss.within(1 - 1 / float(before.mean()), 1.0)  # a share can't rise above 1, nor fall below 0
     score = None if loss.value is None else loss.value / scale
     lower, upper = band_range(bands, loss)
     return Effect(
@@ -170,6 +172,8 @@ def clean_score(frame: Frame, values: Array, name: str | None = None) -> stats.E
     known = values[np.isfinite(values)]
     if not len(known):
         return NOTHING
+    if name == "nll":
+        return stats.nonnegative_mean(np.maximum(known, 0.0))
     found = stats.mean(known)
     is_share = (frame.metric if name is None else name) in SHARES and frame.measure != "custom"
     return found.within(0.0, 1.0) if is_share else found

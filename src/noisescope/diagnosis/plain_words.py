@@ -12,7 +12,7 @@ from noisescope.findings import NOT_MEASURABLE, Recommendation, metric_name, per
 _MEANING = {
     "LOW": "At the noise tried here nothing in the model breaks: the usual checks on the new device are enough.",
     "MODERATE": "Some parts of the model are sensitive to numerical error: protect them before moving the model.",
-    "HIGH": "Parts of the model break under small numerical error: do not move it as it is.",
+    "HIGH": "The model breaks under small numerical error: do not move it as it is.",
     NOT_MEASURABLE: "This run can't say whether the model may be moved: it measured too little to be sure.",
 }
 WIDEST = 0.2  # an interval of the clean score that is wider than this is no criterion to pass
@@ -24,18 +24,24 @@ def plain_words(
 ) -> PlainWords:
     """Up to three short paragraphs; every number in them is elsewhere in the report with its interval."""
     risk = f"{_MEANING[level]} {_loss(frame, found)}".strip()
+    if level == NOT_MEASURABLE:
+        return PlainWords(risk, next_step, _success(frame, found))
     if not wanted:
-        return PlainWords(risk, next_step if level == NOT_MEASURABLE else "Nothing beyond the usual validation.", "")
+        return PlainWords(risk, "Nothing beyond the usual validation.", "")
     urgent = sum(one.priority in ("CRITICAL", "HIGH") for one in wanted)
-    named = ", ".join(one.component for one in wanted[:3]) + (", ..." if len(wanted) > 3 else "")
-    things = f"{len(wanted)} {'item' if len(wanted) == 1 else 'items'}, {urgent} of them urgent"
+    named = ", ".join(one.component for one in wanted[:3]) + (" and others" if len(wanted) > 3 else "")
+    things = f"{len(wanted)} {'item' if len(wanted) == 1 else 'items'}" + (
+        f", {urgent} of them urgent" if urgent else ""
+    )
     return PlainWords(risk, f"Look at {things}: {named}. The recommendations say how.", _success(frame, found))
 
 
 def _success(frame: Frame, found: Sections) -> str:
     """A criterion that a device can pass or fail, or how many samples it would take to have one."""
     baseline = found.metrics.baseline
-    clean = None if baseline is None else baseline.metrics.get(frame.metric)
+    if baseline is None or not baseline.measurable or frame.metric == "agreement":  # the clean model agrees with itself
+        return ""
+    clean = baseline.metrics.get(frame.metric)
     if clean is None or clean.value is None or clean.low is None or clean.high is None:
         return ""
     metric = metric_name(frame.metric_name)

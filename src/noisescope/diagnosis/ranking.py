@@ -25,7 +25,6 @@ from noisescope.stats import Estimate
 STANDS_OUT = 1.5  # times the nats of the median layer: worth a finding
 MOST_PLACES = 12  # findings of kind 3
 MOST_CHANNELS = 3  # modules
-ACCOUNTS_FOR = 0.8  # share of the whole's nats at which a part is the finding
 RATED = ("CRITICAL", "HIGH", "MODERATE", BORDERLINE)
 BAND_SEVERITY = {"CRITICAL": "CRITICAL", "AVALANCHE": "HIGH", "HIGH": "HIGH", "MODERATE": "MODERATE"}
 
@@ -45,7 +44,6 @@ class Candidate:
     target: Target
     effect: Effect
     at_least: str | None = None  # severity of a whole that this part accounts for
-    stands_for: float = 0.0  # nats of such a whole
 
     @property
     def severity(self) -> str:
@@ -67,11 +65,6 @@ class Candidate:
     def size(self) -> Estimate | None:
         """The loss, allowing for its having been picked as the largest of its table."""
         return self.effect.selected or self.effect.degradation
-
-    @property
-    def nats(self) -> float:
-        """What ranks it: its own divergence, or that of the whole that it accounts for."""
-        return max(self.effect.nats, self.stands_for)
 
     @property
     def loss(self) -> float:
@@ -137,11 +130,11 @@ def ranked_findings(found: Sections, excess: Excess = unknown_excess) -> list[Fi
     moved = [row for row in rows if row.severity == NOT_RATED and row.effect.nats >= STANDS_OUT * typical > 0]
     moved = [row for row in moved if row.target.kind in ("layer", "place", "cell")]
     moved = [row for row in moved if not any(_said(row.target, target) for target in named)]
-    kept = _collapsed(moved, lambda whole, part: part.effect.nats >= ACCOUNTS_FOR * whole.effect.nats)
+    kept = _collapsed(moved, lambda whole, part: False)
     scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
-    findings += [_unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].nats)][
-        :MOST_PLACES
-    ]
+    findings += [
+        _unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
+    ][:MOST_PLACES]
     findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
     findings += _channels(found.channel_analysis)
     return sorted(findings, key=_order)
@@ -197,7 +190,6 @@ def _collapsed(
     """The rows without wholes that a part accounts for, and without parts of places that are kept; notes say which."""
     notes: dict[Target, list[str]] = {row.target: [] for row in rows}
     gravest = {row.target: row.severity for row in rows}
-    largest_nats = {row.target: row.nats for row in rows}
     dropped: set[Target] = set()
     for whole in sorted(rows, key=lambda row: -_width(row.target)):
         parts = [part for part in rows if whole.target.holds(part.target) and part.target not in dropped]
@@ -209,16 +201,12 @@ def _collapsed(
             dropped.add(whole.target)
             notes[best.target] += [*notes[whole.target], _adds(whole, best)]
             gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
-            largest_nats[best.target] = max(largest_nats[best.target], largest_nats[whole.target])
         elif whole.target.layers:
             largest = max(parts, key=lambda part: (part.loss, part.effect.nats))
             dropped |= {part.target for part in parts}
             notes[whole.target].append(_largest_part(whole, largest))
     return [
-        (
-            replace(row, at_least=gravest[row.target], stands_for=largest_nats[row.target]),
-            tuple(notes[row.target]),
-        )
+        (replace(row, at_least=gravest[row.target]), tuple(notes[row.target]))
         for row in rows
         if row.target not in dropped
     ]
@@ -243,9 +231,6 @@ def _loss_accounted_for(whole: Candidate, part: Candidate, excess: Excess) -> bo
 
 def _adds(whole: Candidate, part: Candidate) -> str:
     name = whole.target.name
-    if whole.severity == NOT_RATED:
-        share = min(part.effect.nats / whole.effect.nats, 1.0)
-        return f"{name} as a whole diverges by {whole.effect.nats:.3g} nats per token, {percent(share, 0)} of it here"
     return f"{name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
 
 
@@ -273,7 +258,7 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
         target=row.target,
         size=row.size,
         unit="share",
-        nats=row.nats,
+        nats=effect.nats,
         evidence="injected",
         notes=(*notes, *_also(row, layers)),
     )
@@ -282,19 +267,24 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
 def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_scale: float) -> Finding:
     effect = row.effect
     assert effect.divergence is not None
-    times = f"{effect.nats / typical:.1f} times the median layer"
+    times = f"{_digits(effect.nats / typical)} times the median layer"
     verb = "moves" if effect.injected else "is predicted to move"
     return Finding(
         severity=NOT_RATED,
         component=row.target.name,
-        statement=f"noise here {verb} the output by {effect.nats:.3g} nats per token, {times}",
+        statement=f"noise here {verb} the output by {effect.nats:.3g} nats per token",
         target=row.target,
         size=effect.divergence.typical if effect.injected else effect.divergence.typical.times(prediction_scale),
         unit="nats",
-        nats=row.nats,
+        nats=effect.nats,
         evidence=effect.evidence,
-        notes=(*notes, *_nonlinear(effect)),
+        notes=(times, *notes, *_nonlinear(effect)),
     )
+
+
+def _digits(times: float) -> str:
+    """Two digits: more would not hold on other samples."""
+    return f"{times:.1f}" if times < 10 else f"{float(f'{times:.2g}'):.0f}"
 
 
 def _failed(row: Candidate) -> Finding:

@@ -10,7 +10,7 @@ FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, tho
 
 
 def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendation]:
-    """One for each rated finding, for places that stand far out in nats, and for modules with outlier channels."""
+    """One for each finding about a place, an operator or a module with outlier channels."""
     typical = typical_nats(found.layer_analysis)
     wanted = []
     for finding in ranked:
@@ -19,8 +19,9 @@ def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendati
         elif finding.unit == "share" and finding.severity in RATED:
             priority = finding.severity if finding.urgent else "MEDIUM"
             wanted.append(Recommendation(priority, finding.component, finding.statement, _advice(found, finding)))
-        elif finding.unit == "nats" and (finding.nats or 0.0) >= FAR * typical > 0:
-            wanted.append(Recommendation("MEDIUM", finding.component, finding.statement, _advice(found, finding)))
+        elif finding.unit == "nats" and finding.nats is not None:
+            priority = "MEDIUM" if finding.nats >= FAR * typical else "LOW"
+            wanted.append(Recommendation(priority, finding.component, finding.statement, _advice(found, finding)))
         elif finding.unit == "ratio" and found.channel_analysis is not None:
             wanted.append(_channel_advice(finding, found.channel_analysis))
     return by_priority(wanted)
@@ -42,4 +43,5 @@ def _advice(found: Sections, finding: Finding) -> str:
 def _channel_advice(finding: Finding, channels: ChannelAnalysis) -> Recommendation:
     row = channels.per_layer[finding.component]
     action = f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
-    return Recommendation("MEDIUM" if row.band == "CRITICAL" else "LOW", finding.component, finding.statement, action)
+    priority = "MEDIUM" if row.band == "CRITICAL" and row.operator == "linear" else "LOW"
+    return Recommendation(priority, finding.component, finding.statement, action)

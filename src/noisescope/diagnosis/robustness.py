@@ -58,5 +58,6 @@ class RobustnessQuestion:
             score = row.noisy_acc_interval
             noisy = frame.answer(results, frame.injection(scale=level))
             if noisy is not None and not noisy.error:
-                kept = stats.retention(*paired(frame, clean, noisy), chance=frame.chance)
+                together = stats.simultaneous_level(len(self.levels))
+                kept = stats.retention(*paired(frame, clean, noisy), chance=frame.chance, level=together)
         return as_row(row, LevelEffect, noise_level=level, accuracy=score, retention=kept)

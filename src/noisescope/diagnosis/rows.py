@@ -83,8 +83,10 @@ class Effect:
 
     @property
     def significant(self) -> bool:
-        """Whether noise here changed the score for certain: p = 0 is as certain as can be."""
-        return self.injected and self.p_corrected is not None and self.p_corrected < SIGNIFICANT
+        """Whether noise here changed the score, by p (0 is as certain as can be) and by the interval of the loss."""
+        if not self.injected or self.p_corrected is None or self.degradation is None:
+            return False
+        return self.p_corrected < SIGNIFICANT and (self.degradation.above(0.0) or self.degradation.below(0.0))
 
     @property
     def borderline(self) -> bool:

@@ -319,6 +319,13 @@ class Sections:
     format_scores: FormatScores | None
     gate: GateNumbers | None
 
+    @property
+    def clean_error(self) -> str:
+        """What went wrong with the first row that failed; "" where none did."""
+        windows = self.layer_analysis.windows if self.layer_analysis is not None else ()
+        rows = [*(self.operator_analysis or {}).values(), *windows]
+        return next((row.error for row in rows if row.error), "")
+
 
 @dataclass(frozen=True)
 class Conclusions(Sections):

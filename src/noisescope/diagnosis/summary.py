@@ -48,11 +48,15 @@ def executive_summary(
     level, meaning = overall_risk(
         risk.level, [*ranked, *([] if whole is None else [whole])], smallest_detectable(found)
     )
+    if level == NOT_MEASURABLE:
+        meaning = _why_not(frame, found) or meaning
     step = next_step(frame, found, ranked)
     return ExecutiveSummary(
         critical_operators=critical,
         borderline_operators=tuple(
-            name for name, row in operators.items() if name not in critical and _above_limit(row.sensitivity_score)
+            name
+            for name, row in operators.items()
+            if name not in critical and _may_be_critical(row, frame.settings.scale)
         ),
         num_critical_operators=len(critical),
         avalanche_points=points,
@@ -89,14 +93,27 @@ def overall_risk(score_level: str, ranked: Sequence[Finding], smallest: float | 
     return level, RISK_MEANINGS.get(level, "only a part of the model was measured")
 
 
+def _why_not(frame: Frame, found: Sections) -> str:
+    """Why no loss could be measured at all; "" where some could."""
+    baseline = found.metrics.baseline
+    if frame.settings.effort == "screen":
+        return "a screen predicts divergence and injects nothing, so no loss was measured"
+    if baseline is None:
+        return "the clean model could not be measured"
+    return "" if baseline.measurable else f"the clean {metric_name(frame.metric_name)} is not clear of chance"
+
+
 def _critical(row: Effect, scale: float) -> bool:
     """Whether the interval of the sensitivity score (loss over scale) clears the limit."""
     loss = row.degradation
     return row.significant and loss is not None and loss.above(LIMITS["critical_operator_score"] * scale)
 
 
-def _above_limit(score: float | None) -> bool:
-    return score is not None and score > LIMITS["critical_operator_score"]
+def _may_be_critical(row: Effect, scale: float) -> bool:
+    """Whether a significant loss has an interval that holds the limit."""
+    limit = LIMITS["critical_operator_score"] * scale
+    loss = row.degradation
+    return row.significant and loss is not None and loss.above(0.0) and (loss.high is None or loss.high > limit)
 
 
 def _score(row: Effect, critical: bool) -> float | None:
@@ -106,6 +123,8 @@ def _score(row: Effect, critical: bool) -> float | None:
 
 def smallest_detectable(found: Sections) -> float | None:
     """The loss that every operator would have shown; None where no loss could be found, or none was looked for."""
+    if found.metrics.baseline is None or not found.metrics.baseline.measurable:
+        return None
     rows = [row for row in (found.operator_analysis or {}).values() if row.injected]
     seen = [row.smallest_detectable for row in rows]
     known = [loss for loss in seen if loss is not None]
@@ -113,6 +132,8 @@ def smallest_detectable(found: Sections) -> float | None:
 
 
 def next_step(frame: Frame, found: Sections, ranked: Sequence[Finding]) -> str:
+    if found.metrics.baseline is None:
+        return f"The clean model could not be measured: {found.clean_error or 'its trials failed'}"
     if frame.settings.effort == "screen":
         return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
     baseline = found.metrics.baseline
@@ -123,18 +144,18 @@ def next_step(frame: Frame, found: Sections, ranked: Sequence[Finding]) -> str:
         place = next((finding.component for finding in ranked if finding.target.places), None)
         where = urgent.component if urgent.target.places or place is None else f"{urgent.component}, {place} first,"
         return f"Validate {where} on the target hardware; the recommendations say what to check."
-    whole = whole_model(found)
-    if whole is not None and ranked:
-        return (
-            f"Noise in all layers together costs {percent((whole.size and whole.size.value) or 0.0)}; validate "
-            f"{ranked[0].component} on the target hardware first."
-        )
     rows: list[Effect] = [row for row in (found.operator_analysis or {}).values() if row.evidence != "absent"]
     rows += found.layer_analysis.windows if found.layer_analysis is not None else ()
     if rows and all(row.evidence == "failed" for row in rows):
         return f"Every trial failed; the first error was: {rows[0].error}"
     if not rows and found.channel_analysis is not None:
         return "Only channels were measured: run again with --level operator,layer to see what noise costs."
+    whole = whole_model(found)
+    if whole is not None and whole.size is not None and whole.size.value is not None and ranked:
+        return (
+            f"Noise in all layers together costs {percent(whole.size.value)}; validate {ranked[0].component} on the "
+            "target hardware first."
+        )
     if not any(row.injected for row in rows):
         return "No noise was injected into operators or layers: choose --level and --operators that the model has."
     smallest = smallest_detectable(found)
@@ -164,7 +185,10 @@ def could_not_see(frame: Frame, found: Sections, notes: Sequence[str]) -> list[s
     if absent:
         limits.append(f"the model computes no {', '.join(absent)}")
     smallest = smallest_detectable(found)
-    if smallest is None and found.operator_analysis and frame.settings.effort != "screen":
+    reason = _why_not(frame, found)
+    if reason:
+        limits.append(reason)
+    elif smallest is None and found.operator_analysis:
         limits.append(f"too few samples: in some operator no loss of {metric} could have been detected")
     elif smallest is not None:
         limits.append(
@@ -173,9 +197,9 @@ def could_not_see(frame: Frame, found: Sections, notes: Sequence[str]) -> list[s
         )
     windows = [] if found.layer_analysis is None else [row for row in found.layer_analysis.windows if row.injected]
     seen = [row.smallest_detectable for row in windows if row.smallest_detectable is not None]
-    if seen:
+    if seen and not reason:
         limits.append(f"a loss of {metric} below {percent(max(seen))} in one window could have been missed")
-    elif windows:
+    elif windows and not reason:
         limits.append(f"too few samples: in no window could a loss of {metric} have been detected")
     if frame.settings.effort != "full" and found.layer_analysis is not None:
         limits.append(

@@ -21,7 +21,7 @@ class DrawOptions(CommandOptions):
     )
     format: tuple[str, ...] = option(
         REPORT_FORMATS,
-        "Any of json, md, html, pdf.",
+        "Forms to write.",
         unit="LIST",
         choices=REPORT_FORMATS,
         word="report format",

@@ -105,11 +105,12 @@ def _windows(found: Diagnosis) -> Iterable[WeakWindow]:
     section = found.layer_analysis
     if section is None:
         return
-    points = [point for point in section.avalanche_points if point.decided]
+    points = section.avalanche_points
     for point in points:
         loss = point.degradation.value
         lost = "" if loss is None else f", {percent(loss)} of the {metric_name(section.windows[0].metric)} lost"
-        yield WeakWindow(point.start, point.end, f"avalanche point{lost}")
+        kind = "avalanche point" if point.decided else "borderline avalanche point"
+        yield WeakWindow(point.start, point.end, f"{kind}{lost}")
     known = [row for row in section.windows if row.nats]
     if not points and known:
         worst = max(known, key=lambda row: row.nats)

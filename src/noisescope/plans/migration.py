@@ -30,6 +30,7 @@ from noisescope.diagnosis.rows import AvalanchePoint, Effect, LayerAnalysis
 from noisescope.diagnosis.sections import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
 from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
+from noisescope.plans.words import counted
 from noisescope.sites import Place
 
 Rank = Literal[1, 2, 3]
@@ -203,7 +204,8 @@ def _by_effect(view: _View, place: Place, row: Effect) -> Iterable[tuple[Rank, s
         yield (1, words) if row.degradation.above(high) else (2, words)
     if view.median and row.nats >= STANDS_OUT * view.median:
         times = f"{row.nats / view.median:.1f} x the median layer"
-        words = f"noise in it moves the output by {row.nats:.3g} nats per token, {times}"
+        verb = "moves" if row.injected else "is predicted to move"
+        words = f"noise in it {verb} the output by {row.nats:.3g} nats per token, {times}"
         yield (1, words) if row.nats >= COSTLY * view.median else (2, words)
 
 
@@ -213,7 +215,7 @@ def _by_channels(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
             yield 1, f"{name}: {info.nonfinite_channels} channels are not finite"
         if info.operator == "linear" and info.band in ("HIGH", "CRITICAL"):
             largest = f"the largest {info.max_ratio:.0f} x the median"
-            words = f"{name}: {info.num_outliers} outlier channels, {largest}"
+            words = f"{name}: {counted(info.num_outliers, 'outlier channel')}, {largest}"
             yield 2, words
 
 

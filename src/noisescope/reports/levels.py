@@ -102,8 +102,8 @@ def _points(section: LayerAnalysis, metric: str) -> Iterable[Block]:
     yield Paragraph(
         f"An avalanche point is a window that costs more than {100 * LIMITS['avalanche_degradation']:g} % of the "
         f"{metric}, and more than {LIMITS['avalanche_neighbour_factor']:g} times what the windows beside it cost; it "
-        "is borderline where an interval holds one of these limits. The interaction index is the KL of a window over "
-        "the sum of the KL of its layers: significantly above 1, errors compound."
+        "is borderline where its point values pass these limits and the intervals do not. The interaction index is the "
+        "KL of a window over the sum of the KL of its layers: significantly above 1, errors compound."
     )
 
 
@@ -192,7 +192,7 @@ def _hover(row: CellEffect, metric: str) -> str:
 def loss_cell(row: Effect) -> Cell:
     """The loss by which the band was decided; the largest of a table also corrected for its selection."""
     cell, selected = estimate(row.degradation, share=True), estimate(row.selected, share=True)
-    if cell.value is None or selected.value is None:
+    if cell.value is None or selected.value is None or not row.significant:
         return cell
     return replace(cell, rest=f", corrected for selection {selected.text}")
 

@@ -14,7 +14,6 @@ from noisescope.reports.words import (
     counted,
     counted_noun,
     described,
-    divergence,
     estimate,
     number,
     plain,
@@ -58,7 +57,7 @@ def channels(report: DiagnosisReport) -> Iterable[Section]:
                 "by Fisher")  # fmt: skip
         blocks.append(Table("outliers", head, body, "Modules with the largest outliers"))
     if section.costliest:
-        columns = ("module", "channel", "KL predicted", "KL injected", "evidence")
+        columns = ("module", "channel", "mean KL predicted", "mean KL injected", "evidence")
         costs = tuple(map(_costly, section.costliest[:WORST]))
         blocks.append(Table("costliest", columns, costs, "Channels whose noise costs most"))
     yield Section("channels", "Channels", tuple(blocks))
@@ -75,7 +74,8 @@ def _outliers(row: ChannelRow) -> tuple[Cell, ...]:
 
 
 def _costly(row: CostlyChannel) -> tuple[Cell, ...]:
-    return text(row.module), whole(row.channel), plain(row.predicted_nats), divergence(row.kl), text(row.evidence)
+    injected = estimate(None if row.kl is None else row.kl.mean)
+    return text(row.module), whole(row.channel), plain(row.predicted_nats), injected, text(row.evidence)
 
 
 def formats(report: DiagnosisReport) -> Iterable[Section]:

@@ -92,6 +92,8 @@ def _named_layers(report: DiagnosisReport) -> Iterator[tuple[str, Iterable[int]]
             yield f"layer_analysis.point_rule_avalanches[{i}]", (rule.start, rule.end)
     for i, finding in enumerate(report.findings):
         yield f"findings[{i}].target.layers", finding.target.layers
+    for i, finding in enumerate(report.executive_summary.top_findings):
+        yield f"executive_summary.top_findings[{i}].target.layers", finding.target.layers
     if report.format_scores:
         for i, module in enumerate(report.format_scores.modules):
             yield f"format_scores.modules[{i}].place", (module.place,)

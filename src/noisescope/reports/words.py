@@ -33,7 +33,7 @@ def run_metric(run: Run) -> str:
 
 def described(metric: str) -> str:
     """A metric with its unit, for the title of a section or a row of a table."""
-    return METRICS.get(metric) or metric_name(metric)
+    return METRICS[metric] if metric in METRICS else metric_name(metric)
 
 
 def capitalised(words: str) -> str:
