@@ -323,6 +323,46 @@ def test_a_failed_trial_is_a_row_that_says_so() -> None:
     assert len(found.executive_summary.avalanche_points) == 1
 
 
+@pytest.mark.parametrize("effort", ["screen", "standard"])
+def test_where_every_trial_fails_the_report_says_why_and_rates_nothing(effort: str) -> None:
+    """No cost, no "nothing stands out", no plan of harmless places: the error is the next step."""
+
+    def spoil(trial: Trial) -> Result | None:
+        return Result(facts={"error_type": "RuntimeError"}, error="RuntimeError: boom")
+
+    found, _, _ = diagnosed(harmless, spoil=spoil, effort=effort)
+    summary = found.executive_summary
+    assert summary.overall_risk_level == "not measurable" and "costs" not in summary.next_step
+    assert summary.next_step.startswith("The clean model could not be measured")
+    assert not any(finding.rated for finding in found.findings)
+    assert "boom" in summary.next_step
+
+
+def test_the_reason_for_no_rating_is_the_one_that_holds() -> None:
+    """At chance more samples do not help, and a screen has measured no loss: neither says "too few samples"."""
+    at_chance, _, _ = diagnosed(harmless, clean=0.02)
+    assert "chance" in at_chance.executive_summary.risk_meaning
+    assert at_chance.executive_summary.in_plain_words.success == ""
+    screened, _, _ = diagnosed(harmless, effort="screen")
+    assert "injects nothing" in screened.executive_summary.risk_meaning
+    for found in (at_chance, screened):
+        assert not any("could have been missed" in limit or "too few" in limit for limit in found.could_not_see)
+
+
+def test_one_number_has_one_interval() -> None:
+    """The loss of the whole model is the operators' row of all products, to the last digit."""
+    found, _, _ = diagnosed(hot_layer_five)
+    assert found.metrics.primary.relative_degradation == operators_of(found)["gemm"].degradation
+
+
+def test_an_interval_stays_within_what_a_share_can_be() -> None:
+    """A score can't rise above 1: with 95 % right, no loss is below 1 - 1 / 0.95."""
+    found, _, _ = diagnosed(harmless)
+    for row in (*operators_of(found).values(), *layers_of(found).windows):
+        if row.degradation is not None and row.degradation.low is not None:
+            assert row.baseline_acc is not None and row.degradation.low >= 1 - 1 / row.baseline_acc - 1e-12
+
+
 def test_an_operator_that_was_never_computed_is_absent() -> None:
     """Where the model may or may not have it and noise fell on nothing; another failure stays a failure."""
 

@@ -206,6 +206,13 @@ def test_an_estimate_answers_questions() -> None:
     assert not nothing.bounded and not nothing.one_sided and not nothing.above(-1e9) and not nothing.below(1e9)
 
 
+@pytest.mark.parametrize("wrong", [{"n": -5}, {"level": 7.0}, {"low": 0.9, "high": 0.1}])
+def test_an_estimate_that_can_not_be_is_refused(wrong: dict[str, float]) -> None:
+    """As it may come from a file: fewer samples than none, a level that is none, ends the wrong way round."""
+    with pytest.raises(InvalidInput, match=r"an estimate is of n samples|an interval goes from low to high"):
+        stats.Estimate(**{"value": 0.5, "low": None, "high": None, "n": 3, **wrong})  # type: ignore[arg-type]
+
+
 def test_single_seed_p_is_mcnemar() -> None:
     """With one seed the p of no difference is McNemar's: (lost - gained)^2 / (lost + gained)."""
     x, y = np.repeat([1.0, 1, 0, 0], [600, 30, 14, 356]), np.repeat([1.0, 0, 1, 0], [600, 30, 14, 356])

@@ -34,11 +34,11 @@ def effect(
         predicted = divergence(screened.predicted_by(injection, scale), looks)
         known = replace(known, evidence="predicted", predicted_kl=predicted)
     clean, noisy = frame.answer(results, None), frame.answer(results, injection)
+    for answer in (clean, noisy):
+        if answer is not None and answer.error:
+            return replace(known, evidence="failed", error=answer.error)
     if clean is None or noisy is None:
         return known
-    for answer in (clean, noisy):
-        if answer.error:
-            return replace(known, evidence="failed", error=answer.error)
     found = replace(task_loss(frame, clean, noisy, scale, looks=looks, bands=bands), predicted_kl=known.predicted_kl)
     over = None
     if "kl" in noisy.metrics and screened is not None and not screened.error:
