@@ -45,6 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diagnose demo --operators sofmax", "unknown operator 'sofmax'.*Did you mean 'softmax'"),
         ("diagnose demo --mode operators", "unknown level 'operators'.*Did you mean 'operator'"),
         ("robustness demo --executor slurm", "unknown executor 'slurm'"),
+        ("diagnose demo --device cudaa", "unknown device 'cudaa'.*Did you mean 'cuda'"),
+        ("passport --device cuda:one", "a device is a name such as cuda, or with a number cuda:1; got 'cuda:one'"),
         ("diagnose --config run.yaml", "unknown option 'windw'.*Did you mean 'window'"),
         ("report . --format docx", "unknown report format 'docx'"),
         ("diagnose", "MODEL is missing"),

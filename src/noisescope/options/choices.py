@@ -12,6 +12,7 @@ METRICS = ("accuracy", "next_token_accuracy", "agreement")
 DTYPES = ("float64", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 EXECUTORS = ("local", "ray")
 DETAILS = ("sketch", "full")
+DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia", "xla", "meta")  # those that people name
 LOCATE_METHODS = ("auto", "audit", "relations", "replay", "srdd", "fingerprint")
 GRANULARITIES = ("module", "layer")
 TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")

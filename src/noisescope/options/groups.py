@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import checked_scale
-from noisescope.options.choices import DTYPES, EXECUTORS, METRICS
+from noisescope.options.choices import DEVICES, DTYPES, EXECUTORS, METRICS
 from noisescope.options.fields import argument, changed, option
 from noisescope.options.models import checked_model
 from noisescope.options.values import CommandOptions
@@ -22,6 +23,17 @@ def noise_scale(value: float) -> float:
     if checked_scale(value, "noise scale") == 0:
         raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")
     return value
+
+
+def device_name(text: str) -> str:
+    """A device by torch's spelling. A name that is none here may be a backend of its own: torch decides about it."""
+    kind, colon, index = text.partition(":")
+    if kind in DEVICES:
+        if colon and not index.isdigit():
+            raise InvalidInput(f"a device is a name such as cuda, or with a number cuda:1; got {text!r}")
+    elif difflib.get_close_matches(kind, DEVICES, n=1, cutoff=0.75):
+        raise unknown("device", text, DEVICES)
+    return text
 
 
 def report_path(path: Path) -> Path:
@@ -57,7 +69,9 @@ class CheckingOptions(CommandOptions):
 class DeviceOptions(CommandOptions):
     title: ClassVar[str] = "Model loading"
 
-    device: str = option("cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", surface="command")
+    device: str = option(
+        "cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", check=device_name, surface="command"
+    )
     device_map: str | None = option(
         None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M", surface="command"
     )
