@@ -65,6 +65,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["demo", "tiny:llama", "./src"]),
     "data": st.just("pyproject.toml"),
     "calibration": st.just("README.md"),
+    "device": st.sampled_from(["cpu", "cuda", "cuda:1", "mps"]),
 }
 BY_KIND: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(1, 10**9),
