@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import noisescope.api.demonstrating
+import noisescope.api.fault_testing
+import noisescope.api.locating
+import noisescope.api.migrating
+import noisescope.diagnostic  # noqa: F401  modules that bind what is replaced here: imported first, they keep the real ones
 from noisescope.cli import app
 from noisescope.jsonform import to_json
 from noisescope.locators.verdict import Verdict
