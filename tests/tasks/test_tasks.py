@@ -21,17 +21,9 @@ from transformers.utils import logging as transformers_logging
 import noisescope as ns
 from noisescope.data import DataSet, Item, gather
 from noisescope.errors import InvalidInput
-from noisescope.tasks import (
-    Encoded,
-    Sequence,
-    answers_match,
-    chance,
-    encode,
-    extract_number,
-    from_batches,
-    generate,
-    prompts,
-)
+from noisescope.tasks import Encoded, Sequence, chance, encode, from_batches, prompts
+from noisescope.tasks.answers import answers_match, extract_number
+from noisescope.tasks.generation import generate
 from noisescope.testing import tiny_model
 
 CORPUS = [

@@ -20,8 +20,8 @@ from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.quantisation.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
 from noisescope.reports.report import Report, diagnosis_of
-from noisescope.runs.bench import input_device
 from noisescope.runs.fingerprints import model_fingerprint
+from noisescope.runs.forwards import input_device
 
 
 def token_batches(subject: Subject, data: Any, samples: int, max_tokens: int, *, which: str) -> list[Tensor]:

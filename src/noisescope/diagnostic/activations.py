@@ -17,7 +17,7 @@ from noisescope.evaluation import evaluating
 from noisescope.findings import LIMITS
 from noisescope.model import Subject
 from noisescope.probe.capture import Capture, Captured, ChannelStatistics, capture
-from noisescope.runs.bench import input_device
+from noisescope.runs.forwards import input_device
 from noisescope.sites import Place
 
 

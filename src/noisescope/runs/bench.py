@@ -25,6 +25,7 @@ from noisescope.model import Subject
 from noisescope.probe.inject import Probe
 from noisescope.probe.prefix import Prefix, first_noisy_block
 from noisescope.runs.batches import Batch, Material, Piece, lay_out
+from noisescope.runs.forwards import input_device
 from noisescope.trials import Result, Slice, Trial
 
 Finish = Callable[[], Result]
@@ -276,16 +277,6 @@ def _rows(logits: Tensor, wanted: Tensor) -> Tensor:
     if len(wanted) == len(logits):  # in order by construction
         return logits
     return logits.index_select(0, wanted.to(logits.device))
-
-
-def input_device(model: Any) -> torch.device:
-    """Where token ids go: the device of the embedding (with a device map the rest may lie elsewhere)."""
-    try:
-        where: torch.device = model.get_input_embeddings().weight.device
-        return where
-    except (AttributeError, NotImplementedError):
-        first: torch.device = next(iter(model.parameters())).device
-        return first
 
 
 def _out_of_memory(error: Exception) -> bool:

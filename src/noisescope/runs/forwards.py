@@ -21,6 +21,16 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(inner.forward).parameters else {}
 
 
+def input_device(model: Any) -> torch.device:
+    """Where token ids go: the device of the embedding (with a device map the rest may lie elsewhere)."""
+    try:
+        where: torch.device = model.get_input_embeddings().weight.device
+        return where
+    except (AttributeError, NotImplementedError):
+        first: torch.device = next(iter(model.parameters())).device
+        return first
+
+
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope import tasks
 from noisescope.errors import InvalidInput
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import inject
 from noisescope.runs.batches import Batch, Material
 from noisescope.runs.gather import Gathered, tokens_compared
 from noisescope.runs.screens import formats, screen, site_facts, site_order
+from noisescope.tasks import generation
+from noisescope.tasks.answers import answers_match
 from noisescope.trials import Result, Slice, Trial
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def generate(bench: Bench, trial: Trial) -> Result:
         raise InvalidInput("there is nothing to generate from: generation needs prompts with answers")
     facts: dict[str, Any] = {}
     write = functools.partial(
-        tasks.generate,
+        generation.generate,
         bench.model,
         bench.subject.tokenizer,
         list(prompts),
@@ -73,7 +74,7 @@ def generate(bench: Bench, trial: Trial) -> Result:
             texts = write(on_batch=lambda names, length: probe.rows(names))
         facts["injections"] = probe.tally.forward
     bench.forwards += len(prompts)  # the prompts; what decoding adds depends on the answers
-    right = tuple(float(tasks.answers_match(text, answer)) for text, answer in zip(texts, answers, strict=True))
+    right = tuple(float(answers_match(text, answer)) for text, answer in zip(texts, answers, strict=True))
     return Result(samples, {"accuracy": right}, facts)
 
 

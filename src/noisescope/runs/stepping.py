@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.evaluation import evaluating
-from noisescope.runs.bench import input_device
+from noisescope.runs.forwards import input_device
 
 
 @torch.no_grad()

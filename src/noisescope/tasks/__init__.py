@@ -14,9 +14,6 @@ from torch import Tensor
 
 from noisescope.data import DataSet, Item
 from noisescope.errors import InvalidInput
-from noisescope.tasks.answers import answers_match as answers_match
-from noisescope.tasks.answers import extract_number as extract_number
-from noisescope.tasks.generation import generate as generate
 from noisescope.tasks.tokenising import Body, answered_chat, beginning, chat, scored, without
 
 IGNORED = -100  # Hugging Face's label of a token that is not scored
