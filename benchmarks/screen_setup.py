@@ -20,8 +20,7 @@ from noisescope.diagnosis.frame import Frame, Settings
 from noisescope.diagnosis.screen import Screened
 from noisescope.model import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.bench import Bench
-from noisescope.runs.fingerprints import conditions
+from noisescope.runs.bench import Bench, conditions
 from noisescope.sites import Site
 from noisescope.tasks import Encoded, Sequence
 from noisescope.trials import Result, slices

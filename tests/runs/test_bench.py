@@ -17,8 +17,8 @@ from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.runs import bench as bench_module
 from noisescope.runs.batches import Material, lay_out
-from noisescope.runs.bench import Bench
-from noisescope.runs.fingerprints import conditions, model_fingerprint
+from noisescope.runs.bench import Bench, conditions
+from noisescope.runs.fingerprints import model_fingerprint
 from noisescope.tasks import Encoded, Sequence, from_batches
 from noisescope.testing import tiny_model
 from noisescope.trials import Slice, Trial

@@ -20,7 +20,7 @@ from noisescope.options.groups import MeasuringOptions, ScoringOptions
 from noisescope.options.signatures import asks
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
-from noisescope.runs.fingerprints import conditions
+from noisescope.runs.bench import conditions
 from noisescope.runs.forwards import device_name
 from noisescope.trials import Slice, content_id, slices
 

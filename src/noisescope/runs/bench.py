@@ -22,11 +22,13 @@ from noisescope.errors import UnsupportedModel
 from noisescope.evaluation import evaluating
 from noisescope.injection import Injection
 from noisescope.model import Subject
+from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import Probe
 from noisescope.probe.prefix import Prefix, first_noisy_block
 from noisescope.runs.batches import Batch, Material, Piece, lay_out
+from noisescope.runs.fingerprints import model_fingerprint
 from noisescope.runs.forwards import input_device
-from noisescope.trials import Result, Slice, Trial
+from noisescope.trials import Conditions, Result, Slice, Trial
 
 Finish = Callable[[], Result]
 NO_MEMORY = "out of memory with one sample at a time and no prefix kept: give a smaller --slice"
@@ -253,6 +255,19 @@ class Bench:
                 for before, (piece, after) in zip(clean.logits[number], pieces, strict=True):
                     yield Compared(piece, before, after, probe, first=piece is batch.pieces[0])
                     del after
+
+
+def conditions(subject: Subject) -> Conditions:
+    """What every trial on this subject shares."""
+    weights = next(iter(subject.model.parameters()))
+    config = getattr(subject.model, "config", None)
+    return Conditions(
+        model=model_fingerprint(subject.model),
+        dtype=str(weights.dtype).removeprefix("torch."),
+        device=weights.device.type,
+        attention=str(getattr(config, "_attn_implementation", None) or "own"),
+        engine=ENGINE_VERSION,
+    )
 
 
 def _finished(result: Result) -> Finish:

@@ -1,7 +1,4 @@
-"""What a model is, by its numbers: a fingerprint that does not depend on where it lies or on which device.
-
-With it, the conditions that all trials on a model share.
-"""
+"""What a model is, by its numbers: a fingerprint that does not depend on where it lies or on which device."""
 
 from __future__ import annotations
 
@@ -13,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
-from noisescope.model import Subject
-from noisescope.probe.draws import ENGINE_VERSION
-from noisescope.trials import Conditions
 
 _BLOCK = 1 << 22
 _ABOUT_FILES = (
@@ -26,19 +20,6 @@ _ABOUT_FILES = (
     "torch_dtype",
     "_attn_implementation",
 )
-
-
-def conditions(subject: Subject) -> Conditions:
-    """What every trial on this subject shares."""
-    weights = next(iter(subject.model.parameters()))
-    config = getattr(subject.model, "config", None)
-    return Conditions(
-        model=model_fingerprint(subject.model),
-        dtype=str(weights.dtype).removeprefix("torch."),
-        device=weights.device.type,
-        attention=str(getattr(config, "_attn_implementation", None) or "own"),
-        engine=ENGINE_VERSION,
-    )
 
 
 def model_fingerprint(model: nn.Module) -> str:

@@ -15,8 +15,7 @@ import torch
 from noisescope.errors import NoisescopeError
 from noisescope.model import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.bench import Bench
-from noisescope.runs.fingerprints import conditions
+from noisescope.runs.bench import Bench, conditions
 from noisescope.runs.sources import Source
 from noisescope.trials import Conditions, Result, Trial, content_id
 
