@@ -114,7 +114,7 @@ def test_a_python_function_has_the_options_as_keywords() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LocateOptions(method="fingerprint"), "give them as failure, and only then; got method fingerprint"),
+        (lambda: LocateOptions(method="fingerprint"), "give them as failure, or simulate a fault; got neither"),
         (lambda: LocateOptions(method="replay"), "needs the record of a good device as reference"),
         (lambda: LocateOptions(method="audit", reference=object()), "leave reference out"),
         (lambda: LocateOptions(method="srdd", inputs=["x"]), "inputs are for audit and relations"),
@@ -122,9 +122,9 @@ def test_a_python_function_has_the_options_as_keywords() -> None:
         (lambda: CompareOptions(a="nowhere.record", b="x"), "there is no folder nowhere.record .a."),
         (lambda: GateOptions(baseline="none.json"), "there is no report at none.json"),
         (lambda: GateOptions(max_degradation=15), "max_degradation must be below 1, got 15"),
-        (lambda: RobustnessOptions(noise_levels=(0,)), "at least one noise level above 0"),
+        (lambda: RobustnessOptions(noise_levels=(0,)), "noise_levels must hold a noise level above 0"),
         (lambda: PrecisionOptions(export="json"), "export and output belong together"),
-        (lambda: SmoothquantOptions(alpha=2), "alpha must be at most 1"),
+        (lambda: SmoothquantOptions(alpha=2), "alpha must be from 0 to 1, got 2"),
         (lambda: DiagnoseOptions(model="a/b/c"), "there is no file or folder 'a/b/c'"),
         (lambda: DiagnoseOptions(model="nobody/no-such-model"), "neither a folder here nor in the local Hugging Face"),
         (lambda: DiagnoseOptions(data="."), "is a folder, and data is a file"),

@@ -29,7 +29,7 @@ def record(subject: Subject, asked: RecordOptions) -> Record:
     """
     anatomy, layers = subject.anatomy, frozenset(asked.full_layers)
     if not layers <= set(range(len(anatomy.blocks))):
-        raise InvalidInput(f"full_layers {sorted(layers)} are out of range: blocks are 0 to {len(anatomy.blocks) - 1}")
+        raise InvalidInput(f"full layers {sorted(layers)} are out of range: blocks are 0 to {len(anatomy.blocks) - 1}")
     if asked.prompts is not None:
         chosen = prompt_ids(
             subject.model, subject.tokenizer, asked.prompts, seed=0, count=asked.samples, length=asked.max_tokens
