@@ -45,6 +45,17 @@ def test_a_given_record_is_used(subject: Subject, tmp_path: Path) -> None:
     assert any("only those were seen" in note for note in verdict.notes)
 
 
+def test_a_faulty_device_is_recorded(tmp_path: Path) -> None:
+    """The record says so, and a comparison with that of the healthy model names the block."""
+    good, broken = tmp_path / "good.record", tmp_path / "broken.record"
+    line = ["record", "demo", "--samples", "4", "--max-tokens", "16", "-o"]
+    assert CliRunner().invoke(app, [*line, str(good)]).exit_code == 0
+    said = CliRunner().invoke(app, [*line, str(broken), "--simulate", "dead_zone:0.3@10"])
+    assert said.exit_code == 0 and "note: recorded with a simulated fault: dead_zone:0.3@10" in said.output
+    compared = CliRunner().invoke(app, ["compare", str(good), str(broken)]).output
+    assert "The devices diverge at residual at block 10" in " ".join(compared.split())
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function: the options that a command line of `locate` ends in, or what it printed."""

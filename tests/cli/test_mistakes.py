@@ -68,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("locate demo --simulate gain:0.01@-1", "blocks count from 0"),
         ("locate demo --simulate exp_table@3/linear", "exp_table acts on softmax, and not on linear"),
         ("locate demo --fault_type deadzone --ground_truth_layer 3", "unknown fault family 'deadzone'"),
+        ("record demo --simulate gain:much@3 -o x.record", "magnitude of gain must be a finite number, got 'much'"),
         ("locate demo --device quux", "unknown device 'quux'. Allowed: cpu, cuda"),
         ("diagnose demo --noise-scale 0", "a noise scale of 0 injects nothing"),
         ("diagnose demo --noise-scale much", "--noise-scale must be a number, got the text 'much'"),

@@ -56,6 +56,12 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
     batch: int = option(16, "Prompts of one length in one forward.", unit="N", least=1)
+    simulate: str | None = option(
+        None,
+        "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.",
+        unit="FAULT",
+        surface="command",
+    )
     prompts: Sequence[Any] | None = option(
         None, "Texts or token ids, taken as they are instead of data.", surface="python", open=True
     )
@@ -72,7 +78,7 @@ class CompareOptions(CheckingOptions, PrintingOptions):
         "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
     )
     layers: tuple[int, ...] | None = option(
-        None, "Only these blocks, such as 9,10: rows, and what max_mape is checked on.", unit="LIST", least=0,
+        None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", unit="LIST", least=0,
         default_text="all",
     )  # fmt: skip
     max_mape: float | None = option(
@@ -106,11 +112,10 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
     command: ClassVar[str] = "locate"
 
     method: str = option("auto", "How to look for the fault.", unit="NAME", choices=LOCATE_METHODS)
-    simulate: str | None = option(
-        None,
-        "A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
-        unit="FAULT",
-        surface="command",
+    simulate: str | None = changed(
+        RecordOptions,
+        "simulate",
+        help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
     )
     # The flags of the original method notes' finder scripts: `simulated` is the text that they stand for.
     ground_truth_layer: int | None = option(

@@ -46,7 +46,7 @@ class BudgetOptions(FormatOptions):
         exists="file",
         open=True,
     )
-    max_milliseconds: float | None = option(None, "With latency_table: the sum over all modules.", unit="X", above=0)
+    max_milliseconds: float | None = option(None, "With a latency table: the sum over all modules.", unit="X", above=0)
     granularity: str = option(
         "module", "layer gives all modules of a block one format.", unit="NAME", choices=GRANULARITIES
     )
