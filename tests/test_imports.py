@@ -132,6 +132,8 @@ def test_the_lazy_names_exist() -> None:
         "import noisescope.testing",
         "import noisescope.api; noisescope.api.Options",
         "import noisescope.options.tables",
+        "import noisescope.faults; noisescope.faults.make_fault('dead_zone', magnitude=0.3)",
+        "import noisescope.api.locating; noisescope.api.locating.checked_fault('gain:0.01@3/linear')",
         "import noisescope.demo, noisescope.demo.problems",
         "import noisescope; noisescope.Injection, noisescope.Site, noisescope.NoisescopeError",
         "import sys; sys.argv = ['noisescope', '--help']; from noisescope.cli import main; main()",

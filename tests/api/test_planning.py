@@ -50,6 +50,16 @@ def verified(subject: Subject, report: Diagnosis, bits: float = 6, random: int =
     return verify_precision(subject, report, plan, batches(4, seed=1), random=random, samples=4)
 
 
+def test_average_bits_beyond_the_chosen_formats_are_refused(report):
+    """With the range that these formats allow; its ends are allowed."""
+    for bits in (9, 16):
+        with pytest.raises(InvalidInput, match=r"averages from 4 \(int4\) to 8 bits \(int8\), got "):
+            plan_precision(report, average_bits=bits, formats=("int4", "int8"))
+    assert plan_precision(report, average_bits=8, formats=("int4", "int8")).average_bits == 8
+    with pytest.raises(InvalidInput, match="average_bits must be from 3 to 16, got 99"):
+        plan_precision(report, average_bits=99)
+
+
 def test_a_report_of_another_width_is_refused(subject, report):
     """The same architecture and depth, other sizes: bits would be counted from weights that the model has not."""
     wider = ns.wrap(tiny_model("llama", hidden_size=64))

@@ -84,9 +84,9 @@ def test_what_can_not_be_meant_is_refused(records: Path, tmp_path: Path) -> None
     pair = (records / "good.record", records / "good.record")
     refused = {
         ("--layers", "7,99", "--max-mape", "0.05"): "no site of layers 99 is in both records",
-        ("--layers", ""): "layers is empty: give a list of whole numbers such as 9,10",
-        ("--max-mape", "nan"): "max_mape must be finite, got nan",
-        ("--affordable", "0.1"): "affordable needs sensitivity",
+        ("--layers", ""): "--layers is empty: give a list of whole numbers such as 9,10",
+        ("--max-mape", "nan"): "--max-mape must be finite, got nan",
+        ("--affordable", "0.1"): "--affordable needs --sensitivity",
         ("-o", str(records / "good.record" / "record.json" / "x.json")): "can't write",
     }
     for options, reason in refused.items():

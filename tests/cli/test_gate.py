@@ -41,12 +41,16 @@ def test_the_gate_passes_and_fails(baseline, tmp_path):
     assert ET.parse(junit).getroot()[0][0].get("name") == "conditions of the baseline"
     assert 0.05 < float(ET.parse(junit).getroot()[0].get("time")) < 600  # what was measured, not 0.000
     assert ET.parse(junit).getroot()[0].get("failures") == "0" and (history / "trend" / "gate-divergence.png").exists()
+    assert run("runs", "list", history) == (0, f"{history}: gate history of demo; 1 verdict\n")
     report = json.loads((baseline / "report.json").read_text())
     halved = {name: [kl / 2 for kl in values] for name, values in report["gate"]["predicted_kl"].items()}
     better = Report({**report, "gate": {**report["gate"], "predicted_kl": halved}}).save(tmp_path, formats=["json"])
-    code, said = run(*asked, "--baseline", better[0], "--json")
+    code, said = run(*asked, "--baseline", better[0], "-o", tmp_path / "deep" / "run", "--json")
     result = json.loads(said)
     assert code == 1 and result["verdict"] == "fail" and result["worst"]["ratio"]["value"] == pytest.approx(2, rel=1e-3)
+    listed = run("runs", "list", tmp_path / "deep" / "run")[1]
+    assert ": gate of demo, " in listed and listed.endswith("; complete\n")
+    assert run("runs", "resume", tmp_path / "deep" / "run")[0] == 1  # the same gate again, from its store
 
 
 def test_fault_tests_load_the_model_as_the_report_says(baseline, monkeypatch):

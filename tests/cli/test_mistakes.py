@@ -29,6 +29,7 @@ main()
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("mistakes")
     (here / "run.yaml").write_text("windw: 3\n")
+    (here / "tokens.yaml").write_text("max_tokens: many\n")
     (here / "a.record").mkdir()
     return here
 
@@ -39,9 +40,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diagnose demo --effort standrad", "unknown effort 'standrad'.*Did you mean 'standard'"),
         ("diagnose demo --data nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("diagnose path/to/nothing", "there is no file or folder 'path/to/nothing'"),
-        ("diagnose demo --samples -3", "samples must be at least 1, got -3"),
+        ("diagnose demo --samples -3", "--samples must be at least 1, got -3"),
+        ("diagnose demo --max-tokens many", "--max-tokens must be a whole number, got the text 'many'"),
+        ("diagnose demo --config tokens.yaml", "tokens.yaml: max_tokens must be a whole number, got the text 'many'"),
+        ("compare a.record a.record --affordable 1", "--affordable needs --sensitivity"),
+        ("compare a.record a.record --config x", "there is no option --config. See noisescope compare --help"),
+        ("plan precision . --average-bits 99", "--average-bits must be from 3 to 16, got 99"),
+        ("plan precision . --average-bits 2", "--average-bits must be from 3 to 16, got 2"),
+        (
+            "diagnose demo --smaples 3",
+            "no option --smaples. Did you mean --samples\\? See noisescope diagnose",
+        ),
+        ("diagnose demo --no_such_thing", "there is no option --no_such_thing. See noisescope diagnose --help"),
+        ("plan precision . --varify", "Did you mean --verify\\? See noisescope plan precision --help"),
+        ("diagnoze demo", "No such command 'diagnoze'.*See noisescope --help"),
+        ("plan precison .", "No such command 'precison'.*See noisescope plan --help"),
+        ("--smaples 3", "No such option: --smaples. See noisescope --help"),
+        ("diagnose demo --samples", "--samples needs a value, and nothing follows it. See noisescope diagnose --help"),
+        ("diagnose demo --data --samples 3", "--data needs a value, and --samples follows it. See noisescope diagnose"),
+        ("diagnose demo other", "unexpected extra argument.*other.*See noisescope diagnose --help"),
+        ("compare a.record", "B is missing: .*See noisescope compare --help"),
+        ("locate demo --simulate nonsense", "'nonsense' names no place. A simulated fault is written family"),
+        ("locate demo --simulate deadzone:0.3@10", "unknown fault family 'deadzone'.*Did you mean 'dead_zone'"),
+        ("locate demo --simulate dead_zone:-1@10", "magnitude of dead_zone must be at least 0, got -1"),
+        ("locate demo --simulate stuck_bit:bit=99@3", "bit of stuck_bit must be from 0 to 63, got 99"),
+        ("locate demo --simulate gain:0.01@head", "unknown place 'head'.*lm_head"),
+        ("locate demo --simulate gain:0.01@-1", "blocks count from 0"),
+        ("locate demo --simulate exp_table@3/linear", "exp_table acts on softmax, and not on linear"),
+        ("locate demo --fault_type deadzone --ground_truth_layer 3", "unknown fault family 'deadzone'"),
+        ("record demo --simulate gain:much@3 -o x.record", "magnitude of gain must be a finite number, got 'much'"),
+        ("locate demo --device quux", "unknown device 'quux'. Allowed: cpu, cuda"),
         ("diagnose demo --noise-scale 0", "a noise scale of 0 injects nothing"),
-        ("diagnose demo --noise-scale much", "noise_scale must be a number, got the text 'much'"),
+        ("diagnose demo --noise-scale much", "--noise-scale must be a number, got the text 'much'"),
         ("diagnose demo --operators sofmax", "unknown operator 'sofmax'.*Did you mean 'softmax'"),
         ("diagnose demo --mode operators", "unknown level 'operators'.*Did you mean 'operator'"),
         ("robustness demo --executor slurm", "unknown executor 'slurm'"),
@@ -68,5 +98,27 @@ def test_a_mistake_is_answered_at_once(arguments: str, words: str, folder: Path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr and not result.stdout
+    assert len(result.stderr.splitlines()) == 1, result.stderr
     assert re.search(words, " ".join(result.stderr.split())), result.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def device(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The check of a device's name in a process without torch, where packages of `folder` are installed."""
+    code = f"from noisescope.options.groups import device_name; import sys; print(device_name({text!r}))"
+    paths = os.pathsep.join([str(Path(noisescope.__file__).parents[1]), str(folder)])
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+
+
+def test_a_backend_may_bring_its_own_device(tmp_path: Path) -> None:
+    """A name that torch does not know is refused, unless a package is installed that torch loads as a backend."""
+    for known in ("npu:1", "privateuseone:0", "maia"):
+        assert device(known, tmp_path).stdout.strip() == known
+    assert "unknown device 'quux:0'" in device("quux:0", tmp_path).stderr
+    package = tmp_path / "torch_quux-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_quux\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\ntorch_quux = torch_quux:autoload\n")
+    assert device("quux:0", tmp_path).stdout.strip() == "quux:0"

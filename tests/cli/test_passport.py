@@ -121,7 +121,7 @@ def test_truncated_and_missing_files_are_refused(stored: Path, tmp_path: Path) -
     assert "cut off" in run("--from", cut).output
     gone = run("--diff", tmp_path / "gone.json")
     assert gone.exit_code == 2 and "can't read" in gone.output
-    unwritable = run("--from", stored, "-o", tmp_path / "no" / "such" / "folder.json")
+    unwritable = run("--from", stored, "-o", cut / "below" / "a-file.json")
     assert unwritable.exit_code == 2 and "can't write" in unwritable.output
 
 
@@ -150,3 +150,10 @@ def test_comparing_files_needs_no_torch(stored: Path) -> None:
         f"one = read_passport({str(stored)!r}); assert diff(one, one) == []"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_folders_on_the_way_are_made(stored: Path, tmp_path: Path) -> None:
+    """As every command that writes makes them."""
+    target = tmp_path / "a" / "b" / "copy.json"
+    assert run("--from", stored, "-o", target).exit_code == 0
+    assert json.loads(target.read_text()) == json.loads(stored.read_text())

@@ -126,6 +126,26 @@ def test_states(tmp_path: Path) -> None:
     assert f"{tmp_path / 'done'}: diagnose of models/m, 3 trials; complete" in lines and len(lines) == 4
 
 
+def test_the_history_of_gates_is_no_unfinished_run(tmp_path: Path) -> None:
+    """Verdicts and nothing to resume; a run into the same folder is still a run."""
+    for model in ("first", "second"):
+        with Store(tmp_path / "gates") as store:
+            store.add_gate({"model": model})
+    with Store(stored(tmp_path / "both")) as store:
+        store.add_gate({"model": "first"})
+    lines = call("runs", "list", tmp_path).splitlines()
+    assert lines == [
+        f"{tmp_path / 'both'}: diagnose of models/m, 3 trials; complete",
+        f"{tmp_path / 'gates'}: gate history of second; 2 verdicts",
+    ]
+    assert call("runs", "show", tmp_path / "gates").splitlines()[:2] == [
+        "gate history of second, data: ?",
+        "2 verdicts",
+    ]
+    found = {Path(row["folder"]).name: row["gates"] for row in json.loads(call("runs", "list", tmp_path, "--json"))}
+    assert found == {"gates": 2, "both": 1}
+
+
 def test_show_prints_the_settings(tmp_path: Path) -> None:
     """What was asked, one line each, and the state."""
     lines = call("runs", "show", stored(tmp_path / "a")).splitlines()

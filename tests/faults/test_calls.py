@@ -221,7 +221,7 @@ def test_exp_table(dtype):
 def test_a_table_errs_by_no_more_than_it_says_and_nearly_as_much():
     """Over many octaves the worst relative error is within the size asked for."""
     z = torch.linspace(-30, 0, 20_001, dtype=torch.float64)
-    from noisescope.faults.tables import table as read
+    from noisescope.faults.effects.tables import table as read
 
     for error in (0.001, 0.02, 0.5):
         worst = float((read(z / math.log(2), error) / z.exp() - 1).abs().max())

@@ -114,7 +114,7 @@ def test_a_python_function_has_the_options_as_keywords() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LocateOptions(method="fingerprint"), "give them as failure, and only then; got method fingerprint"),
+        (lambda: LocateOptions(method="fingerprint"), "give them as failure, or simulate a fault; got neither"),
         (lambda: LocateOptions(method="replay"), "needs the record of a good device as reference"),
         (lambda: LocateOptions(method="audit", reference=object()), "leave reference out"),
         (lambda: LocateOptions(method="srdd", inputs=["x"]), "inputs are for audit and relations"),
@@ -122,9 +122,9 @@ def test_a_python_function_has_the_options_as_keywords() -> None:
         (lambda: CompareOptions(a="nowhere.record", b="x"), "there is no folder nowhere.record .a."),
         (lambda: GateOptions(baseline="none.json"), "there is no report at none.json"),
         (lambda: GateOptions(max_degradation=15), "max_degradation must be below 1, got 15"),
-        (lambda: RobustnessOptions(noise_levels=(0,)), "at least one noise level above 0"),
+        (lambda: RobustnessOptions(noise_levels=(0,)), "noise_levels must hold a noise level above 0"),
         (lambda: PrecisionOptions(export="json"), "export and output belong together"),
-        (lambda: SmoothquantOptions(alpha=2), "alpha must be at most 1"),
+        (lambda: SmoothquantOptions(alpha=2), "alpha must be from 0 to 1, got 2"),
         (lambda: DiagnoseOptions(model="a/b/c"), "there is no file or folder 'a/b/c'"),
         (lambda: DiagnoseOptions(model="nobody/no-such-model"), "neither a folder here nor in the local Hugging Face"),
         (lambda: DiagnoseOptions(data="."), "is a folder, and data is a file"),
@@ -146,3 +146,28 @@ def test_a_hub_id_in_the_cache_is_allowed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(InvalidInput, match="hf download somebody/model"):
         DiagnoseOptions(model="somebody/model")
+
+
+def test_average_bits_are_those_of_the_formats() -> None:
+    """The limits are the narrowest and the widest format that a diagnosis scores."""
+    from noisescope.diagnosis.formats import FORMATS
+    from noisescope.quantisation.formats import weight_format
+
+    known = options_of(PrecisionOptions)["average_bits"]
+    bits = [weight_format(name).element_bits for name in FORMATS]
+    assert (known.least, known.most) == (min(bits), max(bits))
+
+
+def test_errors_name_options_as_they_were_given(tmp_path: Path) -> None:
+    """A keyword in Python, a flag on the command line, a key of a file: also between options, and where both meet."""
+    with pytest.raises(InvalidInput, match=r"^affordable needs sensitivity: "):
+        CompareOptions(a=object(), b=object(), affordable=1)
+    with pytest.raises(InvalidInput, match=r"^--affordable needs --sensitivity: "):
+        CompareOptions.from_command_line({"a": tmp_path, "b": tmp_path, "affordable": 1})
+    with pytest.raises(InvalidInput, match=r"^noise_levels \(in run.yaml\) must hold a noise level above 0"):
+        RobustnessOptions.from_command_line({"model": "demo", "noise_levels": (0.0,)},
+                                            keys={"noise_levels": "noise_levels (in run.yaml)"})  # fmt: skip
+    with pytest.raises(InvalidInput, match=r"^max_degradation must be below 1, got 15"):
+        GateOptions(max_degradation=15)
+    with pytest.raises(InvalidInput, match="is a folder, and --data is a file"):
+        DiagnoseOptions.from_command_line({"model": "demo", "data": tmp_path})

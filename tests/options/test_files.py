@@ -255,3 +255,13 @@ def test_a_run_from_a_file_is_resumed_without_it(asked: Callable[..., DiagnoseOp
             store.note(command={"name": "diagnose", "options": options})
         file.unlink(missing_ok=True)
         assert asked("resume", str(tmp_path), of="runs") == found
+
+
+def test_what_a_file_and_options_say_together_names_the_key(tmp_path: Path) -> None:
+    """A rule between options that a key of the file breaks."""
+    file = written(tmp_path, "method: fingerprint\n")
+    said = CliRunner().invoke(app, ["locate", "demo", "--config", str(file), "--reference", str(tmp_path)]).output
+    assert "give them as --failure" in said
+    file.write_text("method: audit\nfailure: .\n")
+    said = CliRunner().invoke(app, ["locate", "demo", "--config", str(file)]).output
+    assert f"failure (in {file}) is for the method fingerprint" in said and len(said.splitlines()) == 1

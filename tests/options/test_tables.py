@@ -30,6 +30,8 @@ def test_help_shows_every_option() -> None:
     for cls in COMMANDS:
         said = " ".join(CliRunner().invoke(app, [*cls.command.split(), "--help"]).output.split())
         for option in options_of(cls).values():
-            if option.surface in ("both", "command"):
+            if option.hidden:
+                assert option.flag not in said
+            elif option.surface in ("both", "command"):
                 assert (option.argument or option.flag) in said, (cls.command, option.name)
                 assert option.help.split(". ")[0] in said, (cls.command, option.name)

@@ -105,6 +105,9 @@ def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:
     _, found = prepared.run(_Question(), options)
     if found.numbers is None:
         raise NoisescopeError(f"the model could not be measured: {found.error}")
+    if options.output is not None:
+        with Store(options.output) as store:
+            store.note(answered=to_json(prepared.asked))
     return found.numbers
 
 

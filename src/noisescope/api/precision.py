@@ -24,7 +24,15 @@ from noisescope.reports.report import Report, diagnosis_of
 def plan_precision(report: Report | Diagnosis, asked: BudgetOptions) -> Plan:
     """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
     budget = Budget(asked.average_bits, asked.max_megabytes, asked.max_milliseconds, _table(asked.latency_table))
-    return optimal_plan(modules_of(diagnosis_of(report), asked.formats), budget, granularity=asked.granularity)
+    modules = modules_of(diagnosis_of(report), asked.formats)
+    bits = {name: choice.bits for name, choice in modules[0].choices.items()}
+    low, high = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
+    if asked.average_bits is not None and not bits[low] <= asked.average_bits <= bits[high]:
+        raise InvalidInput(
+            f"these formats allow averages from {bits[low]:g} ({low}) to {bits[high]:g} bits ({high}), got "
+            f"{asked.average_bits:g}: change the average, or the formats to choose from"
+        )
+    return optimal_plan(modules, budget, granularity=asked.granularity)
 
 
 def predicted_precision(

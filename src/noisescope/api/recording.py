@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from noisescope.api.facts import now, versions
 from noisescope.api.materials import material_of
 from noisescope.comparison.records import Record, read_record
 from noisescope.errors import InvalidInput
+from noisescope.faults.simulator import faulty
 from noisescope.locators.prompts import prompt_ids
 from noisescope.model import Subject
 from noisescope.options.comparing import RecordOptions
@@ -29,7 +32,7 @@ def record(subject: Subject, asked: RecordOptions) -> Record:
     """
     anatomy, layers = subject.anatomy, frozenset(asked.full_layers)
     if not layers <= set(range(len(anatomy.blocks))):
-        raise InvalidInput(f"full_layers {sorted(layers)} are out of range: blocks are 0 to {len(anatomy.blocks) - 1}")
+        raise InvalidInput(f"full layers {sorted(layers)} are out of range: blocks are 0 to {len(anatomy.blocks) - 1}")
     if asked.prompts is not None:
         chosen = prompt_ids(
             subject.model, subject.tokenizer, asked.prompts, seed=0, count=asked.samples, length=asked.max_tokens
@@ -43,9 +46,11 @@ def record(subject: Subject, asked: RecordOptions) -> Record:
         "device": device_name(subject.model),
         "versions": versions(),
         "created": now(),
+        "notes": [] if asked.simulate is None else [f"recorded with a simulated fault: {asked.simulate}"],
     }
     kept = Detail(asked.detail == "full", layers, asked.inputs)
-    folder = write_record(subject.model, anatomy, chosen, asked.output, detail=kept, batch=asked.batch, about=about)
+    with nullcontext() if asked.simulate is None else faulty(subject.model, asked.simulate, anatomy=anatomy):
+        folder = write_record(subject.model, anatomy, chosen, asked.output, detail=kept, batch=asked.batch, about=about)
     return read_record(folder)
 
 

@@ -11,11 +11,14 @@ from noisescope.diagnosis.changes import compare_runs
 from noisescope.diagnosis.stored import StoredRun, stored_run
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json
+from noisescope.plans.words import counted
 from noisescope.reports.changes import Comparison
 from noisescope.reports.phases import PhasesReport
 from noisescope.reports.report import Report as Report
 from noisescope.reports.report import read_report
 from noisescope.runs.store import FILE, Store
+
+HISTORY = "gate history"
 
 
 def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -81,15 +84,17 @@ def read_run(folder: Path) -> StoredRun:
 def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
     """A store in numbers; the whole of it with its errors and settings."""
     with Store(folder, create=False) as store:
-        about = store.about()
+        about, gates = store.about(), store.gates()
         asked = about.get("asked", {})
         failures = Counter(result.error for result in store.values() if result.failed)
+        history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
         row: dict[str, Any] = {
-            "command": (about.get("command") or {}).get("name", "a call from Python"),
-            "model": asked.get("model", {}).get("source", "?"),
+            "command": HISTORY if history else (about.get("command") or {}).get("name", "a call from Python"),
+            "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
             "data": asked.get("data", {}).get("source", "?"),
-            "state": state_of(folder, about),
+            "state": counted(len(gates), "verdict") if history else state_of(folder, about),
             "trials": len(store),
+            "gates": len(gates),
             "failed": sum(failures.values()),
             "damaged": store.damaged,
             "seconds": sum(store.seconds.values()),
@@ -104,6 +109,8 @@ def state_of(folder: Path, about: dict[str, Any]) -> str:
     """ "complete", or how to go on. A report of an earlier question in the same folder does not count."""
     asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
     if run and all(run.get(name) == value for name, value in asked.items()):
+        return "complete"
+    if asked and about.get("answered") == asked:  # a gate: its verdict is no report
         return "complete"
     if about.get("command"):
         return f"not finished: noisescope runs resume {folder}"

@@ -5,6 +5,8 @@ Exit codes: 0 fine, 1 a check says no, 2 wrong usage or bad input (one line on s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +33,25 @@ from noisescope.options.comparing import CompareOptions, InspectOptions, LocateO
 from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.stored import DrawOptions
 
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or of later versions of typer their own copy
+_HELP = "NoArgsIsHelpError"  # a usage error that is the help itself: nothing was typed
+
+
+@contextmanager
+def usage_in_one_line() -> Iterator[None]:
+    """Unknown commands, extra arguments and the like: what came, and where help is."""
+    try:
+        yield
+    except UsageError as error:
+        if type(error).__name__ == _HELP:
+            raise
+        wrong: Any = error
+        path = "noisescope" if wrong.ctx is None else wrong.ctx.command_path
+        said = " ".join(wrong.format_message().split())
+        stop = "" if said.endswith((".", "?")) else "."
+        typer.echo(f"error: {said}{stop} See {path} --help", err=True)
+        raise typer.Exit(2) from error
+
 
 class Commands(typer.core.TyperGroup):
     """Prints errors made for the user as one line; `--debug` shows where they came from.
@@ -42,9 +63,14 @@ class Commands(typer.core.TyperGroup):
         args = sorted(args, key=lambda arg: arg != "--debug")  # stable: `noisescope inspect X --debug` works too
         return super().parse_args(ctx, args)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with usage_in_one_line():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with usage_in_one_line():
+                return super().invoke(ctx)
         except NoisescopeError as error:
             if ctx.params.get("debug"):
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 import typer.core
 
+from noisescope.errors import InvalidInput
 from noisescope.options.fields import Option, options_of
 from noisescope.options.files import read_file
 from noisescope.options.values import CommandOptions
@@ -24,9 +26,11 @@ def add_command(app: typer.Typer, options: type[O], run: Callable[[O], None]) ->
     known = {name: one for name, one in options_of(options).items() if one.surface in ("both", "command")}
 
     def call(**given: Any) -> None:
-        words = {name: known[name].checked(word, text=True) for name, word in given.items() if word is not None}
+        typed = {name: word for name, word in given.items() if word is not None}
+        words = {name: known[name].checked(word, text=True, where=known[name].typed) for name, word in typed.items()}
         file = {} if words.get("config") is None else read_file(words["config"], options)
-        run(options.from_command_line({**file, **words}))
+        keys = {name: f"{name} (in {words['config']})" for name in file if name not in words}
+        run(options.from_command_line({**file, **words}, keys=keys))
 
     parameters = [_parameter(one) for one in known.values()]
     call.__dict__["__signature__"] = inspect.Signature(parameters)
@@ -35,7 +39,9 @@ def add_command(app: typer.Typer, options: type[O], run: Callable[[O], None]) ->
 
     class Command(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            return super().parse_args(ctx, rewritten(args, known))
+            ours = rewritten(args, known)
+            refuse_mistyped(ours, known, options.command)
+            return super().parse_args(ctx, ours)
 
     app.command(options.command.split()[-1], cls=Command)(call)
 
@@ -49,7 +55,8 @@ def _parameter(option: Option) -> inspect.Parameter:
         names = f"{option.flag}/--{option.negative}" if option.negative else option.flag
         hint = Annotated[bool | None, typer.Option(*_short(option), names, help=_help(option), show_default=False)]
     else:
-        info = typer.Option(*_short(option), option.flag, metavar=option.unit, help=_help(option), show_default=False)
+        info = typer.Option(*_short(option), option.flag, metavar=option.unit, help=_help(option), show_default=False,
+                            hidden=option.hidden)  # fmt: skip
         hint = Annotated[str | None, info]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
@@ -90,3 +97,25 @@ def rewritten(args: list[str], options: dict[str, Option]) -> list[str]:
                 numbers.append(waiting.pop(0))
             found.append(",".join(numbers))
     return [*(places[one.argument] for one in options.values() if one.argument in places), *found]
+
+
+def refuse_mistyped(args: list[str], options: dict[str, Option], command: str) -> None:
+    """An unknown flag, with the nearest one, or a flag without its value, in one line."""
+    see = f"See noisescope {command} --help"
+    values = {name for o in options.values() if not o.argument and o.kind is not bool for name in (o.flag, *_short(o))}
+    switches = {name for o in options.values() if o.kind is bool for name in (o.flag, *_short(o))}
+    switches |= {f"--{o.negative}" for o in options.values() if o.negative} | {"--help"}
+    waiting = list(args)
+    while waiting and waiting[0] != "--":
+        word = waiting.pop(0)
+        flag, equals, _ = word.partition("=")
+        if flag.startswith("--") and flag not in values | switches:
+            shown = sorted({o.flag for o in options.values() if not o.argument and not o.hidden} | switches)
+            near = difflib.get_close_matches(flag.replace("_", "-"), shown, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise InvalidInput(f"there is no option {flag}. {hint}{see}")
+        if word in values and not equals:
+            if not waiting or waiting[0].partition("=")[0] in values | switches:
+                came = f"{waiting[0]} follows it" if waiting else "nothing follows it"
+                raise InvalidInput(f"{word} needs a value, and {came}. {see}")
+            waiting.pop(0)

@@ -61,7 +61,7 @@ def resumable(output: Path | None) -> Iterator[None]:
 def running(asked: E, progress: Any) -> E:
     """The options of a run that is shown as it goes, and that `runs resume` can repeat from any folder."""
     stored = {name: value for name, value in asked.plain().items() if name not in ("config", "json")}
-    for key in ("model", "data", "calibration"):
+    for key in ("model", "data", "calibration", "baseline"):
         path = stored.get(key)
         if isinstance(path, str) and path != "demo" and Path(path).exists():
             stored[key] = str(Path(path).absolute())  # a hub id or a name stays what it is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -43,7 +42,7 @@ def gate_model(asked: GateOptions) -> None:
     with common.plain_warnings():
         subject = load_subject(asked)
         with Shown() as progress:
-            result = gate(subject, options=replace(asked, progress=progress))
+            result = gate(subject, options=common.running(asked, progress))
     share = result.seconds / len(result.checks)  # one measurement serves all checks
     paths = [] if asked.junit is None else [write_junit(asked.junit, "noisescope gate", result.checks, seconds=share)]
     paths += [] if asked.history is None else keep(result, asked.history)

@@ -27,7 +27,8 @@ def locate_fault(asked: LocateOptions) -> None:
     noisescope locate demo --simulate gain:0.01@7/linear        a fault put in, and looked for
     noisescope locate demo --simulate stuck_bit:bit=12@3/softmax --dtype bfloat16
     noisescope locate demo --method relations                   by laws of arithmetic: no weights, no host
-    noisescope locate demo --method srdd
+    noisescope locate demo --method scans
+    noisescope locate demo --method fingerprint --simulate dead_zone:0.3@10
     noisescope locate path/to/model --device npu --reference gpu.record      modules on a good device's inputs
     noisescope locate path/to/model --method fingerprint --failure npu.record     a suspect's record, on a good device
 
@@ -35,21 +36,23 @@ def locate_fault(asked: LocateOptions) -> None:
 
     No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
     inputs it really had; auto also tries relations where the audit could not look. Exit code 1 where something
-    computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided.
+    computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
+    works with every method: a record that the method needs is made of this model.
     """
-    from noisescope.api import locate
-    from noisescope.api.loading import load_subject
     from noisescope.api.locating import checked_fault, locate_simulated
 
-    checked_fault(asked.simulate)
+    checked_fault(asked.simulated)  # before torch is imported
+    from noisescope.api import locate
+    from noisescope.api.loading import load_subject
+
     place, changed = None, None
     with common.plain_warnings():
         subject = load_subject(asked)
-        if asked.simulate is None:
+        if asked.simulated is None:
             verdict = locate(subject, options=asked)
         else:
             verdict, place, changed = locate_simulated(subject, asked)
-    simulated = {} if changed is None else {"simulated": asked.simulate, "elements_changed": changed}
+    simulated = {} if changed is None else {"simulated": asked.simulated, "elements_changed": changed}
     found = json.dumps({**verdict.to_dict(), **simulated}, indent=1)
     if asked.output is not None:
         common.written(asked.output, found + "\n")

@@ -20,12 +20,16 @@ def record_device(asked: RecordOptions) -> None:
     noisescope record path/to/model --data gsm8k.jsonl --device cuda -o gpu.record
     noisescope record path/to/model --data gsm8k.jsonl --device npu -o npu.record --full-layers 9,10
     noisescope compare gpu.record npu.record
+    noisescope record demo --simulate dead_zone:0.3@10 -o broken.record     as a faulty device would record
 
     Sketches of every operator's output take about 1 % of the tensors' size. Use the same data, --samples and
     --max-tokens on both machines. Whole tensors (--detail full) let `noisescope locate --reference` replay each module
     on the other device's inputs.
     """
+    from noisescope.api.locating import checked_fault
+
     output = asked.output
+    checked_fault(asked.simulate)  # before torch is imported
     with common.plain_warnings(), _interruptible(output):
         from noisescope.api.loading import load_subject
         from noisescope.api.recording import record

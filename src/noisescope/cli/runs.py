@@ -12,9 +12,10 @@ from noisescope.cli.building import add_command
 from noisescope.cli.demo import run_demo
 from noisescope.cli.diagnose import diagnose_model
 from noisescope.cli.experiment import experiment_phases
+from noisescope.cli.gate import gate_model
 from noisescope.cli.robustness import robustness_of_model
 from noisescope.errors import InvalidInput
-from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, RobustnessOptions
+from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.stored import CompareRunsOptions, ListOptions, ResumeOptions, ShowOptions
 from noisescope.options.training import PhasesOptions
 
@@ -25,6 +26,7 @@ RESUMED: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
         (DemoOptions, run_demo),
         (DiagnoseOptions, diagnose_model),
         (RobustnessOptions, robustness_of_model),
+        (GateOptions, gate_model),
         (PhasesOptions, experiment_phases),
     )
 }
@@ -44,9 +46,8 @@ def list_runs(asked: ListOptions) -> None:
         typer.echo(f"can't be read: {problem}", err=True)
     for row in rows:
         failed = f", {row['failed']} failed" if row["failed"] else ""
-        typer.echo(
-            f"{row['folder']}: {row['command']} of {row['model']}, {row['trials']} trials{failed}; {row['state']}"
-        )
+        trials = "" if row["gates"] and not row["trials"] else f", {row['trials']} trials{failed}"
+        typer.echo(f"{row['folder']}: {row['command']} of {row['model']}{trials}; {row['state']}")
 
 
 def show_run(asked: ShowOptions) -> None:

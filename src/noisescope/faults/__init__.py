@@ -1,14 +1,24 @@
-"""Simulated faults: a device that computes wrongly, as a value that can be saved and replayed."""
+"""Simulated faults: a device that computes wrongly, as a value that can be saved and replayed.
+
+The values and their texts import no torch; the simulator is loaded when first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from noisescope.faults.digits import BitFlip, FlushToZero, Gain, NanToZero, StuckBit, Truncation
 from noisescope.faults.lanes import BlockScale, DeadLane, StaleTile, StuckLane, SwappedChannels
 from noisescope.faults.models import FAMILIES, Family, fault_from_dict, make_fault
 from noisescope.faults.notes import Bias, DeadZone, Noise, NonDeterminism, Saturation, Spike
 from noisescope.faults.products import Accumulation, DeadKLane, InputTruncation, RoundingMode
-from noisescope.faults.simulator import FaultScope, faulty
 from noisescope.faults.tables import ActivationCutOff, ActivationTable, ExpTable, NormaliserGain, NormGain, RsqrtTable
 from noisescope.faults.text import Where, fault_text, parse_fault, parse_where
 from noisescope.faults.values import Fault, Lanes
+
+if TYPE_CHECKING:
+    from noisescope.faults.simulator import FaultScope as FaultScope
+    from noisescope.faults.simulator import faulty as faulty
 
 __all__ = [
     "FAMILIES",
@@ -51,3 +61,11 @@ __all__ = [
     "parse_fault",
     "parse_where",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("FaultScope", "faulty"):
+        raise AttributeError(f"module 'noisescope.faults' has no attribute {name!r}")
+    from noisescope.faults import simulator
+
+    return vars(simulator)[name]

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from noisescope.faults import bits
-from noisescope.faults.calls import Call
-from noisescope.faults.memory import Memory, reference_size, wide
 from noisescope.faults.values import RELATIVE_TO, Fault, choice, indices, number, put, truth, whole
 
 HIGHEST_BIT = 63
@@ -27,9 +21,6 @@ class Gain(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         number(self, "magnitude")
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        return (wide(y) * (1 + self.magnitude)).to(y.dtype)
 
 
 @dataclass(frozen=True)
@@ -50,9 +41,6 @@ class StuckBit(Fault):
         super().__post_init__()
         whole(self, "bit", at_least=0, at_most=HIGHEST_BIT)
         whole(self, "value", at_least=0, at_most=1)
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        return bits.stick_bit(y, self.bit, self.value)
 
 
 @dataclass(frozen=True)
@@ -81,24 +69,6 @@ class BitFlip(Fault):
             put(self, "elements", indices(self.elements, "elements"))
         truth(self, "persistent")
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        stream = memory.generator(y)
-        if self.persistent:
-            stream = torch.Generator(y.device).manual_seed(self.seed)
-        if self.elements is None:
-            hit = torch.rand(y.shape, generator=stream, device=y.device, dtype=torch.float64) < self.share
-        else:
-            name = f"elements of {y.numel()} on {y.device}"
-            if name not in memory.kept:
-                chosen = torch.zeros(y.numel(), dtype=torch.bool, device="cpu")
-                chosen[[i for i in self.elements if i < y.numel()]] = True
-                memory.kept[name] = chosen.to(y.device)
-            hit = memory.kept[name].view(y.shape)
-        which: int | Tensor | None = self.bit
-        if which is None:
-            which = torch.randint(bits.width(y.dtype), y.shape, generator=stream, device=y.device)
-        return torch.where(hit, bits.flip_bits(y, which), y)
-
 
 @dataclass(frozen=True)
 class Truncation(Fault):
@@ -113,9 +83,6 @@ class Truncation(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "cut", at_least=1, at_most=52)
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        return bits.cut_mantissa(y, self.cut)
 
 
 @dataclass(frozen=True)
@@ -133,13 +100,6 @@ class FlushToZero(Fault):
         number(self, "magnitude", at_least=0)
         choice(self, "relative_to", RELATIVE_TO)
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        x = wide(y)
-        limit: float | Tensor = torch.finfo(y.dtype).smallest_normal
-        if self.magnitude:
-            limit = self.magnitude * reference_size(y, self.relative_to)
-        return torch.where(x.abs() < limit, torch.copysign(torch.zeros_like(x), x).to(y.dtype), y)
-
 
 @dataclass(frozen=True)
 class NanToZero(Fault):
@@ -148,6 +108,3 @@ class NanToZero(Fault):
     family = "nan_to_zero"
     fault_class = "nan to zero"
     sized_by = None
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        return torch.nan_to_num(y, nan=0.0)

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from noisescope.errors import InvalidInput
-from noisescope.faults.calls import Call, product
-from noisescope.faults.memory import Memory, reference_size, wide
 from noisescope.faults.values import RELATIVE_TO, Channels, Fault, Lanes, choice, number, whole
 
 ONE_OF_32 = Lanes(32)  # one lane of a unit 32 wide
@@ -24,9 +18,6 @@ class DeadLane(Fault):
     family = "dead_lane"
     fault_class = "dead lane"
     sized_by = None
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        return torch.zeros_like(y)
 
 
 @dataclass(frozen=True)
@@ -45,10 +36,6 @@ class StuckLane(Fault):
         number(self, "magnitude")
         choice(self, "relative_to", RELATIVE_TO)
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        value = memory.first("value", self.magnitude * reference_size(y, self.relative_to))
-        return value.to(y.device, y.dtype).expand_as(y).clone()
-
 
 @dataclass(frozen=True)
 class SwappedChannels(Fault):
@@ -65,21 +52,6 @@ class SwappedChannels(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "distance", at_least=1)
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        name = f"order of {y.shape[-1]} on {y.device}"
-        if name not in memory.kept:
-            order = self._order(y.shape[-1], memory.mask(y.shape[-1], torch.device("cpu")))
-            memory.kept[name] = order.to(y.device)
-        return y.index_select(-1, memory.kept[name])
-
-    def _order(self, width: int, mask: Tensor | None) -> Tensor:
-        order = list(range(width))
-        for c in range(width - self.distance) if mask is None else mask.nonzero().flatten().tolist():
-            other = c + self.distance
-            if other < width and order[c] == c and order[other] == other:
-                order[c], order[other] = other, c
-        return torch.tensor(order, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -107,20 +79,6 @@ class StaleTile(Fault):
         for name in ("row", "column"):
             whole(self, name, at_least=0)
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        if self.column >= y.shape[-1]:
-            raise InvalidInput(f"stale_tile begins at column {self.column}, but the output has {y.shape[-1]}")
-        new = y.clone(memory_format=torch.contiguous_format)
-        rows = new.view(-1, y.shape[-1])
-        tile = rows[self.row : self.row + self.rows, self.column : self.column + self.columns]
-        before = memory.kept.get("tile")
-        if len(tile):  # a call too short to reach the tile leaves it as it was
-            memory.kept["tile"] = tile.clone()
-        if before is not None:
-            height, width = min(len(before), len(tile)), min(before.shape[1], tile.shape[1])
-            tile[:height, :width] = before[:height, :width]
-        return new
-
 
 @dataclass(frozen=True)
 class BlockScale(Fault):
@@ -145,17 +103,3 @@ class BlockScale(Fault):
         whole(self, "width", at_least=1)
         whole(self, "block", at_least=0)
         choice(self, "tensor", ("output", "input"))
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        if self.tensor == "output":
-            return self._scaled(y)
-        plain = product(call)
-        return plain.again(self._scaled(plain.a), plain.b)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        start, stop = self.block * self.width, (self.block + 1) * self.width
-        if start >= x.shape[-1]:
-            raise InvalidInput(f"block {self.block} of {self.width} channels begins beyond the {x.shape[-1]} there are")
-        new = x.clone()
-        new[..., start:stop] = (wide(x[..., start:stop]) * self.factor).to(x.dtype)
-        return new

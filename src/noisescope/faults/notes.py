@@ -20,16 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from noisescope.faults.calls import Call
-from noisescope.faults.memory import Memory, reference_size, wide
 from noisescope.faults.values import RELATIVE_TO, Fault, choice, number, put, truth
 
 MODES = ("amplified", "suppressed", "inconsistent", "biased", "correlated")
-_JITTER = 0.01  # of std(h): the run-to-run variation that non-determinism alters
-_OFFSET = 0.05  # of std(h), times the variance factor
 
 
 @dataclass(frozen=True)
@@ -54,9 +47,6 @@ class DeadZone(_Sized):
     family = "dead_zone"
     fault_class = "dead zone"
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        return y.masked_fill(wide(y).abs() < self.magnitude * reference_size(y, self.relative_to), 0)
-
 
 @dataclass(frozen=True)
 class Saturation(_Sized):
@@ -73,13 +63,6 @@ class Saturation(_Sized):
         if self.relative_to == "max":
             number(self, "magnitude", at_least=0, at_most=1)
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        share = 1 - self.magnitude if self.relative_to == "max" else self.magnitude
-        limit = share * reference_size(y, self.relative_to)
-        if self.absolute:
-            limit = memory.first("limit", limit).to(y.device)
-        return wide(y).clamp(-limit, limit).to(y.dtype)
-
 
 @dataclass(frozen=True)
 class Bias(_Sized):
@@ -95,10 +78,6 @@ class Bias(_Sized):
         super().__post_init__()
         truth(self, "negative")
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        size = -self.magnitude if self.negative else self.magnitude
-        return (wide(y) + size * reference_size(y, self.relative_to)).to(y.dtype)
-
 
 @dataclass(frozen=True)
 class Noise(_Sized):
@@ -108,9 +87,6 @@ class Noise(_Sized):
 
     family = "noise"
     fault_class = "noise"
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        return (wide(y) + memory.normal(y) * (self.magnitude * reference_size(y, self.relative_to))).to(y.dtype)
 
 
 @dataclass(frozen=True)
@@ -126,11 +102,6 @@ class Spike(_Sized):
         super().__post_init__()
         number(self, "magnitude", at_least=0, at_most=100)
         number(self, "height", at_least=0)
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        hit = memory.uniform(y) < 0.01 * self.magnitude
-        spikes = memory.normal(y) * (self.height * reference_size(y, self.relative_to))
-        return torch.where(hit, spikes.to(y.dtype), y)
 
 
 @dataclass(frozen=True)
@@ -148,18 +119,3 @@ class NonDeterminism(Fault):
         super().__post_init__()
         choice(self, "mode", MODES)
         number(self, "variance_factor", at_least=1e-6)
-
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
-        std = reference_size(y, "std")
-        factor: float | Tensor = 1.0
-        if self.mode == "amplified":
-            factor = self.variance_factor
-        elif self.mode == "suppressed":
-            factor = 1 / self.variance_factor
-        elif self.mode == "inconsistent":
-            factor = 0.1 + 5.0 * memory.uniform(y, ())
-        shape = (*(1,) * (y.dim() - 1), y.shape[-1]) if self.mode == "correlated" else None
-        error = memory.normal(y, shape) * (_JITTER * factor * std)
-        if self.mode == "biased":
-            error = error + _OFFSET * self.variance_factor * std
-        return (wide(y) + error).to(y.dtype)

@@ -100,7 +100,9 @@ class Fault:
 
     def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
         """The faulty output, in a new tensor of y's shape and dtype; y itself stays as it is."""
-        raise NotImplementedError
+        from noisescope.faults.effects import act  # loads torch
+
+        return act(self, y, call, memory)
 
 
 # -- checks of fields

@@ -24,10 +24,10 @@ def locate(subject: Subject | nn.Module, asked: LocateOptions) -> Verdict:
     audit recomputes every operator on the host from its own inputs; relations calls modules again and checks the laws
     that healthy arithmetic obeys, without weights or a host; auto is the audit, and relations where there are operators
     that it could not judge. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
-    each module that device's inputs and compares what comes out. srdd is the original method notes' scan; fingerprint
-    compares `failure`, outputs recorded on the suspect system, with simulated faults in this model (and `reference`,
-    those of a good one). No data is needed: `inputs` are built-in prompts unless given. The model runs in the caller's
-    thread, inside whatever scopes are open.
+    each module that device's inputs and compares what comes out. scans (also srdd) are those of the original method
+    notes, calibrated; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in
+    this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given.
+    The model runs in the caller's thread, inside whatever scopes are open.
     """
     method, inputs, reference, seed = asked.method, asked.inputs, asked.reference, asked.seed
     if asked.failure is not None:
@@ -39,7 +39,7 @@ def locate(subject: Subject | nn.Module, asked: LocateOptions) -> Verdict:
 
         found = replay(subject, reference, seed=seed)
         return found if method == "replay" else dataclasses.replace(found, method="auto: replay")
-    if method == "srdd":
+    if method in ("scans", "srdd"):
         from noisescope.locators.scans import scans
 
         return scans(subject, seed=seed)

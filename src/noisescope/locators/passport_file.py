@@ -14,7 +14,9 @@ SCHEMA_VERSION = 2
 
 
 def write_passport(passport: dict[str, Any], path: str | Path) -> None:
+    """Into a file; folders on the way to it are made."""
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(passport, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another place with -o") from error

@@ -13,8 +13,11 @@ DTYPES = ("float64", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 EXECUTORS = ("local", "ray")
 DETAILS = ("sketch", "full")
 DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia", "xla", "meta")  # those that people name
-LOCATE_METHODS = ("auto", "audit", "relations", "replay", "srdd", "fingerprint")
+TORCH_DEVICES = ("ipu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "lazy", "vulkan",
+                 "privateuseone")  # that torch knows besides  # fmt: skip
+LOCATE_METHODS = ("auto", "audit", "relations", "replay", "scans", "srdd", "fingerprint")
 GRANULARITIES = ("module", "layer")
+NARROWEST_BITS, WIDEST_BITS = 3, 16  # of the number formats that are scored: int3 and bf16
 TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")
 TARGETS = ("W8A8", "W4A16", "W4A4")
 REPORT_FORMATS = ("json", "md", "html", "pdf")

@@ -20,6 +20,9 @@ from noisescope.options.groups import (
     Source,
     report_path,
 )
+from noisescope.options.values import Naming
+
+_NOTES_LAYER, _NOTES_SCALE = 10, 0.05  # defaults of the original method notes' finder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,12 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
     batch: int = option(16, "Prompts of one length in one forward.", unit="N", least=1)
+    simulate: str | None = option(
+        None,
+        "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.",
+        unit="FAULT",
+        surface="command",
+    )
     prompts: Sequence[Any] | None = option(
         None, "Texts or token ids, taken as they are instead of data.", surface="python", open=True
     )
@@ -69,7 +78,7 @@ class CompareOptions(CheckingOptions, PrintingOptions):
         "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
     )
     layers: tuple[int, ...] | None = option(
-        None, "Only these blocks, such as 9,10: rows, and what max_mape is checked on.", unit="LIST", least=0,
+        None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", unit="LIST", least=0,
         default_text="all",
     )  # fmt: skip
     max_mape: float | None = option(
@@ -90,9 +99,12 @@ class CompareOptions(CheckingOptions, PrintingOptions):
         None, "Write the comparison there as JSON.", unit="FILE", short="-o", surface="command"
     )
 
-    def check(self) -> None:
+    def check(self, named: Naming) -> None:
         if self.affordable is not None and self.sensitivity is None:
-            raise InvalidInput("affordable needs sensitivity: the report of a diagnosis shows what a difference costs")
+            raise InvalidInput(
+                f"{named('affordable')} needs {named('sensitivity')}: the report of a diagnosis shows what a "
+                "difference costs"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +112,28 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
     command: ClassVar[str] = "locate"
 
     method: str = option("auto", "How to look for the fault.", unit="NAME", choices=LOCATE_METHODS)
-    simulate: str | None = option(
-        None,
-        "A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
-        unit="FAULT",
-        surface="command",
+    simulate: str | None = changed(
+        RecordOptions,
+        "simulate",
+        help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
     )
+    # The flags of the original method notes' finder scripts: `simulated` is the text that they stand for.
+    ground_truth_layer: int | None = option(
+        None, "The block of a simulated fault.", unit="N", least=0, surface="command", hidden=True
+    )
+    fault_type: str | None = option(None, "Its family.", unit="NAME", surface="command", hidden=True)
+    fault_magnitude: float | None = option(None, "Its size.", unit="X", surface="command", hidden=True)
+    hw_error_scale: float | None = option(None, "The size of simulated noise.", unit="X", surface="command",
+                                          hidden=True)  # fmt: skip
     inputs: Any = option(
         None, "Prompts for audit and relations; built-in ones unless given.", surface="python", open=True
     )
     failure: Source = option(
-        None, "With method fingerprint: the suspect system's record.", unit="RECORD", open=True, exists="folder"
+        None,
+        "With method fingerprint: the suspect system's record; a simulated fault makes its own.",
+        unit="RECORD",
+        open=True,
+        exists="folder",
     )
     reference: Source = option(
         None,
@@ -122,20 +145,66 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
     seed: int = option(0, "Seed of the prompts and checks.", unit="N")
     output: Path | None = option(None, "Write the verdict there as JSON.", unit="FILE", short="-o", surface="command")
 
-    def check(self) -> None:
-        if (self.method == "fingerprint") != (self.failure is not None):
+    @property
+    def simulated(self) -> str | None:
+        """The fault to simulate, as text: `simulate`, or what the flags of the original method notes come to.
+
+        Those notes put noise into layer 10 unless told otherwise, and look for it with fingerprint; the faults of their
+        other finder have a layer of their own.
+        """
+        if self.simulate is not None:
+            return self.simulate
+        family, size = self.fault_type, self.fault_magnitude
+        of_fingerprint = self.method == "fingerprint" and family is None and size is None
+        if self.hw_error_scale is not None or (of_fingerprint and self.ground_truth_layer is not None):
+            scale = _NOTES_SCALE if self.hw_error_scale is None else self.hw_error_scale
+            return f"noise:{scale!r}@{_NOTES_LAYER if self.ground_truth_layer is None else self.ground_truth_layer}"
+        if self.ground_truth_layer is None:
+            return None
+        return f"{family or 'dead_zone'}{'' if size is None else f':{size!r}'}@{self.ground_truth_layer}"
+
+    def check(self, named: Naming) -> None:
+        self._check_simulated(named)
+        if self.method == "fingerprint" and (self.failure is None) == (self.simulated is None):
+            came = "neither" if self.failure is None else "both"
             raise InvalidInput(
-                "the fingerprint method compares recorded outputs of the suspect system: give them as failure, and "
-                f"only then; got method {self.method} and {'no ' if self.failure is None else ''}failure"
+                f"the fingerprint method compares recorded outputs of the suspect system: give them as "
+                f"{named('failure')}, or simulate a fault; got {came}"
             )
+        if self.method != "fingerprint" and self.failure is not None:
+            raise InvalidInput(f"{named('failure')} is for the method fingerprint, got method {self.method}")
         if self.reference is not None and self.method not in ("auto", "replay", "fingerprint"):
             raise InvalidInput(
-                f"method {self.method} compares with no other system: leave reference out, or use auto or replay"
+                f"method {self.method} compares with no other system: leave {named('reference')} out, or use auto or "
+                "replay"
             )
-        if self.inputs is not None and (self.method in ("srdd", "fingerprint", "replay") or self.reference is not None):
-            raise InvalidInput("inputs are for audit and relations: other methods have prompts of their own")
-        if self.method == "replay" and self.reference is None:
-            raise InvalidInput("a replay needs the record of a good device as reference: record it with detail full")
+        takes_inputs = self.method in ("auto", "audit", "relations") and self.reference is None
+        if self.inputs is not None and not takes_inputs:
+            raise InvalidInput(
+                f"{named('inputs')} are for audit and relations: other methods have prompts of their own"
+            )
+        if self.method == "replay" and self.reference is None and self.simulated is None:
+            raise InvalidInput(
+                f"a replay needs the record of a good device as {named('reference')}: record it with detail full"
+            )
+
+    def _check_simulated(self, named: Naming) -> None:
+        """The flags of the notes stand for one fault, given once."""
+        flags = ("ground_truth_layer", "fault_type", "fault_magnitude", "hw_error_scale")
+        given = [name for name in flags if vars(self)[name] is not None]
+        if given and self.simulate is not None:
+            raise InvalidInput(
+                f"the fault is given twice: as {named('simulate')} {self.simulate} and by {named(given[0])}; keep one"
+            )
+        if self.hw_error_scale is not None and {"fault_type", "fault_magnitude"} & set(given):
+            raise InvalidInput(
+                f"{named('hw_error_scale')} is noise of that size, and {named('fault_type')} with "
+                f"{named('fault_magnitude')} another fault: keep one"
+            )
+        if given and self.simulated is None:
+            raise InvalidInput(
+                f"{named(given[0])} needs {named('ground_truth_layer')}, the block that the simulated fault is put into"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

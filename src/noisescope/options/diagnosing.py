@@ -23,6 +23,7 @@ from noisescope.options.groups import (
     noise_scale,
     report_path,
 )
+from noisescope.options.values import Naming
 from noisescope.sites import canonical_operator
 
 
@@ -92,9 +93,9 @@ class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOp
         negative="no-generate",
     )
 
-    def check(self) -> None:
+    def check(self, named: Naming) -> None:
         if not any(self.noise_levels):
-            raise InvalidInput("give at least one noise level above 0, such as --noise-levels 0,0.05,0.10")
+            raise InvalidInput(f"{named('noise_levels')} must hold a noise level above 0, such as 0,0.05,0.10; got 0")
 
 
 @dataclass(frozen=True, kw_only=True)

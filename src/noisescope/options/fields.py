@@ -52,6 +52,7 @@ class Option:
     aliases: tuple[str, ...] = ()  # other names, understood everywhere and shown nowhere
     negative: str = ""  # the flag that turns it off, such as no-inputs
     surface: str = "both"  # "both", "command", "python" or "none" (set by noisescope itself)
+    hidden: bool = False  # understood on the command line and in files, and not shown in help and tables
     command_default: Any = None  # where a command has a default that Python has not
     # read from the class
     name: str = ""
@@ -64,14 +65,27 @@ class Option:
     def flag(self) -> str:
         return f"--{self.name.rstrip('_').replace('_', '-')}"
 
-    def checked(self, value: Any, *, text: bool = False, where: str = "") -> Any:
-        """The value in its one form, or an error; `text` is a word of a command line, `where` how a file names it."""
-        from_python, where = not where, where or self.name
+    @property
+    def shown(self) -> bool:
+        """Whether help and tables of the command line list it."""
+        return self.surface in ("both", "command") and not self.hidden
+
+    @property
+    def typed(self) -> str:
+        """Its name on the command line."""
+        return self.argument or self.flag
+
+    def checked(self, value: Any, *, text: bool = False, where: str = "", in_file: bool = False) -> Any:
+        """The value in its one form, or an error.
+
+        `text` is a word of a command line. `where` is how errors name the option: as it was given.
+        """
+        where = where or self.name
         if value is None and (self.optional or self.required):
             return None
         if not self.many and isinstance(value, str) and value in self.words:
             return self.words[value]
-        if self.open and from_python and not isinstance(value, (str, bool, numbers.Real, Path)):
+        if self.open and not in_file and not isinstance(value, (str, bool, numbers.Real, Path)):
             return value
         if self.many:
             return self._members(value, where, text)
@@ -125,6 +139,8 @@ class Option:
             raise unknown(self.word or self.name.replace("_", " "), value, self.choices)
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidInput(f"{where} must be finite, got {value}")
+        if self.least is not None and self.most is not None and not self.least <= value <= self.most:
+            raise InvalidInput(f"{where} must be from {self.least:g} to {self.most:g}, got {value}")
         if self.least is not None and not value >= self.least:
             raise InvalidInput(f"{where} must be at least {self.least:g}, got {value}")
         if self.above is not None and not value > self.above:
@@ -134,14 +150,14 @@ class Option:
         if self.most is not None and not value <= self.most:
             raise InvalidInput(f"{where} must be at most {self.most:g}, got {value}")
         if self.exists and isinstance(value, (str, Path)):
-            value = self._found(Path(value).expanduser())
+            value = self._found(Path(value).expanduser(), where)
         return value if self.check is None else self.check(value)
 
-    def _found(self, path: Path) -> Path:
+    def _found(self, path: Path, where: str) -> Path:
         if not path.exists():
-            raise InvalidInput(f"there is no {self.exists} {path} ({self.name}): check the path")
+            raise InvalidInput(f"there is no {self.exists} {path} ({where}): check the path")
         if self.exists == "file" and path.is_dir():
-            raise InvalidInput(f"{path} is a folder, and {self.name} is a file: give the path of the file")
+            raise InvalidInput(f"{path} is a folder, and {where} is a file: give the path of the file")
         return path.absolute()  # a stored command and a report are read from other folders, too
 
 

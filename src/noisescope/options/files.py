@@ -42,7 +42,7 @@ def read_file(path: Path, cls: type[CommandOptions]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     came_as: dict[str, str] = {}
     for where, name, value in _entries(path, _load(path), names):
-        ready = known[name].checked(value, where=f"{path}: {where}")
+        ready = known[name].checked(value, where=f"{path}: {where}", in_file=True)
         if name in values and values[name] != ready:
             raise InvalidInput(
                 f"{path}: {came_as[name]} and {where} both set {name!r}, to {values[name]!r} and {ready!r}: keep one "

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import checked_scale
-from noisescope.options.choices import DEVICES, DTYPES, EXECUTORS, METRICS
+from noisescope.options.choices import DEVICES, DTYPES, EXECUTORS, METRICS, TORCH_DEVICES
 from noisescope.options.fields import argument, changed, option
 from noisescope.options.models import checked_model
 from noisescope.options.values import CommandOptions
@@ -26,12 +27,16 @@ def noise_scale(value: float) -> float:
 
 
 def device_name(text: str) -> str:
-    """A device by torch's spelling. A name that is none here may be a backend of its own: torch decides about it."""
+    """A device by torch's spelling. Another name is refused, unless a backend may have brought it: torch decides then.
+
+    Backends outside torch name their device when they are loaded: torch loads those that are installed with an entry
+    point, and a Python caller may have imported one.
+    """
     kind, colon, index = text.partition(":")
-    if kind in DEVICES:
+    if kind in (*DEVICES, *TORCH_DEVICES):
         if colon and not index.isdigit():
             raise InvalidInput(f"a device is a name such as cuda, or with a number cuda:1; got {text!r}")
-    elif difflib.get_close_matches(kind, DEVICES, n=1, cutoff=0.75):
+    elif "torch" not in sys.modules and not entry_points(group="torch.backends"):
         raise unknown("device", text, DEVICES)
     return text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from noisescope.errors import InvalidInput
-from noisescope.options.choices import GRANULARITIES, TARGETS, TOOLS
+from noisescope.options.choices import GRANULARITIES, NARROWEST_BITS, TARGETS, TOOLS, WIDEST_BITS
 from noisescope.options.fields import changed, option
 from noisescope.options.groups import (
     CheckingOptions,
@@ -17,6 +17,7 @@ from noisescope.options.groups import (
     SamplingOptions,
     Source,
 )
+from noisescope.options.values import Naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,11 @@ class FormatOptions(SamplingOptions):
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions(FormatOptions):
     average_bits: float | None = option(
-        None, "Average bits per weight over the linears of the blocks.", unit="B", above=0
+        None,
+        "Average bits per weight over the linears of the blocks: from 3 (int3) to 16 (bf16).",
+        unit="B",
+        least=NARROWEST_BITS,
+        most=WIDEST_BITS,
     )
     max_megabytes: float | None = option(
         None, "Size of these weights with their scales, in 10^6 bytes.", unit="X", above=0
@@ -41,7 +46,7 @@ class BudgetOptions(FormatOptions):
         exists="file",
         open=True,
     )
-    max_milliseconds: float | None = option(None, "With latency_table: the sum over all modules.", unit="X", above=0)
+    max_milliseconds: float | None = option(None, "With a latency table: the sum over all modules.", unit="X", above=0)
     granularity: str = option(
         "module", "layer gives all modules of a block one format.", unit="NAME", choices=GRANULARITIES
     )
@@ -66,9 +71,11 @@ class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, Printin
     export: str | None = option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS, surface="command")
     output: Path | None = option(None, "With export: the file to write.", unit="FILE", short="-o", surface="command")
 
-    def check(self) -> None:
+    def check(self, named: Naming) -> None:
         if (self.export is None) != (self.output is None):
-            raise InvalidInput("export and output belong together: the tool, and the file to write for it (-o)")
+            raise InvalidInput(
+                f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +120,8 @@ class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, Pri
         None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o", surface="command"
     )
 
-    def check(self) -> None:
+    def check(self, named: Naming) -> None:
         if self.junit is not None and not self.run:
-            raise InvalidInput("junit holds the results of tests, and none are carried out: give --run, too")
+            raise InvalidInput(
+                f"{named('junit')} holds the results of tests, and none are carried out: give {named('run')}, too"
+            )

@@ -34,7 +34,7 @@ def table(cls: type[CommandOptions]) -> str:
     groups = [group for group in GROUPS if cls is not group and issubclass(cls, group)]
     groups = [one for one in groups if not any(two is not one and issubclass(two, one) for two in groups)]
     shared = {name for group in groups for name, one in options_of(group).items() if _as_in(known[name], one)}
-    own = [one for name, one in known.items() if name not in shared and one.surface in ("both", "command")]
+    own = [one for name, one in known.items() if name not in shared and one.shown]
     own.sort(key=lambda option: not option.argument)
     lines = ["| option | default | |", "|---|---|---|", *map(_row, own)] if own else []
     if groups:

@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.options.fields import Option, options_of
 
+Naming = Callable[[str], str]  # an option's name -> how the user gave it: a keyword, a flag, a key of a file
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Options of one command or of a group that commands share."""
+    """Options of one command or of a group that commands share. Errors name options by `naming`, else as keywords."""
 
     command: ClassVar[str] = ""  # as typed: "plan precision"
     title: ClassVar[str] = ""  # of a shared group, in the documentation
+    naming: InitVar[Naming | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, naming: Naming | None) -> None:
+        named = naming or str
         for name, option in options_of(type(self)).items():
-            object.__setattr__(self, name, option.checked(vars(self)[name]))
-        self.check()
+            object.__setattr__(self, name, option.checked(vars(self)[name], where=named(name)))
+        self.check(named)
 
-    def check(self) -> None:
-        """What must hold between options."""
+    def check(self, named: Naming) -> None:
+        """What must hold between options; errors say `named("max_mape")`."""
 
     @classmethod
-    def from_command_line(cls, given: Mapping[str, Any]) -> Self:
-        """From words of a command line (None: not given) and values that a file gave."""
+    def from_command_line(cls, given: Mapping[str, Any], *, keys: Mapping[str, str] | None = None) -> Self:
+        """From words of a command line (None: not given) and values that a file gave, under its `keys`."""
         values = {name: value for name, value in given.items() if value is not None}
-        known = options_of(cls)
+        known, from_file = options_of(cls), keys or {}
         stops = any(known[name].stops and value for name, value in values.items())
         for name, option in known.items():
             if option.required and name not in values and not stops:
-                raise InvalidInput(f"{option.argument or option.flag} is missing: {option.help}")
+                raise InvalidInput(f"{option.typed} is missing: {option.help} See noisescope {cls.command} --help")
             if option.command_default is not None and name not in values:
                 values[name] = option.command_default
-        return cls(**values)
+        return cls(**values, naming=lambda name: from_file.get(name) or known[name].typed)
 
     @classmethod
     def from_stored(cls, stored: Mapping[str, Any]) -> Self:

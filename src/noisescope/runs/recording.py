@@ -81,7 +81,7 @@ def write_record(
         "prompts_sha256": prompts_digest(ordered),
         "sites": [_facts(site) for site in sites],
         "batches": written,
-        "notes": sorted(notes),
+        "notes": sorted(notes.union(about.get("notes", ()))),
     }
     with writing_into(target):
         unfinished = target / UNFINISHED
