@@ -320,7 +320,7 @@ class Sections:
     gate: GateNumbers | None
 
     @property
-    def clean_error(self) -> str:
+    def first_error(self) -> str:
         """What went wrong with the first row that failed; "" where none did."""
         windows = self.layer_analysis.windows if self.layer_analysis is not None else ()
         rows = [*(self.operator_analysis or {}).values(), *windows]

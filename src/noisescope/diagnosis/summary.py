@@ -133,7 +133,7 @@ def smallest_detectable(found: Sections) -> float | None:
 
 def next_step(frame: Frame, found: Sections, ranked: Sequence[Finding]) -> str:
     if found.metrics.baseline is None:
-        return f"The clean model could not be measured: {found.clean_error or 'its trials failed'}"
+        return f"The clean model could not be measured: {found.first_error or 'its trials failed'}"
     if frame.settings.effort == "screen":
         return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
     baseline = found.metrics.baseline
