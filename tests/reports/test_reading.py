@@ -116,6 +116,8 @@ def test_every_dropped_key_is_named_with_its_path(made: DiagnosisReport) -> None
         (("layer_analysis", "layers", 0, "layer"), -1, r"layers\[0\]: the model has layers 0 to 3"),
         (("layer_analysis", "map", 0, "layer"), 4, r"map\[0\]: the model has layers 0 to 3"),
         (("layer_analysis", "avalanche_points", 0, "common"), [1, 0], r"points\[0\].common: the model has layers"),
+        (("layer_analysis", "layers"), [], r"analysis.layers: a row for each of 4 layers was expected, got \[\]"),
+        (("layer_analysis", "layers", 1, "layer"), 0, r"a row for each of 4 layers was expected, got \[0, 0, 2, 3\]"),
         (("findings", 0, "target", "layers"), [0, 99], r"findings\[0\].target.layers: the model has layers"),
         (("run", "model", "blocks"), 10**9, "blocks: 1 to 100000 blocks were expected"),
         (("findings", 0, "severity"), "AWFUL", r"report.findings\[0\]: unknown severity 'AWFUL'. Allowed: CRITICAL"),

@@ -47,8 +47,9 @@ def run_fault_tests(
 ) -> list[FaultTestResult]:
     """A result for each test: its verdict, every criterion with its number, what the fault hit.
 
-    `on_result` is called with each as soon as it is known. Every sample is a request of its own: a forward, or for faults that last one step, a generation token by token in
-    which the fault hits one token. The score is the task's, with and without the fault on the same samples.
+    `on_result` is called with each as soon as it is known. Every sample is a request of its own: a forward, or for
+    faults that last one step, a generation token by token in which the fault hits one token. The score is the task's,
+    with and without the fault on the same samples.
     """
     tests = tuple(tests)
     noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked

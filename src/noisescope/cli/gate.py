@@ -47,9 +47,7 @@ def gate_model(asked: GateOptions) -> None:
     paths = []
     if asked.junit is not None:
         share = result.seconds / len(result.checks)  # one measurement serves all checks
-        paths.append(
-            write_junit(asked.junit, "noisescope gate", result.checks, seconds=share, summary=result.headline)
-        )
+        paths.append(write_junit(asked.junit, "noisescope gate", result.checks, seconds=share, summary=result.headline))
     paths += [] if asked.history is None else keep(result, asked.history)
     if asked.json:
         typer.echo(as_json(result), nl=False)

@@ -45,8 +45,8 @@ class Effect:
     `evidence` is "injected" where noise was really put in, "predicted" where only the screen knows, "failed" with the
     error of a trial, "absent" where the model has no such operator. `band` and `band_upper` are the bands of the two
     ends of `degradation`. `selected` is the size of the table's largest loss when it is measured on other samples than
-    it was picked on; None in all other rows. `nats` ranks rows of all tables: the typical injected KL, or the
-    prediction on the same scale.
+    it was picked on, with an interval whose lower end alone is corrected for the choice; None in all other rows. `nats`
+    ranks rows of all tables: the typical injected KL, or the prediction on the same scale.
     """
 
     evidence: Evidence = "none"

@@ -101,7 +101,7 @@ def plan_migration(found: Diagnosis, *, path: str = "report.json", device: str =
 def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
     """Priorities with their evidence, precision and validation."""
     section = found.layer_analysis
-    if section is None or not section.layers:
+    if section is None:
         raise InvalidInput(
             "a migration plan needs the layer level: noisescope diagnose MODEL --level operator,layer,channel"
         )
