@@ -261,7 +261,7 @@ def precision_plan() -> PrecisionPlan:
     rows = (row("plan", "plan", 0.01), row("uniform int4", "uniform", 0.02), row("bit rule", "bit rule", 0.03))
     return PrecisionPlan(
         "optimal", {"model.layers.0.mlp.down_proj": "int4"}, {"int4": 1}, 5.0, 5.25, 0.01, 0.012, "",
-        Prediction(0.012, 0.008, 0.016, 16, 0.95, 0.002, 300), 0.9, True, 0.01, 0.02, "int4", 0.03, 5.0,
+        Prediction(0.012, 0.008, 0.016, 16, 0.95, 0.002, 300), 0.9, True, 0.03, 0.01, 0.02, "int4", 0.03, 5.0,
         RandomPlans(16, 0.04), rows, PlanData(48, 900, "e" * 64), ("a note on the plan",),
     )  # fmt: skip
 

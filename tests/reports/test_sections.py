@@ -227,6 +227,18 @@ def test_plans_speak_plain_english(drawn: Document) -> None:
     assert row(drawn, "precision", "bit rule of the original method notes")["bits per weight"] == "5.00"
 
 
+def test_a_predicted_mean_stands_beside_the_measured_mean(made: DiagnosisReport, drawn: Document) -> None:
+    """The typical KL has a column of its own; a mean without an upper end is a bound."""
+    found = row(drawn, "precision", "this plan")
+    columns = ("mean KL predicted", "mean KL measured", "typical KL measured")
+    assert [found[name] for name in columns] == ["0.01", "0.03 [0.015, 0.09]", "0.01 [0.005, 0.02]"]
+    plan = made.precision_plan
+    assert plan is not None
+    rows = tuple(replace(one, kl=Divergence(one.kl.typical, replace(one.kl.mean, high=None))) for one in plan.rows)
+    bounded = Report(replace(made, precision_plan=replace(plan, rows=rows))).document()
+    assert row(bounded, "precision", "this plan")["mean KL measured"] == "at least 0.015"
+
+
 def test_no_quaint_word_is_left(made: DiagnosisReport, made_curve: Robustness) -> None:
     """What the sections themselves write."""
     text = (Report(made).to_markdown() + Report(made_curve).to_markdown()).lower()

@@ -92,7 +92,7 @@ def formats(report: DiagnosisReport) -> Iterable[Section]:
         "token. Trust the order; the size is only rough. `noisescope plan precision` mixes formats and measures the "
         "result."
     )
-    head = ("format of every linear", "bits per weight", "with scales", "KL predicted")
+    head = ("format of every linear", "bits per weight", "with scales", "mean KL predicted")
     yield Section("formats", "Number formats for the weights", (Paragraph(explained), Table("formats", head, body)))
 
 

@@ -1,7 +1,8 @@
 """The one reader of reports: JSON to a typed value, or one line that says what does not fit.
 
 A report is data from outside. Its version is looked at first; then every part must have the type it is written with
-(jsonform.py), layers must be layers of the model, and an analysis of layers has all of them. No report is half understood.
+(jsonform.py), layers must be layers of the model, and an analysis of layers has all of them. No report is half
+understood.
 """
 
 from __future__ import annotations

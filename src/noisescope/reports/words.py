@@ -88,6 +88,11 @@ def mean_words(mean: Estimate) -> str:
     return number(mean.value) or mean.note
 
 
+def mean(found: Estimate) -> Cell:
+    """The mean of a KL with its interval; its lower bound alone where the tail allows no upper end."""
+    return Cell(mean_words(found), found.low) if found.high is None and found.low is not None else estimate(found)
+
+
 def band(name: str | None) -> Cell:
     return Cell(name or "", tone=tone(name))
 
