@@ -364,6 +364,9 @@ def _only_prompt_five(module, args, y):
     return changed
 
 
+NO = "not measurable"
+
+
 def nats(size: float) -> Divergence:
     return Divergence(Estimate(size, None, None, 50), Estimate(size, None, None, 50))
 
@@ -380,11 +383,11 @@ def report(model: str, scale: float = 0.1) -> Diagnosis:
         ModelFacts("x", "x", model, LAYERS, ()), DataFacts("x", "text", 50, 500, "", "", "score"), settings, "accuracy",
         Conditions(model, "float32", "cpu", "sdpa", 2), "cpu", 0.0, Cost(0.0, 0, 0, 0.0), (), "", {}, "", None,
     )  # fmt: skip
-    nothing = Risk("", 0.0, "LOW", "", ())
+    nothing = Risk("report_risk", 0.0, "LOW", "", ())
     summary = ExecutiveSummary(
         (), (), 0, (), 0, None, "LOW", "", nothing, nothing, (), "", PlainWords(risk="", work="", success="")
     )
-    primary, secondary = PrimaryMetrics(None, "", None, "", None), SecondaryMetrics(None, "", 20.0, None, None)
+    primary, secondary = PrimaryMetrics(None, NO, None, NO, None), SecondaryMetrics(None, NO, NO, 20.0, None, None)
     return Diagnosis(
         run=run, executive_summary=summary, operator_analysis=None,
         layer_analysis=LayerAnalysis(

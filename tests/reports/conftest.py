@@ -203,7 +203,7 @@ def metrics() -> Metrics:
     return Metrics(
         primary=PrimaryMetrics(known(0.31, 0.25, 0.37), "CRITICAL", known(3.2, 2.7, 4.0), "POOR", threshold),
         secondary=SecondaryMetrics(
-            known(24.0, 23.0, 25.0), "FAIR", 26.0, GradientRatio(1.2, "MODERATE", 16, 2, {"0": 1.3, "1": None}),
+            known(29.0, 28.0, 31.0), "FAIR", "GOOD", 26.0, GradientRatio(1.2, "MODERATE", 16, 2, {"0": 1.3, "1": None}),
             Sparsity(0.01, 0.05, "DENSE"),
         ),
         critical_thresholds={"gemm": threshold},

@@ -227,6 +227,13 @@ def test_plans_speak_plain_english(drawn: Document) -> None:
     assert row(drawn, "precision", "bit rule of the original method notes")["bits per weight"] == "5.00"
 
 
+def test_a_band_without_an_interval_says_so(drawn: Document) -> None:
+    """Gradient ratio and sparsity are single numbers; the SNR has an interval, which decides."""
+    assert row(drawn, "metrics", "gradient ratio")["band"] == "MODERATE (by point value)"
+    assert row(drawn, "metrics", "activation sparsity")["band"] == "DENSE (by point value)"
+    assert row(drawn, "metrics", "SNR of the logits (dB)")["band"] == "FAIR to GOOD (borderline)"
+
+
 def test_a_predicted_mean_stands_beside_the_measured_mean(made: DiagnosisReport, drawn: Document) -> None:
     """The typical KL has a column of its own; a mean without an upper end is a bound."""
     found = row(drawn, "precision", "this plan")

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from noisescope.findings import NOT_MEASURABLE, PointAvalanche, Target
+from noisescope.findings.bands import LossBand, ScoreBand
 from noisescope.findings.values import Evidence
+from noisescope.sites import OuterPlace
 from noisescope.stats import Estimate
 
 SIGNIFICANT = 0.05  # a loss is a finding where its p, corrected for all rows of its table, is below this
@@ -34,8 +36,8 @@ class Divergence:
 class PointRule:
     """Bands of the point values, by the rules of the original method notes: no interval decides them."""
 
-    degradation_band: str
-    sensitivity_band: str
+    degradation_band: LossBand
+    sensitivity_band: ScoreBand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,8 @@ class Effect:
     noisy_acc_interval: Estimate | None = None
     degradation: Estimate | None = None
     selected: Estimate | None = None
-    band: str = NOT_MEASURABLE
-    band_upper: str = NOT_MEASURABLE
+    band: LossBand = NOT_MEASURABLE
+    band_upper: LossBand = NOT_MEASURABLE
     sensitivity_score: float | None = None
     noise_tolerance_index: Estimate | None = None
     agreement: Estimate | None = None
@@ -183,7 +185,7 @@ class AvalanchePoint:
     end: int
     layer_range: str
     state: Literal["avalanche", "borderline"]
-    severity: str
+    severity: Literal["CRITICAL", "HIGH"]
     degradation: Estimate
     neighbours: tuple[float, ...]
     ratio: Estimate | None
@@ -207,7 +209,7 @@ class LayerAnalysis:
     step: int
     windows: tuple[WindowEffect, ...]
     layers: tuple[LayerEffect, ...]
-    places: Mapping[str, Effect]
+    places: Mapping[OuterPlace, Effect]
     map: tuple[CellEffect, ...]
     avalanche_points: tuple[AvalanchePoint, ...]
     compounding: tuple[str, ...]

@@ -17,6 +17,7 @@ from noisescope.reports.words import (
     estimate,
     number,
     plain,
+    point_band,
     span,
     text,
     whole,
@@ -136,10 +137,10 @@ def _metric_rows(found: Metrics) -> Iterable[tuple[Cell, Cell, Cell]]:
     gradients = secondary.gradient_ratio
     if gradients is not None:
         cell = Cell(number(gradients.value), gradients.value, rest=f" (n = {gradients.n})")
-        yield text("gradient ratio"), cell, band(gradients.band)
+        yield text("gradient ratio"), cell, point_band(gradients.point_band)
     sparsity = secondary.activation_sparsity
     if sparsity is not None:
-        yield text("activation sparsity"), plain(sparsity.relative), band(sparsity.band)
+        yield text("activation sparsity"), plain(sparsity.relative), point_band(sparsity.point_band)
 
 
 def _band(kind: str, found: Estimate | None, decided: str) -> Cell:

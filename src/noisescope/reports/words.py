@@ -97,6 +97,11 @@ def band(name: str | None) -> Cell:
     return Cell(name or "", tone=tone(name))
 
 
+def point_band(name: str) -> Cell:
+    """The band of a number that has no interval."""
+    return Cell(f"{name} (by point value)", tone=tone(name))
+
+
 def band_of(row: Effect) -> Cell:
     """The one band of a row; where its interval reaches into another, both, coloured as the one that is certain."""
     if row.borderline:
