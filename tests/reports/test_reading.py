@@ -18,6 +18,7 @@ from noisescope.reports.values import DiagnosisReport
 
 MUTATIONS = 400
 DROP = object()
+CHANNELS = ("channel_analysis", "per_layer", "model.layers.0.mlp.down_proj")
 
 
 def parts_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -118,6 +119,8 @@ def test_every_dropped_key_is_named_with_its_path(made: DiagnosisReport) -> None
         (("layer_analysis", "avalanche_points", 0, "common"), [1, 0], r"points\[0\].common: the model has layers"),
         (("layer_analysis", "layers"), [], r"analysis.layers: a row for each of 4 layers was expected, got \[\]"),
         (("layer_analysis", "layers", 1, "layer"), 0, r"a row for each of 4 layers was expected, got \[0, 0, 2, 3\]"),
+        ((*CHANNELS, "layer"), 4, "down_proj: the model has layers"),
+        ((*CHANNELS, "layer"), "attic", "layer: 'embed' or 'ro"),
         (("findings", 0, "target", "layers"), [0, 99], r"findings\[0\].target.layers: the model has layers"),
         (("run", "model", "blocks"), 10**9, "blocks: 1 to 100000 blocks were expected"),
         (("findings", 0, "severity"), "AWFUL", r"findings\[0\].severity: 'CRITICAL' or 'HIGH' or .*, got \"AWFUL\""),

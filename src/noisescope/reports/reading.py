@@ -96,6 +96,10 @@ def _named_layers(report: DiagnosisReport) -> Iterator[tuple[str, Iterable[int]]
             yield f"layer_analysis.avalanche_points[{i}].common", point.common
         for i, rule in enumerate(section.point_rule_avalanches):
             yield f"layer_analysis.point_rule_avalanches[{i}]", (rule.start, rule.end)
+    if report.channel_analysis:
+        for name, channels in report.channel_analysis.per_layer.items():
+            if isinstance(channels.layer, int):
+                yield f"channel_analysis.per_layer.{name}", (channels.layer,)
     for i, finding in enumerate(report.findings):
         yield f"findings[{i}].target.layers", finding.target.layers
     for i, finding in enumerate(report.executive_summary.top_findings):
