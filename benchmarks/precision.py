@@ -114,7 +114,7 @@ def measured(bench: Bench, frame: Frame, store: Store, plans: Mapping[str, Plan]
         name: {
             "average_bits": plan.average_bits,
             "effective_bits": plan.effective_bits,
-            "predicted_kl": plan.predicted_kl,
+            "predicted_kl": plan.predicted_mean_kl,
             "kl": rows[name].divergence.mean.value,
             "accuracy": rows[name].score.value,
         }
@@ -143,7 +143,7 @@ def at_bits(
     print(f"{bits:g} bits: KL {kl:.4f} at {plan.average_bits:.3f} bits; rule {rows['rule']['kl']:.4f} at "
           f"{rows['rule']['average_bits']:.3f}; uniform int4 {rows['uniform int4']['kl']:.4f}")  # fmt: skip
     for kind, plans in drawn.items():
-        predicted = [one.predicted_kl for one in plans]
+        predicted = [one.predicted_mean_kl for one in plans]
         truth = [rows[f"{kind} {i}"]["kl"] for i in range(count)]
         middle = statistics.median(truth)
         found[kind] = {"n": count, "median_kl": middle, "lowest_kl": min(truth), "plan_over_median": kl / middle,

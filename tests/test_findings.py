@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import typing
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from noisescope import findings as f
 from noisescope.errors import InvalidInput
 from noisescope.estimate import Estimate
-from noisescope.findings import Finding, Recommendation, Target, Window
+from noisescope.findings import Finding, Recommendation, Target, Window, bands, values
 from noisescope.jsonform import from_json, to_json
 from noisescope.sites import GROUPS, OPERATORS
 
@@ -123,6 +124,32 @@ def test_limits_agree_with_bands() -> None:
     assert f.LIMITS["outlier_channel_ratio"] == f.BANDS["outlier_ratio"].limits[0]
     for name in ("degradation", "mape"):
         assert {limit for limit, _ in f.DASHBOARD_POINTS[name]} <= set(f.BANDS[name].limits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metrics"),
+    [
+        (bands.LossBand, ("degradation", "window")),
+        (bands.ScoreBand, ("sensitivity_score",)),
+        (bands.OutlierBand, ("outlier_ratio",)),
+        (bands.QualityBand, ("noise_tolerance_index",)),
+        (bands.QualityBand, ("snr_db",)),
+        (bands.ThresholdBand, ("critical_threshold",)),
+        (bands.GradientBand, ("gradient_ratio",)),
+        (bands.SparsityBand, ("sparsity",)),
+        (bands.RiskLevel, ("report_risk",)),
+        (bands.RiskLevel, ("dashboard_risk",)),
+    ],
+)
+def test_the_types_of_bands_have_their_names(kind: Any, metrics: tuple[str, ...]) -> None:
+    """What rows accept is what the table of bands can give, no more and no less."""
+    names = {name for metric in metrics for name in f.BANDS[metric].names}
+    assert set(typing.get_args(kind)) == {*names, "not measurable"}
+
+
+def test_severities_and_priorities_have_types() -> None:
+    """In the order that ranks them."""
+    assert typing.get_args(values.Severity) == f.SEVERITIES and typing.get_args(values.Urgency) == f.PRIORITIES
 
 
 def test_unknown_metric_is_named() -> None:

@@ -94,7 +94,9 @@ def _read(kind: Any, data: object, where: str) -> Any:
 
 
 def _key(kind: Any, name: object, where: str) -> Any:
-    """JSON has text keys alone; a mapping by layer has ints."""
+    """JSON has text keys alone; a mapping by layer has ints, one by place a few names."""
+    if typing.get_origin(kind) is Literal:
+        return _read(kind, name, f"{where}.{name}")
     if kind is not int:
         return name
     try:
@@ -205,7 +207,8 @@ def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         parts = [_schema(argument, definitions) for argument in arguments]
         return {"type": "array", "prefixItems": parts, "minItems": len(parts), "maxItems": len(parts)}
     if origin is not None and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+        names = {"propertyNames": _schema(arguments[0], definitions)} if typing.get_origin(arguments[0]) else {}
+        return {"type": "object", **names, "additionalProperties": _schema(arguments[1], definitions)}
     if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
         raise TypeError(f"{kind} has no JSON Schema")
     name = kind.__name__

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from noisescope.errors import unknown
 
 Place = int | str
+OuterPlace = Literal["embed", "rotary", "final_norm", "lm_head"]
+NamedPlace = int | OuterPlace  # a place as reports have it, every name checked
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
-OUTER_PLACES = ("embed", "rotary", "final_norm", "lm_head")
+OUTER_PLACES: tuple[OuterPlace, ...] = ("embed", "rotary", "final_norm", "lm_head")
 TENSORS = ("output", "input", "weight")
 PHASES = ("forward", "backward")
 
@@ -47,15 +50,16 @@ def canonical_operator(name: str) -> str:
     return key
 
 
-def canonical_place(place: Place) -> Place:
+def canonical_place(place: Place) -> NamedPlace:
     """A block's index as int, or one of the outer places by name."""
     if isinstance(place, bool) or not isinstance(place, (int, str)):
         raise unknown("place", place, ["a block's index", *OUTER_PLACES])
     if isinstance(place, int):
         return place
-    if place not in OUTER_PLACES:
-        raise unknown("place", place, ["a block's index", *OUTER_PLACES])
-    return place
+    for name in OUTER_PLACES:
+        if place == name:
+            return name
+    raise unknown("place", place, ["a block's index", *OUTER_PLACES])
 
 
 def place_order(place: Place) -> tuple[int, str]:

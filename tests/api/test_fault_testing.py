@@ -135,10 +135,10 @@ def test_faults_are_to_be_found(subject, data):
 
 def test_a_test_that_can_not_run_does_not_stop_the_others(subject, data):
     """A place that the model lacks is a result without a verdict; each result is passed on as it comes."""
-    told: list[Any] = []
+    seen: list[Any] = []
     tests = [case(["gain:1@99"], max_degradation=0.1), case(["gain:1e-7@0"], max_degradation=0.9)]
-    rows = run_fault_tests(subject, tests, data, samples=2, told=told.append)
-    assert rows == told and rows[0].verdict == "undecided" and "could not be carried out" in rows[0].message
+    rows = run_fault_tests(subject, tests, data, samples=2, on_result=seen.append)
+    assert rows == seen and rows[0].verdict == "undecided" and "could not be carried out" in rows[0].message
     assert rows[1].criteria
 
 

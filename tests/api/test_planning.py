@@ -138,7 +138,7 @@ def scaled(report: Diagnosis, factor: float) -> Diagnosis:
 def test_a_prediction_far_off_is_noted(subject, report):
     """Scores a thousand times too small choose the same plan; a note says to use the measured KL."""
     far, near = verified(subject, scaled(report, 1e-3), bits=4), verified(subject, report, bits=4)
-    assert far.kl == near.kl and far.prediction.value == pytest.approx(near.prediction.value / 1000)
+    assert far.typical_kl == near.typical_kl and far.prediction.value == pytest.approx(near.prediction.value / 1000)
     assert any("lies far above the predicted" in note for note in far.notes)
     assert not any("lies far" in note for note in near.notes)
     assert near.prediction.scored_tokens == 4 * 7
@@ -150,9 +150,9 @@ def test_plans_are_measured_in_pairs(subject, report):
     kinds = [row.kind for row in found.rows]
     assert kinds[0] == "plan" and set(kinds[1:]) <= {"uniform", "bit rule"}
     assert found.rows[0].over_plan is None and all(row.over_plan.n == 4 for row in found.rows[1:])
-    assert found.verified and found.kl == found.rows[0].kl.typical.value and found.data.samples == 4
+    assert found.verified and found.typical_kl == found.rows[0].kl.typical.value and found.data.samples == 4
     rough = next(row for row in found.rows if row.format == "int3")
-    assert rough.kl.typical.value > found.kl and rough.over_plan.value > 1
+    assert rough.kl.typical.value > found.typical_kl and rough.over_plan.value > 1
     assert from_json(PrecisionPlan, to_json(found)) == found
 
 
@@ -181,6 +181,6 @@ def test_held_out_samples_are_taken(subject, report, tmp_path: Path):
 def test_a_plan_that_rounds_nothing(subject, report):
     """16 bits everywhere: a KL of exactly 0."""
     found = verified(subject, report, bits=16, random=2)
-    assert found.kl == 0.0 and (found.random.n, found.random.median_kl) == (2, 0.0)
+    assert found.typical_kl == 0.0 and (found.random.n, found.random.median_typical_kl) == (2, 0.0)
     (row,) = [row for row in found.rows if row.kind == "plan"]
     assert row.kl.typical.value == row.kl.mean.value == 0.0 and row.kl.typical.n == 4

@@ -37,8 +37,11 @@ def test_the_gate_passes_and_fails(baseline, tmp_path):
     code, said = run(*asked, "--baseline", baseline / "report.json", "--junit", junit, "--history", history)
     assert code == 0 and said.startswith("pass: demo against demo (20") and "would have detected" in said
     assert said.splitlines()[0].endswith("): 5 samples in pairs, of 6 before and 5 now")
+    assert said.count("without noise") == 1 and "clean:" not in said
     assert "pass       conditions of the baseline: both dtype float32, device cpu" in said
     assert ET.parse(junit).getroot()[0][0].get("name") == "conditions of the baseline"
+    headline = said.splitlines()[1]
+    assert ET.parse(junit).getroot()[0].find("system-out").text == headline
     assert 0.05 < float(ET.parse(junit).getroot()[0].get("time")) < 600  # what was measured, not 0.000
     assert ET.parse(junit).getroot()[0].get("failures") == "0" and (history / "trend" / "gate-divergence.png").exists()
     assert run("runs", "list", history) == (0, f"{history}: gate history of demo; 1 verdict\n")

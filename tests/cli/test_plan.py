@@ -44,10 +44,10 @@ def test_a_plan_beats_random_ones(folder: Path) -> None:
     """Carried out on problems it was not made on: below the uniform plan of fewer bits, far below random ones."""
     found = json.loads(call("precision", folder, "--average-bits", 5, *FORMATS, "--verify", "--random", 8, "--json"))
     assert found["average_bits"] == pytest.approx(5, abs=0.02) and found["average_bits"] <= 5 + 1e-6
-    assert found["random"]["n"] == 8 and found["kl"] < 0.35 * found["random"]["median_kl"]
-    assert found["kl"] < found["uniform_kl"] and found["uniform_format"] == "int4"
-    assert found["kl"] < found["bit_rule_kl"] and found["bit_rule_bits"] >= 5
-    assert found["prediction"]["value"] == found["predicted_kl"] and found["prediction"]["n"] == 16
+    assert found["random"]["n"] == 8 and found["typical_kl"] < 0.35 * found["random"]["median_typical_kl"]
+    assert found["typical_kl"] < found["uniform_typical_kl"] and found["uniform_format"] == "int4"
+    assert found["typical_kl"] < found["bit_rule_typical_kl"] and found["bit_rule_bits"] >= 5
+    assert found["prediction"]["value"] == found["predicted_mean_kl"] and found["prediction"]["n"] == 16
     assert found["data"]["samples"] == 64 and len(found["rows"]) == 1 + 3 + 1 + 8
 
 
@@ -56,12 +56,14 @@ def test_words_and_files(folder: Path, tmp_path: Path) -> None:
     """Without --verify nothing is loaded or claimed; exports are written; layers share a format."""
     said = call("precision", folder / "report.json", "--average-bits", 4.5, "--granularity", "layer", *FORMATS)
     assert "optimal by layer: 4." in said and "predicted only: --verify" in said
-    assert "\npredicted KL 0.0" in said and "(standard error at most 0.0" in said and "; 16 samples, about " in said
+    assert (
+        "\npredicted mean KL 0.0" in said and "(standard error at most 0.0" in said and "; 16 samples, about " in said
+    )
     recipe = tmp_path / "missing" / "folder" / "recipe.yaml"
     found = json.loads(
         call("precision", folder, "--max-megabytes", 1, *FORMATS, "--export", "llm-compressor", "-o", recipe, "--json")
     )
-    assert found["megabytes"] <= 1 and found["kl"] is None and found["verified"] is False
+    assert found["megabytes"] <= 1 and found["typical_kl"] is None and found["verified"] is False
     assert "QuantizationModifier" in recipe.read_text()
     assert any("96 inputs are no multiple of 64" in note for note in found["notes"])  # the demo's width
     said = call("precision", folder, "--average-bits", 5, *FORMATS, "--export", "torchao", "-o", recipe)

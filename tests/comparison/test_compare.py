@@ -18,7 +18,7 @@ from noisescope.comparison.crossing import crossed
 from noisescope.comparison.rows import Logits
 from noisescope.comparison.words import in_words, verdict_of
 from noisescope.diagnosis.report import Cost, DataFacts, Diagnosis, ModelFacts, Run, SettingsFacts
-from noisescope.diagnosis.rows import CellEffect, Divergence, LayerAnalysis
+from noisescope.diagnosis.rows import CellEffect, Divergence, LayerAnalysis, LayerEffect
 from noisescope.diagnosis.sections import ExecutiveSummary, Metrics, PlainWords, PrimaryMetrics, SecondaryMetrics
 from noisescope.errors import InvalidInput
 from noisescope.findings import Risk
@@ -364,6 +364,9 @@ def _only_prompt_five(module, args, y):
     return changed
 
 
+NO = "not measurable"
+
+
 def nats(size: float) -> Divergence:
     return Divergence(Estimate(size, None, None, 50), Estimate(size, None, None, 50))
 
@@ -380,11 +383,11 @@ def report(model: str, scale: float = 0.1) -> Diagnosis:
         ModelFacts("x", "x", model, LAYERS, ()), DataFacts("x", "text", 50, 500, "", "", "score"), settings, "accuracy",
         Conditions(model, "float32", "cpu", "sdpa", 2), "cpu", 0.0, Cost(0.0, 0, 0, 0.0), (), "", {}, "", None,
     )  # fmt: skip
-    nothing = Risk("", 0.0, "LOW", "", ())
+    nothing = Risk("report_risk", 0.0, "LOW", "", ())
     summary = ExecutiveSummary(
         (), (), 0, (), 0, None, "LOW", "", nothing, nothing, (), "", PlainWords(risk="", work="", success="")
     )
-    primary, secondary = PrimaryMetrics(None, "", None, "", None), SecondaryMetrics(None, "", 20.0, None, None)
+    primary, secondary = PrimaryMetrics(None, NO, None, NO, None), SecondaryMetrics(None, NO, NO, 20.0, None, None)
     return Diagnosis(
         run=run, executive_summary=summary, operator_analysis=None,
         layer_analysis=LayerAnalysis(
@@ -427,6 +430,34 @@ def test_the_prediction_is_preferred_to_an_injection(good, broken):
         found = crossed(rows, mapped(diagnosis, [*mixed[6:9], *none[:6]]), good.model, 0.01)
         assert {cell.layer for cell in found.cells} == {2}
         assert [cell.nats_per_square for cell in found.cells] == pytest.approx([expected] * 3)
+
+
+def test_where_the_prediction_failed_the_injection_is_the_price(good, broken):
+    """The report measured four times what was predicted: k comes from the injection, and the cell says so.
+
+    A layer that is called nonlinear as a whole makes the predictions of its operators rough.
+    """
+    diagnosis = report(good.model, scale=0.1)
+    odd = Estimate(4.0, 3.0, 5.0, 50)
+    cells = [
+        replace(cell, evidence="injected", kl=nats(0.04), injected_over_predicted=odd)
+        if (cell.layer, cell.operator) == (2, "linear")
+        else cell
+        for cell in diagnosis.layer_analysis.map
+    ]
+    rows = ns.compare(good, broken("gain:0.5@2/linear/down_proj", detail="full")).sites
+    found = crossed(rows, mapped(diagnosis, cells), good.model, 0.01)
+    prices = {(cell.layer, cell.operator): cell for cell in found.cells}
+    odd_one, other = prices[2, "linear"], prices[2, "matmul"]
+    assert (odd_one.nats_per_square, odd_one.priced_by, odd_one.nonlinear) == (pytest.approx(4.0), "injected", True)
+    assert odd_one.nats == pytest.approx(4 * odd_one.relative_l2**2)
+    assert (other.nats_per_square, other.priced_by, other.nonlinear) == (pytest.approx(1.0), "predicted", False)
+    assert [row.nonlinear for row in found.tolerances] == [False, False, True, False]
+    layer = LayerEffect(layer=1, evidence="injected", injected_over_predicted=odd)
+    section = replace(diagnosis.layer_analysis, layers=(layer,))
+    found = crossed(rows, replace(diagnosis, layer_analysis=section), good.model, 0.01)
+    assert {cell.layer for cell in found.cells if cell.nonlinear} == {1}
+    assert {cell.priced_by for cell in found.cells} == {"predicted"}
 
 
 def test_reports_that_do_not_fit_are_refused(good):

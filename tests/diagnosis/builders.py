@@ -75,7 +75,7 @@ def sections(
     nothing = PrimaryMetrics(None, "not measurable", None, "not measurable", None)
     metrics = Metrics(
         primary=nothing,
-        secondary=SecondaryMetrics(None, "not measurable", 26.0, None, None),
+        secondary=SecondaryMetrics(None, "not measurable", "not measurable", 26.0, None, None),
         critical_thresholds={},
         hessian_trace=None,
         fisher=None,

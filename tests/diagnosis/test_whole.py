@@ -91,6 +91,7 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
                 "accuracy": (DICE[at] < clean * (1 - lost)).astype(float),
                 "kl": kl * spread,
                 "agreement": 1 - lost + 0 * DICE[at],
+                "snr_db": 30.1 + 8 * (DICE[at] - DICE.mean()),
                 "nonfinite": 0 * DICE[at],
             }
         return Result(
@@ -208,6 +209,15 @@ def test_the_hot_layer_leads_the_list_and_everything_made_from_it() -> None:
     assert found.recommendations[0].component == first.component
     assert first.component in found.executive_summary.next_step
     assert found.executive_summary.overall_risk_level == "HIGH"
+
+
+def test_metrics_have_the_bands_of_their_intervals() -> None:
+    """An SNR of 30.1 is GOOD by its value; its interval reaches below 30. What has no interval has a point band."""
+    secondary = diagnosed(harmless)[0].metrics.secondary
+    assert secondary.snr_db is not None and secondary.snr_db.value == pytest.approx(30.1)
+    assert (secondary.snr_band, secondary.snr_band_upper) == ("FAIR", "GOOD")
+    assert secondary.gradient_ratio is not None and secondary.gradient_ratio.point_band == "MODERATE"
+    assert secondary.activation_sparsity is not None and secondary.activation_sparsity.point_band == "DENSE"
 
 
 def test_few_samples_leave_a_point_borderline() -> None:

@@ -34,7 +34,7 @@ from noisescope.findings import Finding, Risk, Target, band
 from noisescope.stats import Estimate
 from noisescope.trials import Conditions
 
-RISK = Risk("report", 0.0, "LOW", "", ())
+RISK = Risk("report_risk", 0.0, "LOW", "", ())
 
 
 def estimate(value: float | None, low: float | None = None, high: float | None = None, n: int = 50) -> Estimate:
@@ -163,7 +163,15 @@ def summary(**changed: Any) -> ExecutiveSummary:
 
 def metrics() -> Metrics:
     primary = PrimaryMetrics(None, "not measurable", None, "not measurable", None)
-    return Metrics(primary, SecondaryMetrics(None, "not measurable", 26.0, None, None), {}, None, None, None, RISK)
+    return Metrics(
+        primary,
+        SecondaryMetrics(None, "not measurable", "not measurable", 26.0, None, None),
+        {},
+        None,
+        None,
+        None,
+        RISK,
+    )
 
 
 def diagnosis(run: dict[str, Any] | None = None, **sections: Any) -> Diagnosis:

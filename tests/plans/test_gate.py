@@ -145,7 +145,7 @@ def test_a_model_that_answers_nothing_fails():
     """However little noise changes what it says. A drop that may be chance decides nothing."""
     result = decide(section(), section(seed=1, clean=0.0))
     assert result.verdict == "fail" and result.clean_score.verdict == "fail"
-    assert "0.0 % now" in result.clean_score.message
+    assert "0.0 % now" in result.clean_score.message and "would have been detected" in result.clean_score.message
     assert decide(section(), section(seed=1, clean=0.9)).clean_score.verdict == "undecided"
     assert decide(section(clean=0.0), section(seed=1)).clean_score.verdict == "undecided"
     before = section()
@@ -168,7 +168,7 @@ def test_one_row_that_decides_is_enough():
     result = decide(before, after)
     assert [row.verdict for row in result.divergence] == ["undecided", "pass", "undecided"]
     assert result.verdict == "pass"
-    assert headline("pass", [row.verdict for row in result.checks]) == "passed; 4 of 6 checks undecided"
+    assert headline("pass", [row.verdict for row in result.compared]) == "passed; 4 of 5 checks undecided"
     assert [overall(rows) for rows in (["undecided", "fail"], ["undecided"], [])] == ["fail", "undecided", "undecided"]
     assert headline("fail", ["fail", "pass", "undecided"]) == "failed: 1 of 3 checks; 1 of 3 checks undecided"
 
@@ -195,6 +195,7 @@ def test_accuracy_is_reported_with_its_power():
     result = decide(section(), section(seed=1, clean=0.9))
     clean, noisy = result.accuracy
     assert clean.under_noise_in == "clean" and noisy.under_noise_in == "gemm"
+    assert result.accuracy_under_noise == (noisy,)  # the clean score is a check
     assert clean.difference.value < 0 and 0.05 < clean.smallest_detectable < 0.3
     assert all(row.name and row.message for row in result.checks) and len(result.checks) == 6
 
@@ -223,7 +224,7 @@ def test_other_conditions_are_reported(made, what, now):
 
 
 def test_a_whole_gate_is_json_and_back(made):
-    """With its conditions first among the checks, and counted in the headline."""
+    """With its conditions first among the checks, and named in the headline."""
     before, after = section(), section(seed=1)
     row = conditions_row(made.asked(), made.asked(dtype="float32"), (before, after))
     decision = decide(before, after)
@@ -232,11 +233,26 @@ def test_a_whole_gate_is_json_and_back(made):
         step=None, finished="now", seconds=1.0, conditions=row,
     )  # fmt: skip
     assert result.checks[0] is row and result.verdict == "pass" and not result.failed
-    undecided = sum(check.verdict == "undecided" for check in result.checks)
-    assert result.headline == f"passed; {undecided} of 7 checks undecided"
+    undecided = sum(check.verdict == "undecided" for check in result.compared)
+    assert result.headline == f"passed; {undecided} of 5 checks undecided; other conditions than the baseline's"
     plain = to_json(result)
     assert from_json(GateResult, plain) == result and from_json(Decision, to_json(decision)) == decision
     assert plain["schema_version"] == 2 and plain["worst"]["ratio"]["value"] == result.worst.ratio.value
+
+
+def test_the_headline_counts_what_was_compared(made):
+    """Three divergences, a limit and the clean score: neither the conditions nor finite outputs are among them."""
+    before = section()
+    alike = conditions_row(made.asked(), made.asked(), (before, before))
+    same = decide(before, before, max_degradation=0.5)
+    assert len(same.compared) == 5 and headline_of(same, alike) == "passed"
+    worse = tuple(3 * kl for kl in before.kl["gemm"])
+    assert headline_of(decide(before, replace(before, kl={"gemm": worse}), max_degradation=0.5), alike) == (
+        "failed: 1 of 5 checks"
+    )
+    broken = decide(before, replace(before, nonfinite=2), max_degradation=0.5)
+    assert broken.verdict == "fail"
+    assert headline_of(broken, alike) == "failed: outputs are not finite; 0 of 5 checks failed, 0 undecided"
 
 
 def test_the_samples_are_counted(made):

@@ -47,20 +47,29 @@ def rows(made: Any) -> list[PlanRow]:
 def test_a_predicted_plan_has_no_measurement() -> None:
     """And says so."""
     plan = predicted_plan(PLAN, PREDICTION, planned_share=0.9, notes=["n"])
-    assert not plan.verified and plan.kl is None and plan.rows == () and plan.counts == {"int4": 1, "int8": 1}
+    assert (
+        not plan.verified
+        and plan.typical_kl is plan.mean_kl is None
+        and plan.rows == ()
+        and plan.counts == {"int4": 1, "int8": 1}
+    )
     assert from_json(PrecisionPlan, to_json(plan)) == plan
 
 
 def test_a_measured_plan_is_compared_by_medians(rows: list[PlanRow]) -> None:
     """With the best uniform plan that fits, the bit rule, and the median of the random ones."""
     plan = measured_plan(predicted_plan(PLAN, PREDICTION, planned_share=0.9, notes=["n"]), rows, DATA, notes=["m"])
-    assert plan.verified and plan.kl == 0.02 and plan.notes == ("m", "n")
-    assert (plan.uniform_kl, plan.uniform_format) == (0.06, "nf4")  # of the formats of 4 bits the one that costs less
-    assert (plan.bit_rule_kl, plan.bit_rule_bits) == (0.05, 5.5)
-    assert (plan.random.n, plan.random.median_kl) == (3, 0.2)
+    assert plan.verified and (plan.mean_kl, plan.typical_kl) == (0.04, 0.02)  # the mean is twice the typical KL here
+    assert plan.notes == ("m", "n")
+    assert (plan.uniform_typical_kl, plan.uniform_format) == (
+        0.06,
+        "nf4",
+    )  # of the formats of 4 bits the one that costs less
+    assert (plan.bit_rule_typical_kl, plan.bit_rule_bits) == (0.05, 5.5)
+    assert (plan.random.n, plan.random.median_typical_kl) == (3, 0.2)
     plain = to_json(plan)
     assert from_json(PrecisionPlan, plain) == plan
-    assert plain["bit_rule_kl"] == 0.05 and not any("seeds_rule" in key for key in plain)
+    assert plain["bit_rule_typical_kl"] == 0.05 and not any("seeds_rule" in key for key in plain)
     assert [one.kind for one in without_random(plan).rows].count("random") == 0 and len(without_random(plan).rows) == 5
     assert without_random(plan).random == plan.random
 

@@ -203,7 +203,7 @@ def metrics() -> Metrics:
     return Metrics(
         primary=PrimaryMetrics(known(0.31, 0.25, 0.37), "CRITICAL", known(3.2, 2.7, 4.0), "POOR", threshold),
         secondary=SecondaryMetrics(
-            known(24.0, 23.0, 25.0), "FAIR", 26.0, GradientRatio(1.2, "MODERATE", 16, 2, {"0": 1.3, "1": None}),
+            known(29.0, 28.0, 31.0), "FAIR", "GOOD", 26.0, GradientRatio(1.2, "MODERATE", 16, 2, {"0": 1.3, "1": None}),
             Sparsity(0.01, 0.05, "DENSE"),
         ),
         critical_thresholds={"gemm": threshold},
@@ -261,7 +261,7 @@ def precision_plan() -> PrecisionPlan:
     rows = (row("plan", "plan", 0.01), row("uniform int4", "uniform", 0.02), row("bit rule", "bit rule", 0.03))
     return PrecisionPlan(
         "optimal", {"model.layers.0.mlp.down_proj": "int4"}, {"int4": 1}, 5.0, 5.25, 0.01, 0.012, "",
-        Prediction(0.012, 0.008, 0.016, 16, 0.95, 0.002, 300), 0.9, True, 0.01, 0.02, "int4", 0.03, 5.0,
+        Prediction(0.012, 0.008, 0.016, 16, 0.95, 0.002, 300), 0.9, True, 0.03, 0.01, 0.02, "int4", 0.03, 5.0,
         RandomPlans(16, 0.04), rows, PlanData(48, 900, "e" * 64), ("a note on the plan",),
     )  # fmt: skip
 

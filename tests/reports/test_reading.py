@@ -18,6 +18,7 @@ from noisescope.reports.values import DiagnosisReport
 
 MUTATIONS = 400
 DROP = object()
+CHANNELS = ("channel_analysis", "per_layer", "model.layers.0.mlp.down_proj")
 
 
 def parts_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -116,10 +117,23 @@ def test_every_dropped_key_is_named_with_its_path(made: DiagnosisReport) -> None
         (("layer_analysis", "layers", 0, "layer"), -1, r"layers\[0\]: the model has layers 0 to 3"),
         (("layer_analysis", "map", 0, "layer"), 4, r"map\[0\]: the model has layers 0 to 3"),
         (("layer_analysis", "avalanche_points", 0, "common"), [1, 0], r"points\[0\].common: the model has layers"),
+        (("layer_analysis", "layers"), [], r"analysis.layers: a row for each of 4 layers was expected, got \[\]"),
+        (("layer_analysis", "layers", 1, "layer"), 0, r"a row for each of 4 layers was expected, got \[0, 0, 2, 3\]"),
+        ((*CHANNELS, "layer"), 4, "down_proj: the model has layers"),
+        ((*CHANNELS, "layer"), "attic", "layer: 'embed' or 'ro"),
         (("findings", 0, "target", "layers"), [0, 99], r"findings\[0\].target.layers: the model has layers"),
         (("run", "model", "blocks"), 10**9, "blocks: 1 to 100000 blocks were expected"),
-        (("findings", 0, "severity"), "AWFUL", r"report.findings\[0\]: unknown severity 'AWFUL'. Allowed: CRITICAL"),
-        (("recommendations", 0, "priority"), "now", r"report.recommendations\[0\]: unknown priority 'now'"),
+        (("findings", 0, "severity"), "AWFUL", r"findings\[0\].severity: 'CRITICAL' or 'HIGH' or .*, got \"AWFUL\""),
+        (("recommendations", 0, "priority"), "now", r"recommendations\[0\].priority: 'CRITICAL' or 'HIGH' or 'MEDIUM'"),
+        (("layer_analysis", "windows", 0, "band"), "AWFUL", r"windows\[0\].band: 'LOW' or 'ROBUST' .*got \"AWFUL\""),
+        (("operator_analysis", "gemm", "band_upper"), "", r"gemm.band_upper: 'LOW' or .* was expected, got \"\""),
+        (("metrics", "secondary", "snr_band"), "HIGH", "snr_band: 'POOR' or 'FAIR' or 'GOOD' or 'EXCELLENT' or"),
+        (("metrics", "secondary", "gradient_ratio", "point_band"), "GOOD", "point_band: 'CRITICAL' or 'CONCERNING'"),
+        (("executive_summary", "overall_risk_level"), "SEVERE", "level: 'LOW' or 'MODERATE' or 'HIGH' or 'not meas"),
+        (("executive_summary", "report_risk", "level"), "CRITICAL", "report_risk.level: 'LOW' or 'MODERATE' or"),
+        (("findings", 0, "target", "place"), "attic", "target.place: 'embed' or 'rotary' or 'final_norm' or 'lm_head'"),
+        (("migration_plan", "priorities", 1, "evidence", 0, "place"), "attic", r"evidence\[0\].place: 'embed' or"),
+        (("layer_analysis", "places", "attic"), {}, "places.attic: 'embed' or 'rotary' .* was expected, got \"attic\""),
         (("locate", "verdict"), "perhaps", "report.locate.verdict: 'healthy' or 'faulty' or 'undecided' was expec"),
         (("executive_summary", "risk_meaning"), None, "executive_summary.risk_meaning: text was expected, got null"),
     ],

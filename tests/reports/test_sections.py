@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from noisescope.diagnosis.report import Robustness
@@ -11,8 +12,8 @@ from noisescope.diagnosis.rows import Divergence, Effect, Interaction
 from noisescope.reports.document import Bullets, Chart, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.report import Report
 from noisescope.reports.values import DiagnosisReport
-from noisescope.reports.words import band_between, band_of, divergence, estimate, metric_name
-from noisescope.stats import Estimate
+from noisescope.reports.words import band_between, band_of, divergence, estimate, finding_lines, metric_name
+from noisescope.stats import Estimate, picked
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +136,19 @@ def test_the_largest_row_is_given_corrected_for_selection(drawn: Document) -> No
     """As its finding states it; the method says what that means, and no other row has it."""
     lost = "next-token accuracy lost"
     assert row(drawn, "operators", "gemm")[lost] == (
-        "31.0 % [25.0 %, 37.0 %], corrected for selection 29.0 % [21.0 %, 37.0 %]"
+        "31.0 % [25.0 %, 37.0 %], corrected for selection 29.0 % [21.0 %, 37.0 %], upper end uncorrected"
     )
     assert row(drawn, "operators", "softmax")[lost] == "12.0 % [6.0 %, 18.0 %]"
-    assert "corrected for selection" in paragraphs(drawn, "method")
+    assert "only the lower end of its interval is corrected" in paragraphs(drawn, "method")
+
+
+def test_a_finding_that_was_picked_says_which_end_is_corrected(made: DiagnosisReport) -> None:
+    """Its interval allows for the choice at its lower end alone; other findings say nothing of it."""
+    scores = np.random.default_rng(0).random((3, 40)) < [[0.9], [0.8], [0.5]]
+    size = picked(np.ones(40), list(scores.astype(float))).estimate
+    first = replace(made.findings[0], size=size)
+    assert "(corrected for selection, upper end uncorrected), n = 40" in finding_lines(first)[0]
+    assert "corrected" not in finding_lines(made.findings[0])[0]
 
 
 def test_predictions_that_findings_scale_say_by_how_much(made: DiagnosisReport, drawn: Document) -> None:
@@ -215,6 +225,25 @@ def test_plans_speak_plain_english(drawn: Document) -> None:
     assert "5.00 bits per weight on average" in words and "nats per token" in words
     assert "Measured on 48 held-out samples that were not used to choose formats." in words
     assert row(drawn, "precision", "bit rule of the original method notes")["bits per weight"] == "5.00"
+
+
+def test_a_band_without_an_interval_says_so(drawn: Document) -> None:
+    """Gradient ratio and sparsity are single numbers; the SNR has an interval, which decides."""
+    assert row(drawn, "metrics", "gradient ratio")["band"] == "MODERATE (by point value)"
+    assert row(drawn, "metrics", "activation sparsity")["band"] == "DENSE (by point value)"
+    assert row(drawn, "metrics", "SNR of the logits (dB)")["band"] == "FAIR to GOOD (borderline)"
+
+
+def test_a_predicted_mean_stands_beside_the_measured_mean(made: DiagnosisReport, drawn: Document) -> None:
+    """The typical KL has a column of its own; a mean without an upper end is a bound."""
+    found = row(drawn, "precision", "this plan")
+    columns = ("mean KL predicted", "mean KL measured", "typical KL measured")
+    assert [found[name] for name in columns] == ["0.01", "0.03 [0.015, 0.09]", "0.01 [0.005, 0.02]"]
+    plan = made.precision_plan
+    assert plan is not None
+    rows = tuple(replace(one, kl=Divergence(one.kl.typical, replace(one.kl.mean, high=None))) for one in plan.rows)
+    bounded = Report(replace(made, precision_plan=replace(plan, rows=rows))).document()
+    assert row(bounded, "precision", "this plan")["mean KL measured"] == "at least 0.015"
 
 
 def test_no_quaint_word_is_left(made: DiagnosisReport, made_curve: Robustness) -> None:

@@ -18,10 +18,12 @@ def as_json(value: object) -> str:
     return json.dumps(to_json(value), indent=1) + "\n"
 
 
-def write_junit(path: Path, suite: str, rows: Sequence[Checked], *, seconds: Sequence[float] | float) -> Path:
-    """Checks as JUnit XML, with what each took."""
+def write_junit(
+    path: Path, suite: str, rows: Sequence[Checked], *, seconds: Sequence[float] | float, summary: str = ""
+) -> Path:
+    """Checks as JUnit XML, with what each took; `summary` where the rows alone do not decide the verdict."""
     each = [seconds] * len(rows) if isinstance(seconds, float) else seconds
-    return junit.write_junit(path, suite, cases_of(rows, each))
+    return junit.write_junit(path, suite, cases_of(rows, each), summary)
 
 
 def save_figures(document: Document, folder: Path) -> list[Path]:

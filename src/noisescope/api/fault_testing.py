@@ -43,12 +43,13 @@ def run_fault_tests(
     tests: Iterable[FaultTest],
     asked: FaultTestOptions,
     *,
-    told: Callable[[FaultTestResult], None] = lambda result: None,
+    on_result: Callable[[FaultTestResult], None] = lambda result: None,
 ) -> list[FaultTestResult]:
-    """A result for each test: its verdict, every criterion with its number, what the fault hit. `told` gets each.
+    """A result for each test: its verdict, every criterion with its number, what the fault hit.
 
-    Every sample is a request of its own: a forward, or for faults that last one step, a generation token by token in
-    which the fault hits one token. The score is the task's, with and without the fault on the same samples.
+    `on_result` is called with each as soon as it is known. Every sample is a request of its own: a forward, or for
+    faults that last one step, a generation token by token in which the fault hits one token. The score is the task's,
+    with and without the fault on the same samples.
     """
     tests = tuple(tests)
     noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
@@ -70,7 +71,7 @@ def run_fault_tests(
         except NoisescopeError as error:  # a fused operator, a place that this model lacks: the other tests go on
             result = could_not_run(test, str(error))
         results.append(replace(result, seconds=time.perf_counter() - started))
-        told(results[-1])
+        on_result(results[-1])
     return results
 
 
@@ -79,12 +80,13 @@ def run_reported(
     report: Report,
     tests: Iterable[FaultTest],
     asked: FaultTestOptions,
-    told: Callable[[FaultTestResult], None],
+    *,
+    on_result: Callable[[FaultTestResult], None],
 ) -> list[FaultTestResult]:
     """The tests of a report on its model, and on its data unless others are given."""
     check_sizes(report, subject)
     data = data_of(report) if asked.data is None else asked.data
-    return run_fault_tests(subject, tests, options=replace(asked, data=data), told=told)
+    return run_fault_tests(subject, tests, options=replace(asked, data=data), on_result=on_result)
 
 
 class _Runner:

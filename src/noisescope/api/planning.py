@@ -110,7 +110,7 @@ def _row(rival: Rival, carried: Carried, own: Carried) -> PlanRow:
         rival.format,
         plan.average_bits,
         plan.effective_bits,
-        plan.predicted_kl,
+        plan.predicted_mean_kl,
         carried.divergence,
         carried.score,
         carried.clean_score,

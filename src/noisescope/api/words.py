@@ -18,6 +18,7 @@ from noisescope.reports.phases import verdict_line as verdict_line
 from noisescope.reports.words import band_of as band_of
 from noisescope.reports.words import estimate as estimate
 from noisescope.reports.words import finding_lines as finding_lines
+from noisescope.reports.words import mean as mean
 from noisescope.sites import OPERATORS as OPERATORS
 
 __all__ = ["change_verdict_line"]

@@ -144,10 +144,12 @@ def say_costs(crossing: Crossing) -> None:
         cost = "infinite difference, no cost can be given"
         if cell.nats is not None:
             cost = f"{cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, affordable {cell.affordable:.2g})"
+            cost += f", {cell.priced_by}{', not linear there' if cell.nonlinear else ''}"
         typer.echo(f"  layer {cell.layer} {cell.operator}: {cost}{mark}")
     typer.echo(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
     for row in crossing.tolerances:
         has = "-" if row.relative_l2 is None else f"{row.relative_l2:.2g}"
         within = {True: "yes", False: "no", None: "-"}[row.within]
         broken = f"  {row.unmeasurable} sites not measurable" if row.unmeasurable else ""
-        typer.echo(f"  {row.layer:>5}  {row.affordable_relative_l2:>10.2g}  {has:>7}  {within}{broken}")
+        rough = "  rough: noise is not linear there" if row.nonlinear else ""
+        typer.echo(f"  {row.layer:>5}  {row.affordable_relative_l2:>10.2g}  {has:>7}  {within}{broken}{rough}")

@@ -79,11 +79,11 @@ def say_check(report: Report) -> None:
 
 def say_plan(plan: PrecisionPlan) -> None:
     """The plan beside what else the same bits could buy."""
-    assert plan.kl is not None
+    assert plan.typical_kl is not None
     rivals = []
-    if plan.uniform_kl is not None:
-        rivals.append(f"{plan.uniform_kl:.3g} by {plan.uniform_format} everywhere")
-    if plan.bit_rule_kl is not None:
-        rivals.append(f"{plan.bit_rule_kl:.3g} by the bit rule of the original method notes")
+    if plan.uniform_typical_kl is not None:
+        rivals.append(f"{plan.uniform_typical_kl:.3g} by {plan.uniform_format} everywhere")
+    if plan.bit_rule_typical_kl is not None:
+        rivals.append(f"{plan.bit_rule_typical_kl:.3g} by the bit rule of the original method notes")
     beside = f" ({', '.join(rivals)})" if rivals else ""
-    typer.echo(f"\nplanned at {plan.average_bits:.2f} bits per weight: typical KL {plan.kl:.3g}{beside}")
+    typer.echo(f"\nplanned at {plan.average_bits:.2f} bits per weight: typical KL {plan.typical_kl:.3g}{beside}")

@@ -43,8 +43,10 @@ def gate_model(asked: GateOptions) -> None:
         subject = load_subject(asked)
         with Shown() as progress:
             result = gate(subject, options=common.running(asked, progress))
-    share = result.seconds / len(result.checks)  # one measurement serves all checks
-    paths = [] if asked.junit is None else [write_junit(asked.junit, "noisescope gate", result.checks, seconds=share)]
+    paths = []
+    if asked.junit is not None:
+        share = result.seconds / len(result.checks)  # one measurement serves all checks
+        paths.append(write_junit(asked.junit, "noisescope gate", result.checks, seconds=share, summary=result.headline))
     paths += [] if asked.history is None else keep(result, asked.history)
     if asked.json:
         typer.echo(as_json(result), nl=False)
@@ -56,19 +58,22 @@ def gate_model(asked: GateOptions) -> None:
 
 
 def say_verdict(result: GateResult) -> None:
-    """The verdict, every check with its numbers, and the score with its power."""
+    """The verdict, every check with its numbers, and scores under noise with their power.
+
+    The score without noise is a check, which has its numbers.
+    """
     before = f"{result.baseline.model} ({result.baseline.finished})"
     typer.echo(f"{result.verdict}: {result.model} against {before}: {result.n}")
     typer.echo(f"{result.headline}\n")
     for row in result.checks:
         typer.echo(f"  {row.verdict:<9}  {row.name}: {row.message}")
-    typer.echo("\nscore, for information:")
-    for change in result.accuracy:
+    if result.accuracy_under_noise:
+        typer.echo("\nscore under noise, for information:")
+    for change in result.accuracy_under_noise:
         typer.echo(f"  {_change(change)}")
 
 
 def _change(row: ScoreChange) -> str:
-    where = "clean" if row.under_noise_in == "clean" else f"noise in {row.under_noise_in}"
     sides = " -> ".join(
         "..." if one.value is None else f"{100 * one.value:.1f} %" for one in (row.baseline, row.candidate)
     )
@@ -76,4 +81,4 @@ def _change(row: ScoreChange) -> str:
     ends = ", ".join("..." if end is None else f"{100 * end:+.1f}" for end in (change.low, change.high))
     points = "..." if change.value is None else f"{100 * change.value:+.1f} points [{ends}]"
     power = "no drop" if least is None else f"a drop of {100 * least:.1f} points"
-    return f"{where}: {sides} ({points}); {power} would have been detected"
+    return f"noise in {row.under_noise_in}: {sides} ({points}); {power} would have been detected"

@@ -68,7 +68,7 @@ def _results(report: Report, tests: list[FaultTest], asked: FaultTestOptions) ->
         from noisescope.api.loading import subject_of_report
 
         return run_reported(
-            subject_of_report(report, asked), report, tests, asked, say_nothing if asked.json else say_result
+            subject_of_report(report, asked), report, tests, asked, on_result=say_nothing if asked.json else say_result
         )
 
 

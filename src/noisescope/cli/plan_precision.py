@@ -62,7 +62,7 @@ def say_plan(plan: PrecisionPlan) -> None:
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
     typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
     typer.echo("  " + ", ".join(f"{name}: {counted(count, 'module')}" for name, count in plan.counts.items()))
-    typer.echo(f"predicted KL {prediction_sentence(plan.prediction)}")
+    typer.echo(f"predicted mean KL {prediction_sentence(plan.prediction)}")
     if plan.note:
         typer.echo(f"note: {plan.note}")
     if plan.data is not None:
@@ -74,17 +74,22 @@ def say_plan(plan: PrecisionPlan) -> None:
 
 
 def say_measured(plan: PrecisionPlan) -> None:
-    from noisescope.api.words import counted, estimate
+    from noisescope.api.words import counted, estimate, mean
 
     assert plan.data is not None
     tokens = counted(plan.data.scored_tokens, "token")
     typer.echo(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
-    typer.echo(f"{'':<18}{'bits':>7}  {'typical KL (nats per token)':<32}  {'score':<24}  KL over the plan's")
+    typer.echo(
+        f"{'':<18}{'bits':>7}  {'mean KL predicted':<17}  {'mean KL measured':<30}  {'typical KL measured':<30}  "
+        f"{'score':<24}  KL over the plan's"
+    )
     for row in plan.rows:
         if row.kind != "random":
-            kl, score, over = (estimate(row.kl.typical), estimate(row.accuracy, share=True), estimate(row.over_plan))
-            bits = f"{row.name:<18}{row.average_bits:>7.3f}"
-            typer.echo(f"{bits}  {kl.text:<32}  {score.text:<24}  {over.text}".rstrip())
-    if plan.random.n and plan.random.median_kl:
-        middle = f"median of their typical KL {plan.random.median_kl:.4g}"
+            average, typical = mean(row.kl.mean), estimate(row.kl.typical)
+            score, over = estimate(row.accuracy, share=True), estimate(row.over_plan)
+            bits = f"{row.name:<18}{row.average_bits:>7.3f}  {row.predicted_mean_kl:<17.3g}"
+            kl = f"{average.text:<30}  {typical.text:<30}"
+            typer.echo(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
+    if plan.random.n and plan.random.median_typical_kl:
+        middle = f"median of their typical KL {plan.random.median_typical_kl:.4g}"
         typer.echo(f"{plan.random.n} random plans of the same bits: {middle}")

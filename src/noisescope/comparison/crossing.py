@@ -1,10 +1,12 @@
 """Divergence x sensitivity: what a difference costs, what to fix first, what each layer can afford.
 
 A diagnosis predicts the KL of relative noise of scale s at a layer's operators, to second order KL = k s^2. A
-difference of relative L2 r there costs about k r^2, as if it arose there and were noise. Errors that came in from
-earlier layers are counted where they are seen, so costs of different layers must not be added up; `logits` in the
-comparison has the sum as it is. Where one side alone has NaN or infinite numbers the difference is infinite: no cost,
-first to fix, whatever the sensitivity.
+difference of relative L2 r there costs about k r^2, as if it arose there and were noise. Where the report found that
+injected noise does not cost what was predicted (nonlinear), k comes from the injection, and k r^2 is only rough.
+
+Errors that came in from earlier layers are counted where they are seen, so costs of different layers must not be added
+up; `logits` in the comparison has the sum as it is. Where one side alone has NaN or infinite numbers the difference is
+infinite: no cost, first to fix, whatever the sensitivity.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from noisescope.comparison.rows import SiteRow
 from noisescope.diagnosis.report import Diagnosis
@@ -21,6 +24,7 @@ from noisescope.errors import InvalidInput
 from noisescope.sites import Place
 
 Key = tuple[Place, str]
+PricedBy = Literal["injected", "predicted"]
 
 _SEEN_AS = {"attention": "matmul"}  # a fused call gives what its second product gives
 
@@ -30,9 +34,10 @@ class CostCell:
     """An operator of a layer: how far the devices are apart there, and what that costs.
 
     `relative_l2` is the root mean square over the sites of the cell, None where there is nothing to measure or the
-    difference is infinite. `nats_per_square` is k, None where the diagnosis does not know it; `affordable` the relative
-    L2 that costs what is allowed. To fix first is what is infinite, or costs too much with both divergence and
-    sensitivity above the median of all cells.
+    difference is infinite. `nats_per_square` is k, None where the diagnosis does not know it; `priced_by` says whether
+    it was predicted or injected, and `nonlinear` whether the diagnosis calls the cell or its layer so. `affordable` is
+    the relative L2 that costs what is allowed. To fix first is what is infinite, or costs too much with both divergence
+    and sensitivity above the median of all cells.
     """
 
     layer: Place
@@ -42,6 +47,8 @@ class CostCell:
     nats_per_square: float | None
     nats: float | None
     affordable: float | None
+    priced_by: PricedBy | None
+    nonlinear: bool
     fix_first: bool = False
 
     @property
@@ -54,6 +61,7 @@ class CostCell:
 class Tolerance:
     """What the operators of a layer may all differ by at once, and the largest difference they have.
 
+    It is rough where the diagnosis calls the layer or an operator in it `nonlinear`.
     A layer with sites that can't be measured is never known to be within its tolerance: `within` is None.
     """
 
@@ -62,6 +70,16 @@ class Tolerance:
     relative_l2: float | None
     unmeasurable: int
     within: bool | None
+    nonlinear: bool
+
+
+@dataclass(frozen=True)
+class _Price:
+    """Nats for a relative error of 1, where they come from, and whether the report says that they are rough."""
+
+    k: float
+    priced_by: PricedBy
+    nonlinear: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,7 @@ def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordabl
     """Cross the relative L2 of sites, given in the order they ran, with a diagnosis's map of layers x operators."""
     if not 0 < affordable < math.inf:
         raise InvalidInput(f"what a difference may cost is in nats, above 0; got {affordable}")
-    constants = _constants(diagnosis, model)
+    prices = _prices(diagnosis, model)
     sizes: dict[Key, list[float]] = {}
     first_infinite: dict[Key, int] = {}
     for number, row in enumerate(rows):
@@ -87,8 +105,8 @@ def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordabl
             sizes.setdefault(key, []).append(row.size)
         if row.infinite:
             first_infinite.setdefault(key, number)
-    keys = dict.fromkeys([*constants, *first_infinite])
-    cells = _marked([_cell(key, sizes.get(key, []), constants.get(key), affordable) for key in keys], affordable)
+    keys = dict.fromkeys([*prices, *first_infinite])
+    cells = _marked([_cell(key, sizes.get(key, []), prices.get(key), affordable) for key in keys], affordable)
     # the costliest first; of infinite ones the first that ran, since the others may only inherit it
     cells.sort(key=lambda cell: (-cell.cost, first_infinite.get((cell.layer, cell.operator), 0)))
     unmeasurable = Counter(row.place for row in rows if not row.measurable)
@@ -96,27 +114,29 @@ def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordabl
     return Crossing(affordable, fix_first, tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)))
 
 
-def _cell(key: Key, sizes: list[float], k: float | None, affordable: float) -> CostCell:
+def _cell(key: Key, sizes: list[float], price: _Price | None, affordable: float) -> CostCell:
     size = math.sqrt(sum(r * r for r in sizes) / len(sizes)) if sizes else None
     infinite = size == math.inf
     known = None if infinite else size
-    nats = None if known is None or k is None else k * known**2
-    return CostCell(*key, known, infinite, k, nats, None if k is None else _tolerance(affordable, k))
+    if price is None:
+        return CostCell(*key, known, infinite, None, None, None, None, nonlinear=False)
+    nats, allowed = None if known is None else price.k * known**2, _tolerance(affordable, price.k)
+    return CostCell(*key, known, infinite, price.k, nats, allowed, price.priced_by, price.nonlinear)
 
 
-def _constants(diagnosis: Diagnosis, model: str) -> dict[Key, float]:
-    """Nats for a relative error of 1, by layer and operator."""
+def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, _Price]:
+    """By layer and operator."""
     known = diagnosis.run.model
     if model and known.fingerprint and model != known.fingerprint:
         raise InvalidInput(
             f"the sensitivity report is about another model ({known.architecture}, fingerprint "
             f"{known.fingerprint[:12]}) than the records ({model[:12]}): diagnose this one, in the same dtype"
         )
-    cells = () if diagnosis.layer_analysis is None else diagnosis.layer_analysis.map
-    scale = diagnosis.run.settings.noise_scale
-    found: dict[Key, float] = {
-        (cell.layer, cell.operator): nats / scale**2 for cell in cells if (nats := _predicted(cell)) is not None
-    }
+    section, scale = diagnosis.layer_analysis, diagnosis.run.settings.noise_scale
+    cells = () if section is None else section.map
+    nonlinear = frozenset(row.layer for row in section.layers if row.nonlinear) if section is not None else frozenset()
+    known_prices = (((cell.layer, cell.operator), _price(cell, scale, nonlinear)) for cell in cells)
+    found: dict[Key, _Price] = {key: price for key, price in known_prices if price is not None}
     if not found:
         raise InvalidInput(
             "the sensitivity report has no map of layers and operators with a predicted KL: make it with "
@@ -125,10 +145,17 @@ def _constants(diagnosis: Diagnosis, model: str) -> dict[Key, float]:
     return found
 
 
-def _predicted(cell: CellEffect) -> float | None:
-    """The prediction is quadratic in the noise by construction; an injection is taken where there is no other."""
-    sizes = (divergence.mean.value for divergence in (cell.predicted_kl, cell.kl) if divergence is not None)
-    return next((value for value in sizes if value is not None), None)
+def _price(cell: CellEffect, scale: float, nonlinear: frozenset[int]) -> _Price | None:
+    """The prediction is quadratic in the noise by construction, and all cells have one: it is taken where it holds.
+
+    An injection is taken where the prediction failed beside it, or where there is none.
+    """
+    rough = cell.nonlinear or cell.layer in nonlinear
+    predicted = None if cell.predicted_kl is None else cell.predicted_kl.mean.value
+    injected = None if cell.kl is None else cell.kl.mean.value
+    if injected is not None and (cell.nonlinear or predicted is None):
+        return _Price(injected / scale**2, "injected", rough)
+    return None if predicted is None else _Price(predicted / scale**2, "predicted", rough)
 
 
 def _tolerance(affordable: float, k: float) -> float:
@@ -167,5 +194,5 @@ def _tolerances(cells: list[CostCell], unmeasurable: Mapping[Place, int], afford
         within: bool | None = False
         if not infinite and (largest is None or largest <= allowed):
             within = None if largest is None or broken else True
-        rows.append(Tolerance(layer, allowed, largest, broken, within))
+        rows.append(Tolerance(layer, allowed, largest, broken, within, any(cell.nonlinear for cell in here)))
     return rows

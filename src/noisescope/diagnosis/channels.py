@@ -23,7 +23,7 @@ from noisescope.diagnosis.sections import (
 )
 from noisescope.findings import LIMITS, band
 from noisescope.injection import Injection
-from noisescope.sites import Site
+from noisescope.sites import Site, canonical_place
 from noisescope.trials import Result, Results, Trial
 
 CONFIRMED = 3  # channels that `standard` confirms by injection; `full` takes more
@@ -113,7 +113,7 @@ def outliers_of(frame: Frame, captured: Result, screened: Screened | None) -> di
         name = f"{name} #{site.occurrence}" if site.occurrence else name  # experts compute several products
         found = outliers(columns, _fisher(screened, site), frame.settings.outlier_threshold)
         rows[name] = ChannelRow(
-            layer=site.place,
+            layer=canonical_place(site.place),
             operator=site.operator,
             module=site.module,
             occurrence=site.occurrence,

@@ -10,7 +10,7 @@ import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis import threshold
-from noisescope.diagnosis.effects import clean_score, divergence, effect
+from noisescope.diagnosis.effects import NOTHING, clean_score, divergence, effect
 from noisescope.diagnosis.frame import Frame, present_operators
 from noisescope.diagnosis.rows import Divergence
 from noisescope.diagnosis.screen import Screened
@@ -25,7 +25,8 @@ from noisescope.diagnosis.sections import (
     Sparsity,
     Trace,
 )
-from noisescope.findings import band, dashboard_risk
+from noisescope.findings import band, band_range, dashboard_risk
+from noisescope.findings.bands import QualityBand
 from noisescope.injection import Injection
 from noisescope.sites import GROUPS
 from noisescope.trials import Results, Trial
@@ -80,6 +81,7 @@ def threshold_aims(frame: Frame, screened: Screened | None) -> dict[str, dict[st
 def conclude(frame: Frame, results: Results, screened: Screened | None, captured: ChannelAnalysis | None) -> Metrics:
     looks = len(present_operators(frame)) if "operator" in frame.settings.levels else 1  # as in the operators' table
     whole = effect(frame, results, model_injection(frame), screened, looks=max(looks, 1))
+    snr_bands = band_range("snr_db", whole.snr_db or NOTHING)
     loss = None if whole.degradation is None else whole.degradation.value
     aims = {} if frame.settings.effort == "screen" else threshold_aims(frame, screened)
     thresholds = {name: threshold.conclude(frame, results, **aim) for name, aim in aims.items()}
@@ -93,7 +95,8 @@ def conclude(frame: Frame, results: Results, screened: Screened | None, captured
         ),
         secondary=SecondaryMetrics(
             snr_db=whole.snr_db,
-            snr_band=band("snr_db", None if whole.snr_db is None else whole.snr_db.value),
+            snr_band=snr_bands[0],
+            snr_band_upper=snr_bands[1],
             nominal_snr_db=-20 * float(np.log10(frame.settings.scale)),
             gradient_ratio=_gradient_ratio(frame, results),
             activation_sparsity=_sparsity(captured),
@@ -106,7 +109,7 @@ def conclude(frame: Frame, results: Results, screened: Screened | None, captured
     )
 
 
-def _tolerance_band(index: stats.Estimate | None) -> str:
+def _tolerance_band(index: stats.Estimate | None) -> QualityBand:
     if index is None:
         return band("noise_tolerance_index", None)
     return band("noise_tolerance_index", math.inf if index.note == stats.UNBOUNDED else index.value)
@@ -136,7 +139,7 @@ def _gradient_ratio(frame: Frame, results: Results) -> GradientRatio | None:
     total = float(np.hypot.reduce(list(noisy.values())) / max(np.hypot.reduce(list(clean.values())), 1e-30))
     return GradientRatio(
         value=total,
-        band=band("gradient_ratio", total),
+        point_band=band("gradient_ratio", total),
         n=0 if frame.few is None else frame.few.stop - frame.few.start,
         seeds=1,
         per_layer={layer: noisy[layer] / clean[layer] if clean[layer] > 0 else None for layer in clean},

@@ -12,6 +12,7 @@ from noisescope.diagnosis.frame import Answer, Array, Frame
 from noisescope.diagnosis.rows import Divergence, E, Effect, PointRule
 from noisescope.diagnosis.screen import Screened
 from noisescope.findings import NOT_MEASURABLE, band, band_range
+from noisescope.findings.bands import LossKind
 from noisescope.injection import Injection
 from noisescope.trials import Results
 
@@ -25,7 +26,7 @@ def effect(
     screened: Screened | None = None,
     *,
     looks: int = 1,
-    bands: str = "degradation",
+    bands: LossKind = "degradation",
 ) -> Effect:
     """Everything known of an injection. `looks` counts the rows of its table, which intervals and p account for."""
     scale = frame.scale_of(injection)
@@ -59,7 +60,7 @@ def effect(
 
 
 def task_loss(
-    frame: Frame, clean: Answer, noisy: Answer, scale: float, *, looks: int = 1, bands: str = "degradation"
+    frame: Frame, clean: Answer, noisy: Answer, scale: float, *, looks: int = 1, bands: LossKind = "degradation"
 ) -> Effect:
     """The score before and after, degradation with its intervals and bands, and what could have been detected."""
     before, after = paired(frame, clean, noisy)

@@ -30,7 +30,7 @@ from noisescope.diagnosis.rows import (
 from noisescope.diagnosis.screen import Screened
 from noisescope.findings import LIMITS, PointAvalanche, Window, avalanche_points, neighbours
 from noisescope.injection import Injection
-from noisescope.sites import GROUPS, OUTER_PLACES, Place, matches_operator
+from noisescope.sites import GROUPS, OUTER_PLACES, OuterPlace, Place, matches_operator
 from noisescope.trials import Results, Trial
 
 CONFIRMED = 8  # sites of the map that `standard` confirms by injection because they matter most ...
@@ -55,7 +55,7 @@ def cell_injection(frame: Frame, place: Place, operator: str) -> Injection:
     return frame.injection(places=frozenset({place}), operators=frozenset({operator}))
 
 
-def outer_places(frame: Frame) -> list[str]:
+def outer_places(frame: Frame) -> list[OuterPlace]:
     return [place for place in OUTER_PLACES if any(site.place == place for site in frame.aimed)]
 
 

@@ -19,14 +19,20 @@ from dataclasses import dataclass, replace
 from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
 from noisescope.diagnosis.sections import ChannelAnalysis, Sections
 from noisescope.findings import BORDERLINE, NOT_MEASURABLE, NOT_RATED, SEVERITIES, Finding, Target, metric_name, percent
-from noisescope.sites import GROUPS
+from noisescope.findings.values import Severity
+from noisescope.sites import GROUPS, OuterPlace
 from noisescope.stats import Estimate
 
 STANDS_OUT = 1.5  # times the nats of the median layer: worth a finding
 MOST_PLACES = 12  # findings of kind 3
 MOST_CHANNELS = 3  # modules
 RATED = ("CRITICAL", "HIGH", "MODERATE", BORDERLINE)
-BAND_SEVERITY = {"CRITICAL": "CRITICAL", "AVALANCHE": "HIGH", "HIGH": "HIGH", "MODERATE": "MODERATE"}
+BAND_SEVERITY: dict[str, Severity] = {
+    "CRITICAL": "CRITICAL",
+    "AVALANCHE": "HIGH",
+    "HIGH": "HIGH",
+    "MODERATE": "MODERATE",
+}
 
 
 Excess = Callable[[Target, Target], Estimate | None]
@@ -43,15 +49,15 @@ class Candidate:
 
     target: Target
     effect: Effect
-    at_least: str | None = None  # severity of a whole that this part accounts for
+    at_least: Severity | None = None  # severity of a whole that this part accounts for
 
     @property
-    def severity(self) -> str:
+    def severity(self) -> Severity:
         """Decided by the interval: the band that its lower end reaches."""
         own = self._own_severity()
         return own if self.at_least is None else min(own, self.at_least, key=SEVERITIES.index)
 
-    def _own_severity(self) -> str:
+    def _own_severity(self) -> Severity:
         row = self.effect
         if row.evidence == "failed":
             return NOT_MEASURABLE
@@ -86,7 +92,7 @@ def candidates(found: Sections) -> list[Candidate]:
     return [row for row in rows if row.effect.evidence not in ("absent", "none")]
 
 
-def place_target(place: str) -> Target:
+def place_target(place: OuterPlace) -> Target:
     """A place outside the blocks, with the one operator that it computes."""
     computed = {"embed": "embedding", "final_norm": "norm", "lm_head": "linear"}
     return Target("place", (computed[place],) if place in computed else (), place=place)

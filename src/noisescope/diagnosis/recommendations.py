@@ -5,6 +5,7 @@ from __future__ import annotations
 from noisescope.diagnosis.ranking import RATED, STANDS_OUT, typical_nats
 from noisescope.diagnosis.sections import ChannelAnalysis, Sections
 from noisescope.findings import ADVICE, Finding, Recommendation, by_priority, operator_advice, outlier_advice
+from noisescope.findings.values import Urgency
 
 FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, though no loss was significant
 
@@ -17,7 +18,7 @@ def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendati
         if finding.unit == "count":
             wanted.append(Recommendation("CRITICAL", finding.component, finding.statement, _advice(found, finding)))
         elif finding.unit == "share" and finding.severity in RATED:
-            priority = finding.severity if finding.urgent else "MEDIUM"
+            priority = _urgency(finding)
             wanted.append(Recommendation(priority, finding.component, finding.statement, _advice(found, finding)))
         elif finding.unit == "nats" and finding.nats is not None:
             priority = "MEDIUM" if finding.nats >= FAR * typical else "LOW"
@@ -25,6 +26,12 @@ def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendati
         elif finding.unit == "ratio" and found.channel_analysis is not None:
             wanted.append(_channel_advice(finding, found.channel_analysis))
     return by_priority(wanted)
+
+
+def _urgency(finding: Finding) -> Urgency:
+    if finding.severity == "CRITICAL" or finding.severity == "HIGH":
+        return finding.severity
+    return "MEDIUM"
 
 
 def _advice(found: Sections, finding: Finding) -> str:
@@ -43,5 +50,5 @@ def _advice(found: Sections, finding: Finding) -> str:
 def _channel_advice(finding: Finding, channels: ChannelAnalysis) -> Recommendation:
     row = channels.per_layer[finding.component]
     action = f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
-    priority = "MEDIUM" if row.band == "CRITICAL" and row.operator == "linear" else "LOW"
+    priority: Urgency = "MEDIUM" if row.band == "CRITICAL" and row.operator == "linear" else "LOW"
     return Recommendation(priority, finding.component, finding.statement, action)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from noisescope.findings import NOT_MEASURABLE, PointAvalanche, Target
+from noisescope.findings.bands import LossBand, ScoreBand
 from noisescope.findings.values import Evidence
+from noisescope.sites import OuterPlace
 from noisescope.stats import Estimate
 
 SIGNIFICANT = 0.05  # a loss is a finding where its p, corrected for all rows of its table, is below this
@@ -34,8 +36,8 @@ class Divergence:
 class PointRule:
     """Bands of the point values, by the rules of the original method notes: no interval decides them."""
 
-    degradation_band: str
-    sensitivity_band: str
+    degradation_band: LossBand
+    sensitivity_band: ScoreBand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,8 @@ class Effect:
     `evidence` is "injected" where noise was really put in, "predicted" where only the screen knows, "failed" with the
     error of a trial, "absent" where the model has no such operator. `band` and `band_upper` are the bands of the two
     ends of `degradation`. `selected` is the size of the table's largest loss when it is measured on other samples than
-    it was picked on; None in all other rows. `nats` ranks rows of all tables: the typical injected KL, or the
-    prediction on the same scale.
+    it was picked on, with an interval whose lower end alone is corrected for the choice; None in all other rows. `nats`
+    ranks rows of all tables: the typical injected KL, or the prediction on the same scale.
     """
 
     evidence: Evidence = "none"
@@ -60,8 +62,8 @@ class Effect:
     noisy_acc_interval: Estimate | None = None
     degradation: Estimate | None = None
     selected: Estimate | None = None
-    band: str = NOT_MEASURABLE
-    band_upper: str = NOT_MEASURABLE
+    band: LossBand = NOT_MEASURABLE
+    band_upper: LossBand = NOT_MEASURABLE
     sensitivity_score: float | None = None
     noise_tolerance_index: Estimate | None = None
     agreement: Estimate | None = None
@@ -183,7 +185,7 @@ class AvalanchePoint:
     end: int
     layer_range: str
     state: Literal["avalanche", "borderline"]
-    severity: str
+    severity: Literal["CRITICAL", "HIGH"]
     degradation: Estimate
     neighbours: tuple[float, ...]
     ratio: Estimate | None
@@ -207,7 +209,7 @@ class LayerAnalysis:
     step: int
     windows: tuple[WindowEffect, ...]
     layers: tuple[LayerEffect, ...]
-    places: Mapping[str, Effect]
+    places: Mapping[OuterPlace, Effect]
     map: tuple[CellEffect, ...]
     avalanche_points: tuple[AvalanchePoint, ...]
     compounding: tuple[str, ...]

@@ -8,8 +8,17 @@ from typing import Literal
 
 from noisescope.diagnosis.rows import AvalanchePoint, Divergence, Effect, LayerAnalysis
 from noisescope.findings import Finding, Recommendation, Risk
+from noisescope.findings.bands import (
+    GradientBand,
+    LossBand,
+    OutlierBand,
+    QualityBand,
+    RiskLevel,
+    SparsityBand,
+    ThresholdBand,
+)
 from noisescope.findings.values import Evidence
-from noisescope.sites import Place
+from noisescope.sites import NamedPlace
 from noisescope.stats import Correlation, Estimate
 
 # -- channels
@@ -36,7 +45,7 @@ class Outliers:
     outlier_percentage: float
     nonfinite_channels: int
     max_ratio: float
-    band: str
+    band: OutlierBand
     median_max: float
     global_max: float
     rules: OutlierRules
@@ -46,7 +55,7 @@ class Outliers:
 class ChannelRow(Outliers):
     """The output channels of one module."""
 
-    layer: Place
+    layer: NamedPlace
     operator: str
     module: str
     occurrence: int
@@ -113,7 +122,7 @@ class Threshold:
     label: str
     low: float | None
     high: float | None
-    band: str
+    band: ThresholdBand
     target_degradation: float
     n: int
     tried: tuple[Tried, ...]
@@ -124,18 +133,21 @@ class PrimaryMetrics:
     """What noise in all products of all layers costs."""
 
     relative_degradation: Estimate | None
-    degradation_band: str
+    degradation_band: LossBand
     noise_tolerance_index: Estimate | None
-    noise_tolerance_band: str
+    noise_tolerance_band: QualityBand
     critical_threshold: Threshold | None
 
 
 @dataclass(frozen=True)
 class GradientRatio:
-    """Norm of the gradients with noise over the norm without."""
+    """Norm of the gradients with noise over the norm without: one number for all samples, which has no interval.
+
+    So `point_band` is the band of the value itself.
+    """
 
     value: float
-    band: str
+    point_band: GradientBand
     n: int
     seeds: int
     per_layer: Mapping[str, float | None]
@@ -143,17 +155,23 @@ class GradientRatio:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Share of activations near 0: below 1e-6, and below 1 % of the tensor's root mean square."""
+    """Share of activations near 0: below 1e-6, and below 1 % of the tensor's root mean square.
+
+    Counted over all samples together, so there is no interval: `point_band` is the band of `relative` itself.
+    """
 
     absolute: float
     relative: float
-    band: str
+    point_band: SparsityBand
 
 
 @dataclass(frozen=True)
 class SecondaryMetrics:
+    """Of the same noise. `snr_band` and `snr_band_upper` are the bands of the two ends of `snr_db`."""
+
     snr_db: Estimate | None
-    snr_band: str
+    snr_band: QualityBand
+    snr_band_upper: QualityBand
     nominal_snr_db: float
     gradient_ratio: GradientRatio | None
     activation_sparsity: Sparsity | None
@@ -297,7 +315,7 @@ class ExecutiveSummary:
     avalanche_points: tuple[AvalanchePoint, ...]
     num_avalanche_points: int
     total_outlier_channels: int | None
-    overall_risk_level: str
+    overall_risk_level: RiskLevel
     risk_meaning: str
     report_risk: Risk
     dashboard_risk: Risk
@@ -320,7 +338,7 @@ class Sections:
     gate: GateNumbers | None
 
     @property
-    def clean_error(self) -> str:
+    def first_error(self) -> str:
         """What went wrong with the first row that failed; "" where none did."""
         windows = self.layer_analysis.windows if self.layer_analysis is not None else ()
         rows = [*(self.operator_analysis or {}).values(), *windows]

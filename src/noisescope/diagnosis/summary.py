@@ -19,6 +19,7 @@ from noisescope.findings import (
     percent,
     report_risk,
 )
+from noisescope.findings.bands import RiskLevel
 from noisescope.findings.risk import RISK_MEANINGS, higher_level
 
 TOP = 3
@@ -73,7 +74,7 @@ def executive_summary(
     )
 
 
-def overall_risk(score_level: str, ranked: Sequence[Finding], smallest: float | None) -> tuple[str, str]:
+def overall_risk(score_level: RiskLevel, ranked: Sequence[Finding], smallest: float | None) -> tuple[RiskLevel, str]:
     """The higher of the score's level and the worst significant finding's, with what it means.
 
     LOW is for runs that could have shown otherwise.
@@ -133,7 +134,7 @@ def smallest_detectable(found: Sections) -> float | None:
 
 def next_step(frame: Frame, found: Sections, ranked: Sequence[Finding]) -> str:
     if found.metrics.baseline is None:
-        return f"The clean model could not be measured: {found.clean_error or 'its trials failed'}"
+        return f"The clean model could not be measured: {found.first_error or 'its trials failed'}"
     if frame.settings.effort == "screen":
         return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
     baseline = found.metrics.baseline

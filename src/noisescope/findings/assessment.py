@@ -30,10 +30,10 @@ class Assessment:
     score: Risk
 
     def __str__(self) -> str:
-        told = "; ".join(self.reasons)
+        reasons = "; ".join(self.reasons)
         if self.level == NOT_MEASURABLE:
-            return f"NOT MEASURABLE - {told}, so the risk is not known"
-        return f"{self.level} RISK - {self.meaning}" + (f" ({told})" if told else "")
+            return f"NOT MEASURABLE - {reasons}, so the risk is not known"
+        return f"{self.level} RISK - {self.meaning}" + (f" ({reasons})" if reasons else "")
 
 
 def hardware_assessment(

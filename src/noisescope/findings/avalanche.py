@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from noisescope.errors import InvalidInput
 from noisescope.findings.bands import LIMITS
@@ -37,7 +38,7 @@ class PointAvalanche:
     start: int
     end: int
     degradation: float
-    severity: str
+    severity: Literal["CRITICAL", "HIGH"]
     neighbours: tuple[float, ...]
     common: tuple[int, int]
 

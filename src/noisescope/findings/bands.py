@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final, Literal, overload
 
 from noisescope.errors import unknown
 from noisescope.estimate import Estimate
 
-NOT_MEASURABLE = "not measurable"
+NOT_MEASURABLE: Final = "not measurable"
+
+# Names of bands as types, for rows that are read back and for the JSON Schema; a test holds them to BANDS.
+LossBand = Literal["LOW", "ROBUST", "MODERATE", "HIGH", "AVALANCHE", "CRITICAL", "not measurable"]  # of all rows
+ScoreBand = Literal["ROBUST", "MODERATE", "CRITICAL", "not measurable"]
+OutlierBand = Literal["NORMAL", "MODERATE", "HIGH", "CRITICAL", "not measurable"]
+QualityBand = Literal["POOR", "FAIR", "GOOD", "EXCELLENT", "not measurable"]
+ThresholdBand = Literal["CRITICAL", "HIGH", "MODERATE", "LOW", "not measurable"]
+GradientBand = Literal["CRITICAL", "CONCERNING", "MODERATE", "STABLE", "not measurable"]
+SparsityBand = Literal["DENSE", "MIXED", "SPARSE", "not measurable"]
+RiskLevel = Literal["LOW", "MODERATE", "HIGH", "not measurable"]
+LossKind = Literal["degradation", "window"]
+RiskName = Literal["report_risk", "dashboard_risk"]
 
 
 @dataclass(frozen=True)
@@ -217,14 +230,36 @@ EXPECTED_CORRELATIONS: dict[str, tuple[str, float]] = {
 }
 
 
+@overload
+def band(metric: LossKind, value: float | None) -> LossBand: ...
+@overload
+def band(metric: Literal["sensitivity_score"], value: float | None) -> ScoreBand: ...
+@overload
+def band(metric: Literal["outlier_ratio"], value: float | None) -> OutlierBand: ...
+@overload
+def band(metric: Literal["noise_tolerance_index", "snr_db"], value: float | None) -> QualityBand: ...
+@overload
+def band(metric: Literal["critical_threshold"], value: float | None) -> ThresholdBand: ...
+@overload
+def band(metric: Literal["gradient_ratio"], value: float | None) -> GradientBand: ...
+@overload
+def band(metric: Literal["sparsity"], value: float | None) -> SparsityBand: ...
+@overload
+def band(metric: RiskName, value: float | None) -> RiskLevel: ...
+@overload
+def band(metric: str, value: float | None) -> str: ...
 def band(metric: str, value: float | None) -> str:
     """The band's name: `band("degradation", 0.12) == "HIGH"`; None and NaN are "not measurable"."""
     bands = _bands(metric)
     return NOT_MEASURABLE if value is None or math.isnan(value) else bands.names[bands.index(value)]
 
 
+@overload
+def band_range(metric: LossKind, estimate: Estimate) -> tuple[LossBand, LossBand]: ...
+@overload
+def band_range(metric: Literal["snr_db"], estimate: Estimate) -> tuple[QualityBand, QualityBand]: ...
 def band_range(metric: str, estimate: Estimate) -> tuple[str, str]:
-    """The bands of both ends of an interval, the milder first: equal where the interval decides.
+    """The bands of both ends of an interval, that of the lower end first: equal where the interval decides.
 
     An end without bound lies in the last band on its side; without any interval there is no band.
     """

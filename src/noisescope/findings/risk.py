@@ -17,6 +17,8 @@ from noisescope.findings.bands import (
     NONFINITE_POINTS,
     NOT_MEASURABLE,
     REPORT_POINTS,
+    RiskLevel,
+    RiskName,
     band,
     meaning,
 )
@@ -34,18 +36,19 @@ class Term:
 class Risk:
     """A risk score with its level. Where a term is missing the score is a lower bound, and the level never LOW."""
 
-    name: str
+    name: RiskName
     score: float
-    level: str
+    level: RiskLevel
     meaning: str
     terms: tuple[Term, ...]
 
 
-LEVELS = ("LOW", NOT_MEASURABLE, "MODERATE", "HIGH")  # what could not be measured is not called low
+# What could not be measured is not called low.
+LEVELS: tuple[RiskLevel, ...] = ("LOW", NOT_MEASURABLE, "MODERATE", "HIGH")
 RISK_MEANINGS = dict(zip(BANDS["report_risk"].names, BANDS["report_risk"].meanings, strict=True))
 
 
-def higher_level(one: str, other: str) -> str:
+def higher_level(one: RiskLevel, other: RiskLevel) -> RiskLevel:
     """The graver of two risk levels."""
     return max(one, other, key=LEVELS.index)
 
@@ -111,7 +114,7 @@ def _missing(value: float | None) -> bool:
     return value is None or math.isnan(value)
 
 
-def _risk(name: str, terms: list[Term]) -> Risk:
+def _risk(name: RiskName, terms: list[Term]) -> Risk:
     score = math.fsum(term.points for term in terms if term.points is not None)
     # With a term missing the score can only rise: MODERATE and HIGH stand as "at least", LOW would be a guess.
     unknown_part = any(term.points is None for term in terms)

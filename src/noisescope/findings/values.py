@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from noisescope.errors import unknown
 from noisescope.estimate import Estimate
 from noisescope.findings.bands import NOT_MEASURABLE
-from noisescope.sites import GROUPS, Place
+from noisescope.sites import GROUPS, OuterPlace, Place
 
-BORDERLINE = "BORDERLINE"  # a significant loss whose interval reaches from the lowest band into a higher one
-NOT_RATED = "not rated"  # ranked by nats: bands belong to losses of a task metric
+BORDERLINE: Final = "BORDERLINE"  # a significant loss whose interval reaches from the lowest band into a higher one
+NOT_RATED: Final = "not rated"  # ranked by nats: bands belong to losses of a task metric
 # Worst first. What could not be measured comes before what was measured and found harmless.
-SEVERITIES = ("CRITICAL", "HIGH", "MODERATE", BORDERLINE, NOT_RATED, NOT_MEASURABLE, "LOW")
-PRIORITIES = ("CRITICAL", "HIGH", "MEDIUM", "LOW")
+Severity = Literal["CRITICAL", "HIGH", "MODERATE", "BORDERLINE", "not rated", "not measurable", "LOW"]
+SEVERITIES: tuple[Severity, ...] = ("CRITICAL", "HIGH", "MODERATE", BORDERLINE, NOT_RATED, NOT_MEASURABLE, "LOW")
+Urgency = Literal["CRITICAL", "HIGH", "MEDIUM", "LOW"]
+PRIORITIES: tuple[Urgency, ...] = ("CRITICAL", "HIGH", "MEDIUM", "LOW")
 
 Evidence = Literal["injected", "predicted", "captured", "failed", "absent", "none"]
 Kind = Literal["model", "operator", "window", "layer", "place", "cell", "channels"]
@@ -29,7 +31,7 @@ class Target:
     kind: Kind
     operators: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
-    place: str | None = None  # outside the blocks: embed, final_norm, lm_head
+    place: OuterPlace | None = None  # outside the blocks: embed, final_norm, lm_head
     module: str | None = None
 
     @property
@@ -80,7 +82,7 @@ class Finding:
     severity. `notes` say what else is known of the same target, and what nested ones add.
     """
 
-    severity: str
+    severity: Severity
     component: str  # the target's name
     statement: str
     target: Target
@@ -108,7 +110,7 @@ class Finding:
 class Recommendation:
     """What to do about a component, and why."""
 
-    priority: str
+    priority: Urgency
     component: str
     issue: str
     action: str

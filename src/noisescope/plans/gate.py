@@ -234,7 +234,12 @@ def _clean_score(baseline: GateNumbers, candidate: GateNumbers, pairs: Pairs, li
         return ScoreRow(name, UNDECIDED, message, limit)
     lowest = -limit * before
     change_words = f"{100 * change.value:+.1f} points {span(change, '+.1f', 100)}"
-    message = f"{percent(before)} before, {percent(now)} now ({change_words}), limit {100 * lowest:+.1f} points"
+    smallest = found.smallest_detectable
+    power = "no drop" if smallest is None else f"a drop of {100 * smallest:.1f} points"
+    message = (
+        f"{percent(before)} before, {percent(now)} now ({change_words}), limit {100 * lowest:+.1f} points; "
+        f"{power} would have been detected"
+    )
     return ScoreRow(name, at_least(change, lowest), message, limit)
 
 

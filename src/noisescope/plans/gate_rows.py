@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from noisescope.findings.verdicts import FAIL, Verdict, headline, overall
+from noisescope.diagnosis.gauge import CLEAN
+from noisescope.findings.verdicts import FAIL, UNDECIDED, Verdict, headline, overall
 from noisescope.plans.words import counted
 from noisescope.stats import Estimate
 
@@ -116,8 +117,18 @@ class Decision:
     accuracy: tuple[ScoreChange, ...]
 
     @property
+    def accuracy_under_noise(self) -> tuple[ScoreChange, ...]:
+        """Without the clean score, which has a check of its own."""
+        return tuple(change for change in self.accuracy if change.under_noise_in != CLEAN)
+
+    @property
+    def compared(self) -> tuple[GateRow, ...]:
+        """The rows that compare the model with its baseline or a limit: those that the headline counts."""
+        return (*self.divergence, *self.limits, self.clean_score)
+
+    @property
     def checks(self) -> tuple[GateRow, ...]:
-        return (*self.divergence, *self.limits, self.finite, self.clean_score)
+        return (*self.compared, self.finite)
 
 
 @dataclass(frozen=True)
@@ -154,5 +165,13 @@ def verdict_of(compared: Sequence[GateRow], finite: GateRow) -> Verdict:
 
 
 def headline_of(decision: Decision, conditions: ConditionsRow) -> str:
-    """The verdict in words, with the number of checks that failed or are undecided."""
-    return headline(decision.verdict, [row.verdict for row in (conditions, *decision.checks)])
+    """The verdict in words, with how many of the comparisons failed or are undecided.
+
+    Conditions and finite outputs are no comparisons of numbers: they are named where something is wrong with them.
+    """
+    verdicts = [row.verdict for row in decision.compared]
+    words = headline(decision.verdict, verdicts)
+    if decision.finite.verdict == FAIL:
+        failed, undecided = verdicts.count(FAIL), verdicts.count(UNDECIDED)
+        words = f"failed: outputs are not finite; {failed} of {len(verdicts)} checks failed, {undecided} undecided"
+    return f"{words}; other conditions than the baseline's" if conditions.differences else words

@@ -31,14 +31,17 @@ class Rival:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One plan carried out. `over_plan` is its KL over that of the plan, sample by sample; None for the plan itself."""
+    """One plan carried out. What `predicted_mean_kl` predicts is `kl.mean`; `kl.typical` is what plans are compared by.
+
+    `over_plan` is its KL over that of the plan, sample by sample; None for the plan itself.
+    """
 
     name: str
     kind: Kind
     format: str | None
     average_bits: float
     effective_bits: float
-    predicted_kl: float
+    predicted_mean_kl: float
     kl: Divergence
     accuracy: Estimate
     clean_accuracy: float
@@ -50,7 +53,7 @@ class RandomPlans:
     """Plans drawn at random with the plan's average bits: how many, and the median of their typical KL."""
 
     n: int
-    median_kl: float | None
+    median_typical_kl: float | None
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ class PlanData:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """A number format for each linear with what it comes to; `kl` and what follows it only where `verified`.
+    """A number format for each linear with what it comes to; what was measured only where `verified`.
 
-    `kl`, `uniform_kl`, `bit_rule_kl` and `random.median_kl` are KLs of a typical sample, nats per token; their
-    intervals are in `rows`. `uniform_kl` is of the format with the most bits that fit, and of those the one that costs
-    least.
+    KLs are in nats per token: `mean_kl` is the mean over samples, as `predicted_mean_kl` is, those with `typical` in
+    their names are of a typical sample. Their intervals are in `rows`. `uniform_typical_kl` is of the format with the
+    most bits that fit, and of those the one that costs least.
     """
 
     method: str
@@ -77,15 +80,16 @@ class PrecisionPlan:
     average_bits: float
     effective_bits: float
     megabytes: float
-    predicted_kl: float
+    predicted_mean_kl: float
     note: str
     prediction: Prediction
     planned_share: float | None
     verified: bool
-    kl: float | None
-    uniform_kl: float | None
+    mean_kl: float | None
+    typical_kl: float | None
+    uniform_typical_kl: float | None
     uniform_format: str | None
-    bit_rule_kl: float | None
+    bit_rule_typical_kl: float | None
     bit_rule_bits: float | None
     random: RandomPlans
     rows: tuple[PlanRow, ...]
@@ -103,10 +107,11 @@ def predicted_plan(
         prediction=prediction,
         planned_share=planned_share,
         verified=False,
-        kl=None,
-        uniform_kl=None,
+        mean_kl=None,
+        typical_kl=None,
+        uniform_typical_kl=None,
         uniform_format=None,
-        bit_rule_kl=None,
+        bit_rule_typical_kl=None,
         bit_rule_bits=None,
         random=RandomPlans(0, None),
         rows=(),
@@ -126,10 +131,11 @@ def measured_plan(
     return replace(
         planned,
         verified=True,
-        kl=own.kl.typical.value,
-        uniform_kl=None if uniform is None else uniform.kl.typical.value,
+        mean_kl=own.kl.mean.value,
+        typical_kl=own.kl.typical.value,
+        uniform_typical_kl=None if uniform is None else uniform.kl.typical.value,
         uniform_format=None if uniform is None else uniform.format,
-        bit_rule_kl=None if rule is None else rule.kl.typical.value,
+        bit_rule_typical_kl=None if rule is None else rule.kl.typical.value,
         bit_rule_bits=None if rule is None else rule.average_bits,
         random=RandomPlans(len(drawn), statistics.median(drawn) if drawn else None),
         rows=tuple(rows),

@@ -31,7 +31,7 @@ from noisescope.diagnosis.sections import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
 from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
 from noisescope.plans.words import counted
-from noisescope.sites import Place
+from noisescope.sites import NamedPlace, OuterPlace
 
 Rank = Literal[1, 2, 3]
 COSTLY = 3.0  # times the median layer's nats: priority 1; a finding (STANDS_OUT) is priority 2
@@ -45,7 +45,7 @@ MAX_MAPE: dict[Rank, float | None] = {1: LIMITS["migration_mape"], 2: LIMITS["mi
 class PlaceEvidence:
     """Why a place has its priority, the strongest reason first; `loss` only where it is significant."""
 
-    place: Place
+    place: NamedPlace
     reasons: tuple[str, ...]
     nats: float
     loss: float | None
@@ -58,7 +58,7 @@ class Priority:
 
     priority: Rank
     layers: tuple[int, ...]
-    places: tuple[str, ...]
+    places: tuple[OuterPlace, ...]
     precision: Mapping[str, str]
     validation: str
     max_mape: float | None
@@ -101,21 +101,22 @@ def plan_migration(found: Diagnosis, *, path: str = "report.json", device: str =
 def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
     """Priorities with their evidence, precision and validation."""
     section = found.layer_analysis
-    if section is None or not section.layers:
+    if section is None:
         raise InvalidInput(
             "a migration plan needs the layer level: noisescope diagnose MODEL --level operator,layer,channel"
         )
-    rows: dict[Place, Effect] = {row.layer: row for row in section.layers} | dict(section.places)
+    rows: list[tuple[NamedPlace, Effect]] = [(row.layer, row) for row in section.layers]
+    rows += section.places.items()
     view = _View(
         section,
         found.channel_analysis.per_layer if found.channel_analysis is not None else {},
         found.findings,
         typical_nats(section),
     )
-    judged = [_judged(view, place, row) for place, row in rows.items()]
+    judged = [_judged(view, place, row) for place, row in rows]
     judged.sort(key=lambda one: (one[0], view.position(one[1].place), -one[1].nats))
     ranks: tuple[Rank, ...] = (1, 2, 3)
-    predicted = not any(row.injected for row in rows.values())
+    predicted = not any(row.injected for _, row in rows)
     return MigrationPlan(
         tuple(_priority(rank, [evidence for of, evidence in judged if of == rank]) for rank in ranks),
         ADVICE["divergence"],
@@ -132,7 +133,7 @@ class _View:
     findings: tuple[Finding, ...]
     median: float  # nats of the median layer
 
-    def about(self, place: Place) -> Iterable[Finding]:
+    def about(self, place: NamedPlace) -> Iterable[Finding]:
         """Findings on a place, in their order. Those on channels count where a linear has them."""
         linears = {name for name, row in self.channels.items() if row.operator == "linear"}
         for finding in self.findings:
@@ -140,16 +141,16 @@ class _View:
             if place in finding.target.places and (not of_channels or finding.target.module in linears):
                 yield finding
 
-    def position(self, place: Place) -> int:
+    def position(self, place: NamedPlace) -> int:
         """Where the list of findings first names a place; behind its end where it does not."""
         first = next(iter(self.about(place)), None)
         return len(self.findings) if first is None else self.findings.index(first)
 
-    def captured(self, place: Place) -> list[tuple[str, ChannelRow]]:
+    def captured(self, place: NamedPlace) -> list[tuple[str, ChannelRow]]:
         return [(name, row) for name, row in self.channels.items() if row.layer == place]
 
 
-def _judged(view: _View, place: Place, row: Effect) -> tuple[Rank, PlaceEvidence]:
+def _judged(view: _View, place: NamedPlace, row: Effect) -> tuple[Rank, PlaceEvidence]:
     """A place's priority and every reason for it, the strongest first."""
     found = [*_by_findings(view, place), *_by_avalanches(view, place)]
     found += [*_by_effect(view, place, row), *_by_channels(view, place)]
@@ -159,7 +160,7 @@ def _judged(view: _View, place: Place, row: Effect) -> tuple[Rank, PlaceEvidence
     return (found[0][0] if found else 3), PlaceEvidence(place, reasons, row.nats, row.loss, largest)
 
 
-def _by_findings(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
+def _by_findings(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]:
     """A window's findings count for all its layers, unless an avalanche point says which of them.
 
     The nats of layers and places are in their own rows; those of an operator in a layer are not.
@@ -177,7 +178,7 @@ def _by_findings(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
             yield (1, words) if finding.nats >= COSTLY * view.median else (2, words)
 
 
-def _by_avalanches(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
+def _by_avalanches(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]:
     for point in view.section.avalanche_points:
         if not isinstance(place, int) or not point.start <= place <= point.end:
             continue
@@ -195,7 +196,7 @@ def _avalanche_words(section: LayerAnalysis, point: AvalanchePoint) -> str:
     return f"avalanche point {point.layer_range}" + ("" if loss is None else f": {percent(loss)} of the {metric} lost")
 
 
-def _by_effect(view: _View, place: Place, row: Effect) -> Iterable[tuple[Rank, str]]:
+def _by_effect(view: _View, place: NamedPlace, row: Effect) -> Iterable[tuple[Rank, str]]:
     """What noise in the place alone costs: a significant loss, and nats beside those of the median layer."""
     moderate, high, _ = BANDS["degradation"].limits
     said = any(finding.unit == "share" and finding.target.kind in ("layer", "place") for finding in view.about(place))
@@ -209,7 +210,7 @@ def _by_effect(view: _View, place: Place, row: Effect) -> Iterable[tuple[Rank, s
         yield (1, words) if row.nats >= COSTLY * view.median else (2, words)
 
 
-def _by_channels(view: _View, place: Place) -> Iterable[tuple[Rank, str]]:
+def _by_channels(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]:
     for name, info in view.captured(place):
         if info.nonfinite_channels:
             yield 1, f"{name}: {info.nonfinite_channels} channels are not finite"

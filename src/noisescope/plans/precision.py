@@ -119,7 +119,7 @@ class Plan:
     average_bits: float
     effective_bits: float
     megabytes: float
-    predicted_kl: float
+    predicted_mean_kl: float
     note: str = ""
 
     def counts(self) -> dict[str, int]:

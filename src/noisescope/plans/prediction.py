@@ -46,7 +46,7 @@ def prediction_of(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Pr
     n, data = scores_of(found).n, found.run.data
     errors = [module.choices[plan.assignment[module.name]].standard_error for module in modules]
     known = [error for error in errors if error is not None]
-    value, bound = plan.predicted_kl, sum(known) if len(known) == len(errors) else None
+    value, bound = plan.predicted_mean_kl, sum(known) if len(known) == len(errors) else None
     half = None if bound is None else student_quantile(n, LEVEL) * bound
     return Prediction(
         value,

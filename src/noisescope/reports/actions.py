@@ -12,8 +12,8 @@ from noisescope.reports.values import DiagnosisReport, LocatedSuspect
 from noisescope.reports.words import (
     band,
     counted_noun,
-    divergence,
     estimate,
+    mean,
     metric_name,
     percent,
     plain,
@@ -68,11 +68,13 @@ def precision(report: DiagnosisReport) -> Iterable[Section]:
         return
     blocks: list[Block] = [Paragraph(_planned(plan))]
     if plan.rows:
-        head = ("plan", "bits per weight", "KL predicted", "KL measured", "accuracy")
+        head = ("plan", "bits per weight", "mean KL predicted", "mean KL measured", "typical KL measured", "accuracy")
         blocks.append(Table("precision", head, tuple(map(_plan_row, plan.rows))))
     drawn = plan.random
-    if plan.kl is not None and drawn.median_kl:  # neither without random plans nor where they round nothing
-        share = percent(plan.kl / drawn.median_kl)
+    if (
+        plan.typical_kl is not None and drawn.median_typical_kl
+    ):  # neither without random plans nor where they round nothing
+        share = percent(plan.typical_kl / drawn.median_typical_kl)
         words = f"Its typical KL is {share} of the median of {drawn.n} random plans with the same average bits."
         blocks.append(Paragraph(words))
     notes = [note for note in (plan.note, *plan.notes) if note]
@@ -90,8 +92,8 @@ def _planned(plan: PrecisionPlan) -> str:
     )
     return (
         f"{plan.average_bits:.2f} bits per weight on average ({plan.effective_bits:.2f} with scales): {formats} of "
-        f"{len(plan.assignment)} linears, chosen for the least predicted KL ({plan.predicted_kl:.3g} nats per token"
-        f"{error}).{held_out}"
+        f"{len(plan.assignment)} linears, chosen for the least predicted mean KL ({plan.predicted_mean_kl:.3g} nats "
+        f"per token{error}).{held_out}"
     )
 
 
@@ -99,8 +101,9 @@ def _plan_row(row: PlanRow) -> tuple[Cell, ...]:
     return (
         text(_KINDS.get(row.kind, row.name)),
         Cell(f"{row.average_bits:.2f}", row.average_bits),
-        plain(row.predicted_kl),
-        divergence(row.kl),
+        plain(row.predicted_mean_kl),
+        mean(row.kl.mean),
+        estimate(row.kl.typical),
         estimate(row.accuracy, share=True),
     )
 

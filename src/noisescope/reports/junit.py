@@ -26,8 +26,11 @@ class Case:
             raise unknown("verdict", self.verdict, VERDICTS)
 
 
-def to_junit(suite: str, cases: Sequence[Case]) -> str:
-    """One suite of cases; a case's message stands in its output, too, so that passing ones show their numbers."""
+def to_junit(suite: str, cases: Sequence[Case], summary: str = "") -> str:
+    """One suite of cases; a case's message stands in its output, too, so that passing ones show their numbers.
+
+    `summary` is the verdict in words where the cases alone do not decide it.
+    """
     counts = {verdict: sum(case.verdict == verdict for case in cases) for verdict in VERDICTS}
     attributes = {
         "name": suite,
@@ -47,7 +50,7 @@ def to_junit(suite: str, cases: Sequence[Case]) -> str:
             ET.SubElement(element, kind, {"message": _printable(case.message)})
         ET.SubElement(element, "system-out").text = _printable(case.message)
     verdicts = [case.verdict for case in cases]
-    ET.SubElement(parent, "system-out").text = headline(overall(verdicts), verdicts)
+    ET.SubElement(parent, "system-out").text = summary or headline(overall(verdicts), verdicts)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -67,11 +70,11 @@ def cases_of(rows: Iterable[Checked], seconds: Iterable[float]) -> list[Case]:
     return [Case(row.name, row.verdict, row.message, spent) for row, spent in zip(rows, seconds, strict=True)]
 
 
-def write_junit(path: Path, suite: str, cases: Sequence[Case]) -> Path:
+def write_junit(path: Path, suite: str, cases: Sequence[Case], summary: str = "") -> Path:
     """The cases as a file; its path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_junit(suite, cases), encoding="utf-8")
+        path.write_text(to_junit(suite, cases, summary), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another with --junit") from error
     return path

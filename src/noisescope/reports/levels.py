@@ -10,6 +10,7 @@ from noisescope.findings import LIMITS
 from noisescope.reports.document import Bar, Block, Cell, Chart, HeatMap, Paragraph, Section, Table
 from noisescope.reports.values import DiagnosisReport
 from noisescope.reports.words import (
+    ONE_SIDED,
     band,
     band_of,
     capitalised,
@@ -194,7 +195,7 @@ def loss_cell(row: Effect) -> Cell:
     cell, selected = estimate(row.degradation, share=True), estimate(row.selected, share=True)
     if cell.value is None or selected.value is None or not row.significant:
         return cell
-    return replace(cell, rest=f", corrected for selection {selected.text}")
+    return replace(cell, rest=f", corrected for selection {selected.text}, {ONE_SIDED}")
 
 
 def _loss(row: Effect) -> tuple[Cell, Cell]:

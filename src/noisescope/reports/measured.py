@@ -17,6 +17,7 @@ from noisescope.reports.words import (
     estimate,
     number,
     plain,
+    point_band,
     span,
     text,
     whole,
@@ -92,7 +93,7 @@ def formats(report: DiagnosisReport) -> Iterable[Section]:
         "token. Trust the order; the size is only rough. `noisescope plan precision` mixes formats and measures the "
         "result."
     )
-    head = ("format of every linear", "bits per weight", "with scales", "KL predicted")
+    head = ("format of every linear", "bits per weight", "with scales", "mean KL predicted")
     yield Section("formats", "Number formats for the weights", (Paragraph(explained), Table("formats", head, body)))
 
 
@@ -136,10 +137,10 @@ def _metric_rows(found: Metrics) -> Iterable[tuple[Cell, Cell, Cell]]:
     gradients = secondary.gradient_ratio
     if gradients is not None:
         cell = Cell(number(gradients.value), gradients.value, rest=f" (n = {gradients.n})")
-        yield text("gradient ratio"), cell, band(gradients.band)
+        yield text("gradient ratio"), cell, point_band(gradients.point_band)
     sparsity = secondary.activation_sparsity
     if sparsity is not None:
-        yield text("activation sparsity"), plain(sparsity.relative), band(sparsity.band)
+        yield text("activation sparsity"), plain(sparsity.relative), point_band(sparsity.point_band)
 
 
 def _band(kind: str, found: Estimate | None, decided: str) -> Cell:

@@ -1,7 +1,8 @@
 """The one reader of reports: JSON to a typed value, or one line that says what does not fit.
 
 A report is data from outside. Its version is looked at first; then every part must have the type it is written with
-(jsonform.py), and layers must be layers of the model. No report is half understood.
+(jsonform.py), layers must be layers of the model, and an analysis of layers has all of them. No report is half
+understood.
 """
 
 from __future__ import annotations
@@ -69,13 +70,18 @@ def value_of(data: Json, kinds: Mapping[str, type[V]], where: str, *, made: str 
 
 
 def _check_layers(report: DiagnosisReport) -> None:
-    """Every layer that a report names is one of its model's."""
+    """Every layer that a report names is one of its model's, and a layer analysis has a row for each."""
     blocks = report.run.model.blocks
     if not 0 < blocks <= MOST_BLOCKS:
         raise InvalidInput(f"report.run.model.blocks: 1 to {MOST_BLOCKS} blocks were expected, got {blocks}")
     for where, layers in _named_layers(report):
         if list(layers) != sorted(layers) or any(not 0 <= layer < blocks for layer in layers):
             raise InvalidInput(f"report.{where}: the model has layers 0 to {blocks - 1}, got {list(layers)[:8]}")
+    rows = None if report.layer_analysis is None else [row.layer for row in report.layer_analysis.layers]
+    if rows is not None and rows != list(range(blocks)):
+        raise InvalidInput(
+            f"report.layer_analysis.layers: a row for each of {blocks} layers was expected, got {rows[:8]}"
+        )
 
 
 def _named_layers(report: DiagnosisReport) -> Iterator[tuple[str, Iterable[int]]]:
@@ -90,6 +96,10 @@ def _named_layers(report: DiagnosisReport) -> Iterator[tuple[str, Iterable[int]]
             yield f"layer_analysis.avalanche_points[{i}].common", point.common
         for i, rule in enumerate(section.point_rule_avalanches):
             yield f"layer_analysis.point_rule_avalanches[{i}]", (rule.start, rule.end)
+    if report.channel_analysis:
+        for name, channels in report.channel_analysis.per_layer.items():
+            if isinstance(channels.layer, int):
+                yield f"channel_analysis.per_layer.{name}", (channels.layer,)
     for i, finding in enumerate(report.findings):
         yield f"findings[{i}].target.layers", finding.target.layers
     for i, finding in enumerate(report.executive_summary.top_findings):

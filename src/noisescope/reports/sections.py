@@ -117,7 +117,8 @@ def method(run: Run, *, diverging: bool) -> Section:
         "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window. Those of "
         "losses hold for all rows of a table together, so that any row may be picked; the largest is also given "
         "corrected for selection, by its size on other samples than it was picked on, which is the size that its "
-        "finding states. Bands, avalanche points and findings are decided by these intervals; a row whose interval "
+        "finding states; only the lower end of its interval is corrected, since picking the largest can only inflate. "
+        "Bands, avalanche points and findings are decided by these intervals; a row whose interval "
         "reaches from one band into another is borderline. p values of rows that are looked at together are corrected "
         f"(Holm). The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
     )

@@ -11,14 +11,14 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.jsonform import Json, from_json
 from noisescope.plans.measured import PrecisionPlan
 from noisescope.plans.migration import MigrationPlan
-from noisescope.sites import Place
+from noisescope.sites import NamedPlace
 
 
 @dataclass(frozen=True)
 class LocatedSuspect:
     """A site under suspicion. `channels` () means all of them; `details` depend on the method."""
 
-    place: Place
+    place: NamedPlace
     operator: str
     module: str
     tensor: str

@@ -11,13 +11,14 @@ from noisescope.diagnosis.rows import Divergence, Effect
 from noisescope.findings import Finding
 from noisescope.findings import metric_name as metric_name
 from noisescope.reports.document import TONES, Cell
-from noisescope.stats import Correlation, Estimate
+from noisescope.stats import SELECTED, Correlation, Estimate
 
 _TONES = {
     "CRITICAL": "critical", "AVALANCHE": "critical", "HIGH": "high", "POOR": "high", "MODERATE": "moderate",
     "MEDIUM": "moderate", "FAIR": "moderate", "LOW": "low", "ROBUST": "low", "GOOD": "low", "EXCELLENT": "low",
     "NORMAL": "low", "BORDERLINE": "unsure", "not measurable": "unsure",
 }  # fmt: skip
+ONE_SIDED = "upper end uncorrected"  # of an interval corrected for selection: picking the largest can only inflate it
 SHARES = ("accuracy", "next_token_accuracy", "agreement")
 METRICS = {
     "kl": "divergence from the clean model (KL, nats per token)",
@@ -87,8 +88,18 @@ def mean_words(mean: Estimate) -> str:
     return number(mean.value) or mean.note
 
 
+def mean(found: Estimate) -> Cell:
+    """The mean of a KL with its interval; its lower bound alone where the tail allows no upper end."""
+    return Cell(mean_words(found), found.low) if found.high is None and found.low is not None else estimate(found)
+
+
 def band(name: str | None) -> Cell:
     return Cell(name or "", tone=tone(name))
+
+
+def point_band(name: str) -> Cell:
+    """The band of a number that has no interval."""
+    return Cell(f"{name} (by point value)", tone=tone(name))
 
 
 def band_of(row: Effect) -> Cell:
@@ -141,4 +152,7 @@ def finding_span(finding: Finding) -> str:
     if finding.size is None:
         return ""
     interval = estimate(finding.size, share=finding.unit == "share").interval
-    return f" {interval}, n = {finding.size.n}" if interval else f" (n = {finding.size.n})"
+    if not interval:
+        return f" (n = {finding.size.n})"
+    corrected = f" (corrected for selection, {ONE_SIDED})" if finding.size.method == SELECTED else ""
+    return f" {interval}{corrected}, n = {finding.size.n}"

@@ -15,11 +15,12 @@ from noisescope.stats.nonnegative import nonnegative_mean
 from noisescope.stats.quantiles import median, quantile, typical_ratio
 from noisescope.stats.ranks import Correlation, Influence, correlation, influence, split_half_agreement
 from noisescope.stats.ratios import degradation_excess, degradation_ratio, ratio
-from noisescope.stats.selection import Picked, picked, picked_median, picked_typical
+from noisescope.stats.selection import SELECTED, Picked, picked, picked_median, picked_typical
 from noisescope.stats.trimmed import Shift, trimmed_shift, typical
 
 __all__ = [
     "NOT_MEASURABLE",
+    "SELECTED",
     "UNBOUNDED",
     "Correlation",
     "Estimate",

@@ -31,6 +31,7 @@ from noisescope.stats.quantiles import median
 from noisescope.stats.trimmed import typical, typical_values
 
 FOLDS = 10
+SELECTED = "simultaneous"  # the method of an estimate whose size and lower end allow for the choice
 
 
 @dataclass(frozen=True)
@@ -125,5 +126,5 @@ def _picked(
     value = effect(fitted, level).value
     if value is not None:  # what the folds say of others can't leave the interval of this one
         value = min(max(value, value if low is None else low), value if observed.high is None else observed.high)
-    estimate = Estimate(value, low, observed.high, observed.n, level, observed.note, "simultaneous")
+    estimate = Estimate(value, low, observed.high, observed.n, level, observed.note, SELECTED)
     return Picked(index, estimate, observed, k, float(np.mean(choices == index)))
