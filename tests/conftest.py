@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import hypothesis
@@ -24,6 +24,12 @@ def _one_thread() -> None:
 def llama() -> Any:
     """A fresh tiny Llama with three blocks."""
     return tiny_model("llama", layers=3)
+
+
+@pytest.fixture
+def conclusions() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """What a report says, whenever and wherever it was made: all of it but the facts of the run."""
+    return lambda report: {name: part for name, part in report.items() if name != "run"}
 
 
 @pytest.fixture

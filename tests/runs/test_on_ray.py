@@ -479,7 +479,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> list[on_ray.Crew]:
 
 @pytest.mark.usefixtures("real")
 def test_the_report_survives_a_killed_worker(
-    subject: Any, reference: tuple[Report, list[str]], crew: list[on_ray.Crew]
+    subject: Any, reference: tuple[Report, list[str]], crew: list[on_ray.Crew], conclusions: Any
 ) -> None:
     """Two workers, one of them killed in the middle: the same ids and the same report, and no trial ran twice."""
     killed: list[int] = []
@@ -495,7 +495,7 @@ def test_the_report_survives_a_killed_worker(
     assert killed and killed[0] != os.getpid()
     assert any("died and was replaced" in note for note in report["run"]["notes"])
     assert len(seen.ids) == len(set(seen.ids)) and set(seen.ids) == set(reference[1])
-    assert report.same_as(reference[0])
+    assert conclusions(report) == conclusions(reference[0])
 
 
 @dataclass(frozen=True)
@@ -527,7 +527,7 @@ def test_a_wrapped_model_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("real")
 def test_an_interrupted_run_can_be_resumed(
-    subject: Any, reference: tuple[Report, list[str]], tmp_path: Path, crew: list[on_ray.Crew]
+    subject: Any, reference: tuple[Report, list[str]], tmp_path: Path, crew: list[on_ray.Crew], conclusions: Any
 ) -> None:
     """Ctrl-C kills the actors; what was stored stays, and the rest gives the same report."""
 
@@ -542,7 +542,6 @@ def test_an_interrupted_run_can_be_resumed(
     seen = Seen()
     report = measured(subject, options=Options(output=tmp_path, progress=seen))
     assert len(seen.ids) == len(reference[1]) - 5
-    assert report.same_as(reference[0])
-    assert (
-        measured(subject, options=Options(output=tmp_path, executor="ray")).same_as(report) and not crew[1].members
-    )  # nothing to do
+    assert conclusions(report) == conclusions(reference[0])
+    again = measured(subject, options=Options(output=tmp_path, executor="ray"))
+    assert conclusions(again) == conclusions(report) and not crew[1].members  # nothing to do
