@@ -485,7 +485,11 @@ def test_the_report_survives_a_killed_worker(
     killed: list[int] = []
 
     def kill(steps: int) -> None:
+        loading = [member.call for member in crew[0].members if member.ready is None]
+        if loading:  # one worker alone could do all trials before the other is there to be killed
+            ray.wait(loading, num_returns=len(loading))
         busy = [m for m in crew[0].members if m.ready is not None and m.trial is not None]
+        busy = [member for member in busy if ray.wait([member.call], timeout=0)[1]]
         if busy and steps >= 5 and not killed:
             killed.append(busy[0].ready.pid)  # type: ignore[union-attr]
             os.kill(killed[0], signal.SIGKILL)
