@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,6 +14,17 @@ from noisescope.testing import tiny_model
 
 hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("here")
+
+
+# A file is one process's work: a long one that begins last would leave the other core idle.
+LONGEST = ("test_docs.py", "cli/test_demo.py", "runs/test_on_ray.py", "test_api.py", "training/test_phases.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, whatever order the others come in."""
+    order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)
