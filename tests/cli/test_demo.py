@@ -122,6 +122,7 @@ def test_an_interrupted_demo_resumes(demo: tuple[Path, str], tmp_path: Path, mon
     (tmp_path / "run.sqlite").write_bytes((demo[0] / "run.sqlite").read_bytes())
     for step in ("put_to_the_test", "with_precision_planned", "with_fault_located"):
         monkeypatch.setattr(demonstrating, step, lambda subject, report, *rest, **settings: report)
+    monkeypatch.setattr("noisescope.cli.demo.say_check", lambda report: None)  # the words on those steps
     assert "0 trials run now" in call("runs", "resume", tmp_path).output
 
 
