@@ -24,9 +24,9 @@ lint:
 types:
 	.venv/bin/mypy
 
-# A process a core, one thread each: many small models gain nothing from threads.
+# A process per core, one thread each: many small models gain nothing from threads. tests/conftest.py orders the files.
 unit:
-	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile -m "not gpu" --cov --cov-report=term --durations=15
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" --cov --cov-report=term --durations=15
 
 # The newest transformers, in a virtual environment of its own: it tells early, it does not decide.
 newest:
@@ -34,7 +34,7 @@ newest:
 	.venv-newest/bin/pip --disable-pip-version-check install -q "torch==2.13.0"
 	.venv-newest/bin/pip --disable-pip-version-check install -q -e ".[test]"
 	.venv-newest/bin/pip --disable-pip-version-check install -q -U transformers  # past llm-compressor's pin
-	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n 2 --dist loadfile -m "not gpu and not slow" -q -p no:cacheprovider
+	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" -q -p no:cacheprovider
 
 demo: setup
 	.venv/bin/noisescope demo -o noisescope-demo

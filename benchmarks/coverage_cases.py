@@ -30,7 +30,6 @@ class Tail:
     draw: Draw
     mean: float
     median: float
-    upper: float  # the 0.9-quantile
     typical: float
 
 
@@ -45,9 +44,9 @@ class Pairs:
 
 
 def tail(name: str, draw: Draw, mean: float) -> Tail:
-    """Quantiles and typical value from two million draws."""
+    """Median and typical value from two million draws."""
     many = draw(np.random.default_rng(2), (1, 2_000_000))
-    return Tail(name, draw, mean, float(np.median(many)), float(np.quantile(many, 0.9)), float(typical_values(many)[0]))
+    return Tail(name, draw, mean, float(np.median(many)), float(typical_values(many)[0]))
 
 
 def drawn_from(name: str, values: Array) -> Tail:
@@ -56,7 +55,6 @@ def drawn_from(name: str, values: Array) -> Tail:
     truths = (
         float(values.mean()),
         float(np.median(values)),
-        float(np.quantile(values, 0.9)),
         float(typical_values(row)[0]),
     )
     return Tail(name, lambda random, shape: random.choice(values, shape), *truths)
@@ -178,12 +176,6 @@ def continuous_scores(random: Random, n: int, loss: Array, *, overlap: bool = Tr
     clean = random.normal(5, 1, n)
     shared = random.normal(size=n) if overlap else 0.0
     return clean, list(clean - 5 * loss[:, np.newaxis] - math.sqrt(0.5) * (shared + windows_of(random, n, overlap)))
-
-
-def divergences(random: Random, n: int, loss: Array) -> list[Array]:
-    """KL-like values: lognormal with sigma 2, typical value = loss, half of the log spread shared by all windows."""
-    spread = math.sqrt(0.5) * (random.normal(size=n) + windows_of(random, n, True))
-    return list(loss[:, np.newaxis] * np.exp(2 * spread))
 
 
 def correlated_points(random: Random, kind: str, rho: float, shape: tuple[int, int]) -> tuple[Array, Array]:

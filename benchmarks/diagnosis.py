@@ -29,6 +29,7 @@ from noisescope import api
 from noisescope.diagnosis import operators as level_one
 from noisescope.diagnosis import screen as screening
 from noisescope.diagnosis.layers import window_injection
+from noisescope.jsonform import to_json
 from noisescope.runs.bench import Bench
 from noisescope.runs.measures import score, screen
 from noisescope.trials import Slice, Trial
@@ -158,8 +159,8 @@ def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         rows = [report["operator_analysis"][name] for name in ("gemm", "softmax", "silu", "norm")]
         rows += report["layer_analysis"]["windows"]
-        ours = [(row.get("kl") or row["predicted_kl"])["value"] for row in rows]
-        agreement = stats.correlation(ours, losses).to_dict()
+        ours = [(row["kl"] or row["predicted_kl"])["typical"]["value"] for row in rows]
+        agreement = to_json(stats.correlation(ours, losses))
         found[effort] = {"seconds": seconds, "times quicker": slow / seconds, "rank agreement": agreement}
     return found
 

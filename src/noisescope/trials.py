@@ -20,7 +20,6 @@ from noisescope.identity import class_name, function_name, registered
 from noisescope.injection import Injection
 
 _TAGS = ("float", "set", "type", "callable")  # keys that say what kind of value a JSON object stands for
-MEASURES = ("score", "generate", "custom", "screen", "capture", "curvature", "gradients", "formats")
 
 
 def canonical(value: Any) -> Any:

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
+from noisescope.api import demonstrating
 from noisescope.cli import app
 from noisescope.reports.schema import schema
 from noisescope.stats import correlation
@@ -116,9 +117,13 @@ def test_reports_from_elsewhere(demo: tuple[Path, str], tmp_path: Path) -> None:
     assert "format is empty" in call("report", demo[0], "--format", "", code=2).output
 
 
-def test_an_interrupted_demo_resumes(demo: tuple[Path, str]) -> None:
-    """`runs resume` knows the demo, and runs no stored trial again."""
-    assert "0 trials run now" in call("runs", "resume", demo[0]).output
+def test_an_interrupted_demo_resumes(demo: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`runs resume` knows the demo, and runs no stored trial again; the steps that store no trial are left out."""
+    (tmp_path / "run.sqlite").write_bytes((demo[0] / "run.sqlite").read_bytes())
+    for step in ("put_to_the_test", "with_precision_planned", "with_fault_located"):
+        monkeypatch.setattr(demonstrating, step, lambda subject, report, *rest, **settings: report)
+    monkeypatch.setattr("noisescope.cli.demo.say_check", lambda report: None)  # the words on those steps
+    assert "0 trials run now" in call("runs", "resume", tmp_path).output
 
 
 def test_one_bad_store_does_not_hide_the_others(demo: tuple[Path, str]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from noisescope.diagnosis import threshold, whole
+from noisescope.diagnosis.correlations import correlations
 from noisescope.diagnosis.frame import Frame, Settings
 from noisescope.diagnosis.layers import cells
 from noisescope.diagnosis.robustness import RobustnessQuestion, checked_levels
 from noisescope.diagnosis.rows import Effect, LayerAnalysis
-from noisescope.diagnosis.sections import Conclusions, FormatScore
+from noisescope.diagnosis.sections import Conclusions, FormatScore, HessianTraces, Trace
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.jsonform import from_json, to_json
@@ -416,12 +418,38 @@ def test_one_massive_channel_is_found_and_correlated() -> None:
     }
 
 
-def test_a_correlation_holds_only_where_its_interval_clears_the_limit() -> None:
-    """One hot layer with the largest trace: the point value may pass, the interval decides, and the point is named."""
-    found, _, _ = diagnosed(hot_layer_five, effort="full")
-    row = found.correlations["hessian_sensitivity"]
-    assert row.held in ("no", "undecided") and row.expected == "r above 0.7"
-    assert row.correlation.n == BLOCKS and row.without_one is not None
+def graded(injection: Injection) -> tuple[float, float]:
+    """KL grows from layer to layer."""
+    return 0.0, 1e-4 * sum(1 + place for place in places(injection) if isinstance(place, int))
+
+
+@functools.cache
+def measured_layers(truth: Truth) -> tuple[Frame, LayerAnalysis]:
+    found, _, here = diagnosed(truth, effort="full", levels=("layer",))
+    return here, layers_of(found)
+
+
+@pytest.mark.parametrize(
+    ("truth", "traces", "held", "carried"),
+    [
+        (graded, range(1, BLOCKS + 1), "yes", False),
+        (graded, range(BLOCKS, 0, -1), "no", False),
+        (graded, [1, 9, 3, 11, 4, 2, 10, 6, 12, 5, 8, 7], "undecided", False),
+        (hot_layer_five, [100 if layer == 5 else layer % 3 for layer in range(BLOCKS)], "undecided", True),
+    ],
+    ids=["rises with it", "falls with it", "hardly related", "one layer alone"],
+)
+def test_a_correlation_holds_only_where_its_interval_clears_the_limit(
+    truth: Truth, traces: Sequence[float], held: str, carried: bool
+) -> None:
+    """The interval decides against r = 0.7, not the point value: one hot layer makes r = 1 and proves nothing."""
+    wiggle = np.random.default_rng(0).normal(0, 0.1, BLOCKS)
+    rows = {str(layer): Trace(trace + wiggle[layer], None, None, 0.1, 8) for layer, trace in enumerate(traces)}
+    here, layers = measured_layers(truth)
+    row = correlations(here, layers, HessianTraces("", rows), None)["hessian_sensitivity"]
+    assert (row.held, row.carried_by_one, row.expected) == (held, carried, "r above 0.7")
+    assert row.correlation.n == BLOCKS and row.correlation.value is not None
+    assert (row.correlation.value > 0.7) == (held == "yes" or carried)
 
 
 @pytest.mark.parametrize("truth", [0.013, 0.0999, 0.19])

@@ -11,7 +11,7 @@ from torch import Tensor
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.metrics.divergence import kl_divergence
-from noisescope.metrics.fisher import Screen, fisher_factor, scale_of
+from noisescope.metrics.fisher import Screen, fisher_factor
 from noisescope.probe.formats import Format
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian, Uniform
@@ -29,6 +29,12 @@ def screened(model: Any, perturbation: Any = None, *, draws: int = 1, seed: int 
         rows = torch.arange(len(logits))
         screen.score(logits, rows, rows * 7919, draws=draws, seed=seed)
     return screen
+
+
+def scale_of(injection: Injection, site: Site) -> float:
+    """s^2 / 2 at a site: what a sum at noise of scale 1 is multiplied with. 1/2 where the error has no scale."""
+    perturbation = injection.perturbation_at(site)
+    return perturbation.scale**2 / 2 if isinstance(perturbation, (Gaussian, Uniform)) else 0.5
 
 
 def predicted(screen: Screen, injection: Injection, draws: int) -> float:

@@ -21,7 +21,6 @@ def test_quantiles_are_right_to_a_bin(seed: int, q: float, size: float) -> None:
         histogram.add(part)
     exact = x.abs().double().quantile(q, dim=0)
     assert torch.allclose(histogram.quantile(q), exact, rtol=0.2)
-    assert abs(histogram.overall_quantile(q) / float(x.abs().double().flatten().quantile(q)) - 1) < 0.1
 
 
 def test_zeros_and_giants_have_bins() -> None:

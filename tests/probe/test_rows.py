@@ -165,7 +165,7 @@ def test_naming_errors_say_what_came(llama, tokens, logits):
             logits(llama, tokens)
         with pytest.raises(InvalidInput, match="list of ints"):
             probe.rows([0.5, 1.5])
-        probe.unname_rows()
+        probe.rows([1, 2])
         logits(llama, tokens)
 
 

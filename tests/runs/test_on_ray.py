@@ -479,13 +479,17 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> list[on_ray.Crew]:
 
 @pytest.mark.usefixtures("real")
 def test_the_report_survives_a_killed_worker(
-    subject: Any, reference: tuple[Report, list[str]], crew: list[on_ray.Crew]
+    subject: Any, reference: tuple[Report, list[str]], crew: list[on_ray.Crew], conclusions: Any
 ) -> None:
     """Two workers, one of them killed in the middle: the same ids and the same report, and no trial ran twice."""
     killed: list[int] = []
 
     def kill(steps: int) -> None:
+        loading = [member.call for member in crew[0].members if member.ready is None]
+        if loading:  # one worker alone could do all trials before the other is there to be killed
+            ray.wait(loading, num_returns=len(loading))
         busy = [m for m in crew[0].members if m.ready is not None and m.trial is not None]
+        busy = [member for member in busy if ray.wait([member.call], timeout=0)[1]]
         if busy and steps >= 5 and not killed:
             killed.append(busy[0].ready.pid)  # type: ignore[union-attr]
             os.kill(killed[0], signal.SIGKILL)
@@ -495,7 +499,7 @@ def test_the_report_survives_a_killed_worker(
     assert killed and killed[0] != os.getpid()
     assert any("died and was replaced" in note for note in report["run"]["notes"])
     assert len(seen.ids) == len(set(seen.ids)) and set(seen.ids) == set(reference[1])
-    assert report.same_as(reference[0])
+    assert conclusions(report) == conclusions(reference[0])
 
 
 @dataclass(frozen=True)
@@ -527,7 +531,7 @@ def test_a_wrapped_model_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("real")
 def test_an_interrupted_run_can_be_resumed(
-    subject: Any, reference: tuple[Report, list[str]], tmp_path: Path, crew: list[on_ray.Crew]
+    subject: Any, reference: tuple[Report, list[str]], tmp_path: Path, crew: list[on_ray.Crew], conclusions: Any
 ) -> None:
     """Ctrl-C kills the actors; what was stored stays, and the rest gives the same report."""
 
@@ -542,7 +546,6 @@ def test_an_interrupted_run_can_be_resumed(
     seen = Seen()
     report = measured(subject, options=Options(output=tmp_path, progress=seen))
     assert len(seen.ids) == len(reference[1]) - 5
-    assert report.same_as(reference[0])
-    assert (
-        measured(subject, options=Options(output=tmp_path, executor="ray")).same_as(report) and not crew[1].members
-    )  # nothing to do
+    assert conclusions(report) == conclusions(reference[0])
+    again = measured(subject, options=Options(output=tmp_path, executor="ray"))
+    assert conclusions(again) == conclusions(report) and not crew[1].members  # nothing to do

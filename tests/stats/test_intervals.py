@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from noisescope import stats
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
-from noisescope.stats import continuous, counted, ratios
+from noisescope.stats import continuous, counted
 
 Array = NDArray[np.float64]
 
@@ -123,8 +123,6 @@ def test_the_public_functions_are_what_was_simulated() -> None:
     values = np.random.default_rng(0).lognormal(size=(2, 40))
     mean, inner = stats.mean(values[0]), continuous.mean_limits(values, 0.95)
     assert (mean.low, mean.high) == pytest.approx((inner[0][0], inner[1][0]))
-    shares, inner = stats.ratio(values[1], values[0]), ratios.ratio_of_means_limits(values[:1], values[1:], 0.95)
-    assert (shares.low, shares.high) == pytest.approx((inner[0][0], inner[1][0]))
 
 
 # ---- slow references ------------------------------------------------------------------------------------------------
@@ -238,38 +236,6 @@ def test_skewed_scores_widen_the_long_side() -> None:
     assert ours.high > theirs.high + 0.1 * (theirs.high - theirs.low)
 
 
-def test_ratio_holds_fiellers_interval() -> None:
-    """The interval of a ratio holds the roots of Fieller's quadratic and hardly more for symmetric pairs."""
-    rng = np.random.default_rng(2)
-    x = rng.normal(2, 0.3, 200)
-    y = 0.8 * x + rng.normal(0, 0.2, 200)
-    t, n = scipy.stats.t.ppf(0.975, 199), 200
-    cov = np.cov(x, y) / n
-    a, b, c = (
-        x.mean() ** 2 - t**2 * cov[0, 0],
-        x.mean() * y.mean() - t**2 * cov[0, 1],
-        y.mean() ** 2 - t**2 * cov[1, 1],
-    )
-    root = math.sqrt(b * b - a * c)
-    fieller = ((b - root) / a, (b + root) / a)
-    ours = stats.ratio(y, x)
-    assert ours.low is not None and ours.high is not None
-    assert ours.low <= fieller[0] + 1e-9 and ours.high >= fieller[1] - 1e-9
-    assert ours.high - ours.low < 1.1 * (fieller[1] - fieller[0])
-
-
-def test_ratio_to_a_constant_is_a_mean() -> None:
-    """Dividing by a constant divides the interval of the mean, with Student's quantile for the pairs that carry it."""
-    y = np.random.default_rng(3).lognormal(0, 0.5, 60)
-    squares = (y - y.mean()) ** 2
-    carrying = squares.sum() ** 2 / (squares**2).sum()
-    quantile = scipy.stats.t.ppf(0.975, carrying - 1)
-    assert 3 < carrying < 30
-    ratio, mean = stats.ratio(y, np.full(60, 4.0)), stats.mean(y, level=1 - 2 * scipy.stats.t.sf(quantile, 59))
-    assert ratio.value is not None and mean.value is not None and mean.low is not None and mean.high is not None
-    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((mean.value / 4, mean.low / 4, mean.high / 4))
-
-
 # ---- what an interval must do ---------------------------------------------------------------------------------------
 
 
@@ -314,7 +280,7 @@ def test_one_sample_says_little() -> None:
     """One continuous pair has no interval and p = 1, and no loss is small enough to be found in it."""
     assert stats.p_no_difference([0.3], [0.2]) == 1
     assert stats.smallest_detectable([0.3], [0.2]) is None
-    assert stats.ratio([0.3], [0.2]) == stats.Estimate(pytest.approx(1.5), None, None, 1)
+    assert stats.mean([0.3]) == stats.Estimate(0.3, None, None, 1)
 
 
 def test_pairing_is_used() -> None:
@@ -418,15 +384,15 @@ def test_estimates_are_json() -> None:
         stats.difference([0.3], [0.2]),
         stats.difference([1], [0]),
         stats.degradation(right, 1 - right),
-        stats.ratio(np.linspace(1, 2, 10), wild),
-        stats.ratio(right, 0 * right),
+        stats.typical_ratio(np.linspace(1, 2, 10), wild),
+        stats.typical_ratio(0 * right, 0 * right),
         stats.correlation(right, right),
     ]
     for estimate in estimates:
         assert json.loads(json.dumps(to_json(estimate), allow_nan=False))["n"] == estimate.n
     assert estimates[0].low is None and estimates[0].value == 0.3
     assert estimates[3].value == estimates[3].high == 1 and estimates[3].low < 0.8
-    assert estimates[4].value is not None and (estimates[4].low, estimates[4].high) == (None, None)
+    assert (estimates[4].value, estimates[4].low, estimates[4].high) == (None, None, None)
     assert estimates[5].note == stats.NOT_MEASURABLE
 
 
@@ -438,14 +404,13 @@ def test_estimates_are_json() -> None:
         (lambda: stats.mean(["a"]), "must be numbers"),
         (lambda: stats.mean([1.0, 0.0], level=95), "between 0 and 1"),
         (lambda: stats.difference([1, 0, 1], [[1, 0, 1], [1, 1, 1]]), "rows are samples, columns are seeds"),
-        (lambda: stats.ratio([-1, 2], [1, 2]), "at least 0"),
+        (lambda: stats.typical_ratio([-1, 2], [1, 2]), "at least 0"),
         (lambda: stats.holm([0.1, 1.2]), "between 0 and 1"),
         (lambda: stats.simultaneous_level(0), "at least 1"),
         (lambda: stats.correlation([1, 2], [1, 2], method="spearmen"), "Did you mean 'spearman'"),
         (lambda: stats.correlation([1, 2], [1, 2], every=0), "at least 1"),
         (lambda: stats.influence([1, 2], [1, 2], method="spearmen"), "Did you mean 'spearman'"),
         (lambda: stats.share([0.5, 1.5]), "between 0 and 1; got values from 0.5 to 1.5"),
-        (lambda: stats.split_half_agreement([[1, 2, 3]]), "at least 2 seeds"),
     ],
 )
 def test_mistakes_are_named(call: Any, words: str) -> None:
@@ -575,23 +540,6 @@ def test_one_point_that_carries_a_correlation(method: str, theirs: Any) -> None:
     assert method == "spearman" or (worst == 3 and abs(whole) > 0.9 and abs(left[3]) < 0.5)
     assert stats.influence([1, 1, 1, 1], [1, 2, 3, 4], method=method) is None
     assert stats.influence([1, 2, 3], [1, 2, 3], method=method) is None
-
-
-def test_split_halves() -> None:
-    """A sweep without noise agrees with itself, pure noise does not, and two seeds are one comparison."""
-    rng = np.random.default_rng(0)
-    profile = rng.normal(size=40)
-    assert stats.split_half_agreement(np.tile(profile, (4, 1))) == pytest.approx(1)
-    noise = stats.split_half_agreement(rng.normal(size=(12, 200)))
-    assert noise is not None and abs(noise) < 0.15
-    two = profile + rng.normal(size=(2, 40))
-    assert stats.split_half_agreement(two) == pytest.approx(scipy.stats.spearmanr(*two).statistic)
-    three = profile + rng.normal(size=(3, 40))
-    by_hand = [scipy.stats.spearmanr(three[i], np.delete(three, i, axis=0).mean(axis=0)).statistic for i in range(3)]
-    assert stats.split_half_agreement(three) == pytest.approx(np.mean(by_hand))
-    assert stats.split_half_agreement(np.ones((4, 5))) is None
-    few, many = (stats.split_half_agreement(profile + 2 * rng.normal(size=(s, 40))) for s in (4, 24))
-    assert few is not None and many is not None and many > few
 
 
 def test_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""Medians, quantiles and typical ratios against binomial sums and exact enumeration."""
+"""Medians and typical ratios against binomial sums and exact enumeration."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ def at_most(k: int, n: int, p: float) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 5, 6, 7, 8, 16, 37, 100, 301])
-@pytest.mark.parametrize("share", [0.5, 0.1, 0.9, 0.75])
 @pytest.mark.parametrize("level", [0.95, 0.5, 0.998])
-def test_ranks_are_the_sharpest_that_binomial_sums_allow(n: int, share: float, level: float) -> None:
+def test_ranks_are_the_sharpest_that_binomial_sums_allow(n: int, level: float) -> None:
     """Each end errs with at most half of alpha, and the next rank inwards would err with more."""
-    low, high = rank_limits(n, share, level)
+    low, high = rank_limits(n, level) or (0, n + 1)
     tail = (1 - level) / 2
-    lowest = 0 if low is None else low
-    assert lowest == 0 or at_most(lowest - 1, n, share) <= tail + 1e-12
-    assert at_most(lowest, n, share) > tail - 1e-12  # the next rank errs too often
-    highest = n + 1 if high is None else high
-    assert highest == n + 1 or 1 - at_most(highest - 1, n, share) <= tail + 1e-12
-    assert highest == 1 or 1 - at_most(highest - 2, n, share) > tail - 1e-12
+    assert low == 0 or at_most(low - 1, n, 0.5) <= tail + 1e-12
+    assert at_most(low, n, 0.5) > tail - 1e-12  # the next rank errs too often
+    assert high == n + 1 or 1 - at_most(high - 1, n, 0.5) <= tail + 1e-12
+    assert 1 - at_most(high - 2, n, 0.5) > tail - 1e-12
 
 
 def test_median_by_hand() -> None:
@@ -54,17 +51,13 @@ def test_ties_are_covered_too() -> None:
 
 
 def test_an_end_that_n_does_not_allow_is_missing() -> None:
-    """Five samples have no interval, 16 no upper end of the 0.9-quantile; the note says how many it takes."""
+    """Five samples have no interval at 95 %, seven none at 99 %; the note says how many it takes."""
     five = stats.median([1, 2, 3, 4, 5])
     assert (five.value, five.low, five.high, five.method) == (3, None, None, "")
     assert five.note == "an interval at 95 % takes 6 samples"
     assert stats.median(range(6)).bounded
-    upper = stats.quantile(range(35), 0.9)
-    assert upper.low is not None and upper.high is None and upper.one_sided
-    assert upper.note == "an upper end at 95 % takes 36 samples"
-    assert stats.quantile(range(36), 0.9).bounded
-    lower = stats.quantile(range(35), 0.1)
-    assert lower.low is None and lower.high is not None and "a lower end" in lower.note
+    assert stats.median(range(7), level=0.99).note == "an interval at 99 % takes 8 samples"
+    assert stats.median(range(8), level=0.99).bounded
 
 
 def test_seeds_are_averaged_first() -> None:
@@ -119,8 +112,6 @@ def test_zeros_in_a_ratio() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    """Wrong shares and negative divergences are refused in plain words."""
-    with pytest.raises(InvalidInput, match=r"share lies between 0 and 1, such as 0\.9; got 1\.5"):
-        stats.quantile([1, 2, 3], 1.5)
+    """Negative divergences are refused in plain words."""
     with pytest.raises(InvalidInput, match=r"below: 1 of 2 values are below 0 \(the lowest is -1\)"):
         stats.typical_ratio([1, 2], [-1, 2])

@@ -20,8 +20,6 @@ _PLAIN = (torch.matmul, torch.mm, torch.bmm, _T.matmul, _T.mm, _T.bmm, _T.__matm
 _ADDED = (torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm)
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 
-Function = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class Call:

@@ -8,7 +8,6 @@ from noisescope.findings.advice import ADVICE, operator_advice, outlier_advice
 from noisescope.findings.assessment import Assessment, hardware_assessment
 from noisescope.findings.avalanche import PointAvalanche, Window, avalanche_points, neighbours
 from noisescope.findings.bands import (
-    ADAPTIVE_RULES,
     BANDS,
     DASHBOARD_POINTS,
     EXPECTED_CORRELATIONS,
@@ -38,7 +37,6 @@ from noisescope.findings.values import (
 from noisescope.findings.words import METRIC_NAMES, metric_name
 
 __all__ = [
-    "ADAPTIVE_RULES",
     "ADVICE",
     "BANDS",
     "BORDERLINE",

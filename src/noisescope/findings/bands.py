@@ -208,9 +208,6 @@ ROUND_OFF: dict[str, float] = {
 # in the root mean square). Sketches are summed up in float32, which limits what can be told.
 GAIN_ROUND_OFF: dict[str, float] = {name: max(size / 4, ROUND_OFF["float32"]) for name, size in ROUND_OFF.items()}
 
-# Adaptive noise in training, by the degradation of a layer: (half the scale above, twice the scale below).
-ADAPTIVE_RULES: dict[str, tuple[float, float]] = {"standard": (0.15, 0.05), "cautious": (0.10, 0.02)}
-
 # Points of the two risk scores.
 REPORT_POINTS = {"critical operator": 30.0, "avalanche point": 25.0, "percent of outlier channels": 5.0}
 DASHBOARD_POINTS = {

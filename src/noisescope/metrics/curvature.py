@@ -48,15 +48,6 @@ class TraceEstimate:
     probes: int  # products with A that were spent
 
 
-def hutchinson(
-    matvec: MatVec, size: int, *, probes: int = 8, generator: torch.Generator, dtype: torch.dtype = torch.float32
-) -> TraceEstimate:
-    """Tr A as the mean of v.Av; A is [size, size], vectors [size] are drawn on the generator's device."""
-    _check_probes(probes, 2)
-    vectors = (_rademacher((size,), generator, dtype) for _ in range(probes))
-    return _estimate(torch.stack([torch.dot(v, matvec(v)) for v in vectors]), size, probes)
-
-
 def hutch_plus_plus(
     matvec: MatVec, size: int, *, probes: int = 12, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> TraceEstimate:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -284,14 +283,6 @@ class Tap(Start):
         squares = product.square()
         whole = product.sum(-1, keepdim=True).square()
         return squares * (whole / squares.sum(-1, keepdim=True).clamp_min(1e-30))
-
-
-def scale_of(injection: Injection, site: Site) -> float:
-    """s^2 / 2 at a site: what a sum at noise of scale 1 is multiplied with. 1/2 where the error has no scale."""
-    perturbation = injection.perturbation_at(site)
-    if isinstance(perturbation, (Gaussian, Uniform)):
-        return perturbation.scale**2 / 2
-    return math.ldexp(1.0, -1)
 
 
 def _added(a: SiteSums, b: SiteSums) -> SiteSums:

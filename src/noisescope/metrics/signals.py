@@ -78,16 +78,6 @@ def max_error(clean: Tensor, noisy: Tensor) -> float:
     return max(float((y - x).abs().max()) for x, y in _pairs(clean, noisy))
 
 
-def rms_error(clean: Tensor, noisy: Tensor) -> float:
-    """Root mean square of the error."""
-    return math.sqrt(sum(float((y - x).square().sum()) for x, y in _pairs(clean, noisy)) / clean.numel())
-
-
-def cosine(clean: Tensor, noisy: Tensor) -> float | None:
-    """Cosine of the angle between the two; None where one is all zero. No gain error is visible in it."""
-    return _cosine_about(clean, noisy, 0.0, 0.0)
-
-
 def pearson(clean: Tensor, noisy: Tensor) -> float | None:
     """Pearson correlation over all elements; None where one is constant. Two passes: means first, so that an offset
     far above the spread costs no digits."""

@@ -257,10 +257,6 @@ class Door:
         self._named = (ids, positions)
         self._next_position = positions if isinstance(positions, int) else 0
 
-    def unname_rows(self) -> None:
-        """Back to rows known by (forward number, row)."""
-        self._named = None
-
     def number_from(self, number: int) -> None:
         """Number the forwards that follow from here on: what unnamed rows draw is a function of that number."""
         self.forwards = number

@@ -34,9 +34,6 @@ class LogHistogram:
         """The q-quantile of |x| in each channel [C]."""
         return _quantile(self.counts.double(), q)
 
-    def overall_quantile(self, q: float) -> float:
-        return float(_quantile(self.counts.sum(0, keepdim=True).double(), q))
-
     def share_below(self, size: float) -> float:
         """The share of all values with |x| < size, over all channels."""
         counts = self.counts.sum(0).double().cpu()

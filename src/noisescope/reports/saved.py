@@ -68,10 +68,6 @@ class SavedReport(Mapping[str, Json], Generic[V]):
 
         return to_pdf(self.document())
 
-    def same_as(self, other: Mapping[str, Json]) -> bool:
-        """Whether two reports say the same, whenever and wherever they were made."""
-        return {k: v for k, v in self.items() if k != "run"} == {k: v for k, v in other.items() if k != "run"}
-
     def save(self, folder: str | Path, *, name: str = "report", formats: Iterable[str] | None = None) -> list[Path]:
         """Write report.json, .md, .html and .pdf (or those of `formats`) into a folder; the paths.
 

@@ -12,10 +12,10 @@ from noisescope.stats.intervals import (
 )
 from noisescope.stats.looks import holm, p_no_difference, simultaneous_level, smallest_detectable
 from noisescope.stats.nonnegative import nonnegative_mean
-from noisescope.stats.quantiles import median, quantile, typical_ratio
-from noisescope.stats.ranks import Correlation, Influence, correlation, influence, split_half_agreement
-from noisescope.stats.ratios import degradation_excess, degradation_ratio, ratio
-from noisescope.stats.selection import SELECTED, Picked, picked, picked_median, picked_typical
+from noisescope.stats.quantiles import median, typical_ratio
+from noisescope.stats.ranks import Correlation, Influence, correlation, influence
+from noisescope.stats.ratios import degradation_excess, degradation_ratio
+from noisescope.stats.selection import SELECTED, Picked, picked
 from noisescope.stats.trimmed import Shift, trimmed_shift, typical
 
 __all__ = [
@@ -41,15 +41,10 @@ __all__ = [
     "nonnegative_mean",
     "p_no_difference",
     "picked",
-    "picked_median",
-    "picked_typical",
-    "quantile",
-    "ratio",
     "retention",
     "share",
     "simultaneous_level",
     "smallest_detectable",
-    "split_half_agreement",
     "trimmed_shift",
     "typical",
     "typical_ratio",

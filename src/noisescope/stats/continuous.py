@@ -99,13 +99,10 @@ def ratio_statistic(x: Array, y: Array) -> Callable[[Any], Array]:
     return statistic
 
 
-def ratio_limits(x: Array, y: Array, level: float, quantile: Any = None) -> tuple[Array, Array]:
-    """The ends of the interval of mean(y) / mean(x); -inf or inf where Fieller's set has no end on that side.
-
-    `quantile` replaces Student's for n values (`heavy_quantile`).
-    """
+def ratio_limits(x: Array, y: Array, level: float) -> tuple[Array, Array]:
+    """The ends of the interval of mean(y) / mean(x); -inf or inf where Fieller's set has no end on that side."""
     statistic = ratio_statistic(x, y)
-    quantile = student_quantile(x.shape[-1], level) if quantile is None else quantile
+    quantile = student_quantile(x.shape[-1], level)
     centre = y.mean(axis=-1) / x.mean(axis=-1)
     error = moments(y - centre[..., np.newaxis] * x)[1] / np.abs(x.mean(axis=-1))
 
@@ -119,20 +116,6 @@ def ratio_limits(x: Array, y: Array, level: float, quantile: Any = None) -> tupl
         return np.where(w > last - 1e-7, side * np.inf, at(w))
 
     return end(-1), end(1)
-
-
-def heavy_quantile(x: Array, y: Array, level: float) -> Array:
-    """Student's quantile for the number of pairs that really carry the variance of y - theta x.
-
-    Where one pair supplies most of the variance, the variance itself is known from that pair alone, and n - 1 degrees
-    of freedom are a fiction. With d = y - theta x at the ratio found, (sum d^2)^2 / sum d^4 counts the pairs that carry
-    it (n where all are alike, 1 where one has it all); one less are the degrees of freedom, at least 1.
-    """
-    squares = (y - (y.mean(axis=-1) / x.mean(axis=-1))[..., np.newaxis] * x) ** 2
-    shares = squares / np.maximum(squares.sum(axis=-1, keepdims=True), 1e-200)
-    carrying = 1 / np.maximum((shares**2).sum(axis=-1), 1e-200)
-    quantile: Array = special.stdtrit(np.maximum(np.minimum(carrying, x.shape[-1]) - 1, 1.0), (1 + level) / 2)
-    return quantile
 
 
 def outward(statistic: Callable[[Any], Array], inside: Array, outside: Array, limit: Any) -> Array:

@@ -1,13 +1,13 @@
-"""Medians and quantiles with intervals that hold for every distribution.
+"""Medians with intervals that hold for every distribution.
 
-Of n independent samples the number that lie at or below the true q-quantile is binomial (n, q), whatever the values
-are. So the order statistics X(l) and X(u) enclose the quantile with a probability that is a sum of binomial terms:
+Of n independent samples the number that lie at or below the true median is binomial (n, 1/2), whatever the values
+are. So the order statistics X(l) and X(u) enclose the median with a probability that is a sum of binomial terms:
 
-    P(X(l) > quantile) <= P(B <= l - 1) <= alpha / 2,    P(X(u) < quantile) <= P(B >= u) <= alpha / 2.
+    P(X(l) > median) <= P(B <= l - 1) <= alpha / 2,    P(X(u) < median) <= P(B >= u) <= alpha / 2.
 
-l is the largest rank and u the smallest for which this holds. No tail can break the interval, neither can ties (they
-only make it hold more often). Whole ranks make the true level a little higher than the nominal one: for the median at
-nominal 95 % it is 97.9, 96.7, 96.5 and 95.7 % at n = 16, 50, 100 and 300, and above 99 % at n = 8 alone.
+l is the largest rank for which this holds, and u = n + 1 - l the smallest. No tail can break the interval,
+neither can ties (they only make it hold more often). Whole ranks make the true level a little higher than the nominal
+one: at nominal 95 % it is 97.9, 96.7, 96.5 and 95.7 % at n = 16, 50, 100 and 300, and above 99 % at n = 8 alone.
 
 W. R. Thompson (1936), "On confidence ranges for the median and other expectation distributions for populations of
 unknown distribution form", Annals of Mathematical Statistics 7, 122-128.
@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from noisescope.errors import InvalidInput
 from noisescope.stats.estimate import (
     NOT_MEASURABLE,
     UNBOUNDED,
@@ -43,20 +42,7 @@ def median(values: ArrayLike, level: float = 0.95) -> Estimate:
     >>> estimate.value, estimate.low, estimate.high
     (3.5, 1.0, 9.0)
     """
-    return _of_sorted(np.sort(scores(values, "values").mean(axis=1)), 0.5, level, "median")
-
-
-def quantile(values: ArrayLike, share: float, level: float = 0.95) -> Estimate:
-    """The value that a `share` of the samples stays below, with its exact interval.
-
-    An end for which n is too small is None, and the note says how many samples it takes.
-
-    >>> quantile(range(100), 0.9).low, quantile(range(100), 0.9).high
-    (83.0, 95.0)
-    >>> quantile(range(20), 0.9).note
-    'an upper end at 95 % takes 36 samples'
-    """
-    return _of_sorted(np.sort(scores(values, "values").mean(axis=1)), share, level, "quantile")
+    return _of_sorted(np.sort(scores(values, "values").mean(axis=1)), level, "median")
 
 
 def typical_ratio(above: ArrayLike, below: ArrayLike, level: float = 0.95) -> Estimate:
@@ -81,46 +67,30 @@ def typical_ratio(above: ArrayLike, below: ArrayLike, level: float = 0.95) -> Es
     note = f"{dropped} of {len(x)} samples left out: 0 on both sides" if dropped else ""
     if not len(ratios):
         return Estimate(None, None, None, 0, checked_level(level), NOT_MEASURABLE)
-    return _of_sorted(ratios, 0.5, level, "median ratio", note)
+    return _of_sorted(ratios, level, "median ratio", note)
 
 
-def rank_limits(n: int, share: float, level: float) -> tuple[int | None, int | None]:
-    """Ranks (from 1) of the order statistics that enclose a quantile; None where n is too small for that end.
+def rank_limits(n: int, level: float) -> tuple[int, int] | None:
+    """Ranks (from 1) of the order statistics that enclose the median; None where n is too small.
 
-    >>> rank_limits(16, 0.5, 0.95), rank_limits(5, 0.5, 0.95)
-    ((4, 13), (None, None))
+    >>> rank_limits(16, 0.95), rank_limits(5, 0.95)
+    ((4, 13), None)
     """
-    tail = (1 - level) / 2
-    at_most = special.bdtr(np.arange(n), n, share)  # P(B <= k), k = 0 .. n - 1
-    low = int(np.count_nonzero(at_most <= tail))
-    more = special.bdtrc(np.arange(n), n, share)  # P(B > k) = P(B >= k + 1)
-    high = int(np.count_nonzero(more > tail)) + 1
-    return (low if low else None), (high if high <= n else None)
+    low = int(np.count_nonzero(special.bdtr(np.arange(n), n, 0.5) <= (1 - level) / 2))  # P(B <= k), k = 0 .. n - 1
+    return (low, n + 1 - low) if low else None
 
 
-def _of_sorted(ordered: Array, share: float, level: float, method: str, note: str = "") -> Estimate:
-    """The quantile of sorted values, which may end in infinities."""
+def _of_sorted(ordered: Array, level: float, method: str, note: str = "") -> Estimate:
+    """The median of sorted values, which may end in infinities."""
     level, n = checked_level(level), len(ordered)
-    if not 0 < share < 1:
-        raise InvalidInput(f"a quantile's share lies between 0 and 1, such as 0.9; got {share}")
-    at = (n - 1) * share
-    left, right = ordered[math.floor(at)], ordered[math.ceil(at)]
-    value = float(left + (at - math.floor(at)) * (right - left)) if right < np.inf else None
-    ranks = rank_limits(n, share, level)
-    low, high = (None if rank is None or ordered[rank - 1] == np.inf else float(ordered[rank - 1]) for rank in ranks)
-    notes = [note, UNBOUNDED if value is None else "", _missing(ranks, share, level)]
+    left, right = ordered[(n - 1) // 2], ordered[n // 2]
+    value = float(left + (right - left) / 2) if right < np.inf else None
+    ranks = rank_limits(n, level)
+    notes = [note, UNBOUNDED if value is None else ""]
+    if ranks is None:
+        needed = math.ceil(math.log2(2 / (1 - level)))
+        notes.append(f"an interval at {100 * level:.4g} % takes {needed} samples")
+        return Estimate(value, None, None, n, level, "; ".join(filter(None, notes)))
+    low, high = (None if ordered[rank - 1] == np.inf else float(ordered[rank - 1]) for rank in ranks)
     named = method if low is not None or high is not None else ""
     return Estimate(value, low, high, n, level, "; ".join(filter(None, notes)), named)
-
-
-def _missing(ranks: tuple[int | None, int | None], share: float, level: float) -> str:
-    """Which ends n is too small for, and how many samples they take."""
-    ends = [
-        (name, math.ceil(math.log((1 - level) / 2) / math.log(tail)))
-        for name, tail, rank in zip(("a lower end", "an upper end"), (1 - share, share), ranks, strict=True)
-        if rank is None
-    ]
-    if not ends:
-        return ""
-    name = "an interval" if len(ends) == 2 else ends[0][0]
-    return f"{name} at {100 * level:.4g} % takes {max(needed for _, needed in ends)} samples"

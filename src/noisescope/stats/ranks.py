@@ -1,8 +1,7 @@
-"""Agreement between two profiles over the same places: correlations, and how well a sweep agrees with itself."""
+"""Agreement between two profiles over the same places: correlations, and whether one point carries them."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -12,7 +11,7 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.stats.estimate import NOT_MEASURABLE, Array, checked_level, pairs, scores
+from noisescope.stats.estimate import NOT_MEASURABLE, Array, checked_level, pairs
 
 METHODS = ("spearman", "pearson")
 
@@ -95,40 +94,11 @@ def influence(x: ArrayLike, y: ArrayLike, *, method: str = "spearman", every: in
     return Influence(index, round(float(np.sign(whole) * left[index]), 12))
 
 
-def split_half_agreement(sweep: ArrayLike, *, splits: int = 100, seed: int = 0) -> float | None:
-    """Mean Spearman correlation between the profiles of two halves of the seeds; rows are seeds, columns are sites.
-
-    It says how well a ranking from half the seeds can be repeated, and so bounds what any prediction can reach against
-    this sweep. All ways to halve the seeds are used if there are at most `splits`, else so many are drawn; of an odd
-    number of seeds one half has one more. None where a half ranks all sites alike.
-    """
-    rows = scores(sweep, "sweep")
-    seeds, sites = rows.shape
-    if seeds < 2 or sites < 2:
-        raise InvalidInput(f"split halves need at least 2 seeds (rows) and 2 sites (columns); got {rows.shape}")
-    values = []
-    for half in _halves(seeds, splits, seed):
-        inside = np.isin(np.arange(seeds), half)
-        a, b = (_unit(ranked(rows[which].mean(axis=0))) for which in (inside, ~inside))
-        if not a.any() or not b.any():
-            return None
-        values.append(float(a @ b))
-    return math.fsum(values) / len(values)
-
-
 def ranked(values: Array) -> Array:
     """Ranks from 1 on; ties share the mean of their ranks."""
     ordered = np.sort(values)
     ranks: Array = (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") + 1) / 2
     return ranks
-
-
-def _halves(seeds: int, splits: int, seed: int) -> list[tuple[int, ...]]:
-    size = seeds // 2
-    if math.comb(seeds, size) <= 2 * splits:  # halves of an even number come in pairs, which changes no mean
-        return list(itertools.combinations(range(seeds), size))
-    generator = np.random.default_rng(seed)
-    return [tuple(generator.permutation(seeds)[:size].tolist()) for _ in range(splits)]
 
 
 def _unit(values: Array) -> Array:

@@ -17,18 +17,16 @@ Journal of Statistics 12, 58-79.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from noisescope.errors import InvalidInput
-from noisescope.stats.estimate import Array, Estimate, checked_level, nonnegative, pairs, scores
+from noisescope.stats.estimate import Array, Estimate, checked_level, pairs
 from noisescope.stats.intervals import degradation
 from noisescope.stats.looks import simultaneous_level
-from noisescope.stats.quantiles import median
-from noisescope.stats.trimmed import typical, typical_values
 
 FOLDS = 10
 SELECTED = "simultaneous"  # the method of an estimate whose size and lower end allow for the choice
@@ -62,64 +60,19 @@ def picked(clean: ArrayLike, candidates: Sequence[ArrayLike], *, chance: float =
     raw = [pairs(clean, noisy) for noisy in candidates]
     if not raw:
         raise InvalidInput("nothing to pick from: no candidate was given")
-    x = raw[0][0].mean(axis=1)
-    losses = np.stack([x - noisy.mean(axis=1) for _, noisy in raw])
+    x, data = raw[0][0], [noisy for _, noisy in raw]
+    losses = np.stack([x.mean(axis=1) - noisy.mean(axis=1) for noisy in data])
 
     def effect(noisy: Array, level: float) -> Estimate:
-        return degradation(raw[0][0], noisy, chance=chance, level=level)
+        return degradation(x, noisy, chance=chance, level=level)
 
-    return _picked(losses, [noisy for _, noisy in raw], effect, lambda rows: rows.mean(axis=1), level)
-
-
-def picked_typical(candidates: Sequence[ArrayLike], *, level: float = 0.95) -> Picked:
-    """The candidate with the largest `typical` value, for values of at least 0 such as KL; same samples in each.
-
-    >>> found = picked_typical([[1, 2, 3] * 5, [4, 5, 6] * 5])
-    >>> found.index, round(found.estimate.value, 2), found.estimate.method
-    (1, 4.95, 'simultaneous')
-    """
-    raw = _columns(candidates)
-    values = np.stack([candidate.mean(axis=1) for candidate in raw])
-    return _picked(values, raw, typical, typical_values, checked_level(level))
-
-
-def picked_median(candidates: Sequence[ArrayLike], *, level: float = 0.95) -> Picked:
-    """The candidate with the largest median, for values of at least 0; same samples in each.
-
-    >>> found = picked_median([[1, 2, 3] * 5, [4, 5, 6] * 5])
-    >>> found.index, found.estimate.value, found.estimate.method
-    (1, 5.0, 'simultaneous')
-    """
-    raw = _columns(candidates)
-    values = np.stack([candidate.mean(axis=1) for candidate in raw])
-    return _picked(values, raw, median, lambda rows: np.median(rows, axis=1), checked_level(level))
-
-
-def _columns(candidates: Sequence[ArrayLike]) -> list[Array]:
-    raw = [nonnegative(scores(values, f"candidate {at}"), f"candidate {at}") for at, values in enumerate(candidates)]
-    if not raw:
-        raise InvalidInput("nothing to pick from: no candidate was given")
-    lengths = sorted({len(values) for values in raw})
-    if len(lengths) > 1:
-        raise InvalidInput(f"the candidates have {lengths} samples: they need the same samples in the same order")
-    return raw
-
-
-def _picked(
-    ranked_by: Array,
-    data: Sequence[Array],
-    effect: Callable[[Array, float], Estimate],
-    size: Callable[[Array], Array],
-    level: float,
-) -> Picked:
-    """`ranked_by` [candidates, samples] decides; `effect` turns a candidate's data into an estimate."""
-    k, n = ranked_by.shape
-    index = int(np.argmax(size(ranked_by)))
+    k, n = losses.shape
+    index = int(np.argmax(losses.mean(axis=1)))
     observed = effect(data[index], level)
     folds = np.arange(n) % min(FOLDS, n)
     if n < 2 or k == 1 or observed.value is None:
         return Picked(index, observed, observed, k, 1.0)
-    choices = np.array([int(np.argmax(size(ranked_by[:, folds != fold]))) for fold in range(folds.max() + 1)])
+    choices = np.array([int(np.argmax(losses[:, folds != fold].mean(axis=1))) for fold in range(folds.max() + 1)])
     columns = min(values.shape[1] for values in data)
     fitted = np.stack([data[choices[folds[i]]][i, :columns] for i in range(n)])
     low = effect(data[index], simultaneous_level(k, level)).low
