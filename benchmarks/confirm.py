@@ -21,7 +21,7 @@ import torch
 
 import noisescope as ns
 from noisescope import demo, stats
-from noisescope.data import gather
+from noisescope.data.dataset import gather
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.jsonform import to_json
 

@@ -26,8 +26,8 @@ import scipy
 from scipy import special
 
 from noisescope import stats
-from noisescope.stats import continuous, nonnegative, quantiles
-from noisescope.stats.estimate import Array, Estimate
+from noisescope.stats import continuous, typical
+from noisescope.stats.samples import Array, Estimate
 
 SIZES = (16, 50, 100, 300)
 LEVEL = 0.95
@@ -55,7 +55,7 @@ def ends(estimates: Sequence[Estimate]) -> Limits:
 
 def median_limits(values: Array) -> Limits:
     """`stats.median` of each run at once."""
-    ranks = quantiles.rank_limits(values.shape[1], LEVEL)
+    ranks = typical.rank_limits(values.shape[1], LEVEL)
     assert ranks is not None, f"n = {values.shape[1]} is too small for an interval of the median"
     ordered = np.sort(values, axis=1)
     return ordered[:, ranks[0] - 1], ordered[:, ranks[1] - 1]
@@ -68,7 +68,7 @@ def means_and_medians(runs: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
             values = case.draw(np.random.default_rng([at, n, 1]), (runs, n))
             methods: list[tuple[str, Limits, float]] = [
                 ("mean, v0.1", continuous.mean_limits(values, LEVEL), case.mean),
-                ("mean", nonnegative.nonnegative_limits(values, LEVEL), case.mean),
+                ("mean", typical.nonnegative_limits(values, LEVEL), case.mean),
                 ("typical", ends([stats.typical(one) for one in values]), case.typical),
                 ("median", median_limits(values), case.median),
             ]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
-from noisescope.stats.estimate import Array
-from noisescope.stats.trimmed import typical_values
+from noisescope.stats.samples import Array
+from noisescope.stats.typical import typical_values
 
 Random = np.random.Generator
 Draw = Callable[[Random, tuple[int, int]], Array]

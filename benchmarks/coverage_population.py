@@ -18,17 +18,16 @@ import numpy as np
 import torch
 
 import noisescope as ns
-from noisescope.api.preparing import prepare_diagnosis
-from noisescope.api.running import Prepared
-from noisescope.data import Item, gather
+from noisescope.api.preparation import Prepared, prepare_diagnosis
+from noisescope.data.dataset import Item, gather
 from noisescope.demo.problems import held_out
 from noisescope.diagnosis import layers, screen
-from noisescope.diagnosis.frame import Frame
+from noisescope.diagnosis.context import Frame
 from noisescope.injection import Injection
 from noisescope.runs.store import Store
-from noisescope.stats.estimate import Array
-from noisescope.stats.ranks import ranked
-from noisescope.stats.trimmed import typical_values
+from noisescope.stats.correlation import ranked
+from noisescope.stats.samples import Array
+from noisescope.stats.typical import typical_values
 from noisescope.trials import Results, Trial
 
 PROBLEMS = 4711  # seed

@@ -36,9 +36,9 @@ from detection_tables import Row, failures, show, show_failures, summary
 import noisescope as ns
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.faults import FAMILIES, faulty
-from noisescope.locators.inputs import batches_for
-from noisescope.locators.verdict import Suspect, Verdict
-from noisescope.model import Subject, outline
+from noisescope.localization.inputs import batches_for
+from noisescope.localization.verdict import Suspect, Verdict
+from noisescope.model.subject import Subject, outline
 from noisescope.testing import MODELS as TINY
 from noisescope.testing import tiny_model
 
@@ -51,7 +51,7 @@ def locators(names: list[str]) -> dict[str, Locator]:
     """The methods asked for; one that is not there yet is left out with a note."""
 
     def found(module: str) -> Any:
-        return getattr(importlib.import_module(f"noisescope.locators.{module}"), module)
+        return getattr(importlib.import_module(f"noisescope.localization.{module}"), module)
 
     known: dict[str, tuple[str, Callable[[Any], Locator]]] = {
         "audit": ("audit", lambda f: lambda subject, inputs, seed: f(subject, inputs, seed=seed)),

@@ -11,10 +11,10 @@ import torch
 from detection_grid import Cell
 from torch import Tensor
 
-from noisescope.data import built_in
+from noisescope.data.dataset import built_in
 from noisescope.faults import FaultScope, faulty
-from noisescope.locators.inputs import LENGTH, ROWS
-from noisescope.model import Subject
+from noisescope.localization.inputs import LENGTH, ROWS
+from noisescope.model.subject import Subject
 
 # Bits of the mantissa, exponent of the smallest normal number.
 _FORMATS = {torch.float64: (52, -1022), torch.float32: (23, -126), torch.bfloat16: (7, -126), torch.float16: (10, -14)}

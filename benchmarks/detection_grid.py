@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from noisescope.anatomy import Anatomy
 from noisescope.faults import FAMILIES, BlockScale, Fault, Lanes, Truncation, Where, make_fault
-from noisescope.faults.values import PRODUCTS
+from noisescope.faults.fault import PRODUCTS
+from noisescope.model.anatomy import Anatomy
 from noisescope.sites import OUTER_PLACES, Place
 from noisescope.testing import MODELS as TINY
 

@@ -30,8 +30,8 @@ from noisescope.diagnosis import operators as level_one
 from noisescope.diagnosis import screen as screening
 from noisescope.diagnosis.layers import window_injection
 from noisescope.jsonform import to_json
-from noisescope.runs.bench import Bench
 from noisescope.runs.measures import score, screen
+from noisescope.runs.runner import Bench
 from noisescope.trials import Slice, Trial
 
 QWEN = {
@@ -147,7 +147,7 @@ def _answers(subject: ns.Subject, item: Any) -> bool:
 
 def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
     from noisescope import demo, stats
-    from noisescope.data import read_data
+    from noisescope.data.dataset import read_data
 
     subject = ns.load("demo", dtype="float32")
     items = list(read_data(demo.test_file(), limit=options.samples).items)
@@ -168,7 +168,7 @@ def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
 def captured(samples: int) -> float:
     """Peak resident memory in MiB of a process that captures channels of the demo model on so many samples."""
     from noisescope import demo
-    from noisescope.data import gather, read_data
+    from noisescope.data.dataset import gather, read_data
     from noisescope.diagnosis.channels import capture_trial
 
     items = read_data(demo.test_file()).items

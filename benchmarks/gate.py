@@ -46,24 +46,22 @@ import torch
 
 import noisescope as ns
 from noisescope import stats
-from noisescope.api.guarding import gauged
-from noisescope.data import DataSet, Item, gather
+from noisescope.api.gates import gauged
+from noisescope.data.dataset import DataSet, Item, gather
 from noisescope.demo.problems import Problem, held_out
 from noisescope.diagnosis.sections import GateNumbers
 from noisescope.jsonform import from_json, to_json
-from noisescope.model import Subject
-from noisescope.plans.comparable import pairs_of
-from noisescope.plans.gate import decide
+from noisescope.measures.format_costs import is_planned, weight_format
+from noisescope.model.subject import Subject
+from noisescope.plans.gate import decide, pairs_of
 from noisescope.plans.gate_rows import Decision
 from noisescope.probe.formats import quantise
-from noisescope.quantisation.formats import weight_format
-from noisescope.quantisation.scores import is_planned
 
 WORSE_BY = 1.4  # of the final-norm gain: twice the limit of 20 %
 LIMIT = 0.5
 WEIGHT_NOISE, LAYER_NOISE = 0.2, 2.0  # of a weight's root mean square
 CALIBRATION = 100
-PROBLEMS = 2027  # seed; others than those on which the statistic was chosen (stats/trimmed.py)
+PROBLEMS = 2027  # seed; others than those on which the statistic was chosen (stats/typical.py)
 GOOD, AGAIN = "undamaged", "undamaged, another noise seed"
 
 Template = Callable[[str], str]

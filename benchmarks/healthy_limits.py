@@ -16,14 +16,13 @@ from unittest import mock
 
 import torch
 
-from noisescope.evaluation import evaluating
-from noisescope.locators import ledger
-from noisescope.locators.audit import audit
-from noisescope.locators.inputs import Batch
-from noisescope.locators.judge import Judgement, judge
-from noisescope.locators.laws.book import MODEL, OPERATOR, SUBLAYER
-from noisescope.locators.prompts import parts_of
-from noisescope.locators.relations import Search
+from noisescope.localization import audit_log
+from noisescope.localization.audit import audit
+from noisescope.localization.inputs import Batch, parts_of
+from noisescope.localization.judge import Judgement, judge
+from noisescope.localization.laws.results import MODEL, OPERATOR, SUBLAYER
+from noisescope.localization.relations import Search
+from noisescope.model.forwards import evaluating
 from noisescope.testing import tiny_inputs, tiny_model
 
 MODELS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral")
@@ -50,7 +49,7 @@ def of_audit(model: torch.nn.Module, batch: Batch, seed: int) -> Iterator[Ratio]
         judged.append(judge(*args, **kwargs))
         return judged[-1]
 
-    with mock.patch.object(ledger, "judge", listening):
+    with mock.patch.object(audit_log, "judge", listening):
         audit(model, batch, seed=seed)
     for judgement in judged:
         yield from ((f"audit {test}", strength) for test, strength in judgement.strengths.items())

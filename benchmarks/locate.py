@@ -23,9 +23,8 @@ import transformers
 
 import noisescope as ns
 from diagnosis import qwen
-from noisescope.locators.passport import take_passport
-from noisescope.locators.passport_diff import diff, say
-from noisescope.locators.passport_file import read_passport, write_passport
+from noisescope.passports.diff import diff, read_passport, say, write_passport
+from noisescope.passports.measure import take_passport
 from noisescope.testing import tiny_model
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -30,10 +30,11 @@ from screen_setup import frame_of, read_material, save
 
 import noisescope as ns
 from noisescope import stats
+from noisescope.diagnosis.context import Frame
 from noisescope.diagnosis.effects import task_loss
-from noisescope.diagnosis.frame import Frame
-from noisescope.model import Subject
-from noisescope.plans.bit_rule import rule_plan
+from noisescope.measures.format_costs import plan_injection
+from noisescope.measures.smoothing import rounded_kl, smooth
+from noisescope.model.subject import Subject
 from noisescope.plans.precision import (
     Budget,
     Choice,
@@ -42,14 +43,13 @@ from noisescope.plans.precision import (
     optimal_plan,
     plan_of,
     random_plans,
+    rule_plan,
     uniform_plan,
 )
-from noisescope.plans.verification import Verification
-from noisescope.quantisation.fake import plan_injection
-from noisescope.quantisation.smoothing import rounded_kl, smooth
+from noisescope.plans.precision_results import Verification
 from noisescope.runs.batches import Material
-from noisescope.runs.bench import Bench
-from noisescope.runs.execute import InProcess, Silent, settle
+from noisescope.runs.executor import InProcess, Silent, settle
+from noisescope.runs.runner import Bench
 from noisescope.runs.store import Store
 from noisescope.trials import Slice, Trial
 

@@ -36,13 +36,13 @@ from detection_grid import NOTES, Cell, grid, sample
 import noisescope as ns
 from noisescope.comparison.records import Record
 from noisescope.faults import Fault, faulty, make_fault
-from noisescope.locators.fingerprint import DRAWS, explained
-from noisescope.locators.fingerprint_bench import Array, Bench, Setting, settings
-from noisescope.locators.prompts import last_logits, prompt_ids
-from noisescope.locators.replay import replay
-from noisescope.locators.verdict import Verdict
-from noisescope.model import Subject
-from noisescope.probe.functions import FUSED
+from noisescope.localization.fingerprint import DRAWS, explained
+from noisescope.localization.fingerprint_match import Array, Bench, Setting, settings
+from noisescope.localization.inputs import last_logits, prompt_ids
+from noisescope.localization.replay import replay
+from noisescope.localization.verdict import Verdict
+from noisescope.model.subject import Subject
+from noisescope.probe.operator_calls import FUSED
 
 Row = dict[str, Any]
 Task = Callable[[], Row]

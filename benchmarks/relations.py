@@ -31,10 +31,10 @@ from relations_faults import linear_faults, sublayer_faults
 
 import noisescope as ns
 from noisescope.faults import faulty
-from noisescope.faults.values import Fault
-from noisescope.locators.relations import relations
-from noisescope.locators.verdict import Verdict
-from noisescope.model import Subject
+from noisescope.faults.fault import Fault
+from noisescope.localization.relations import relations
+from noisescope.localization.verdict import Verdict
+from noisescope.model.subject import Subject
 from noisescope.testing import MODELS, tiny_inputs, tiny_model
 
 DTYPES = ("float32", "bfloat16", "float16")

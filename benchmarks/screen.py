@@ -43,9 +43,9 @@ from screen_setup import (
 )
 
 import noisescope as ns
-from noisescope.diagnosis.frame import Frame
+from noisescope.diagnosis.context import Frame
 from noisescope.diagnosis.screen import Screened
-from noisescope.runs.bench import Bench
+from noisescope.runs.runner import Bench
 from noisescope.trials import Result
 
 SCREEN_SEEDS = 4  # screens with other draws, to show how much depends on the draw

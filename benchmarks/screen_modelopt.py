@@ -32,9 +32,9 @@ from screen_setup import GROUPS, SCALE, Array, cells_of, frame_of, read_material
 
 import noisescope as ns
 from noisescope import stats
-from noisescope.metrics.divergence import kl_divergence
+from noisescope.measures.divergence import kl_divergence
 from noisescope.runs.batches import Material
-from noisescope.runs.bench import Bench
+from noisescope.runs.runner import Bench
 from noisescope.trials import Trial
 
 FORMATS = {"FP8_DEFAULT_CFG": "fp8_e4m3", "INT8_DEFAULT_CFG": "int8"}  # those of ModelOpt's that run without CUDA

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 import noisescope as ns
 from noisescope import stats
+from noisescope.data.tokens import Encoded, Sequence
 from noisescope.diagnosis import screen
-from noisescope.diagnosis.frame import Frame, Settings
+from noisescope.diagnosis.context import Frame, Settings
 from noisescope.diagnosis.screen import Screened
-from noisescope.model import Subject
+from noisescope.model.subject import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.bench import Bench, conditions
+from noisescope.runs.runner import Bench, conditions
 from noisescope.sites import Site
-from noisescope.tasks import Encoded, Sequence
 from noisescope.trials import Result, slices
 
 Array = NDArray[np.float64]

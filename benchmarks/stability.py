@@ -31,7 +31,7 @@ import torch
 
 import noisescope as ns
 from noisescope import demo
-from noisescope.data import DataSet, gather
+from noisescope.data.dataset import DataSet, gather
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.findings import BANDS
 from noisescope.sites import Place

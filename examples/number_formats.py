@@ -4,8 +4,8 @@ import torch
 
 import noisescope as ns
 from noisescope import demo
-from noisescope.data import read_data
-from noisescope.tasks import prompts
+from noisescope.data.dataset import read_data
+from noisescope.data.tokens import prompts
 
 
 def main() -> None:

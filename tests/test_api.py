@@ -14,8 +14,8 @@ import torch
 
 import noisescope as ns
 from noisescope import api
-from noisescope.api.materials import material_of
-from noisescope.diagnosis import whole
+from noisescope.api.preparation import material_of
+from noisescope.diagnosis import all_levels
 from noisescope.errors import InvalidInput
 from noisescope.reports.report import Report
 from noisescope.runs.store import Store
@@ -142,8 +142,8 @@ def test_robustness_by_level() -> None:
 def test_what_a_run_would_cost() -> None:
     """The estimate counts the trials that a real run makes, give or take what its results decide."""
     prepared = api.prepare_diagnosis(subject(), BATCHES, **QUICK)
-    cost = prepared.cost(whole)
-    real = prepared.run(whole, api.Options())[0].cost
+    cost = prepared.cost(all_levels)
+    real = prepared.run(all_levels, api.Options())[0].cost
     assert cost.trials == pytest.approx(real.trials, rel=0.35) and cost.memory > cost.weights > 0
     assert "trials, about" in str(cost)
 
@@ -227,7 +227,7 @@ report.save(folder, formats=["json"])
 def test_killed_at_any_moment_and_resumed(tmp_path: Path, conclusions: Any) -> None:
     """kill -9, three times at random: the store holds whole rows, none is run twice, the report is that of one run."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["noisescope.api.diagnosing", "transformers.models.llama.modeling_llama"])
+    processes.set_forkserver_preload(["noisescope.api.diagnosis", "transformers.models.llama.modeling_llama"])
 
     def begin(folder: Path) -> Any:
         """A process that diagnoses into this folder, once its store is there."""

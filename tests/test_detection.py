@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import noisescope as ns
 from noisescope.faults import FAMILIES, Bias, Gain, Where, faulty
-from noisescope.locators.verdict import Suspect, Verdict
-from noisescope.model import wrap
+from noisescope.localization.verdict import Suspect, Verdict
+from noisescope.model.subject import wrap
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
 

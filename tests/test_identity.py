@@ -18,15 +18,13 @@ import pytest
 import torch
 
 import noisescope
-from noisescope.demo.practice import practice
-from noisescope.demo.task import arithmetic
-from noisescope.diagnosis.naming import noise_of
-from noisescope.diagnosis.stored import stored_injection
+from noisescope.demo.task import arithmetic, practice
+from noisescope.diagnosis.stored_runs import noise_of, stored_injection
 from noisescope.errors import InvalidInput
 from noisescope.identity import class_name, function_name, registered, short_name
 from noisescope.injection import Injection
+from noisescope.measures.format_costs import plan_injection
 from noisescope.probe.noise import Gaussian
-from noisescope.quantisation.fake import plan_injection
 from noisescope.runs.store import Store
 from noisescope.training.phases import Arm, Design
 from noisescope.trials import Conditions, Result, Slice, Trial, canonical, content_id, missing

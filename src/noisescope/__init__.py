@@ -33,12 +33,12 @@ _HOMES = {
     "faulty": "noisescope.faults.simulator",
     "Options": "noisescope.api",
     "Report": "noisescope.reports.report",
-    "read_data": "noisescope.data",
+    "read_data": "noisescope.data.dataset",
     # models
-    "load": "noisescope.model",
-    "wrap": "noisescope.model",
-    "Subject": "noisescope.model",
-    "dissect": "noisescope.anatomy",
+    "load": "noisescope.model.subject",
+    "wrap": "noisescope.model.subject",
+    "Subject": "noisescope.model.subject",
+    "dissect": "noisescope.model.anatomy",
     # errors
     "NoisescopeError": "noisescope.errors",
     "InvalidInput": "noisescope.errors",
@@ -48,7 +48,6 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
-    from noisescope.anatomy import dissect as dissect
     from noisescope.api import Options as Options
     from noisescope.api import compare as compare
     from noisescope.api import diagnose as diagnose
@@ -56,15 +55,16 @@ if TYPE_CHECKING:
     from noisescope.api import locate as locate
     from noisescope.api import record as record
     from noisescope.api import robustness as robustness
-    from noisescope.data import read_data as read_data
+    from noisescope.data.dataset import read_data as read_data
     from noisescope.errors import InvalidInput as InvalidInput
     from noisescope.errors import NoisescopeError as NoisescopeError
     from noisescope.errors import NothingInjected as NothingInjected
     from noisescope.faults.simulator import faulty as faulty
     from noisescope.injection import Injection as Injection
-    from noisescope.model import Subject as Subject
-    from noisescope.model import load as load
-    from noisescope.model import wrap as wrap
+    from noisescope.model.anatomy import dissect as dissect
+    from noisescope.model.subject import Subject as Subject
+    from noisescope.model.subject import load as load
+    from noisescope.model.subject import wrap as wrap
     from noisescope.probe.capture import capture as capture
     from noisescope.probe.formats import Format as Format
     from noisescope.probe.inject import inject as inject

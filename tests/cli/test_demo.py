@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from noisescope.api import demonstrating
+from noisescope.api import diagnosis
 from noisescope.cli import app
-from noisescope.reports.schema import schema
+from noisescope.reports.reading import schema
 from noisescope.stats import correlation
 
 pytestmark = pytest.mark.slow
@@ -121,7 +121,7 @@ def test_an_interrupted_demo_resumes(demo: tuple[Path, str], tmp_path: Path, mon
     """`runs resume` knows the demo, and runs no stored trial again; the steps that store no trial are left out."""
     (tmp_path / "run.sqlite").write_bytes((demo[0] / "run.sqlite").read_bytes())
     for step in ("put_to_the_test", "with_precision_planned", "with_fault_located"):
-        monkeypatch.setattr(demonstrating, step, lambda subject, report, *rest, **settings: report)
+        monkeypatch.setattr(diagnosis, step, lambda subject, report, *rest, **settings: report)
     monkeypatch.setattr("noisescope.cli.demo.say_check", lambda report: None)  # the words on those steps
     assert "0 trials run now" in call("runs", "resume", tmp_path).output
 

@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import noisescope.api.demonstrating
-import noisescope.api.fault_testing
-import noisescope.api.locating
-import noisescope.api.migrating
-import noisescope.diagnostic  # noqa: F401  modules that bind what is replaced here: imported first, they keep the real ones
 from noisescope.cli import app
 from noisescope.jsonform import to_json
-from noisescope.locators.verdict import Verdict
+from noisescope.localization.verdict import Verdict
 from noisescope.options.fields import options_of
 from noisescope.options.tables import COMMANDS
-from noisescope.plans.fault_values import FaultTestResult
+from noisescope.plans.fault_test_rows import FaultTestResult
 
 
 def codes(*arguments: Any) -> tuple[int, int]:
@@ -34,17 +29,17 @@ def codes(*arguments: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(("verdict", "wanted"), [("healthy", (0, 0)), ("faulty", (1, 1)), ("undecided", (3, 0))])
 def test_locate(verdict: str, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict that is undecided is neither a fault nor health."""
-    monkeypatch.setattr("noisescope.api.loading.load_subject", lambda asked: None)
-    monkeypatch.setattr("noisescope.locators.locate.locate", lambda subject, options: Verdict(verdict, "audit"))
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.localization.locate.locate", lambda subject, options: Verdict(verdict, "audit"))
     assert codes("locate", "demo") == wanted
 
 
 @pytest.mark.parametrize(("verdict", "wanted"), [("healthy", (1, 1)), ("undecided", (3, 0))])
 def test_locate_with_a_simulated_fault(verdict: str, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that was not found is a failure; one that nobody could decide about is not."""
-    monkeypatch.setattr("noisescope.api.loading.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda asked: None)
     found = (Verdict(verdict, "audit"), 3, 100)
-    monkeypatch.setattr("noisescope.api.locating.locate_simulated", lambda subject, asked: found)
+    monkeypatch.setattr("noisescope.api.localization.locate_simulated", lambda subject, asked: found)
     assert codes("locate", "demo", "--simulate", "gain:0.01@3") == wanted
 
 
@@ -52,10 +47,10 @@ def test_locate_with_a_simulated_fault(verdict: str, wanted: tuple[int, int], mo
 def test_gate(verdict: str, wanted: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict is the gate's own."""
     (tmp_path / "report.json").write_text("{}")
-    monkeypatch.setattr("noisescope.api.loading.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda asked: None)
     result = SimpleNamespace(verdict=verdict, seconds=1.0, checks=[0])
-    monkeypatch.setattr("noisescope.api.guarding.gate", lambda subject, options: result)
-    monkeypatch.setattr("noisescope.api.drawing.as_json", lambda value: "{}")
+    monkeypatch.setattr("noisescope.api.gates.gate", lambda subject, options: result)
+    monkeypatch.setattr("noisescope.api.reports.as_json", lambda value: "{}")
     assert codes("gate", "demo", "--baseline", tmp_path, "--json") == wanted
 
 
@@ -65,11 +60,11 @@ def test_gate(verdict: str, wanted: tuple[int, int], tmp_path: Path, monkeypatch
 )
 def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Undecided tests are counted, and decide only where all are."""
-    monkeypatch.setattr("noisescope.api.stored.load_report", lambda path: SimpleNamespace(diagnosis=None))
-    monkeypatch.setattr("noisescope.api.fault_plans.generate", lambda report: [])
-    monkeypatch.setattr("noisescope.api.loading.subject_of_report", lambda report, asked: None)
+    monkeypatch.setattr("noisescope.api.reports.load_report", lambda path: SimpleNamespace(diagnosis=None))
+    monkeypatch.setattr("noisescope.api.plans.generate", lambda report: [])
+    monkeypatch.setattr("noisescope.api.preparation.subject_of_report", lambda report, asked: None)
     results = [FaultTestResult("t", "t", row, "m", (), None) for row in rows]  # type: ignore[arg-type]
-    monkeypatch.setattr("noisescope.api.fault_testing.run_reported", lambda *asked: results)
+    monkeypatch.setattr("noisescope.api.fault_tests.run_reported", lambda *asked: results)
     assert codes("plan", "fault-tests", tmp_path, "--run") == wanted
     said = CliRunner().invoke(app, ["plan", "fault-tests", str(tmp_path), "--run"]).output
     assert ("1 of 2 checks undecided" in said) == (rows == ["pass", "undecided"])

@@ -64,7 +64,7 @@ def test_fault_tests_load_the_model_as_the_report_says(baseline, monkeypatch):
         seen.append((model, dtype))
         raise InvalidInput("seen enough")
 
-    monkeypatch.setattr("noisescope.api.loading.load", refused)
+    monkeypatch.setattr("noisescope.api.preparation.load", refused)
     for options in ((), ("--dtype", "bfloat16")):
         assert run("plan", "fault-tests", baseline, "--run", *options)[0] == 2
     assert seen == [("demo", "float32"), ("demo", "bfloat16")]

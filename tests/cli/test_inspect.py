@@ -90,7 +90,7 @@ def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]
     """A packed linear, and a call that a block may or may not make, are said."""
     from torch import nn
 
-    from noisescope.api.inspecting import anatomy_facts
+    from noisescope.api.inspection import anatomy_facts
     from noisescope.cli.inspect import draw
 
     class QuantLinear(nn.Module):

@@ -14,10 +14,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from noisescope.cli import Commands
-from noisescope.cli.building import add_command
+from noisescope.cli.commands import add_command
 from noisescope.cli.passport import passport_of_device
-from noisescope.locators.passport import take_passport
-from noisescope.options.comparing import PassportOptions
+from noisescope.options.devices import PassportOptions
+from noisescope.passports.measure import take_passport
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 app.callback()(lambda debug=False: None)
@@ -145,8 +145,8 @@ def test_comparing_files_needs_no_torch(stored: Path) -> None:
     """Two stored passports are compared with torch and numpy blocked."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "from noisescope.locators.passport_diff import diff\n"
-        "from noisescope.locators.passport_file import read_passport\n"
+        "from noisescope.passports.diff import diff\n"
+        "from noisescope.passports.diff import read_passport\n"
         f"one = read_passport({str(stored)!r}); assert diff(one, one) == []"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,9 +14,9 @@ import torch
 
 import noisescope as ns
 from noisescope.comparison.compare import Comparison, compare_records
-from noisescope.comparison.crossing import crossed
+from noisescope.comparison.priorities import crossed
 from noisescope.comparison.rows import Logits
-from noisescope.comparison.words import in_words, verdict_of
+from noisescope.comparison.verdict import in_words, verdict_of
 from noisescope.diagnosis.report import Cost, DataFacts, Diagnosis, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.rows import CellEffect, Divergence, LayerAnalysis, LayerEffect
 from noisescope.diagnosis.sections import ExecutiveSummary, Metrics, PlainWords, PrimaryMetrics, SecondaryMetrics

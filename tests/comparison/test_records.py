@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import noisescope as ns
-from noisescope.comparison.records import read_record
-from noisescope.comparison.tensor_files import TensorFile
+from noisescope.comparison.records import VERSION, read_record
+from noisescope.comparison.safetensors_reader import TensorFile
 from noisescope.errors import InvalidInput
-from noisescope.record_format import VERSION
 from noisescope.testing import tiny_model
 
 PROMPTS = [list(range(3, 23)), list(range(20, 40))]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from noisescope.data import DataSet, Item
+from noisescope.data.dataset import DataSet, Item
 from noisescope.data.lm_eval import from_task, load_task
 from noisescope.errors import InvalidInput, MissingExtra
 

@@ -11,9 +11,9 @@ import torch
 
 import noisescope as ns
 from noisescope import demo
-from noisescope.demo.evaluate import exact_match
 from noisescope.demo.problems import Problem
-from noisescope.model import outline
+from noisescope.demo.train import exact_match
+from noisescope.model.subject import outline
 
 
 @pytest.fixture(autouse=True)

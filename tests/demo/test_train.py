@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noisescope.demo import problems, tokenizer, train, training_data
+from noisescope.demo import problems, train, training_data
 
 
 @pytest.fixture
@@ -19,10 +19,12 @@ def batch() -> training_data.Batch:
 
 def test_encoding_puts_values_at_sentence_ends(batch: training_data.Batch) -> None:
     """Rows are <bos> prompt answer <eos>, and each value sits at its sentence's full stop."""
-    words = tokenizer.make()
+    words = training_data.make_tokenizer()
     for row, item in enumerate(itertools.islice(problems.stream(2), 8)):
         ids = batch.tokens[row].tolist()
-        assert ids[0] == tokenizer.BOS and ids[ids.index(tokenizer.EOS) :][1:] == [tokenizer.PAD] * ids.count(0)
+        assert ids[0] == training_data.BOS and ids[ids.index(training_data.EOS) :][1:] == [
+            training_data.PAD
+        ] * ids.count(0)
         assert words.decode(ids, skip_special_tokens=True) == f"{item.prompt} {item.answer}"
         count = len(item.values)
         assert batch.values[row].tolist() == [
@@ -34,7 +36,7 @@ def test_encoding_puts_values_at_sentence_ends(batch: training_data.Batch) -> No
 
 def test_the_training_forward_is_the_models_own(batch: training_data.Batch) -> None:
     """Going through the blocks by hand gives the logits that the model gives."""
-    model = train.make_model(4, 32, len(tokenizer.make()))
+    model = train.make_model(4, 32, len(training_data.make_tokenizer()))
     tokens = batch.tokens.long()
     by_hand, states = train.Losses(model, question=0).logits(tokens)
     torch.testing.assert_close(by_hand, model(input_ids=tokens).logits)
@@ -43,7 +45,7 @@ def test_the_training_forward_is_the_models_own(batch: training_data.Batch) -> N
 
 def test_losses_count_what_they_should(batch: training_data.Batch) -> None:
     """The answer's loss looks at the tokens after the question mark alone, and padding at none."""
-    words = tokenizer.make()
+    words = training_data.make_tokenizer()
     model = train.make_model(2, 32, len(words))
     losses = train.Losses(model, words.convert_tokens_to_ids("?"))
     picked = batch.pick(torch.arange(8))
@@ -51,7 +53,7 @@ def test_losses_count_what_they_should(batch: training_data.Batch) -> None:
     logs = torch.log_softmax(model(input_ids=picked.tokens).logits.float(), -1)
     terms = []
     for row, item in enumerate(itertools.islice(problems.stream(2), 8)):
-        end = picked.tokens[row].tolist().index(tokenizer.EOS)
+        end = picked.tokens[row].tolist().index(training_data.EOS)
         for position in range(end - len(item.answer), end + 1):
             terms.append(-logs[row, position - 1, picked.tokens[row, position]])
     torch.testing.assert_close(found, torch.stack(terms).mean())
@@ -76,9 +78,13 @@ def test_a_short_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFix
 def test_training_learns() -> None:
     """On a handful of problems the loss of the answer falls."""
     torch.manual_seed(0)
-    model = train.make_model(2, 32, len(tokenizer.make()))
+    model = train.make_model(2, 32, len(training_data.make_tokenizer()))
     data = training_data.training_set(4, frozenset(), workers=1)
-    before = train.Losses(model, tokenizer.make().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))["answer"]
+    before = train.Losses(model, training_data.make_tokenizer().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))[
+        "answer"
+    ]
     train.fit(model, data, train.Settings(steps=20, batch=4, rate=1e-2, warm_up=5), device="cpu")
-    after = train.Losses(model, tokenizer.make().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))["answer"]
+    after = train.Losses(model, training_data.make_tokenizer().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))[
+        "answer"
+    ]
     assert after.item() < 0.7 * before.item()

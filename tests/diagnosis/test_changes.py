@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 
 import noisescope as ns
 from noisescope import api, stats
-from noisescope.api.stored import read_run
+from noisescope.api.reports import read_run
 from noisescope.diagnosis.change_rows import (
     UNCHANGED,
     AskedDifferently,
@@ -30,15 +30,25 @@ from noisescope.diagnosis.change_rows import (
     SeedCounts,
 )
 from noisescope.diagnosis.changes import compare_runs, sign_test
-from noisescope.diagnosis.naming import CLEAN, label_of, noise_of, order_of, target_of
 from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, SettingsFacts
-from noisescope.diagnosis.stored import StoredInjection, StoredRun, stored_injection, stored_run, stored_trial
-from noisescope.diagnosis.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
+from noisescope.diagnosis.stored_runs import (
+    CLEAN,
+    StoredInjection,
+    StoredRun,
+    label_of,
+    noise_of,
+    order_of,
+    stored_injection,
+    stored_run,
+    stored_trial,
+    target_of,
+)
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.jsonform import from_json, to_json
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian, Uniform
+from noisescope.stats.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
 from noisescope.trials import Conditions, Result, Slice, Trial, canonical
 
 GEMM = Injection(Gaussian(0.05), operators=frozenset({"gemm"}), phases=frozenset({"forward"}))

@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 
-from noisescope.faults import FAMILIES, Noise, bits, faulty
-from noisescope.faults.calls import Call
-from noisescope.faults.memory import Memory, Stream, faulty_output
+from noisescope.faults import FAMILIES, Noise, bit_patterns, faulty
+from noisescope.faults.fault_state import Memory, Stream, faulty_output
+from noisescope.faults.operands import Call
 from noisescope.testing import tiny_model
 
 pytestmark = [
@@ -37,7 +37,7 @@ def test_what_is_not_chance_is_the_same_on_both(family, dtype):
     if family in ("bias", "stuck_lane"):
         torch.testing.assert_close(*results)
     else:
-        assert not bits.differ(*results).any()
+        assert not bit_patterns.differ(*results).any()
 
 
 def waits(model, tokens) -> int:

@@ -31,12 +31,12 @@ from noisescope.faults import (
     StuckLane,
     SwappedChannels,
     Truncation,
-    bits,
+    bit_patterns,
     fault_from_dict,
 )
-from noisescope.faults.calls import Call
-from noisescope.faults.memory import Memory, Stream, faulty_output
-from noisescope.locators.verdict import CLASSES
+from noisescope.faults.fault_state import Memory, Stream, faulty_output
+from noisescope.faults.operands import Call
+from noisescope.localization.verdict import CLASSES
 from noisescope.sites import OPERATORS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -59,7 +59,7 @@ def result(fault: Fault, y: torch.Tensor, memory: Memory | None = None) -> torch
     """One call; the input must stay as it was."""
     before = y.clone()
     new = faulty_output(fault, y, NO_CALL, memory or memory_of(fault))
-    assert not bits.differ(before, y).any() and new.dtype == y.dtype and new.shape == y.shape
+    assert not bit_patterns.differ(before, y).any() and new.dtype == y.dtype and new.shape == y.shape
     return new
 
 
@@ -180,7 +180,7 @@ def test_bit_faults_act_on_the_tensors_own_dtype(dtype):
     top = 8 * dtype.itemsize - 1
     stuck = result(StuckBit(top, 1), y)
     assert torch.equal(stuck.float(), -y.float().abs())
-    assert torch.equal(result(StuckBit(1, 0), y).view(torch.uint8), bits.stick_bit(y, 1, 0).view(torch.uint8))
+    assert torch.equal(result(StuckBit(1, 0), y).view(torch.uint8), bit_patterns.stick_bit(y, 1, 0).view(torch.uint8))
     with pytest.raises(InvalidInput, match=f"bit {top + 1} does not exist"):
         result(StuckBit(top + 1), y)
 
@@ -203,10 +203,10 @@ def test_bit_flips_by_chance(dtype):
     for persistent in (True, False):
         fault = BitFlip(0.02, bit=3, persistent=persistent)
         memory = memory_of(fault)
-        first, second = (bits.differ(y, result(fault, y, memory)) for _ in range(2))
+        first, second = (bit_patterns.differ(y, result(fault, y, memory)) for _ in range(2))
         assert abs(int(first.sum()) - 800) < 5 * 800**0.5
         assert torch.equal(first, second) == persistent
-    anywhere = bits.to_bits(result(BitFlip(1.0), y)) ^ bits.to_bits(y)
+    anywhere = bit_patterns.to_bits(result(BitFlip(1.0), y)) ^ bit_patterns.to_bits(y)
     assert len(anywhere.unique()) == 8 * dtype.itemsize  # every bit of the dtype, one in each element
 
 
@@ -215,8 +215,8 @@ def test_truncation_cuts_toward_zero(dtype):
     """The lowest bits are 0, and no value grows."""
     y = sample(dtype)
     new = result(Truncation(4), y)
-    assert torch.equal(new, bits.cut_mantissa(y, 4)) and (new.abs() <= y.abs()).all()
-    assert (bits.to_bits(new) & 15 == 0).all()
+    assert torch.equal(new, bit_patterns.cut_mantissa(y, 4)) and (new.abs() <= y.abs()).all()
+    assert (bit_patterns.to_bits(new) & 15 == 0).all()
 
 
 @each_dtype

@@ -27,8 +27,8 @@ from noisescope.faults import (
     faulty,
     parse_fault,
 )
-from noisescope.probe.aims import CallWatcher
-from noisescope.probe.door import Door
+from noisescope.probe.scope import Door
+from noisescope.probe.target import CallWatcher
 from noisescope.testing import tiny_model
 
 ATTENTION = ["sdpa", "eager"]

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from noisescope.errors import InvalidInput
-from noisescope.options.comparing import CompareOptions, LocateOptions
-from noisescope.options.diagnosing import DiagnoseOptions, GateOptions, RobustnessOptions
+from noisescope.options.devices import CompareOptions, LocateOptions
 from noisescope.options.fields import argument, changed, option, options_of
 from noisescope.options.groups import ExecutionOptions
-from noisescope.options.planning import PrecisionOptions, SmoothquantOptions
-from noisescope.options.signatures import asks
+from noisescope.options.plans import PrecisionOptions, SmoothquantOptions
+from noisescope.options.sensitivity import DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.tables import COMMANDS, GROUPS
-from noisescope.options.values import CommandOptions
+from noisescope.options.values import CommandOptions, asks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +149,8 @@ def test_a_hub_id_in_the_cache_is_allowed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_average_bits_are_those_of_the_formats() -> None:
     """The limits are the narrowest and the widest format that a diagnosis scores."""
-    from noisescope.diagnosis.formats import FORMATS
-    from noisescope.quantisation.formats import weight_format
+    from noisescope.diagnosis.format_costs import FORMATS
+    from noisescope.measures.format_costs import weight_format
 
     known = options_of(PrecisionOptions)["average_bits"]
     bits = [weight_format(name).element_bits for name in FORMATS]

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
-from noisescope.options.diagnosing import DiagnoseOptions
 from noisescope.options.fields import options_of
 from noisescope.options.files import read_file
+from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.options.values import canonical_names
 from noisescope.runs.store import Store
 
@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DiagnoseOpt
         caught.append(options)
         raise Stop
 
-    monkeypatch.setattr("noisescope.api.loading.load_subject", caught_loading)
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", caught_loading)
 
     def call(*arguments: str, of: str = "diagnose") -> DiagnoseOptions:
         result = CliRunner().invoke(app, [of, *arguments])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from noisescope.model import load
+from noisescope.model.subject import load
 from noisescope.options.fields import options_of
 from noisescope.options.groups import DeviceOptions
 

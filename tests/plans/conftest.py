@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from noisescope.diagnosis.report import (
-    Asked,
-    Cost,
-    DataFacts,
-    Diagnosis,
-    ModelFacts,
-    Run,
-    SettingsFacts,
-)
+from noisescope.diagnosis.report import Asked, Cost, DataFacts, Diagnosis, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.rows import AvalanchePoint, Divergence, Effect, LayerAnalysis, LayerEffect, WindowEffect
 from noisescope.diagnosis.sections import (
     ChannelAnalysis,

@@ -14,8 +14,7 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.faults import parse_fault
 from noisescope.jsonform import from_json, to_json
-from noisescope.plans.fault_tests import could_not_run, generate, judge
-from noisescope.plans.fault_values import (
+from noisescope.plans.fault_test_rows import (
     COLUMNS,
     Criteria,
     FaultParameters,
@@ -26,6 +25,7 @@ from noisescope.plans.fault_values import (
     from_columns,
     to_csv,
 )
+from noisescope.plans.fault_tests import could_not_run, generate, judge
 from noisescope.stats import Estimate
 
 

@@ -13,14 +13,14 @@ from noisescope.diagnosis.sections import GateNumbers
 from noisescope.errors import InvalidInput
 from noisescope.findings.verdicts import headline, overall
 from noisescope.jsonform import from_json, to_json
-from noisescope.plans.comparable import (
+from noisescope.plans.gate import (
     conditions_row,
     counts_of,
+    decide,
     refuse_architecture,
     refuse_kind,
     refuse_other_samples,
 )
-from noisescope.plans.gate import decide
 from noisescope.plans.gate_rows import Decision, GateBaseline, GateResult, SampleCounts, headline_of
 
 NUMBER = itertools.count()

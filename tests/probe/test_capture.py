@@ -1,87 +1,65 @@
-"""Capture sees what the model computes, and changes nothing."""
+"""Quantiles of channels in memory that does not grow."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import noisescope as ns
-from noisescope.errors import InvalidInput, NothingInjected
-
-
-def test_statistics_are_those_of_all_rows_at_once(llama, logits):
-    """Streaming max, mean, mean |x| and std equal the ones computed from the concatenated tensors."""
-    batches = [
-        torch.randint(1, 60, (2, length), generator=torch.Generator().manual_seed(length)) for length in (5, 9, 3)
-    ]
-    with ns.capture(llama, operators={"linear"}, layers={1}, keep="both") as seen:
-        for batch in batches:
-            logits(llama, batch)
-    assert len(seen.statistics) == 7
-    for site, statistics in seen.statistics.items():
-        rows = torch.cat([out.flatten(0, -2) for _, out in seen.raw[site]]).double()
-        assert statistics.count == rows.shape[0] == 34
-        assert torch.equal(statistics.maximum, rows.abs().amax(0))
-        assert torch.allclose(statistics.mean, rows.mean(0)) and torch.allclose(statistics.mean_abs, rows.abs().mean(0))
-        assert torch.allclose(statistics.std, rows.std(0, correction=0))
+from noisescope.probe.capture import BINS, ChannelStatistics, LogHistogram, capture
 
 
-def test_capture_changes_nothing(llama, tokens, logits):
-    """Operators that need no opening give bit-equal logits inside a capture."""
-    clean = logits(llama, tokens)
-    with ns.capture(llama, operators={"linear", "norm", "silu", "residual"}):
-        assert torch.equal(clean, logits(llama, tokens))
-    assert torch.equal(clean, logits(llama, tokens))
+@settings(max_examples=30)
+@given(st.integers(0, 10_000), st.sampled_from([0.5, 0.9, 0.99]), st.floats(1e-5, 1e4))
+def test_quantiles_are_right_to_a_bin(seed: int, q: float, size: float) -> None:
+    """Normal values of any size: within a bin's width of the exact quantile, and closer on average."""
+    x = torch.randn(4000, 3, generator=torch.Generator().manual_seed(seed)) * size
+    histogram = LogHistogram(3, x.device)
+    for part in x.split(700):
+        histogram.add(part)
+    exact = x.abs().double().quantile(q, dim=0)
+    assert torch.allclose(histogram.quantile(q), exact, rtol=0.2)
 
 
-def test_raw_capture_has_inputs_and_outputs(llama, tokens, logits):
-    """The output of a linear is its captured input times its weight; attention's parts fit together."""
-    with ns.capture(llama, layers={0}, keep="raw", device="cpu") as seen:
-        logits(llama, tokens)
-    by = {(site.operator, site.module.rsplit(".", 1)[-1], site.occurrence): calls for site, calls in seen.raw.items()}
-    (((x,), y),) = by["linear", "down_proj", 0]
-    assert torch.equal(torch.nn.functional.linear(x, llama.model.layers[0].mlp.down_proj.weight), y)
-    (((q, k), scores),) = by["matmul", "self_attn", 0]
-    assert torch.equal(q @ k, scores)
-    (((probabilities, v), out),) = by["matmul", "self_attn", 1]
-    assert torch.equal(probabilities @ v, out)
+def test_zeros_and_giants_have_bins() -> None:
+    """Exact zeros lie below every quantile bin, numbers beyond the range above all; NaN counts as above."""
+    histogram = LogHistogram(1, torch.device("cpu"))
+    histogram.add(torch.tensor([[0.0], [0.0], [0.0], [1e30], [float("nan")]]))
+    assert int(histogram.counts.sum()) == 5 and int(histogram.counts[0, 0]) == 3
+    assert float(histogram.quantile(0.5)) == 0.0 and int(histogram.counts[0, BINS - 1]) == 2
 
 
-def test_masked_tokens_do_not_count(llama, tokens, logits):
-    """Padding stays out of the statistics where a mask says so."""
-    mask = torch.ones_like(tokens)
-    mask[0, :4] = 0
-    scope = ns.capture(llama, operators={"norm"}, layers={0})
-    with scope as seen:
-        scope.tokens(mask)
-        logits(llama, tokens)
-    assert {statistics.count for statistics in seen.statistics.values()} == {8}
-    with pytest.raises(InvalidInput, match=r"\[batch, tokens\]"):
-        scope.tokens(torch.ones(3))
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_share_below(share: float) -> None:
+    """Sparsity: small values are told from others by an absolute size."""
+    x = torch.ones(1000, 2)
+    x[: int(1000 * share)] = 1e-9
+    histogram = LogHistogram(2, x.device)
+    histogram.add(x)
+    assert histogram.share_below(1e-6) == pytest.approx(share, abs=0.01)
+    assert histogram.share_below(0.0) == 0.0
 
 
-def test_heads_are_the_channels_inside_attention(llama, tokens, logits):
-    """Softmax statistics are per head, whatever the length."""
-    with ns.capture(llama, operators={"softmax"}, layers={0}) as seen:
-        logits(llama, tokens)
-        logits(llama, tokens[:, :3])
-    (statistics,) = seen.statistics.values()
-    assert statistics.maximum.shape == (4,) and statistics.count == 2 * 36 + 2 * 9
+def test_relative_sparsity_sees_what_an_absolute_threshold_misses() -> None:
+    """Values of 1e-3 beside values of 1: an absolute 1e-6 finds nothing, 1 % of the rms finds them."""
+    x = torch.ones(100, 4)
+    x[:60] = 1e-3
+    statistics = ChannelStatistics(histogram=LogHistogram(4, x.device))
+    statistics.add(x)
+    assert statistics.histogram is not None
+    statistics.histogram.add(x)
+    assert statistics.histogram.share_below(1e-6) == 0.0
+    assert statistics.relative_sparsity() == pytest.approx(0.6, abs=0.01)
 
 
-def test_recomputation_is_captured_once(llama, tokens):
-    """Gradient checkpointing runs a block twice; it is captured once."""
-    llama.train()
-    llama.gradient_checkpointing_enable()
-    llama.config.use_cache = False
-    with ns.capture(llama, operators={"linear"}, layers={0}) as seen:
-        llama(tokens, labels=tokens).loss.backward()
-    assert {statistics.count for statistics in seen.statistics.values()} == {12}
-
-
-def test_refusals(llama, tokens, logits):
-    """A wrong `keep`, and a capture that saw nothing, say so."""
-    with pytest.raises(InvalidInput, match="unknown keep 'all'"):
-        ns.capture(llama, keep="all")
-    with pytest.raises(NothingInjected, match="nothing was captured"), ns.capture(llama, modules=["nowhere"]):
-        logits(llama, tokens)
+def test_capture_keeps_quantiles_of_the_samples_chosen(llama: torch.nn.Module) -> None:
+    """Masked tokens and samples left out are not in the histogram; statistics still see all samples."""
+    scope = capture(llama, operators={"linear"}, layers={0}, quantiles=True)
+    with scope as captured, torch.no_grad():
+        scope.tokens(torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]))
+        scope.quantile_rows(torch.tensor([True, False]))
+        llama(torch.arange(1, 9).reshape(2, 4))
+    for statistics in captured.statistics.values():
+        assert statistics.count == 7 and statistics.histogram is not None
+        assert int(statistics.histogram.counts.sum()) == 3 * statistics.histogram.counts.shape[0]

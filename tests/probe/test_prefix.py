@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from noisescope.anatomy import dissect
 from noisescope.injection import Injection
+from noisescope.model.anatomy import dissect
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.prefix import Prefix, first_noisy_block

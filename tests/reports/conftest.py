@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 
-from noisescope.diagnosis.check import CheckedWindow, CheckResult
-from noisescope.diagnosis.report import (
-    Cost,
-    DataFacts,
-    ModelFacts,
-    Robustness,
-    RobustnessCurve,
-    Run,
-    SettingsFacts,
-)
+from noisescope.diagnosis.fault_check import CheckedWindow, CheckResult
+from noisescope.diagnosis.report import Cost, DataFacts, ModelFacts, Robustness, RobustnessCurve, Run, SettingsFacts
 from noisescope.diagnosis.rows import (
     AvalanchePoint,
     CellEffect,
@@ -55,9 +47,8 @@ from noisescope.diagnosis.sections import (
     UniformScore,
 )
 from noisescope.findings import Finding, PointAvalanche, Recommendation, Risk, Target, Term
-from noisescope.plans.measured import PlanData, PlanRow, PrecisionPlan, RandomPlans
 from noisescope.plans.migration import MigrationPlan, PlaceEvidence, Priority
-from noisescope.plans.prediction import Prediction
+from noisescope.plans.precision_results import PlanData, PlanRow, PrecisionPlan, Prediction, RandomPlans
 from noisescope.reports.values import DiagnosisReport, LocateSection
 from noisescope.stats import Correlation, Estimate
 from noisescope.trials import Conditions

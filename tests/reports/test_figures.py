@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize, to_hex
 from matplotlib.figure import Figure
 
-from noisescope.reports import axes, figures
+from noisescope.reports import figures
 from noisescope.reports.document import Bar, Cell, Chart, Curve, Document, HeatMap, Section
 from noisescope.reports.figures import COLOURS, figure_of, save, save_figures
 
@@ -106,7 +106,7 @@ def test_every_figure_is_written_twice(saved: list[Path]) -> None:
     for path in saved[::2]:
         content = path.read_bytes()
         width = int.from_bytes(content[16:20])
-        assert content.startswith(b"\x89PNG") and width == axes.WIDTH * 200
+        assert content.startswith(b"\x89PNG") and width == figures.WIDTH * 200
 
 
 def test_svg_holds_the_labels_as_text(saved: list[Path]) -> None:
@@ -313,7 +313,7 @@ def test_labels_neither_overlap_nor_leave_the_figure(layers: int, kind: int) -> 
     figure = figure_of(block)
     renderer = rendered(figure)
     drawn = figure.get_tightbbox(renderer)  # inches
-    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= axes.WIDTH and drawn.y1 <= figures.height_of(block)
+    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= figures.WIDTH and drawn.y1 <= figures.height_of(block)
     labels = [tick.label1.get_window_extent(renderer) for tick in figure.axes[0].xaxis.get_major_ticks()]
     assert len(labels) >= min(layers, 40)
     assert all(left.x1 <= right.x0 + 0.5 for left, right in pairwise(labels))

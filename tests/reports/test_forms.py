@@ -21,8 +21,8 @@ from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
 from noisescope.reports.document import Bullets, Cell, Chart, Curve, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.markdown import escape
+from noisescope.reports.reading import schema
 from noisescope.reports.report import Report
-from noisescope.reports.schema import schema
 from noisescope.reports.values import DiagnosisReport
 from noisescope.testing import tiny_model
 

@@ -21,7 +21,7 @@ from noisescope.plans.gate_rows import (
 from noisescope.reports.document import Curve, Table
 from noisescope.reports.figures import figure_of
 from noisescope.reports.junit import Case, to_junit, write_junit
-from noisescope.reports.trend import trend
+from noisescope.reports.run_changes import trend
 from noisescope.stats import Estimate
 
 

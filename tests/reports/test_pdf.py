@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from noisescope.diagnosis.report import Robustness
 from noisescope.errors import MissingExtra
-from noisescope.reports import pdf, typesetting
+from noisescope.reports import pdf, text_layout
 from noisescope.reports.document import (
     Bar,
     Block,
@@ -44,7 +44,7 @@ from noisescope.reports.document import (
 from noisescope.reports.figures import COLOURS
 from noisescope.reports.pdf import to_pdf
 from noisescope.reports.report import Report
-from noisescope.reports.typesetting import FONTS, Ruler, Run
+from noisescope.reports.text_layout import FONTS, Ruler, Run
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 BANDS = (("ROBUST", "low"), ("MODERATE", "moderate"), ("HIGH", "high"), ("AVALANCHE", "critical"))
@@ -407,7 +407,7 @@ def test_characters_that_no_font_has_become_a_replacement_sign() -> None:
 
 def test_an_older_matplotlib_without_the_last_resort_font(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a character that DejaVu lacks is a replacement sign, too."""
-    monkeypatch.setattr(typesetting, "LAST_RESORT", Path("nowhere.ttf"))
+    monkeypatch.setattr(text_layout, "LAST_RESORT", Path("nowhere.ttf"))
     book = pypdf.PdfReader(io.BytesIO(to_pdf(document_of(Paragraph("before 中 after"), title="中"))))
     assert "before \ufffd after" in book.pages[0].extract_text()
 

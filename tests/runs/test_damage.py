@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from noisescope import api
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
-from noisescope.model import wrap
+from noisescope.model.subject import wrap
 from noisescope.options.groups import Options
 from noisescope.runs.store import FILE, Store
 from noisescope.testing import tiny_model
@@ -185,7 +185,7 @@ def change(file: Path, statement: str, *values: Any) -> None:
 
 def test_an_id_that_is_not_the_hash_of_its_content_is_refused(tmp_path: Path) -> None:
     """Also where somebody made the checksum fit: an answer stands under the question it belongs to."""
-    from noisescope.runs.rows import checksum
+    from noisescope.runs.store import checksum
 
     file = filled(tmp_path)
     with sqlite3.connect(file) as db:
@@ -234,15 +234,15 @@ def test_a_damaged_gate_is_left_out_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_trend_says_how_many_gates_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from noisescope.api import guarding
+    from noisescope.api import gates
 
     change(filled(tmp_path), "UPDATE gates SET result = '{}' WHERE number = 1")
-    monkeypatch.setattr(guarding, "trend", lambda history: history)
-    monkeypatch.setattr(guarding, "from_json", lambda kind, row, where: row)  # the rows here are no whole gates
-    monkeypatch.setattr(guarding, "to_json", lambda result: result)
+    monkeypatch.setattr(gates, "trend", lambda history: history)
+    monkeypatch.setattr(gates, "from_json", lambda kind, row, where: row)  # the rows here are no whole gates
+    monkeypatch.setattr(gates, "to_json", lambda result: result)
     monkeypatch.setattr("noisescope.reports.figures.save_figures", lambda history, folder: history)
     with pytest.warns(UserWarning, match="1 earlier gates in .* failed the checksum and are left out"):
-        assert guarding.keep({"verdict": "pass"}, tmp_path) == [GATES[1], {"verdict": "pass"}]
+        assert gates.keep({"verdict": "pass"}, tmp_path) == [GATES[1], {"verdict": "pass"}]
 
 
 OLD = """

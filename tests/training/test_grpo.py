@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from noisescope import api
-from noisescope.demo.practice import Practice, practice
+from noisescope.demo.task import Practice, practice
 from noisescope.errors import InvalidInput, MissingExtra
 from noisescope.training.phases import Arm, Design, Job
 

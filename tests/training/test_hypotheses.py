@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from noisescope.reports.trained import JudgedCriterion
+from noisescope.reports.experiment import JudgedCriterion
 from noisescope.stats import Estimate
 from noisescope.training.criteria import criteria, theory
 from noisescope.training.hypotheses import (
@@ -24,13 +24,14 @@ from noisescope.training.hypotheses import (
     Criterion,
     CurvePoint,
     Outcome,
+    Spread,
     arm_row,
     chance,
+    crossed,
     deciding,
     judge,
 )
 from noisescope.training.phases import Arm
-from noisescope.training.spread import Spread, crossed
 
 N = 400
 
@@ -318,7 +319,7 @@ def test_verdicts_need_no_torch() -> None:
     """Schedules, factors and verdicts import with torch blocked."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import noisescope.training.schedules, noisescope.training.adaptive\n"
-        "import noisescope.training.criteria, noisescope.training.hypotheses, noisescope.reports.phases"
+        "import noisescope.training.schedules, noisescope.training.layer_factors\n"
+        "import noisescope.training.criteria, noisescope.training.hypotheses, noisescope.reports.experiment"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,44 +10,44 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "Options": "noisescope.options.groups",
-    "compare": "noisescope.api.comparing",
-    "diagnose": "noisescope.api.diagnosing",
-    "gate": "noisescope.api.guarding",
-    "locate": "noisescope.locators.locate",
-    "phases": "noisescope.api.experimenting",
-    "plan_precision": "noisescope.api.precision",
-    "plan_smoothquant": "noisescope.api.smoothing",
-    "prepare": "noisescope.api.preparing",
-    "prepare_diagnosis": "noisescope.api.preparing",
-    "put_to_the_test": "noisescope.api.diagnosing",
-    "record": "noisescope.api.recording",
-    "robustness": "noisescope.api.diagnosing",
-    "save_activations": "noisescope.api.activations",
-    "smooth_outliers": "noisescope.api.smoothing",
-    "verify_precision": "noisescope.api.planning",
-    "with_fault_located": "noisescope.api.diagnosing",
-    "with_precision_planned": "noisescope.api.planning",
+    "compare": "noisescope.api.comparison",
+    "diagnose": "noisescope.api.diagnosis",
+    "gate": "noisescope.api.gates",
+    "locate": "noisescope.localization.locate",
+    "phases": "noisescope.api.experiments",
+    "plan_precision": "noisescope.api.plans",
+    "plan_smoothquant": "noisescope.api.plan_trials",
+    "prepare": "noisescope.api.preparation",
+    "prepare_diagnosis": "noisescope.api.preparation",
+    "put_to_the_test": "noisescope.api.diagnosis",
+    "record": "noisescope.api.records",
+    "robustness": "noisescope.api.diagnosis",
+    "save_activations": "noisescope.api.records",
+    "smooth_outliers": "noisescope.api.plan_trials",
+    "verify_precision": "noisescope.api.plan_trials",
+    "with_fault_located": "noisescope.api.diagnosis",
+    "with_precision_planned": "noisescope.api.plan_trials",
 }
 __all__ = list(_HOMES)
 
 if TYPE_CHECKING:
-    from noisescope.api.activations import save_activations as save_activations
-    from noisescope.api.comparing import compare as compare
-    from noisescope.api.diagnosing import diagnose as diagnose
-    from noisescope.api.diagnosing import put_to_the_test as put_to_the_test
-    from noisescope.api.diagnosing import robustness as robustness
-    from noisescope.api.diagnosing import with_fault_located as with_fault_located
-    from noisescope.api.experimenting import phases as phases
-    from noisescope.api.guarding import gate as gate
-    from noisescope.api.planning import verify_precision as verify_precision
-    from noisescope.api.planning import with_precision_planned as with_precision_planned
-    from noisescope.api.precision import plan_precision as plan_precision
-    from noisescope.api.preparing import prepare as prepare
-    from noisescope.api.preparing import prepare_diagnosis as prepare_diagnosis
-    from noisescope.api.recording import record as record
-    from noisescope.api.smoothing import plan_smoothquant as plan_smoothquant
-    from noisescope.api.smoothing import smooth_outliers as smooth_outliers
-    from noisescope.locators.locate import locate as locate
+    from noisescope.api.comparison import compare as compare
+    from noisescope.api.diagnosis import diagnose as diagnose
+    from noisescope.api.diagnosis import put_to_the_test as put_to_the_test
+    from noisescope.api.diagnosis import robustness as robustness
+    from noisescope.api.diagnosis import with_fault_located as with_fault_located
+    from noisescope.api.experiments import phases as phases
+    from noisescope.api.gates import gate as gate
+    from noisescope.api.plan_trials import plan_smoothquant as plan_smoothquant
+    from noisescope.api.plan_trials import smooth_outliers as smooth_outliers
+    from noisescope.api.plan_trials import verify_precision as verify_precision
+    from noisescope.api.plan_trials import with_precision_planned as with_precision_planned
+    from noisescope.api.plans import plan_precision as plan_precision
+    from noisescope.api.preparation import prepare as prepare
+    from noisescope.api.preparation import prepare_diagnosis as prepare_diagnosis
+    from noisescope.api.records import record as record
+    from noisescope.api.records import save_activations as save_activations
+    from noisescope.localization.locate import locate as locate
     from noisescope.options.groups import Options as Options
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.diagnosis.frame import Frame
+from noisescope.diagnosis.context import Frame
 from noisescope.probe.prefix import first_noisy_block
-from noisescope.runs.bench import Bench
+from noisescope.runs.runner import Bench
 from noisescope.trials import Result, Results, Trial, missing
 
 _HESSIAN = 6.0  # forwards that one Hessian-vector product costs (a backward through a backward)

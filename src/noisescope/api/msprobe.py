@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from noisescope.comparison.records import Batch, Record
-from noisescope.comparison.tensor_files import Numbers
+from noisescope.comparison.safetensors_reader import Numbers
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json
 from noisescope.sites import Place, Site

@@ -13,25 +13,21 @@ import typer
 import typer.core
 
 from noisescope import __version__
-from noisescope.cli.building import add_command
-from noisescope.cli.common import hush_torchao
-from noisescope.cli.compare import compare_devices
+from noisescope.cli.commands import add_command, hush_torchao
 from noisescope.cli.demo import run_demo
-from noisescope.cli.diagnose import diagnose_model
+from noisescope.cli.diagnose import diagnose_model, robustness_of_model
 from noisescope.cli.experiment import experiment
 from noisescope.cli.gate import gate_model
 from noisescope.cli.inspect import inspect_model
 from noisescope.cli.locate import locate_fault
 from noisescope.cli.passport import passport_of_device
 from noisescope.cli.plan import plan
-from noisescope.cli.record import record_device
-from noisescope.cli.report import draw_report
-from noisescope.cli.robustness import robustness_of_model
-from noisescope.cli.runs import runs
+from noisescope.cli.records import compare_devices, record_device
+from noisescope.cli.runs import draw_report, runs
 from noisescope.errors import NoisescopeError
-from noisescope.options.comparing import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
-from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
-from noisescope.options.stored import DrawOptions
+from noisescope.options.devices import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
+from noisescope.options.runs import DrawOptions
+from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or of later versions of typer their own copy
 _HELP = "NoArgsIsHelpError"  # a usage error that is the help itself: nothing was typed

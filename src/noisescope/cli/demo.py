@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import common, outcome
-from noisescope.options.diagnosing import DemoOptions
+from noisescope.cli import commands, output
+from noisescope.options.sensitivity import DemoOptions
 
 if TYPE_CHECKING:
-    from noisescope.api.precision import PrecisionPlan
-    from noisescope.api.stored import Report
+    from noisescope.api.plans import PrecisionPlan
+    from noisescope.api.reports import Report
 
 
 def run_demo(asked: DemoOptions) -> None:
@@ -30,12 +30,12 @@ def run_demo(asked: DemoOptions) -> None:
     started = time.perf_counter()
     say = _quiet if asked.json else _say
     say("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
-    from noisescope.api.demonstrating import demonstrated
-    from noisescope.cli.progress import Shown
+    from noisescope.api.diagnosis import demonstrated
+    from noisescope.cli.output import Shown
 
-    with common.plain_warnings(), common.resumable(asked.output), Shown() as progress:
+    with commands.plain_warnings(), commands.resumable(asked.output), Shown() as progress:
         report = demonstrated(asked.output, progress, say)
-    outcome.finish(report, asked.output, say_demo, as_json=asked.json)
+    output.finish(report, asked.output, say_demo, as_json=asked.json)
     if not asked.json:
         seconds = time.perf_counter() - started
         typer.echo(f"\n{seconds:.0f} s in all. Open {asked.output / 'report.html'} in a browser.")
@@ -51,14 +51,14 @@ def _quiet(line: str) -> None:
 
 def say_demo(report: Report) -> None:
     """What was found, a few lines that make the point, what it cost."""
-    outcome.say_findings(report)
+    output.say_findings(report)
     say_check(report)
-    outcome.say_cost(report)
+    output.say_cost(report)
 
 
 def say_check(report: Report) -> None:
     """Whether the findings held, what a plan gains, whether a fault is found."""
-    from noisescope.api.words import percent
+    from noisescope.api.reports import percent
 
     found = report.diagnosis
     assert found.check is not None and found.precision_plan is not None and found.locate is not None

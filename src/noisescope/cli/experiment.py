@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import common, outcome
-from noisescope.cli.building import add_command
-from noisescope.options.training import PhasesOptions
+from noisescope.cli import commands, output
+from noisescope.cli.commands import add_command
+from noisescope.options.runs import PhasesOptions
 
 if TYPE_CHECKING:
-    from noisescope.api.experimenting import PhasesReport
+    from noisescope.api.experiments import PhasesReport
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")
 
@@ -33,17 +33,17 @@ def experiment_phases(asked: PhasesOptions) -> None:
     noisescope experiment phases --start scratch --layers 4 --width 32 --steps 300 --batch 64 --seeds 2 -o small
     """
     from noisescope.api import phases
-    from noisescope.cli.progress import Shown
+    from noisescope.cli.output import Shown
 
-    with common.plain_warnings(), common.resumable(asked.output), Shown() as progress:
-        report = phases(options=common.running(asked, progress))
-    outcome.finish(report, asked.output, say_verdicts, as_json=asked.json)
+    with commands.plain_warnings(), commands.resumable(asked.output), Shown() as progress:
+        report = phases(options=commands.running(asked, progress))
+    output.finish(report, asked.output, say_verdicts, as_json=asked.json)
     if report.value.trained.failed and not report.value.trained.done:
         raise typer.Exit(1)
 
 
 def say_verdicts(report: PhasesReport) -> None:
-    from noisescope.api.words import estimate, theory_line, verdict_line
+    from noisescope.api.reports import estimate, theory_line, verdict_line
 
     found = report.value
     typer.echo(f"{found.trained.done} of {found.trained.of} models trained, n = {found.n}\n")

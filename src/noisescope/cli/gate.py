@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import common
-from noisescope.options.diagnosing import GateOptions
+from noisescope.cli import commands
+from noisescope.options.sensitivity import GateOptions
 
 if TYPE_CHECKING:
-    from noisescope.api.guarding import GateResult, ScoreChange
+    from noisescope.api.gates import GateResult, ScoreChange
 
 
 def gate_model(asked: GateOptions) -> None:
@@ -34,15 +34,15 @@ def gate_model(asked: GateOptions) -> None:
         folder = importlib.resources.files("noisescope.cli") / "ci"
         typer.echo((folder / f"{asked.template}.yml").read_text(encoding="utf-8"), nl=False)
         return
-    from noisescope.api.drawing import as_json, write_junit
-    from noisescope.api.guarding import gate, keep
-    from noisescope.api.loading import load_subject
-    from noisescope.cli.progress import Shown
+    from noisescope.api.gates import gate, keep
+    from noisescope.api.preparation import load_subject
+    from noisescope.api.reports import as_json, write_junit
+    from noisescope.cli.output import Shown
 
-    with common.plain_warnings():
+    with commands.plain_warnings():
         subject = load_subject(asked)
         with Shown() as progress:
-            result = gate(subject, options=common.running(asked, progress))
+            result = gate(subject, options=commands.running(asked, progress))
     paths = []
     if asked.junit is not None:
         share = result.seconds / len(result.checks)  # one measurement serves all checks
@@ -54,7 +54,7 @@ def gate_model(asked: GateOptions) -> None:
         say_verdict(result)
         for path in paths:
             typer.echo(f"  {path}")
-    common.leave(result.verdict, asked)
+    commands.leave(result.verdict, asked)
 
 
 def say_verdict(result: GateResult) -> None:

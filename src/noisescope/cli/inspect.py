@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from noisescope.options.comparing import InspectOptions
+from noisescope.options.devices import InspectOptions
 
 
 def inspect_model(asked: InspectOptions) -> None:
@@ -26,7 +26,7 @@ def inspect_model(asked: InspectOptions) -> None:
       noisescope inspect tiny:llama      a tiny random Llama, to try without a model; also
                                          tiny:gpt2, tiny:mixtral, tiny:bert, tiny:t5 ...
     """
-    from noisescope.api.inspecting import inspected
+    from noisescope.api.inspection import inspected
 
     found = inspected(asked)
     if asked.json:
@@ -65,7 +65,7 @@ def draw(found: dict[str, Any]) -> None:
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:
-    from noisescope.api.words import OPERATORS
+    from noisescope.api.reports import OPERATORS
 
     operators = [op for op in OPERATORS if any(op in row["counts"] for row in rows)]
     lines = [[_ranges(row["places"]), *(str(row["counts"].get(op, "")) for op in operators)] for row in rows]

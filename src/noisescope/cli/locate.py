@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from noisescope.cli import common
-from noisescope.options.comparing import LocateOptions
+from noisescope.cli import commands
+from noisescope.options.devices import LocateOptions
 
 if TYPE_CHECKING:
-    from noisescope.api.words import Verdict
+    from noisescope.api.reports import Verdict
 
 MOST_SUSPECTS = 5
 CHECKS: dict[str, Verdict] = {"healthy": "pass", "faulty": "fail", "undecided": "undecided"}  # of a real device
@@ -39,14 +39,14 @@ def locate_fault(asked: LocateOptions) -> None:
     computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
     works with every method: a record that the method needs is made of this model.
     """
-    from noisescope.api.locating import checked_fault, locate_simulated
+    from noisescope.api.localization import checked_fault, locate_simulated
 
     checked_fault(asked.simulated)  # before torch is imported
     from noisescope.api import locate
-    from noisescope.api.loading import load_subject
+    from noisescope.api.preparation import load_subject
 
     place, changed = None, None
-    with common.plain_warnings():
+    with commands.plain_warnings():
         subject = load_subject(asked)
         if asked.simulated is None:
             verdict = locate(subject, options=asked)
@@ -55,15 +55,15 @@ def locate_fault(asked: LocateOptions) -> None:
     simulated = {} if changed is None else {"simulated": asked.simulated, "elements_changed": changed}
     found = json.dumps({**verdict.to_dict(), **simulated}, indent=1)
     if asked.output is not None:
-        common.written(asked.output, found + "\n")
+        commands.written(asked.output, found + "\n")
     if asked.json:
         typer.echo(found)
     else:
         say_verdict(verdict)
     if changed is None:
-        common.leave(CHECKS[verdict.verdict], asked)
+        commands.leave(CHECKS[verdict.verdict], asked)
     right = say_whether_found(verdict, place, changed, quiet=asked.json)
-    common.leave("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", asked)
+    commands.leave("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", asked)
 
 
 def say_verdict(verdict: Any) -> None:

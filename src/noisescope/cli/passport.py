@@ -8,9 +8,9 @@ from typing import Any
 
 import typer
 
-from noisescope.cli.common import plain_warnings
+from noisescope.cli.commands import plain_warnings
 from noisescope.errors import InvalidInput
-from noisescope.options.comparing import PassportOptions
+from noisescope.options.devices import PassportOptions
 
 _SHORT = {
     "nearest, ties to even": "nearest",

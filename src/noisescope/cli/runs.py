@@ -1,4 +1,4 @@
-"""`noisescope runs list|show|resume|compare`: what lies in a store, and what two stores say together."""
+"""`noisescope report RUN`: draw a stored report again. Needs neither the model nor torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,50 @@ from typing import Any
 
 import typer
 
-from noisescope.cli.building import add_command
+from noisescope.cli.commands import add_command
 from noisescope.cli.demo import run_demo
-from noisescope.cli.diagnose import diagnose_model
+from noisescope.cli.diagnose import diagnose_model, robustness_of_model
 from noisescope.cli.experiment import experiment_phases
 from noisescope.cli.gate import gate_model
-from noisescope.cli.robustness import robustness_of_model
 from noisescope.errors import InvalidInput
-from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
-from noisescope.options.stored import CompareRunsOptions, ListOptions, ResumeOptions, ShowOptions
-from noisescope.options.training import PhasesOptions
+from noisescope.options.runs import (
+    CompareRunsOptions,
+    DrawOptions,
+    ListOptions,
+    PhasesOptions,
+    ResumeOptions,
+    ShowOptions,
+)
+from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
+
+
+def draw_report(asked: DrawOptions) -> None:
+    """Draw a run's report again.
+
+    As JSON, Markdown, HTML, PDF and figures.
+
+    \b
+    noisescope report noisescope-demo
+    noisescope report noisescope-demo --format html -o pages
+    noisescope report out/report.json --figures
+    noisescope report --schema
+    """
+    from noisescope.api.reports import any_report, save_figures, schema
+
+    if asked.schema:
+        typer.echo(json.dumps(schema(), indent=1))
+        return
+    report = any_report(asked.run)
+    target = asked.output or (asked.run if asked.run.is_dir() else asked.run.parent)
+    paths = report.save(target, formats=asked.format)
+    if asked.figures:
+        paths += save_figures(report.document(), target / "figures")
+    for path in paths:
+        typer.echo(str(path))
+
+
+# `noisescope runs list|show|resume|compare`: what lies in a store, and what two stores say together.
+
 
 runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
 RESUMED: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
@@ -34,7 +68,7 @@ RESUMED: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
 
 def list_runs(asked: ListOptions) -> None:
     """Runs in a folder."""
-    from noisescope.api.stored import runs_in
+    from noisescope.api.reports import runs_in
 
     rows, unreadable = runs_in(asked.folder)
     if asked.json:
@@ -52,7 +86,7 @@ def list_runs(asked: ListOptions) -> None:
 
 def show_run(asked: ShowOptions) -> None:
     """What a run asked, what it has, what failed."""
-    from noisescope.api.stored import run_facts
+    from noisescope.api.reports import run_facts
 
     row = run_facts(asked.folder, whole=True)
     if asked.json:
@@ -74,7 +108,7 @@ def show_run(asked: ShowOptions) -> None:
 
 def resume_run(asked: ResumeOptions) -> None:
     """Go on with a run that was interrupted: the same command again."""
-    from noisescope.api.stored import stored_command
+    from noisescope.api.reports import stored_command
 
     command = stored_command(asked.folder)
     if not command or command.get("name") not in RESUMED:
@@ -96,8 +130,7 @@ def compare_two_runs(asked: CompareRunsOptions) -> None:
     Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
     common: --noise-scale, --operators, --window; and --data, --samples for pairs.
     """
-    from noisescope.api.stored import comparison_of
-    from noisescope.api.words import change_line, change_verdict_line, largest, run_line
+    from noisescope.api.reports import change_line, change_verdict_line, comparison_of, largest, run_line
 
     comparison = comparison_of(asked.a, asked.b)
     paths = [] if asked.output is None else comparison.save(asked.output, name="comparison", formats=asked.format)

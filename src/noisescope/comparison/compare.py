@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from noisescope.comparison.crossing import Crossing, crossed
 from noisescope.comparison.divergence import block_errors, judged, measured
 from noisescope.comparison.measures import Array, Sums
+from noisescope.comparison.priorities import Crossing, crossed
 from noisescope.comparison.records import Record, check_comparable
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
-from noisescope.comparison.words import Verdict, in_words, verdict_of
+from noisescope.comparison.verdict import Verdict, in_words, verdict_of
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS

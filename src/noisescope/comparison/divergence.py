@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from noisescope.comparison.measures import (
-    LEAST_FOR_GAIN,
-    Array,
-    Measures,
-    Sketch,
-    Sums,
-    common_gain,
-    from_sketches,
-)
+from noisescope.comparison.measures import LEAST_FOR_GAIN, Array, Measures, Sketch, Sums, common_gain, from_sketches
 from noisescope.comparison.records import Batch, Record, name_of
 from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput

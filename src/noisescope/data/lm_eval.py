@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from noisescope.data import DataSet, Item, gather
+from noisescope.data.dataset import DataSet, Item, gather
 from noisescope.errors import InvalidInput, MissingExtra
 
 FEW_SHOT_SEED = 1234  # the harness's own default: the same examples as `lm_eval run`

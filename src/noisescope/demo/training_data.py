@@ -1,4 +1,4 @@
-"""Problems as numbers, and a training set of them, made by several processes."""
+"""The tokenizer of the bundled model: whole words, single digits, single punctuation marks, each with its space."""
 
 from __future__ import annotations
 
@@ -9,11 +9,51 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
-from noisescope.demo import problems, tokenizer
+from noisescope.demo import problems
 from noisescope.demo.problems import Problem
-from noisescope.demo.tokenizer import EOS, PAD
+
+PAD, BOS, EOS, UNK = range(4)
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+_SPACE = "▁"  # sentencepiece's mark for a space, so "38" after a space is the two tokens "▁3" and "8"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A text becomes <bos> and its pieces; decoding gives the text back. The vocabulary is that of the templates."""
+    splitter = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always"),
+            pre_tokenizers.Split(Regex(f"{_SPACE}?[0-9]|[.,?]"), "isolated"),
+        ]
+    )
+    words = [word for template in problems.TEMPLATES for word in template.split() if "{" not in word]
+    pieces = {f"{space}{digit}" for space in ("", _SPACE) for digit in range(10)} | set(".,?")
+    for word in [*words, *problems.NAMES, *problems.THINGS]:
+        pieces |= {piece for piece, _ in splitter.pre_tokenize_str(word)}
+    vocabulary = {piece: index for index, piece in enumerate([*SPECIAL, *sorted(pieces)])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[UNK]))
+    core.pre_tokenizer = splitter
+    core.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always")
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIAL[BOS]} $A", special_tokens=[(SPECIAL[BOS], BOS)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=SPECIAL[PAD],
+        bos_token=SPECIAL[BOS],
+        eos_token=SPECIAL[EOS],
+        unk_token=SPECIAL[UNK],
+        padding_side="left",  # as generation wants it
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# Problems as numbers, and a training set of them, made by several processes.
+
 
 TRAIN_SEED = 7_000
 TRAIN_STEPS, TRAIN_WEIGHTS = (1, 2, 3, 4), (1, 2, 3, 4)  # easy problems first teach the single operations
@@ -40,7 +80,7 @@ class Batch:
 
 def encode(items: Sequence[Problem]) -> Batch:
     """<bos> prompt answer <eos>, padded on the right."""
-    core = tokenizer.make().backend_tokenizer
+    core = make_tokenizer().backend_tokenizer
     stop = core.token_to_id(".")
     tokens = torch.full((len(items), LENGTH), PAD, dtype=torch.uint8)
     ends = torch.zeros(len(items), SENTENCES, dtype=torch.uint8)

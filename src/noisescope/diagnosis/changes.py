@@ -28,13 +28,12 @@ from noisescope.diagnosis.change_rows import (
     RunFacts,
     SeedCounts,
 )
+from noisescope.diagnosis.context import Array
 from noisescope.diagnosis.effects import NOTHING
-from noisescope.diagnosis.frame import Array
-from noisescope.diagnosis.naming import CLEAN, label_of, noise_of, order_of, target_of
-from noisescope.diagnosis.stored import StoredInjection, StoredRun
-from noisescope.diagnosis.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
+from noisescope.diagnosis.stored_runs import CLEAN, StoredInjection, StoredRun, label_of, noise_of, order_of, target_of
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, to_json
+from noisescope.stats.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
 
 MEASURES = ("score", "generate", "custom")  # those that give a score per sample
 Question = tuple[str, StoredInjection | None]  # how it was scored, and what was injected

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from noisescope import stats
+from noisescope.diagnosis.context import Array, Frame
 from noisescope.diagnosis.effects import effect
-from noisescope.diagnosis.frame import Array, Frame
 from noisescope.diagnosis.rows import WindowEffect
 from noisescope.diagnosis.screen import Screened, site_of
 from noisescope.diagnosis.sections import (

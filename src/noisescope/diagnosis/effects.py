@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.frame import Answer, Array, Frame
+from noisescope.diagnosis.context import Answer, Array, Frame
 from noisescope.diagnosis.rows import Divergence, E, Effect, PointRule
 from noisescope.diagnosis.screen import Screened
 from noisescope.findings import NOT_MEASURABLE, band, band_range

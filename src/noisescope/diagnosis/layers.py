@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from noisescope import stats
+from noisescope.diagnosis.context import Array, Frame, present_operators
 from noisescope.diagnosis.effects import (
     correct_looks,
     effect,
@@ -16,7 +17,6 @@ from noisescope.diagnosis.effects import (
     prediction_scale,
     ratio,
 )
-from noisescope.diagnosis.frame import Array, Frame, present_operators
 from noisescope.diagnosis.rows import (
     AvalanchePoint,
     CellEffect,

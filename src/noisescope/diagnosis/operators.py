@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from noisescope.diagnosis.context import Frame, present_operators
 from noisescope.diagnosis.effects import correct_looks, effect, on_one_scale, prediction_scale
-from noisescope.diagnosis.frame import Frame, present_operators
 from noisescope.diagnosis.rows import Effect
 from noisescope.diagnosis.screen import Screened
 from noisescope.injection import Injection

@@ -1,4 +1,4 @@
-"""The screen as numbers: predicted KL of any set of sites, from Fisher sums (metrics/fisher.py)."""
+"""The screen as numbers: predicted KL of any set of sites, from Fisher sums (measures/fisher.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.diagnosis.frame import Array, Frame
+from noisescope.diagnosis.context import Array, Frame
 from noisescope.injection import Injection
 from noisescope.sites import Site
 from noisescope.trials import Results, Trial

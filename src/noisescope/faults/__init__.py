@@ -7,14 +7,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from noisescope.faults.digits import BitFlip, FlushToZero, Gain, NanToZero, StuckBit, Truncation
-from noisescope.faults.lanes import BlockScale, DeadLane, StaleTile, StuckLane, SwappedChannels
-from noisescope.faults.models import FAMILIES, Family, fault_from_dict, make_fault
-from noisescope.faults.notes import Bias, DeadZone, Noise, NonDeterminism, Saturation, Spike
-from noisescope.faults.products import Accumulation, DeadKLane, InputTruncation, RoundingMode
-from noisescope.faults.tables import ActivationCutOff, ActivationTable, ExpTable, NormaliserGain, NormGain, RsqrtTable
-from noisescope.faults.text import Where, fault_text, parse_fault, parse_where
-from noisescope.faults.values import Fault, Lanes
+from noisescope.faults.fault import Fault, Lanes
+from noisescope.faults.parsing import (
+    FAMILIES,
+    Family,
+    Where,
+    fault_from_dict,
+    fault_text,
+    make_fault,
+    parse_fault,
+    parse_where,
+)
+from noisescope.faults.unit_faults import (
+    Accumulation,
+    ActivationCutOff,
+    ActivationTable,
+    BlockScale,
+    DeadKLane,
+    DeadLane,
+    ExpTable,
+    InputTruncation,
+    NormaliserGain,
+    NormGain,
+    RoundingMode,
+    RsqrtTable,
+    StaleTile,
+    StuckLane,
+    SwappedChannels,
+)
+from noisescope.faults.value_faults import (
+    Bias,
+    BitFlip,
+    DeadZone,
+    FlushToZero,
+    Gain,
+    NanToZero,
+    Noise,
+    NonDeterminism,
+    Saturation,
+    Spike,
+    StuckBit,
+    Truncation,
+)
 
 if TYPE_CHECKING:
     from noisescope.faults.simulator import FaultScope as FaultScope

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.anatomy import Anatomy, Unit, dissect
 from noisescope.errors import InvalidInput, NothingInjected
-from noisescope.faults import bits
-from noisescope.faults.calls import Call
-from noisescope.faults.memory import Memory, Stream, faulty_output
-from noisescope.faults.text import EVERYWHERE, Where, parse_fault, parse_settings, parse_where
-from noisescope.faults.values import Fault
+from noisescope.faults import bit_patterns
+from noisescope.faults.fault import Fault
+from noisescope.faults.fault_state import Memory, Stream, faulty_output
+from noisescope.faults.operands import Call
+from noisescope.faults.parsing import EVERYWHERE, Where, parse_fault, parse_settings, parse_where
 from noisescope.injection import Injection
-from noisescope.probe.aims import CallWatcher, Context, StraightThrough
-from noisescope.probe.door import unwrap
+from noisescope.model.anatomy import Anatomy, Unit, dissect
 from noisescope.probe.inject import Probe
+from noisescope.probe.scope import unwrap
 from noisescope.probe.tally import SiteCount
+from noisescope.probe.target import CallWatcher, Context, StraightThrough
 from noisescope.sites import Place, Site
 
 
@@ -106,7 +106,7 @@ class FaultScope(Probe):
 
     def note(self, before: Tensor, after: Tensor) -> None:
         """Count what changed, on the device: nothing waits for it here."""
-        count = bits.differ(before, after).sum()
+        count = bit_patterns.differ(before, after).sum()
         known = self._changed.get(count.device)
         self._changed[count.device] = count if known is None else known + count
 

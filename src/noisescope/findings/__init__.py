@@ -5,7 +5,6 @@ could not be measured stays "not measurable" and never falls into a good band.
 """
 
 from noisescope.findings.advice import ADVICE, operator_advice, outlier_advice
-from noisescope.findings.assessment import Assessment, hardware_assessment
 from noisescope.findings.avalanche import PointAvalanche, Window, avalanche_points, neighbours
 from noisescope.findings.bands import (
     BANDS,
@@ -22,9 +21,10 @@ from noisescope.findings.bands import (
     band_range,
     meaning,
 )
-from noisescope.findings.risk import Risk, Term, dashboard_risk, report_risk
+from noisescope.findings.risk import Assessment, Risk, Term, dashboard_risk, hardware_assessment, report_risk
 from noisescope.findings.values import (
     BORDERLINE,
+    METRIC_NAMES,
     NOT_RATED,
     PRIORITIES,
     SEVERITIES,
@@ -32,9 +32,9 @@ from noisescope.findings.values import (
     Recommendation,
     Target,
     by_priority,
+    metric_name,
     percent,
 )
-from noisescope.findings.words import METRIC_NAMES, metric_name
 
 __all__ = [
     "ADVICE",

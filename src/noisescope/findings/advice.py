@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from noisescope.errors import unknown
-from noisescope.options.choices import TARGETS as TARGETS
+from noisescope.options.fields import TARGETS as TARGETS
 from noisescope.sites import canonical_operator
 
 _ACCUMULATE = (

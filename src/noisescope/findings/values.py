@@ -128,3 +128,42 @@ def by_priority(recommendations: Iterable[Recommendation]) -> list[Recommendatio
 def percent(share: float, digits: int = 1) -> str:
     """A share in words: 0.123 is "12.3 %"."""
     return f"{100 * share:.{digits}f} %"
+
+
+# Names of metrics in sentences.
+
+
+METRIC_NAMES = {
+    "accuracy": "accuracy",
+    "next_token_accuracy": "next-token accuracy",
+    "agreement": "agreement with the clean model",
+    "custom": "score",
+    "kl": "KL divergence",
+    "nll": "loss",
+}
+
+
+def metric_name(metric: str) -> str:
+    """A metric as a sentence names it: "costs 12.3 % of the next-token accuracy"."""
+    return METRIC_NAMES.get(metric, metric.replace("_", " "))
+
+
+# Numbers in the sentences of plans.
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 sample", "2 samples"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def span(estimate: Estimate, form: str, times: float = 1) -> str:
+    """An interval in words; an end without bound is "..."."""
+    low, high = ("..." if end is None else f"{times * end:{form}}" for end in (estimate.low, estimate.high))
+    return f"[{low}, {high}]"
+
+
+def times_better(gain: float) -> str:
+    """What divides an error, in words: 0.04 is "25 x worse", and 0 means that there was none before."""
+    if not gain:
+        return "nothing to gain"
+    return f"{gain:.3g} x better" if gain >= 1 else f"{1 / gain:.3g} x worse"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from noisescope.estimate import Estimate
+
 Verdict = Literal["pass", "fail", "undecided"]
 PASS: Final = "pass"
 FAIL: Final = "fail"
@@ -40,3 +42,24 @@ EXIT_CODES = {PASS: 0, FAIL: 1, UNDECIDED: 3}
 def exit_code(verdict: Verdict, *, allow_undecided: bool) -> int:
     """0 passed, 1 failed, 3 undecided, which `allow_undecided` makes 0."""
     return 0 if verdict == UNDECIDED and allow_undecided else EXIT_CODES[verdict]
+
+
+# A measured number against a limit: decided by its whole interval, or undecided.
+
+
+def at_most(estimate: Estimate, limit: float) -> Verdict:
+    """Pass where the whole interval lies at or below a limit, fail where it lies above.
+
+    >>> at_most(Estimate(0.2, 0.1, 0.3, 50), 0.25), at_most(Estimate(0.2, 0.1, 0.25, 50), 0.25)
+    ('undecided', 'pass')
+    """
+    if estimate.above(limit):
+        return FAIL
+    return PASS if estimate.high is not None and estimate.high <= limit else UNDECIDED
+
+
+def at_least(estimate: Estimate, limit: float) -> Verdict:
+    """Pass where the whole interval lies at or above a limit, fail where it lies below."""
+    if estimate.below(limit):
+        return FAIL
+    return PASS if estimate.low is not None and estimate.low >= limit else UNDECIDED

@@ -1,4 +1,4 @@
-"""What a field of an options class says about itself, and how a value from anywhere is checked against it."""
+"""Names that options allow. Whoever needs such a list imports it from here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,55 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
+
+LEVELS = ("operator", "layer", "channel")
+EFFORTS = ("screen", "standard", "full")
+GATE_EFFORTS = ("screen", "standard")
+LEVEL_ONE = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm")  # the seven of the original method notes
+GROUP = "gemm"  # what those notes call "matmul": every product
+DEFAULT_OPERATORS = (GROUP, *LEVEL_ONE)
+METRICS = ("accuracy", "next_token_accuracy", "agreement")
+DTYPES = ("float64", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
+EXECUTORS = ("local", "ray")
+DETAILS = ("sketch", "full")
+DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia", "xla", "meta")  # those that people name
+TORCH_DEVICES = ("ipu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "lazy", "vulkan",
+                 "privateuseone")  # that torch knows besides  # fmt: skip
+LOCATE_METHODS = ("auto", "audit", "relations", "replay", "scans", "srdd", "fingerprint")
+GRANULARITIES = ("module", "layer")
+NARROWEST_BITS, WIDEST_BITS = 3, 16  # of the number formats that are scored: int3 and bf16
+TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")
+TARGETS = ("W8A8", "W4A16", "W4A4")
+REPORT_FORMATS = ("json", "md", "html", "pdf")
+TEMPLATES = ("github", "gitlab")
+TRAINING_METHODS = ("supervised", "grpo")
+STARTS = ("bundled", "scratch")
+
+
+# An option in words, for help, docstrings and tables.
+
+
+def sentence(option: Option) -> str:
+    """The help of an option with its choices."""
+    allowed = f" One of {', '.join(option.choices)}." if option.choices and not option.many else ""
+    allowed = f" Any of {', '.join(option.choices)}." if option.choices and option.many else allowed
+    return f"{option.help}{allowed}"
+
+
+def shown_default(option: Option) -> str:
+    """The default of a command in words; "" where there is none to speak of."""
+    value = option.default if option.command_default is None else option.command_default
+    if option.default_text or value is None or (isinstance(value, bool) and not option.negative):
+        return option.default_text
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(f"{member:g}" if isinstance(member, float) else str(member) for member in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# What a field of an options class says about itself, and how a value from anywhere is checked against it.
+
 
 KINDS: dict[type, str] = {
     int: "a whole number",

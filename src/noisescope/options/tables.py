@@ -9,15 +9,20 @@ import re
 import sys
 from pathlib import Path
 
-from noisescope.options.comparing import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
-from noisescope.options.diagnosing import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
-from noisescope.options.fields import Option, options_of
+from noisescope.options.devices import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
+from noisescope.options.fields import Option, options_of, sentence, shown_default
 from noisescope.options.groups import DeviceOptions, ExecutionOptions, SamplingOptions, ScoringOptions
-from noisescope.options.planning import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
-from noisescope.options.stored import CompareRunsOptions, DrawOptions, ListOptions, ResumeOptions, ShowOptions
-from noisescope.options.training import PhasesOptions
+from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
+from noisescope.options.runs import (
+    CompareRunsOptions,
+    DrawOptions,
+    ListOptions,
+    PhasesOptions,
+    ResumeOptions,
+    ShowOptions,
+)
+from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.values import CommandOptions
-from noisescope.options.words import sentence, shown_default
 
 GROUPS: tuple[type[CommandOptions], ...] = (SamplingOptions, ScoringOptions, ExecutionOptions, DeviceOptions)
 COMMANDS: tuple[type[CommandOptions], ...] = (

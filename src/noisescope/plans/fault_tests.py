@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, metric_name, percent
-from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, overall
-from noisescope.plans.fault_values import (
+from noisescope.findings.values import counted, span
+from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_most, overall
+from noisescope.plans.fault_test_rows import (
     RECOVERY,
     Criteria,
     CriterionResult,
@@ -24,8 +25,6 @@ from noisescope.plans.fault_values import (
     FaultTestResult,
     Measured,
 )
-from noisescope.plans.limits import at_most
-from noisescope.plans.words import counted, span
 from noisescope.sites import Place
 
 FAULT_RATE = 0.01  # of an operator's calls

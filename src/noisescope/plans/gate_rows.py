@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from noisescope.diagnosis.gauge import CLEAN
+from noisescope.diagnosis.gate_baseline import CLEAN
+from noisescope.findings.values import counted
 from noisescope.findings.verdicts import FAIL, UNDECIDED, Verdict, headline, overall
-from noisescope.plans.words import counted
 from noisescope.stats import Estimate
 
 SCHEMA_VERSION = 2  # 2: rows are typed, and an undecided row no longer hides behind those that pass

@@ -30,7 +30,7 @@ from noisescope.diagnosis.rows import AvalanchePoint, Effect, LayerAnalysis
 from noisescope.diagnosis.sections import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
 from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
-from noisescope.plans.words import counted
+from noisescope.findings.values import counted
 from noisescope.sites import NamedPlace, OuterPlace
 
 Rank = Literal[1, 2, 3]

@@ -32,7 +32,7 @@ from noisescope.diagnosis.sections import ChannelRow
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import band, outlier_advice
 from noisescope.findings.advice import TARGETS
-from noisescope.plans.words import span
+from noisescope.findings.values import span
 from noisescope.stats import Estimate
 
 # By the band of the largest ratio (findings/bands.py), for W8A8; other targets have one method.

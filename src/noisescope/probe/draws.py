@@ -183,10 +183,12 @@ class Draw:
     def add_noise(self, y: Tensor, scale: float, size: Tensor | None = None, *, kind: str = "normal") -> Tensor:
         """y + scale * size * z, in one pass and one rounding; `size` defaults to y itself (relative noise)."""
         if y.device.type == "cuda":
-            from noisescope.probe import cuda
+            from noisescope.probe import cuda_noise
 
-            if cuda.usable(y, size):
-                return cuda.add_noise(y, scale, size, self.keys(y), self._key, kind=kind, overwrite=self.overwrite)
+            if cuda_noise.usable(y, size):
+                return cuda_noise.add_noise(
+                    y, scale, size, self.keys(y), self._key, kind=kind, overwrite=self.overwrite
+                )
         z = self._window(kind, y, reuse=True)
         size = y if size is None else size
         if self.overwrite:

@@ -10,13 +10,13 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from noisescope.anatomy import Anatomy, Unit
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
 from noisescope.injection import Injection
-from noisescope.probe.aims import Aim
-from noisescope.probe.door import Door
-from noisescope.probe.stand_in import in_backward
+from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.probe.scope import Door
 from noisescope.probe.tally import SiteCount, Tally
+from noisescope.probe.target import Aim
+from noisescope.probe.wrapper import in_backward
 from noisescope.sites import GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
 
 WEIGHTED = ("linear", "norm", "embedding")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.anatomy import MODULE, Anatomy, Unit
 from noisescope.injection import Injection
-from noisescope.probe.aims import Context, Watcher
-from noisescope.probe.door import Door
-from noisescope.probe.stand_in import RUN
+from noisescope.model.anatomy import MODULE, Anatomy, Unit
+from noisescope.probe.scope import Door
+from noisescope.probe.target import Context, Watcher
+from noisescope.probe.wrapper import RUN
 
 
 def first_noisy_block(injection: Injection, anatomy: Anatomy) -> int:

@@ -17,11 +17,11 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from noisescope.errors import MissingExtra
-from noisescope.reports import axes, figures
+from noisescope.reports import figures
 from noisescope.reports.document import Block, Bullets, Cell, Chart, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.figures import COLOURS, Drawable
 from noisescope.reports.markdown import heat_words
-from noisescope.reports.typesetting import (
+from noisescope.reports.text_layout import (
     FONTS,
     LAST_RESORT,
     PAD,
@@ -261,7 +261,7 @@ class _Paper(FPDF):  # type: ignore[misc]
 
 
 def _height(block: Drawable) -> float:
-    return min(figures.height_of(block) / axes.WIDTH * WIDTH, BOTTOM - TOP - 20)
+    return min(figures.height_of(block) / figures.WIDTH * WIDTH, BOTTOM - TOP - 20)
 
 
 def _whole(texts: Sequence[str]) -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from noisescope.diagnosis.report import SCHEMA_VERSION
+from noisescope.diagnosis.report import SCHEMA_VERSION, Robustness
 from noisescope.errors import InvalidInput
-from noisescope.jsonform import Json, from_json
+from noisescope.jsonform import Json, from_json, schema_of
 from noisescope.reports.values import DiagnosisReport
 
 V = TypeVar("V")
@@ -139,3 +139,24 @@ def _line(text: str) -> str:
     """One line that can be printed, its middle left out where it is long."""
     line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
+
+
+# The JSON Schema of report.json (draft 2020-12), derived from the types. Published in docs/.
+
+
+TITLE = "noisescope report"
+
+
+def schema() -> dict[str, Json]:
+    """A diagnosis, or accuracy at noise levels."""
+    kinds = [schema_of(kind, title=TITLE) for kind in (DiagnosisReport, Robustness)]
+    definitions = {name: part for kind in kinds for name, part in kind["$defs"].items()}
+    for kind in kinds:
+        named = definitions[kind["$ref"].removeprefix("#/$defs/")]
+        named["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    return {
+        "$schema": kinds[0]["$schema"],
+        "title": TITLE,
+        "anyOf": [{"$ref": kind["$ref"]} for kind in kinds],
+        "$defs": {name: definitions[name] for name in sorted(definitions)},
+    }

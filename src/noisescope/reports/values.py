@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from noisescope.diagnosis.check import CheckResult
+from noisescope.diagnosis.fault_check import CheckResult
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.jsonform import Json, from_json
-from noisescope.plans.measured import PrecisionPlan
 from noisescope.plans.migration import MigrationPlan
+from noisescope.plans.precision_results import PrecisionPlan
 from noisescope.sites import NamedPlace
 
 

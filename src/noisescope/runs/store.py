@@ -1,14 +1,12 @@
-"""Results on disk: one SQLite file a run, in WAL mode, a row the moment a trial ends.
-
-A killed run loses at most the trial it was in. Only the driver writes. Arrays are kept as .npy bytes inside an .npz
-without pickles. Every row carries a SHA-256 of its own, verified on reading: what a disk or a copy damaged is measured
-again and never believed.
-"""
+"""A result as a row of the store: JSON text and .npz bytes, sealed by a checksum over question and answer."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
+import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,9 +14,80 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from noisescope.errors import InvalidInput
-from noisescope.runs.rows import Cell, checksum, decode, encode, is_content_of
 from noisescope.trials import Result, Trial
+
+Cell = str | bytes | float | int | None  # what SQLite gives back
+
+
+def checksum(*cells: Cell) -> str:
+    """SHA-256 over the cells of a row, each with its kind and length, so that no two rows share their bytes."""
+    digest = hashlib.sha256()
+    for cell in cells:
+        if isinstance(cell, bytes):
+            raw = cell
+        elif isinstance(cell, str):
+            raw = cell.encode("utf-8", "surrogatepass")
+        else:
+            raw = (cell.hex() if isinstance(cell, float) else str(cell)).encode()
+        digest.update(f"{type(cell).__name__} {len(raw)}:".encode())
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+def is_content_of(identity: Cell, content: Cell) -> bool:
+    """Whether a trial's id is the hash of its content (trials.content_id)."""
+    return isinstance(content, str) and hashlib.sha256(content.encode("utf-8", "replace")).hexdigest() == identity
+
+
+def encode(result: Result) -> tuple[str, bytes | None]:
+    """JSON text, and the arrays as .npz bytes."""
+    values = {name: [_number(v) for v in column] for name, column in result.values.items()}
+    text = json.dumps(
+        {"samples": list(result.samples), "values": values, "facts": _finite(dict(result.facts))},
+        allow_nan=False,
+        sort_keys=True,
+    )
+    if not result.arrays:
+        return text, None
+    buffer = io.BytesIO()
+    plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
+    np.savez(buffer, **plain)
+    return text, buffer.getvalue()
+
+
+def decode(text: str, arrays: bytes | None, error: str) -> Result:
+    """The result that `encode` wrote."""
+    data = json.loads(text)
+    loaded: dict[str, Any] = {}
+    if arrays:
+        with np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
+            loaded = {name: archive[name] for name in archive.files}
+    values = {name: tuple(column) for name, column in data["values"].items()}
+    return Result(tuple(data["samples"]), values, data["facts"], loaded, error)
+
+
+def _finite(value: Any) -> Any:
+    """Facts with None where a number is not finite: JSON has no NaN."""
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, dict):
+        return {name: _finite(member) for name, member in value.items()}
+    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+# Results on disk: one SQLite file a run, in WAL mode, a row the moment a trial ends.
+#
+# A killed run loses at most the trial it was in. Only the driver writes. Arrays are kept as .npy bytes inside an .npz
+# without pickles. Every row carries a SHA-256 of its own, verified on reading: what a disk or a copy damaged is
+# measured again and never believed.
+
 
 SCHEMA_VERSION = 2
 FILE = "run.sqlite"

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from noisescope.errors import NoisescopeError
-from noisescope.model import Subject
+from noisescope.model.source import Source
+from noisescope.model.subject import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.bench import Bench, conditions
-from noisescope.runs.sources import Source
+from noisescope.runs.runner import Bench, conditions
 from noisescope.trials import Conditions, Result, Trial, content_id
 
 

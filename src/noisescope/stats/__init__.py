@@ -1,8 +1,10 @@
 """Numbers with intervals: what a run has shown, and what it could have seen. numpy and scipy, no torch."""
 
-from noisescope.stats.estimate import NOT_MEASURABLE, UNBOUNDED, Estimate
+from noisescope.stats.correlation import Correlation, Influence, correlation, influence
 from noisescope.stats.intervals import (
     degradation,
+    degradation_excess,
+    degradation_ratio,
     difference,
     mean,
     measurable,
@@ -10,13 +12,17 @@ from noisescope.stats.intervals import (
     retention,
     share,
 )
-from noisescope.stats.looks import holm, p_no_difference, simultaneous_level, smallest_detectable
-from noisescope.stats.nonnegative import nonnegative_mean
-from noisescope.stats.quantiles import median, typical_ratio
-from noisescope.stats.ranks import Correlation, Influence, correlation, influence
-from noisescope.stats.ratios import degradation_excess, degradation_ratio
-from noisescope.stats.selection import SELECTED, Picked, picked
-from noisescope.stats.trimmed import Shift, trimmed_shift, typical
+from noisescope.stats.multiple_comparisons import (
+    SELECTED,
+    Picked,
+    holm,
+    p_no_difference,
+    picked,
+    simultaneous_level,
+    smallest_detectable,
+)
+from noisescope.stats.samples import NOT_MEASURABLE, UNBOUNDED, Estimate
+from noisescope.stats.typical import Shift, median, nonnegative_mean, trimmed_shift, typical, typical_ratio
 
 __all__ = [
     "NOT_MEASURABLE",

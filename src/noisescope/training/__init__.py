@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "AQN": "aqn",
-    "NormNoise": "norm_noise",
+    "NormNoise": "aqn",
     "OperatorNoise": "aqn",
     "TrainingNoise": "aqn",
     "noise": "aqn",
@@ -19,33 +19,33 @@ _HOMES = {
     "Exponential": "schedules",
     "Linear": "schedules",
     "Staged": "schedules",
-    "equalised": "adaptive",
-    "from_report": "adaptive",
-    "ruled": "adaptive",
-    "TrainingNoiseCallback": "callback",
-    "LightningNoiseCallback": "lightning",
-    "gradient_pretest": "pretest",
+    "equalised": "layer_factors",
+    "from_report": "layer_factors",
+    "ruled": "layer_factors",
+    "TrainingNoiseCallback": "trainer_callback",
+    "LightningNoiseCallback": "lightning_callback",
+    "gradient_pretest": "phases",
 }
 
 __all__ = [*_HOMES]
 
 if TYPE_CHECKING:
-    from noisescope.training.adaptive import equalised as equalised
-    from noisescope.training.adaptive import from_report as from_report
-    from noisescope.training.adaptive import ruled as ruled
     from noisescope.training.aqn import AQN as AQN
+    from noisescope.training.aqn import NormNoise as NormNoise
     from noisescope.training.aqn import OperatorNoise as OperatorNoise
     from noisescope.training.aqn import TrainingNoise as TrainingNoise
     from noisescope.training.aqn import noise as noise
-    from noisescope.training.callback import TrainingNoiseCallback as TrainingNoiseCallback
-    from noisescope.training.lightning import LightningNoiseCallback as LightningNoiseCallback
-    from noisescope.training.norm_noise import NormNoise as NormNoise
-    from noisescope.training.pretest import gradient_pretest as gradient_pretest
+    from noisescope.training.layer_factors import equalised as equalised
+    from noisescope.training.layer_factors import from_report as from_report
+    from noisescope.training.layer_factors import ruled as ruled
+    from noisescope.training.lightning_callback import LightningNoiseCallback as LightningNoiseCallback
+    from noisescope.training.phases import gradient_pretest as gradient_pretest
     from noisescope.training.schedules import Constant as Constant
     from noisescope.training.schedules import Cosine as Cosine
     from noisescope.training.schedules import Exponential as Exponential
     from noisescope.training.schedules import Linear as Linear
     from noisescope.training.schedules import Staged as Staged
+    from noisescope.training.trainer_callback import TrainingNoiseCallback as TrainingNoiseCallback
 
 
 def __getattr__(name: str) -> Any:

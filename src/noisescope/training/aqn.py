@@ -1,18 +1,8 @@
-"""Adaptive quantisation noise (AQN): what noise, how strong at which step, with which seed; and its scope.
+"""QeRL's noise: one number for each channel of a norm's weight, the same for all tokens, drawn anew at each step.
 
-    from noisescope import training
-
-    aqn = training.AQN(training.OperatorNoise(), training.Staged(0.05, 0.0005, steps=1000), seed=0)
-    with training.noise(model, aqn) as noise:
-        for step, batch in enumerate(batches):
-            noise.at(step)
-            model(**batch).loss.backward()
-            ...
-
-One rule decides when noise is on: **a forward has noise where it starts with gradient mode on, and none else**. So
-evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
-`torch.no_grad()`, are clean without being told, and gradient checkpointing recomputes what it had. What a step draws is
-a function of (seed, rank, step, number of the forward in the step), so a resumed run goes on as an unbroken one would.
+QeRL adds it to the parameter in place, where it stays: later steps add to it, and checkpoints and LoRA merges hold it.
+Here the norm computes with a noisy copy of its weight, made where the forward uses it, and the parameter never changes.
+The gradient reaches the parameter as if the copy were the parameter itself (straight through).
 """
 
 from __future__ import annotations
@@ -33,9 +23,50 @@ from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.tally import Tally
 from noisescope.sites import PHASES, Place
-from noisescope.training.norm_noise import NormNoise
-from noisescope.training.ranks import data_rank
+from noisescope.training.distributed import data_rank
 from noisescope.training.schedules import Schedule
+
+
+@registered("noisescope.training.NormNoise")
+@dataclass(frozen=True)
+class NormNoise:
+    """w (1 + s z) for each channel, z ~ N(0, 1); `additive` gives QeRL's w + s z.
+
+    modules narrows to some norms by glob patterns on dotted names, such as ("*.post_attention_layernorm",).
+    """
+
+    additive: bool = False
+    modules: tuple[str, ...] | None = None
+
+    renewed = True  # a weight's noise is the same in every forward of a seed, so each step has a seed of its own
+
+    def injection(self, scale: float, seed: int, layer_multipliers: dict[Place, float]) -> Injection:
+        """The injection of one step."""
+        return Injection(
+            Gaussian(scale, "absolute" if self.additive else "element"),
+            operators=frozenset({"norm"}),
+            modules=self.modules,
+            tensor="weight",
+            phases=frozenset({"forward"}),
+            layer_multipliers=layer_multipliers,
+            seed=seed,
+        )
+
+
+# Adaptive quantisation noise (AQN): what noise, how strong at which step, with which seed; and its scope.
+#
+# from noisescope import training
+#
+# aqn = training.AQN(training.OperatorNoise(), training.Staged(0.05, 0.0005, steps=1000), seed=0) with
+# training.noise(model, aqn) as noise: for step, batch in enumerate(batches): noise.at(step)
+# model(**batch).loss.backward() ...
+#
+# One rule decides when noise is on: **a forward has noise where it starts with gradient mode on, and none else**. So
+# evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
+# `torch.no_grad()`, are clean without being told, and gradient checkpointing recomputes what it had. What a step
+# draws is a function of (seed, rank, step, number of the forward in the step), so a resumed run goes on as an
+# unbroken one would.
+
 
 STRIDE = 1 << 16  # forwards a step may have (gradient accumulation, several losses)
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from noisescope.reports.trained import JudgedCriterion, Theory
+from noisescope.reports.experiment import JudgedCriterion, Theory
 from noisescope.training.hypotheses import REFUTED, SUPPORTED, UNDECIDED, UNMEASURABLE, Criterion
 
 BETTER, SIMILAR, POOR = 0.05, 0.01, 0.02  # points of accuracy: at least, less than, at most

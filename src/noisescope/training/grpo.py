@@ -20,8 +20,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 from noisescope.errors import MissingExtra
 from noisescope.sites import PHASES
-from noisescope.training.callback import TrainingNoiseCallback
 from noisescope.training.phases import Job, Trained, due
+from noisescope.training.trainer_callback import TrainingNoiseCallback
 
 try:
     from datasets import Dataset

@@ -11,23 +11,27 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from noisescope import stats
 from noisescope.errors import InvalidInput, NoiseRoundsAway, unknown
+from noisescope.findings import band
 from noisescope.injection import Injection, checked_scale
+from noisescope.jsonform import to_json
+from noisescope.model.forwards import evaluating
 from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.sites import PHASES, Place, canonical_operator
 from noisescope.training import schedules
-from noisescope.training.aqn import AQN, OperatorNoise, TrainingNoise, derived, noise
-from noisescope.training.norm_noise import NormNoise
+from noisescope.training.aqn import AQN, NormNoise, OperatorNoise, TrainingNoise, derived, noise
+from noisescope.training.schedules import Constant
 from noisescope.trials import Conditions, Result, Slice, Trial
 
 KINDS = ("none", "both", "forward", "backward", "adaptive", "norm")
@@ -180,7 +184,7 @@ def run(job: Job) -> Result | None:
     if time.time() >= job.deadline:
         return None
     if job.design.task.method == "grpo":
-        from noisescope.training import grpo  # needs TRL
+        from noisescope.training import grpo
 
         trained: Trained | None = grpo.train(job)
     else:
@@ -290,3 +294,57 @@ def rounding(design: Design, arm: Arm) -> str:
         f"{arm}: in {lost} of {design.task.steps} steps {where} is below {smallest:.2g}, half the spacing of {name}: "
         "most or all of such noise rounds away, though it is counted"
     )
+
+
+# Before training under noise: what noise does to the gradients, phase by phase. Seconds instead of a training.
+#
+# If backward noise were what regularises and forward noise what makes robust, backward noise should move the gradient
+# at least as much as forward noise does. This measures both: the ratio of norms, whose bands are the original method
+# notes', and the distance between noisy and clean gradient relative to the clean one.
+
+
+WAYS = {"forward": frozenset({"forward"}), "backward": frozenset({"backward"}), "both": frozenset(PHASES)}
+
+
+def gradient_pretest(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Any],
+    *,
+    noise_scale: float = 0.05,
+    operators: frozenset[str] = frozenset({"gemm"}),
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """For noise forward, backward and both: ratio of gradient norms and relative change, over batches.
+
+    Each batch has draws of its own. The model runs in evaluation mode, because dropout would differ between the clean
+    and the noisy gradient; its modes and its own `.grad` are not changed.
+    """
+    if not batches:
+        raise InvalidInput("give at least one batch")
+    clean = [_gradient(model, loss, batch) for batch in batches]
+    found = {}
+    for way, phases in WAYS.items():
+        aqn = AQN(OperatorNoise(operators, phases), Constant(noise_scale), seed)
+        ratios, changes = [], []
+        with noise(model, aqn, rank=0) as scope:
+            for number, (batch, before) in enumerate(zip(batches, clean, strict=True)):
+                scope.at(number)
+                after = _gradient(model, loss, batch)
+                ratios.append(float(after.norm() / before.norm()))
+                changes.append(float((after - before).norm() / before.norm()))
+        ratio = stats.mean(ratios)
+        found[way] = {
+            "ratio": to_json(ratio),
+            "band": band("gradient_ratio", ratio.value),
+            "change": to_json(stats.mean(changes)),
+        }
+    return found
+
+
+def _gradient(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
+    """All of it, as one vector on the device."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with evaluating(model):
+        slopes = torch.autograd.grad(loss(model, batch), parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([slope.flatten().float() for slope in slopes])

@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
-from noisescope.runs.cluster import first_line, joined
+from noisescope.runs.ray_executor import first_line, joined
 from noisescope.training.phases import Job, run, seconds_before
 from noisescope.trials import Result
 

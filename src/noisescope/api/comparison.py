@@ -1,0 +1,64 @@
+"""Two records compared. Needs no torch, unless a record is a dump of msprobe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from noisescope.comparison.compare import Comparison as Comparison
+from noisescope.comparison.compare import compare_records
+from noisescope.comparison.priorities import Crossing as Crossing
+from noisescope.comparison.records import Record, read_record
+from noisescope.comparison.rows import SiteRow as SiteRow
+from noisescope.comparison.rows import TokenRow as TokenRow
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.errors import InvalidInput
+from noisescope.options.devices import CompareOptions
+from noisescope.options.values import asks
+from noisescope.reports.report import Report
+
+
+@asks(CompareOptions, "a", "b")
+def compare(asked: CompareOptions) -> Comparison:
+    """How two devices differ; `a` is the reference.
+
+        found = ns.compare("gpu.record", "npu.record", max_mape=0.05, sensitivity="out/report.json")
+        found.verdict, found.first.site, found.passed; found.save("comparison.json")
+
+    Records are those of `record`, or dumps of msprobe (a folder with dump.json).
+    """
+    return compare_records(
+        opened(asked.a),
+        opened(asked.b),
+        layers=asked.layers,
+        max_mape=asked.max_mape,
+        sensitivity=_diagnosed(asked.sensitivity),
+        affordable=asked.affordable,
+    )
+
+
+def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -> Diagnosis | None:
+    """A diagnosis from its value, its report, the JSON of that, or a file."""
+    if sensitivity is None or isinstance(sensitivity, Diagnosis):
+        return sensitivity
+    if isinstance(sensitivity, (str, Path)):
+        return Report.load(sensitivity).diagnosis
+    if isinstance(sensitivity, Report):
+        return sensitivity.diagnosis
+    return Report.checked(sensitivity, "the sensitivity report").diagnosis
+
+
+def opened(record: Record | str | Path) -> Record:
+    """A record from wherever it comes."""
+    if isinstance(record, Record):
+        return record
+    folder = Path(record)
+    if folder.is_file():
+        raise InvalidInput(f"{folder} is a file: a record is the folder that `noisescope record` writes")
+    if not (folder / "record.json").is_file():
+        from noisescope.api.msprobe import dump_folder, read_dump
+
+        if dump_folder(folder) is not None:
+            return read_dump(folder)
+    return read_record(folder)

@@ -1,0 +1,139 @@
+"""What is sensitive to numerical error, and whether that answer held."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from noisescope import demo
+from noisescope.api.costs import Cost
+from noisescope.api.plan_trials import with_precision_planned
+from noisescope.api.preparation import load_subject, prepare, prepare_diagnosis, prepared_for, seeds_of
+from noisescope.data.dataset import read_data
+from noisescope.diagnosis import all_levels, fault_check
+from noisescope.diagnosis import noise_levels as curve
+from noisescope.diagnosis.context import Settings
+from noisescope.diagnosis.report import Diagnosis, Robustness
+from noisescope.faults.simulator import faulty
+from noisescope.localization.locate import locate
+from noisescope.model.subject import Subject
+from noisescope.options.groups import ExecutionOptions, LoadingOptions, Options
+from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
+from noisescope.options.values import asks
+from noisescope.plans.migration import rank_places
+from noisescope.probe.formats import Format
+from noisescope.probe.noise import Gaussian
+from noisescope.reports.report import Report
+from noisescope.reports.values import DiagnosisReport, LocateSection
+from noisescope.runs.store import Store
+
+
+@asks(DiagnoseOptions, "data")
+def diagnose(subject: Subject, asked: DiagnoseOptions) -> Report:
+    """Which operators, layers and channels are sensitive to numerical error.
+
+        report = ns.diagnose(ns.load("demo"))
+        report.save("out/")
+
+    With `output` results are stored there as they come, and the same call resumes.
+    """
+    run, found = prepare_diagnosis(subject, options=asked).run(all_levels, asked)
+    diagnosis = DiagnosisReport.from_diagnosis(Diagnosis.of(run, found))
+    if diagnosis.layer_analysis is not None and any(row.nats for row in diagnosis.layer_analysis.layers):
+        diagnosis = replace(diagnosis, migration_plan=rank_places(diagnosis))
+    return _kept(Report(diagnosis), asked.output)
+
+
+def cost_of_diagnosis(subject: Subject, asked: DiagnoseOptions) -> Cost:
+    """What a diagnosis would cost, from one timed forward."""
+    return prepare_diagnosis(subject, options=asked).cost(all_levels)
+
+
+@asks(RobustnessOptions, "data")
+def robustness(subject: Subject, asked: RobustnessOptions) -> Report:
+    """Accuracy and retention at several noise levels, with intervals."""
+    levels = curve.checked_levels(asked.noise_levels)
+    settings = Settings(
+        Gaussian(max(levels)), levels=("operator",), layer_operators=asked.operators, seeds=seeds_of(asked.seeds)
+    )
+    run, found = prepared_for(subject, asked, settings).run(curve.RobustnessQuestion(levels), asked)
+    return _kept(Report(Robustness(run=run, **vars(found))), asked.output)
+
+
+def put_to_the_test(
+    subject: Subject,
+    report: Report,
+    data: Any,
+    fault: Any,
+    *,
+    name: str | None = None,
+    samples: int = 100,
+    output: str | Path | None = None,
+) -> Report:
+    """The report, and whether it was right: one fault in the layers it warns of, and in others.
+
+    `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
+    """
+    asked = fault_check.Check(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
+    settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
+    prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice=samples)
+    _, found = prepared.run(asked, ExecutionOptions())
+    return _kept(Report(replace(report.diagnosis, check=found)), output)
+
+
+def with_fault_located(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
+    """The report, and what `locate` says of the model while a simulated fault is in it."""
+    with faulty(subject.model, fault, anatomy=subject.anatomy) as scope:
+        verdict = locate(subject)
+    found = LocateSection.of(verdict.to_dict(), simulated=fault, elements_changed=scope.changed)
+    return _kept(Report(replace(report.diagnosis, locate=found)), output)
+
+
+def _kept(report: Report, output: str | Path | None) -> Report:
+    """The run's store keeps the report as it is now: `noisescope report` draws it again, without torch."""
+    if output is not None:
+        with Store(output) as store:
+            store.note(report=report.data)
+    return report
+
+
+# The demo: a diagnosis of the bundled model, put to the test, planned for, and a fault found.
+
+
+SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
+HELD_OUT = 100
+BITS = 5
+BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # what is put in, and has to be found
+FAULT = "int4"  # 4-bit integers with one scale per tensor
+
+
+def demonstrated(output: Path, progress: object, say: Callable[[str], None]) -> Report:
+    """The report of all steps; `say` is told which one begins."""
+    problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
+    unseen = dataclasses.replace(problems, items=problems.items[SAMPLES:])
+    subject = load_subject(LoadingOptions(model="demo"))
+    report = diagnose(
+        subject,
+        samples=SAMPLES,
+        seeds=2,
+        slice=SAMPLES,
+        calibration_samples=128,
+        options=Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}),
+    )
+    say("2. simulating a fault where the report warns, and where it does not")
+    report = put_to_the_test(
+        subject,
+        report,
+        unseen,
+        Format(FAULT),
+        name="4-bit integers (one scale per tensor)",
+        samples=HELD_OUT,
+        output=output,
+    )
+    say(f"3. planning {BITS} bits per weight, and measuring what that costs")
+    report = with_precision_planned(subject, report, BITS)
+    say("4. breaking one operation on purpose, and looking for it without a reference")
+    return with_fault_located(subject, report, BROKEN, output=output)

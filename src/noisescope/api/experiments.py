@@ -1,0 +1,213 @@
+"""The experiment of phases wired together: the bundled model's problems, the store, processes, verdicts, a report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from noisescope.api.preparation import progress_of
+from noisescope.api.reports import ended
+from noisescope.demo.task import Arithmetic, arithmetic, practice
+from noisescope.errors import InvalidInput
+from noisescope.jsonform import to_json
+from noisescope.model.subject import load
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.runs import PhasesOptions
+from noisescope.options.values import asks
+from noisescope.reports.experiment import (
+    PhasesAsked,
+    PhasesCost,
+    PhasesFound,
+    PhasesRun,
+    PhasesSettings,
+    ProblemSource,
+    TaskSource,
+    Trained,
+    TrainingSettings,
+)
+from noisescope.reports.experiment import PhasesReport as PhasesReport
+from noisescope.runs.store import Store
+from noisescope.sites import Place
+from noisescope.training import layer_factors
+from noisescope.training.criteria import criteria, theory
+from noisescope.training.hypotheses import UNMEASURABLE, CurvePoint, Outcome, arm_row, judge
+from noisescope.training.phases import Arm, Design, Job, rounding
+from noisescope.training.workers import check_device, run_all
+from noisescope.trials import Result, content_id
+
+PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
+
+
+@asks(PhasesOptions)
+def phases(asked: PhasesOptions) -> PhasesReport:
+    """Train the bundled model's task under several kinds of noise, and ask each trained model under noise.
+
+    What is done is kept in `output`; the same call goes on from there, also after `seconds` were up. Nothing is kept
+    without a folder. A script that asks for several `workers` must do so under `if __name__ == "__main__":`.
+    """
+    training = {name: vars(asked)[name] for name in ("steps", "batch", "rate", "examples", "layers", "width")}
+    task = _task(asked.method, asked.start, tests=asked.samples, **training)
+    chosen = tuple(Arm.of(text, asked.noise_scale) for text in asked.arms)
+    started = time.time()
+    with Store(asked.output) as store, _work_folder(asked.output) as folder:
+        if asked.retry_failed:
+            store.forget_failures()
+        design = Design(
+            task=task,
+            arms=chosen,
+            seeds=tuple(range(asked.seeds)),
+            levels=asked.noise_levels,
+            noise_seeds=asked.noise_seeds,
+            operators=frozenset(asked.operators),
+            factors=_factors(task, store) if any(arm.kind == "adaptive" for arm in chosen) else {},
+            device=asked.device,
+        )
+        about = _asked(design, asked.noise_scale, asked.start)
+        store.note(asked=to_json(about), **({} if asked.repeat is None else {"command": asked.repeat}))
+        _settle(design, store, folder, asked, deadline=math.inf if asked.seconds is None else started + asked.seconds)
+        report = PhasesReport(conclude(design, store, asked.noise_scale, run=_run(about, store, started)))
+        if asked.output is not None:
+            store.note(report=report.data)
+    return report
+
+
+def _task(method: str, start: str, **settings: Any) -> Arithmetic:
+    if method == "supervised":
+        return arithmetic(start, **settings)
+
+    return practice(start, **settings)
+
+
+def _settle(design: Design, store: Store, folder: Path, options: ExecutionOptions, *, deadline: float) -> None:
+    """Train what the store does not have."""
+    wanted = [(trial, arm, seed) for trial, arm, seed in design.trials() if trial.id not in store]
+    if not wanted:
+        return  # a report of what is there needs no device
+    if options.executor == "local":
+        check_device(design.device)
+    progress, workers = progress_of(options), options.workers
+    progress.wave(len(wanted))
+    task: Any = design.task
+    cache = folder / f"problems-{content_id([task.settings.examples, task.settings.tests])[:12]}.npz"
+    task.prepare(cache, workers=workers)
+    jobs = [
+        Job(design, arm, seed, cache, folder / f"{trial.id[:16]}.checkpoint", deadline) for trial, arm, seed in wanted
+    ]
+    for job, result, seconds in run_all(jobs, workers=workers, executor=options.executor, address=options.address):
+        if result is not None:
+            trial = design.trial(job.arm, job.seed)
+            store.put(trial, result, seconds)
+            progress.step(trial, result, seconds)
+
+
+def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> PhasesFound:
+    """The report from what is in the store."""
+    found: dict[str, dict[int, Outcome]] = {str(arm): {} for arm in design.arms}
+    failures: list[str] = []
+    missing = 0
+    for trial, arm, seed in design.trials():
+        result = store.get(trial.id)
+        if result is None:
+            missing += 1
+        elif result.failed:
+            failures.append(f"{arm}, seed {seed}: {result.error}")
+        else:
+            found[str(arm)][seed] = outcome(result, design.levels)
+    rows = judge(criteria(design.arms, design.levels, scale), found)
+    trained = sum(map(len, found.values()))
+    arms = [arm_row(name, runs, design.levels) for name, runs in found.items() if runs]
+    notes = [f"failed: {failure}" for failure in failures]
+    notes += [f"{row.name}: {row.estimate.note}" for row in rows if row.verdict == UNMEASURABLE]
+    notes += [note for arm in design.arms if (note := rounding(design, arm))]
+    if missing:
+        notes.append(f"{missing} of {len(design.trials())} trainings are not done yet: run the same command again")
+    return PhasesFound(
+        run=run,
+        arms=tuple(arms),
+        seeds=tuple(design.seeds),
+        n=design.task.samples,
+        levels=tuple(design.levels),
+        trained=Trained(trained, len(failures), len(design.trials())),
+        hypotheses=tuple(rows),
+        theory=theory(rows),
+        could_not_see=tuple(notes),
+    )
+
+
+def outcome(result: Result, levels: Sequence[float]) -> Outcome:
+    """A stored row as the statistics need it."""
+    columns: dict[float, list[tuple[float | None, ...]]] = {level: [] for level in levels}
+    for name, values in result.values.items():
+        from_each = np.abs(np.asarray(levels) - float(name.partition("/")[0]))
+        columns[levels[int(from_each.argmin())]].append(values)  # older stores have the first six digits only
+    answers = {level: np.asarray(values, dtype=np.float64).T for level, values in columns.items()}
+    curve = [CurvePoint(point["step"], point["gradient_norm"], point["held_out"]) for point in result.facts["curve"]]
+    return Outcome(answers, curve, result.facts["training_injections"])
+
+
+def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:
+    """Of each layer of the bundled model, by its predicted KL; kept in the store, for a trial's id holds them."""
+    from noisescope.api.diagnosis import diagnose
+
+    known = store.fact("factors")
+    if known is None:
+        report = diagnose(load("demo"), effort="screen", level="layer", samples=PROFILED)
+        known = {str(layer): factor for layer, factor in layer_factors.from_report(report).items()}
+        store.note(factors=known)
+    if task.start == "scratch" and len(known) != task.settings.layers:
+        raise InvalidInput(
+            f"an adaptive arm takes its factors from the bundled model of {len(known)} layers, and the model to train "
+            f"has {task.settings.layers}: train one of {len(known)}, or leave the arm out"
+        )
+    return {int(layer): factor for layer, factor in known.items()}
+
+
+@contextlib.contextmanager
+def _work_folder(output: str | Path | None) -> Iterator[Path]:
+    """Where training problems and checkpoints lie: what can be made again, apart from the store."""
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="noisescope-") as name:
+            yield Path(name)
+        return
+    folder = Path(output) / "work"
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+
+
+def _asked(design: Design, scale: float, start: str) -> PhasesAsked:
+    task: Any = design.task
+    details = dataclasses.asdict(task)
+    settings = {**details.pop("settings"), **details}
+    named = {field.name: settings.pop(field.name, None) for field in dataclasses.fields(TrainingSettings)}
+    return PhasesAsked(
+        model=TaskSource("the bundled model, trained on" if start == "bundled" else "a new model, from scratch"),
+        data=ProblemSource(task.data_name(), task.samples),
+        settings=PhasesSettings(
+            arms=tuple(str(arm) for arm in design.arms),
+            seeds=len(design.seeds),
+            noise_scale=scale,
+            noise_levels=tuple(design.levels),
+            noise_seeds=design.noise_seeds,
+            operators=tuple(sorted(design.operators)),
+            factors={str(layer): factor for layer, factor in design.factors.items()},
+            training=TrainingSettings(**{**named, "method": task.method, "others": settings}),
+        ),
+        device=design.device,
+    )
+
+
+def _run(asked: PhasesAsked, store: Store, started: float) -> PhasesRun:
+    return PhasesRun(
+        **vars(asked),
+        cost=PhasesCost(time.time() - started, sum(store.seconds.values()), len(store)),
+        notes=tuple(store.damage()),
+        **ended(),
+    )

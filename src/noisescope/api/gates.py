@@ -1,0 +1,154 @@
+"""Whether a model got worse than its baseline: measured, decided, kept."""
+
+from __future__ import annotations
+
+import datetime
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from noisescope.api.plan_trials import check_model, data_of
+from noisescope.api.preparation import Prepared, prepared_for, seeds_of
+from noisescope.diagnosis import gate_baseline, operators
+from noisescope.diagnosis.context import GROUP, Frame, Settings
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.sections import GateNumbers
+from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.jsonform import from_json, to_json
+from noisescope.model.subject import Subject
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.sensitivity import GateOptions, GaugeOptions
+from noisescope.options.values import asks
+from noisescope.plans.gate import conditions_row, decide, refuse_kind, refuse_other_samples
+from noisescope.plans.gate_rows import GateBaseline, headline_of
+from noisescope.plans.gate_rows import GateResult as GateResult
+from noisescope.plans.gate_rows import ScoreChange as ScoreChange
+from noisescope.probe.noise import Gaussian
+from noisescope.reports.report import Report, diagnosis_of
+from noisescope.reports.run_changes import trend
+from noisescope.runs.store import Store
+from noisescope.trials import Results, Trial
+
+
+@asks(GateOptions, "baseline", "data")
+def gate(subject: Subject, asked: GateOptions) -> GateResult:
+    """The verdict on a model beside the report of an earlier one: plans/gate.py says how it is decided.
+
+    On the baseline's own samples every number is compared in pairs. `conditions` lists what else differs: dtype,
+    device, attention path.
+    """
+    given: Any = asked.baseline
+    report = diagnosis_of(Report.load(given) if isinstance(given, (str, Path)) else given)
+    before, run = _kept(report), report.run
+    check_model(report, subject)
+    started = time.perf_counter()
+    prepared = _prepared(
+        subject,
+        GaugeOptions(
+            data=data_of(report) if asked.data is None else asked.data,
+            noise_scale=run.settings.noise_scale,
+            metric=before.metric,
+            generate=run.data.measure == "generate",
+            samples=asked.samples,
+            seeds=before.seeds if asked.seeds is None else asked.seeds,
+            effort=asked.effort,
+            max_tokens=asked.max_tokens,
+            slice=asked.slice,
+        ),
+    )
+    refuse_kind(run.data, prepared.asked.data)
+    if not asked.other_samples:
+        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.frame.names))
+    now = _measured(prepared, asked)
+    conditions = conditions_row(run, prepared.asked, (before, now))
+    decision = decide(
+        before,
+        now,
+        worse_than=1 + asked.max_worse,
+        max_degradation=asked.max_degradation,
+        kl_floor=run.kl_floor,
+    )
+    return GateResult(
+        **vars(decision),
+        headline=headline_of(decision, conditions),
+        model=subject.source,
+        baseline=GateBaseline(run.model.source, run.finished),
+        step=asked.step,
+        finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - started,
+        conditions=conditions,
+    )
+
+
+@asks(GaugeOptions, "data")
+def gauged(subject: Subject, asked: GaugeOptions) -> GateNumbers:
+    """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
+    return _measured(_prepared(subject, asked), asked)
+
+
+def _prepared(subject: Subject, asked: GaugeOptions) -> Prepared:
+    settings = Settings(
+        Gaussian(asked.noise_scale),
+        levels=("operator",),
+        operators=(GROUP,) if asked.effort == "screen" else gate_baseline.OPERATORS,
+        seeds=seeds_of(asked.seeds),
+    )
+    return prepared_for(subject, asked, settings)
+
+
+def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:
+    _, found = prepared.run(_Question(), options)
+    if found.numbers is None:
+        raise NoisescopeError(f"the model could not be measured: {found.error}")
+    if options.output is not None:
+        with Store(options.output) as store:
+            store.note(answered=to_json(prepared.asked))
+    return found.numbers
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a gate compares, or why there is none."""
+
+    numbers: GateNumbers | None
+    error: str
+
+
+class _Question:
+    """The numbers of a gate as a question of their own."""
+
+    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+        return gate_baseline.propose(frame, results) + operators.propose(frame, results)
+
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> _Found:
+        clean = frame.over_whole.answer(results, None)
+        return _Found(gate_baseline.conclude(frame, results), "" if clean is None else clean.error)
+
+
+def keep(result: GateResult, folder: str | Path) -> list[Path]:
+    """Add a verdict to the history in a folder, and draw the trend of all of them again; the paths of the figures."""
+    from noisescope.reports.figures import save_figures
+
+    with Store(folder) as store:
+        store.add_gate(to_json(result))
+        history = [from_json(GateResult, row, f"gate {number}") for number, row in enumerate(store.gates(), 1)]
+        damaged = store.damaged_gates
+    if damaged:
+        warnings.warn(f"{damaged} earlier gates in {folder} failed the checksum and are left out", stacklevel=2)
+    return save_figures(trend(history), Path(folder) / "trend")
+
+
+def _kept(report: Diagnosis) -> GateNumbers:
+    """The baseline's own numbers; refused where there are none, or where they are of another noise."""
+    if report.gate is None:
+        raise InvalidInput(
+            "this report has no numbers for a gate: it was made with a metric of your own, or without the operator "
+            "level. Make the baseline again: noisescope diagnose MODEL -o baseline"
+        )
+    noise = repr(Gaussian(report.run.settings.noise_scale))
+    if report.gate.noise != noise:
+        raise InvalidInput(f"a gate repeats {noise}, and this baseline was measured under {report.gate.noise}")
+    return report.gate

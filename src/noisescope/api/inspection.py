@@ -1,0 +1,86 @@
+"""Where noise can fall in a model, from its config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from noisescope.model.anatomy import Anatomy
+from noisescope.model.subject import Subject, outline
+from noisescope.options.devices import InspectOptions
+from noisescope.sites import OPERATORS, Place, place_order
+
+
+def inspected(asked: InspectOptions) -> dict[str, Any]:
+    """Places, operators and modules of the model that options name."""
+    subject = outline(asked.model, dtype=asked.dtype, attn_implementation=asked.attn_implementation)
+    return anatomy_facts(subject, verbose=asked.verbose)
+
+
+def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
+    """All that `noisescope inspect` says, as plain values."""
+    model, anatomy = subject.model, subject.anatomy
+    parameters = list(model.parameters())
+    packed = [unit for unit in anatomy.units if unit.packed]
+    found: dict[str, Any] = {
+        "source": subject.source,
+        "architecture": anatomy.architecture,
+        "blocks": len(anatomy.blocks),
+        "parameters": sum(parameter.numel() for parameter in parameters),  # a tied weight counts once
+        "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
+        "attention": _attention(subject),
+        "experts": _experts(subject),
+        "operators": _folded(anatomy.counts()),
+        "left_alone": _folded(anatomy.counts(left_alone=True)),
+        "possible": sorted({op for unit in anatomy.units if not unit.certain for op in unit.operators}),
+        "absent": anatomy.absent(),
+        "quantised": {kind: sum(u.packed == kind for u in packed) for kind in sorted({u.packed for u in packed})},
+        "notes": list(anatomy.notes),
+    }
+    if verbose:
+        found["modules"] = _modules(anatomy)
+    return found
+
+
+def _attention(subject: Subject) -> dict[str, Any]:
+    """Which kernel computes attention, and whether its products and softmax are fused in it."""
+    name = getattr(getattr(subject.model, "config", None), "_attn_implementation", None)
+    present = subject.anatomy.operators() & {"softmax", "matmul", "bmm"}
+    return {"implementation": name or "torch", "fused": bool(present) and name != "eager"}
+
+
+def _experts(subject: Subject) -> str | None:
+    """How transformers computes the experts of an MoE model: "grouped_mm", "batched_mm", "eager"."""
+    if not any(unit.kind == "experts" for unit in subject.anatomy.units):
+        return None
+    return getattr(getattr(subject.model, "config", None), "_experts_implementation", None) or "eager"
+
+
+def _folded(counts: dict[Place, dict[str, int]]) -> list[dict[str, Any]]:
+    """Blocks that compute the same, as one entry: [{"places": [0, 1, 2], "counts": {"linear": 7}}]."""
+    groups: dict[tuple[Any, ...], list[Place]] = {}
+    for place, here in counts.items():
+        outer = "" if isinstance(place, int) else place  # only blocks are folded
+        groups.setdefault((outer, *((op, here[op]) for op in OPERATORS if op in here)), []).append(place)
+    rows = [{"places": places, "counts": dict(key[1:])} for key, places in groups.items()]
+    return sorted(rows, key=lambda row: place_order(row["places"][0]))
+
+
+def _modules(anatomy: Anatomy) -> list[dict[str, Any]]:
+    return [
+        {
+            "module": unit.module,
+            "place": unit.place,
+            "counts": dict(zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True)),
+            "remark": ", ".join(
+                remark
+                for remark, applies in (
+                    ("only when named", unit.left_alone),
+                    (f"packed ({unit.packed})", bool(unit.packed)),
+                    ("may be called", not unit.certain),
+                )
+                if applies
+            ),
+        }
+        for unit in sorted(anatomy.units, key=lambda unit: place_order(unit.place))
+        if unit.operators
+    ]

@@ -1,0 +1,272 @@
+"""Precision plans from a report, carried out on the model and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noisescope import demo
+from noisescope.api.plans import plan_precision, predicted_precision
+from noisescope.api.preparation import material_of, prepare
+from noisescope.data.dataset import DataSet, built_in, read_data
+from noisescope.diagnosis.context import Settings
+from noisescope.diagnosis.effects import divergence, ratio
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.errors import InvalidInput
+from noisescope.findings.values import counted
+from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection, weight_of
+from noisescope.measures.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
+from noisescope.model.forwards import input_device
+from noisescope.model.source import model_fingerprint
+from noisescope.model.subject import Subject
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.plans import SmoothquantOptions, VerifyOptions
+from noisescope.options.values import asks
+from noisescope.plans.gate import refuse_architecture
+from noisescope.plans.precision import (
+    Module,
+    Plan,
+    layer_sensitivity,
+    modules_of,
+    random_plans,
+    rule_plan,
+    uniform_plan,
+)
+from noisescope.plans.precision_results import (
+    Carried,
+    PlanData,
+    PlanRow,
+    PrecisionPlan,
+    Rival,
+    Verification,
+    measured_plan,
+    prediction_notes,
+    without_random,
+)
+from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
+from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
+from noisescope.probe.noise import Gaussian
+from noisescope.reports.report import Report, diagnosis_of
+
+
+@asks(VerifyOptions, "data")
+def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, asked: VerifyOptions) -> PrecisionPlan:
+    """The plan carried out by fake quantisation: KL and score beside uniform, rule and random plans.
+
+    Samples are those after the ones that formats were scored on; a note says where there are no more. Random plans are
+    drawn from the same formats, at the plan's own average bits within 0.02.
+    """
+    found = diagnosis_of(report)
+    check_sizes(found, subject)
+    planned = predicted_precision(found, plan, formats=asked.formats)
+    missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
+    if missing:
+        raise InvalidInput(
+            f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
+        )
+    modules = modules_of(found, asked.formats)
+    rivals = [Rival("plan", "plan", plan), *_rivals(found, modules, plan)]
+    drawn = random_plans(modules, plan.average_bits, asked.random, seed=asked.seed)
+    rivals += [Rival(f"random {i}", "random", one) for i, one in enumerate(drawn)]
+    given = data_of(found) if asked.data is None else asked.data
+    held_out, seen_before = _held_out(given, planned.prediction.n, asked.samples)
+    prepared = prepare(
+        subject,
+        held_out,
+        settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
+        samples=asked.samples,
+        calibration_samples=0,
+        max_tokens=asked.max_tokens,
+        slice=asked.samples,
+    )
+    question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
+    run, verified = prepared.run(question, ExecutionOptions())
+    own = verified.plans["plan"]
+    rows = [_row(rival, verified.plans[rival.name], own) for rival in rivals]
+    notes = [
+        *prediction_notes(planned.prediction, own.divergence.mean),
+        *other_numbers(found, run.model.fingerprint),
+        *seen_before,
+        *_rule_notes(rivals),
+        *verified.could_not_see,
+    ]
+    return measured_plan(
+        planned, rows, PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint), notes=notes
+    )
+
+
+def with_precision_planned(
+    subject: Subject, report: Report, average_bits: float, *, random: int = 16, samples: int = 64
+) -> Report:
+    """The report, and a precision plan carried out on its model."""
+    plan = plan_precision(report, average_bits=average_bits)
+    measured = verify_precision(subject, report, plan, random=random, samples=samples)
+    return Report(replace(report.diagnosis, precision_plan=without_random(measured)))
+
+
+def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator[Rival]:
+    """Uniform plans of every format offered, and the rule of the original method notes where it has a profile."""
+    for name in modules[0].choices:
+        if name != UNTOUCHED:
+            yield Rival(f"uniform {name}", "uniform", uniform_plan(modules, name), name)
+    sensitivity = layer_sensitivity(found)
+    if sensitivity:
+        yield Rival("bit rule", "bit rule", rule_plan(modules_of(found), sensitivity, plan.average_bits))
+
+
+def _rule_notes(rivals: Sequence[Rival]) -> list[str]:
+    rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
+    if rule is None:
+        return ["the bit rule was not applied: the loss of no window could be measured"]
+    return [rule.note] if rule.note else []
+
+
+def _row(rival: Rival, carried: Carried, own: Carried) -> PlanRow:
+    plan = rival.plan
+    return PlanRow(
+        rival.name,
+        rival.kind,
+        rival.format,
+        plan.average_bits,
+        plan.effective_bits,
+        plan.predicted_mean_kl,
+        carried.divergence,
+        carried.score,
+        carried.clean_score,
+        None if rival.kind == "plan" else carried.over(own),
+    )
+
+
+def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
+    """Samples behind those that formats were scored on; where the data holds no more, all of them and a note."""
+    if isinstance(data, (str, Path)):
+        data = read_data(data, limit=scored + samples)
+    if not isinstance(data, DataSet):
+        return data, []
+    if len(data.items) > scored:
+        return replace(data, items=data.items[scored:]), []
+    held = f"the data holds {counted(len(data.items), 'sample')}, no more than the {scored} used to choose formats"
+    return data, [f"{held}: the plan may be measured on the samples it was made from. Give more with --data"]
+
+
+# SmoothQuant tried out on a model: scales folded into a copy, and what that does for 8-bit weights and activations.
+
+
+def token_batches(subject: Subject, data: Any, samples: int, max_tokens: int, *, which: str) -> list[Tensor]:
+    """Token ids [1, T] of each sequence, whatever form data comes in."""
+    material = material_of(subject, data, samples, max_tokens, which=which)[0]
+    device = input_device(subject.model)
+    return [
+        torch.tensor([s.ids], device=device) for group in material.encoded.sequences for s in group if len(s.ids) > 1
+    ]
+
+
+def smooth_outliers(
+    subject: Subject,
+    calibration: Any = None,
+    *,
+    alpha: float | None = None,
+    places: frozenset[int] | None = None,
+    samples: int = 16,
+    max_tokens: int = 256,
+) -> Smoothed:
+    """A smoothed copy; the model itself is left alone. `alpha` None searches one per fold, `places` None is all."""
+    batches = token_batches(subject, calibration, samples, max_tokens, which="calibration")
+    return smooth(subject.model, batches, alpha=alpha, places=places, anatomy=subject.anatomy)
+
+
+@asks(SmoothquantOptions, "data")
+def plan_smoothquant(subject: Subject, report: Report | Diagnosis, asked: SmoothquantOptions) -> SmoothingPlan:
+    """SmoothQuant carried out on a copy: W8A8 KL before and after, and advice for each module with outliers.
+
+    The first half of the samples calibrates, on the other half the KL is measured.
+    """
+    alpha, target, found = asked.alpha, asked.target, diagnosis_of(report)
+    recommendations(found, (), target=target)  # refuses a report without channels before the work begins
+    check_sizes(found, subject)
+    given = data_of(found) if asked.data is None else asked.data
+    batches = token_batches(subject, given, asked.samples, asked.max_tokens, which="test")
+    if len(batches) < 2:
+        raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
+    half = len(batches) // 2
+    smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
+    before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
+    after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
+    folds = tuple(map(_fold_row, smoothed.folds))
+    return SmoothingPlan(
+        scheme="W8A8: int8 weights with a scale per output channel, int8 activations with a scale per token",
+        alpha=alpha,
+        kl=BeforeAndAfter(divergence(before), divergence(after)),
+        gain=ratio(before, after),
+        float_error=smoothed.float_error,
+        folds=folds,
+        recommendations=recommendations(found, folds, target=target),
+        notes=tuple(other_numbers(found, model_fingerprint(subject.model))),
+    )
+
+
+def _fold_row(done: Folded) -> FoldRow:
+    fold = done.fold
+    return FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
+
+
+# What a report was made on, found again.
+
+
+BUILT_IN = "built-in text"
+
+
+def data_of(report: Report | Diagnosis) -> DataSet | str | Path:
+    """What `diagnose` takes as data: the same file, the demo's problems, or the built-in text."""
+    source = diagnosis_of(report).run.data.source
+    if source == "demo":
+        return demo.test_file()
+    if source == BUILT_IN:
+        return built_in()
+    if not Path(source).exists():
+        raise InvalidInput(f"the report was made on {source}, which is not there: give the data with --data")
+    return source
+
+
+def check_model(report: Report | Diagnosis, subject: Subject) -> None:
+    """Refuse a model of another architecture or depth than the report's; its weights may be others."""
+    model = diagnosis_of(report).run.model
+    refuse_architecture(model, subject.anatomy.architecture, len(subject.anatomy.blocks))
+
+
+def check_sizes(report: Report | Diagnosis, subject: Subject) -> None:
+    """Refuse, too, a model whose linears have other sizes than the report's: plans count its weights and channels."""
+    found = diagnosis_of(report)
+    check_model(found, subject)
+    modules = dict(subject.model.named_modules())
+    shapes = {unit.module: weight_of(modules[unit.module]).shape for unit in subject.anatomy.units if is_planned(unit)}
+    for scored in found.format_scores.modules if found.format_scores is not None else ():
+        outputs, inputs = shapes.get(scored.module, (0, 0))
+        _refuse_size(subject, f"weights in {scored.module}", scored.parameters, outputs * inputs)
+    for name, row in found.channel_analysis.per_layer.items() if found.channel_analysis is not None else ():
+        if name in shapes:
+            _refuse_size(subject, f"output channels in {name}", row.total_channels, shapes[name][0])
+
+
+def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None:
+    if found != reported:
+        raise InvalidInput(
+            f"the report counts {reported} {what}, and {subject.source} has {found}: it is of another model. Make a "
+            "report of this one: noisescope diagnose MODEL -o DIR"
+        )
+
+
+def other_numbers(report: Report | Diagnosis, fingerprint: str) -> list[str]:
+    """A note where a model of the same sizes has other numbers than the report's."""
+    if diagnosis_of(report).run.model.fingerprint == fingerprint:
+        return []
+    return [
+        "the model's numbers are not those that the report was made on (other weights, another dtype or config): what "
+        "the report predicts may not hold for it"
+    ]

@@ -1,0 +1,79 @@
+"""Precision plans from a report. No torch here: carrying one out is in planning.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from noisescope.api.reports import load_report
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.errors import InvalidInput
+from noisescope.options.plans import BudgetOptions, MigrationOptions, PrecisionOptions
+from noisescope.options.values import asks
+from noisescope.plans import migration
+from noisescope.plans.fault_test_rows import FaultTest as FaultTest
+from noisescope.plans.fault_test_rows import FaultTestResult as FaultTestResult
+from noisescope.plans.fault_test_rows import to_csv as to_csv
+from noisescope.plans.fault_tests import generate as generate
+from noisescope.plans.migration import MigrationSteps as MigrationSteps
+from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
+from noisescope.plans.precision_exports import Export, export_plan
+from noisescope.plans.precision_results import PrecisionPlan as PrecisionPlan
+from noisescope.plans.precision_results import coverage_notes, planned_share, predicted_plan, prediction_of
+from noisescope.reports.report import Report, diagnosis_of
+
+
+@asks(BudgetOptions)
+def plan_precision(report: Report | Diagnosis, asked: BudgetOptions) -> Plan:
+    """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
+    budget = Budget(asked.average_bits, asked.max_megabytes, asked.max_milliseconds, _table(asked.latency_table))
+    modules = modules_of(diagnosis_of(report), asked.formats)
+    bits = {name: choice.bits for name, choice in modules[0].choices.items()}
+    low, high = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
+    if asked.average_bits is not None and not bits[low] <= asked.average_bits <= bits[high]:
+        raise InvalidInput(
+            f"these formats allow averages from {bits[low]:g} ({low}) to {bits[high]:g} bits ({high}), got "
+            f"{asked.average_bits:g}: change the average, or the formats to choose from"
+        )
+    return optimal_plan(modules, budget, granularity=asked.granularity)
+
+
+def predicted_precision(
+    report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None
+) -> PrecisionPlan:
+    """A plan with its prediction, not carried out."""
+    found = diagnosis_of(report)
+    prediction = prediction_of(found, modules_of(found, formats), plan)
+    return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
+
+
+def exported(report: Report | Diagnosis, plan: Plan, asked: PrecisionOptions) -> Export:
+    """The plan in the words of another tool."""
+    return export_plan(plan, str(asked.export), modules_of(diagnosis_of(report), asked.formats))
+
+
+def _table(given: Any) -> Mapping[str, Any]:
+    """Milliseconds by module and format, from JSON where a path is given."""
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    try:
+        table = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{given} is no latency table: {error}") from None
+    if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
+        raise InvalidInput(f"{given} must be JSON of the form {{module: {{format: milliseconds}}}}; '*' for all others")
+    return table
+
+
+# What to validate first on new hardware, from a stored report. No torch here.
+
+
+def plan_migration(asked: MigrationOptions) -> MigrationSteps:
+    """The plan of plans/migration.py, with commands that name the report's path."""
+    path = asked.report / "report.json" if asked.report.is_dir() else asked.report
+    return migration.plan_migration(load_report(asked.report).diagnosis, path=str(path), device=asked.device)
+
+
+# Fault tests from a report. No torch here.

@@ -1,0 +1,348 @@
+"""The model that options name."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from noisescope.api.costs import Cost, estimate
+from noisescope.api.reports import ended, settings_facts
+from noisescope.data import tokens
+from noisescope.data.dataset import DataSet, built_in, read_data
+from noisescope.diagnosis.context import Frame, Settings
+from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run
+from noisescope.diagnosis.report import Cost as RunCost
+from noisescope.errors import InvalidInput
+from noisescope.jsonform import to_json
+from noisescope.measures.divergence import KL_FLOOR
+from noisescope.model.forwards import device_name
+from noisescope.model.subject import Subject, load
+from noisescope.options.fields import DEFAULT_OPERATORS
+from noisescope.options.groups import (
+    DeviceOptions,
+    ExecutionOptions,
+    LoadingOptions,
+    MeasuringOptions,
+    ReportModelOptions,
+    ScoringOptions,
+)
+from noisescope.options.sensitivity import DiagnoseOptions
+from noisescope.options.values import asks
+from noisescope.probe.noise import Gaussian
+from noisescope.runs.batches import Material, whole_samples
+from noisescope.runs.executor import Executor, InProcess, Progress, Silent, settle
+from noisescope.runs.runner import Bench, conditions
+from noisescope.runs.store import Store
+from noisescope.trials import Results, Slice, Trial, content_id, slices
+
+
+def load_subject(asked: LoadingOptions) -> Subject:
+    """The model of a command."""
+    return _loaded(asked.model, asked.dtype, asked)
+
+
+def subject_of_report(report: Mapping[str, Any], asked: ReportModelOptions) -> Subject:
+    """The model that a report is of, in the dtype it was measured in; or another one."""
+    run = report["run"]
+    return _loaded(asked.model or run["model"]["source"], asked.dtype or run["conditions"]["dtype"], asked)
+
+
+def _loaded(model: str, dtype: str | None, asked: DeviceOptions) -> Subject:
+    """Without the loader's own progress bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return load(
+        model,
+        device=asked.device,
+        dtype=dtype,
+        device_map=asked.device_map,
+        revision=asked.revision,
+        trust_remote_code=asked.trust_remote_code,
+    )
+
+
+# Data in any form as encoded samples, and what can be said of them before anything runs.
+
+
+def material_of(
+    subject: Subject, data: Any, count: int, max_tokens: int, *, which: str
+) -> tuple[Material, DataSet | None]:
+    """Encoded samples from whatever form data comes in."""
+    found = _data_set(subject, data, count, which)
+    if found is None:
+        encoded = tokens.from_batches(data)
+        encoded = replace(encoded, sequences=encoded.sequences[:count])
+        return Material(encoded, "text"), None
+    encoded = tokens.encode(found, subject.tokenizer, max_tokens=max_tokens)
+    labels = tuple(item.label for item in found.items) if found.kind == "choice" else ()
+    prompts: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+    if found.kind in ("answer", "chat"):
+        prompts = tuple(tokens.prompts(found, subject.tokenizer))
+        answers = tuple(item.answer or item.messages[-1][1] for item in found.items)
+    return Material(encoded, found.kind, labels, prompts, answers), found
+
+
+def _data_set(subject: Subject, data: Any, count: int, which: str) -> DataSet | None:
+    """A data set of at most `count` items, or None where `data` is tokenised batches."""
+    if data is None and subject.source == "demo":
+        from noisescope import demo
+
+        path = demo.test_file() if which == "test" else demo.calibration_file()
+        return replace(read_data(path, limit=count), source="demo", note="the bundled model's own problems")
+    if data is None:
+        return built_in().take(count)
+    if isinstance(data, DataSet):
+        return data.take(count)
+    if isinstance(data, (str, Path)):
+        return read_data(Path(data).expanduser().absolute(), limit=count)  # a report is read from other folders, too
+    return None
+
+
+def data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[str]:
+    if found is not None and found.note and found.source != "demo":
+        yield found.note
+    if len(test) < wanted:
+        yield f"the data holds {len(test)} samples, {wanted} were asked for"
+    if test.encoded.truncated:
+        yield f"{test.encoded.truncated} of {len(test)} samples were cut to fit (--max-tokens)"
+    yield from test.encoded.notes
+
+
+def chance_of(test: Material, found: DataSet | None, metric: str) -> float:
+    """What guessing gets: of one's own metric nothing is known, and tokens are guessed as the commonest one."""
+    if metric == "custom" or metric == "agreement":
+        return 0.0
+    if metric == "next_token_accuracy" or test.kind == "text":
+        return _commonest(test)
+    return 0.0 if found is None else tokens.chance(found)
+
+
+def _commonest(test: Material) -> float:
+    """The share of the commonest scored token: what always saying the same would get right."""
+    tokens = Counter(token for group in test.encoded.sequences for s in group for token in s.ids[s.start :])
+    return max(tokens.values()) / max(sum(tokens.values()), 1)
+
+
+def scored_tokens(test: Material) -> int:
+    return sum(len(s.ids) - s.start for group in test.encoded.sequences for s in group)
+
+
+# From a model, data and settings to a frame of questions with the material to ask them on.
+
+
+FEW = 8  # samples for curvature and gradients: a second derivative is dear
+
+
+@asks(DiagnoseOptions, "data")
+def prepare_diagnosis(subject: Subject, asked: DiagnoseOptions) -> Prepared:
+    """A diagnosis ready to run, or to say what it would cost."""
+    settings = Settings(
+        Gaussian(asked.noise_scale) if asked.perturbation is None else asked.perturbation,
+        levels=asked.level,
+        operators=DEFAULT_OPERATORS if asked.operators is None else asked.operators,
+        window=asked.window,
+        step=asked.step,
+        outlier_threshold=asked.outlier_threshold,
+        seeds=seeds_of(asked.seeds),
+        effort=asked.effort,
+        target_degradation=asked.target_degradation,
+        highest_scale=asked.highest_scale,
+    )
+    return prepared_for(subject, asked, settings)
+
+
+@asks(MeasuringOptions, "data")
+def prepare(subject: Subject, asked: MeasuringOptions, *, settings: Settings) -> Prepared:
+    """Settings of your own ready to run: the data read, encoded and cut into slices."""
+    return prepared_for(subject, asked, settings)
+
+
+def prepared_for(subject: Subject, asked: ScoringOptions, settings: Settings) -> Prepared:
+    """Read the data, encode it, cut it into slices, and say what was chosen."""
+    test, test_set = material_of(subject, asked.data, asked.samples, asked.max_tokens, which="test")
+    notes = list(data_notes(test, test_set, asked.samples))
+    materials = [test]
+    calibration = None
+    if "channel" in settings.levels and isinstance(asked, MeasuringOptions) and asked.calibration_samples > 0:
+        extra, more = _calibration(subject, asked, test_set)
+        notes += more
+        materials.append(extra)
+        calibration = Slice(extra.fingerprint, 0, len(extra))
+    generate = _generates(asked, test)
+    own = asked.metric if callable(asked.metric) else None
+    measure = "custom" if own is not None else "generate" if generate else "score"
+    extra_settings: dict[str, Any] = {}
+    if own is not None:
+        extra_settings = {"metric": own}
+    elif generate:
+        extra_settings = {
+            "max_new_tokens": asked.max_new_tokens,
+            "texts": content_id([test.prompts, test.answers]),
+        }
+    whole = whole_samples(test)
+    if own is None and whole.fingerprint != test.fingerprint:
+        materials.append(whole)
+    anatomy = subject.anatomy
+    frame = Frame(
+        settings=settings,
+        conditions=conditions(subject),
+        sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.operators if unit.certain),
+        doubtful=frozenset(op for unit in anatomy.units if not unit.certain for op in unit.operators)
+        - anatomy.operators(),
+        blocks=len(anatomy.blocks),
+        test=slices(test.fingerprint, len(test), asked.slice),
+        calibration=calibration,
+        few=None if own is not None else Slice(test.fingerprint, 0, min(FEW, len(test))),
+        measure=measure,
+        measure_settings=extra_settings,
+        metric="accuracy" if own is not None or generate else str(asked.metric),
+        chance=chance_of(test, test_set, "custom" if own is not None else str(asked.metric)),
+        whole=() if own is not None else slices(whole.fingerprint, len(whole), asked.slice),
+        names=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
+    )
+    about = _asked(subject, frame, test, test_set, own)
+    return Prepared(subject, frame, tuple(materials), own, about, tuple(notes))
+
+
+def _calibration(subject: Subject, asked: MeasuringOptions, test_set: DataSet | None) -> tuple[Material, list[str]]:
+    """What channels are captured on, and a note where that is the test data."""
+    count, tokens = asked.calibration_samples, asked.max_tokens
+    if asked.calibration is None and (asked.data is not None or subject.source != "demo"):
+        source: Any = test_set if test_set is not None else asked.data
+        extra = material_of(subject, source, count, tokens, which="test")[0]
+        return extra, ["no calibration data was given: channels were captured on the test data"]
+    return material_of(subject, asked.calibration, count, tokens, which="calibration")[0], []
+
+
+def _generates(asked: ScoringOptions, test: Material) -> bool:
+    if callable(asked.metric):
+        return bool(asked.generate)
+    by_itself = test.kind in ("answer", "chat") and bool(test.prompts)
+    generate = by_itself if asked.generate is None else asked.generate
+    if generate and not test.prompts:
+        raise InvalidInput(f"generation needs prompts with answers; this data is of kind {test.kind!r}")
+    if generate and asked.metric != "accuracy":
+        raise InvalidInput(f"generation measures accuracy alone; metric {asked.metric!r} is teacher-forced")
+    return generate
+
+
+def _asked(
+    subject: Subject, frame: Frame, test: Material, test_set: DataSet | None, own: Callable[..., Any] | None
+) -> Asked:
+    """For the report's `run`: what was asked."""
+    return Asked(
+        model=ModelFacts(
+            source=subject.source,
+            architecture=subject.anatomy.architecture,
+            fingerprint=frame.conditions.model,
+            blocks=frame.blocks,
+            notes=tuple(subject.anatomy.notes),
+        ),
+        data=DataFacts(
+            source="tokenised batches" if test_set is None else test_set.source,
+            kind=test.kind,
+            samples=len(test),
+            scored_tokens=scored_tokens(test),
+            fingerprint=test.fingerprint,
+            note="" if test_set is None else test_set.note,
+            measure=frame.measure,
+        ),
+        settings=settings_facts(frame.settings),
+        metric=frame.metric if own is None else content_id(own),
+        conditions=frame.conditions,
+        device=device_name(subject.model),
+        kl_floor=KL_FLOOR,
+    )
+
+
+def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+
+
+# A prepared question carried out: trials settled here or on Ray, stored, and concluded from.
+
+
+C = TypeVar("C", covariant=True)
+
+
+class Question(Protocol[C]):
+    """A pure pair: the trials wanted now ([] means done), and what their results say."""
+
+    def propose(self, frame: Frame, results: Results) -> list[Trial]: ...
+
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> C: ...
+
+
+def progress_of(options: ExecutionOptions) -> Progress:
+    progress: Any = options.progress
+    return Silent() if progress is None else progress
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A frame with the material to measure it on."""
+
+    subject: Subject
+    frame: Frame
+    materials: tuple[Material, ...]
+    metric: Callable[..., Any] | None
+    asked: Asked
+    notes: tuple[str, ...]
+
+    def run(self, question: Question[C], options: ExecutionOptions) -> tuple[Run, C]:
+        """Settle all trials of a question; the facts of the run, and what the question concludes."""
+        started = time.perf_counter()
+        progress = progress_of(options)
+        with Store(options.output) as store:
+            if options.retry_failed:
+                store.forget_failures()
+            before = len(store)
+            store.note(asked=to_json(self.asked), **({} if options.repeat is None else {"command": options.repeat}))
+            if self.frame.measure == "score":
+                Bench(self.subject, self.materials).check_causal(self.frame.test[0])
+            with self._executor(options) as (execute, cost):
+                settle(lambda results: question.propose(self.frame, results), store, execute, progress)
+                forwards, notes = cost()
+            found = question.conclude(self.frame, store, self.notes)
+            spent = RunCost(
+                seconds=time.perf_counter() - started,
+                trials=len(store),
+                trials_run_now=len(store) - before,
+                forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
+            )
+            run = Run(
+                **vars(self.asked),
+                cost=spent,
+                notes=(*store.damage(), *notes),
+                **ended(),
+                store=None if options.output is None else str(options.output),
+            )
+        return run, found
+
+    def _executor(self, options: ExecutionOptions) -> Any:
+        if options.executor == "local":
+            return _local(self.subject, self.materials, self.metric)
+        from noisescope.runs.ray_executor import on_ray
+
+        return on_ray(self.subject, self.materials, self.metric, options)
+
+    def cost(self, question: Question[Any]) -> Cost:
+        """What a run would cost, from one timed forward."""
+        with Bench(self.subject, self.materials, metric=self.metric) as bench:
+            return estimate(bench, self.frame, question.propose)
+
+
+@contextmanager
+def _local(
+    subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None
+) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
+    """The executor of this process, as a context: it holds the model open."""
+    with Bench(subject, materials, metric=metric) as bench:
+        yield InProcess(bench), lambda: (bench.forwards, list(bench.notes))

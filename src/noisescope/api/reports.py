@@ -1,0 +1,209 @@
+"""Reports drawn: figures, JUnit XML, the JSON Schema. No torch here."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from noisescope import __version__
+from noisescope.diagnosis.changes import compare_runs
+from noisescope.diagnosis.context import Settings
+from noisescope.diagnosis.report import SettingsFacts
+from noisescope.diagnosis.stored_runs import StoredRun, stored_run
+from noisescope.errors import InvalidInput
+from noisescope.findings import percent as percent
+from noisescope.findings.values import counted as counted
+from noisescope.findings.values import times_better as times_better
+from noisescope.findings.verdicts import Verdict as Verdict
+from noisescope.findings.verdicts import exit_code as exit_code
+from noisescope.findings.verdicts import headline as headline
+from noisescope.findings.verdicts import overall as overall
+from noisescope.jsonform import Json, to_json
+from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
+from noisescope.plans.smoothing import gain_sentence as gain_sentence
+from noisescope.reports import junit
+from noisescope.reports.document import Document
+from noisescope.reports.experiment import PhasesReport
+from noisescope.reports.experiment import theory_line as theory_line
+from noisescope.reports.experiment import verdict_line as verdict_line
+from noisescope.reports.junit import Checked, cases_of
+from noisescope.reports.reading import read_report
+from noisescope.reports.reading import schema as schema
+from noisescope.reports.report import Report as Report
+from noisescope.reports.run_changes import Comparison
+from noisescope.reports.run_changes import change_line as change_line
+from noisescope.reports.run_changes import largest as largest
+from noisescope.reports.run_changes import run_line as run_line
+from noisescope.reports.run_changes import verdict_line as change_verdict_line
+from noisescope.reports.words import band_of as band_of
+from noisescope.reports.words import estimate as estimate
+from noisescope.reports.words import finding_lines as finding_lines
+from noisescope.reports.words import mean as mean
+from noisescope.runs.store import FILE, Store
+from noisescope.sites import OPERATORS as OPERATORS
+
+__all__ = ["change_verdict_line"]
+
+
+def as_json(value: object) -> str:
+    """A result as JSON text, as `--json` prints it."""
+    return json.dumps(to_json(value), indent=1) + "\n"
+
+
+def write_junit(
+    path: Path, suite: str, rows: Sequence[Checked], *, seconds: Sequence[float] | float, summary: str = ""
+) -> Path:
+    """Checks as JUnit XML, with what each took; `summary` where the rows alone do not decide the verdict."""
+    each = [seconds] * len(rows) if isinstance(seconds, float) else seconds
+    return junit.write_junit(path, suite, cases_of(rows, each), summary)
+
+
+def save_figures(document: Document, folder: Path) -> list[Path]:
+    """The charts of a report as PNG and SVG; matplotlib is loaded here and not before."""
+    from noisescope.reports.figures import save_figures as save
+
+    return save(document, folder)
+
+
+# Stored runs and reports: found, read, put in numbers. Needs neither the model nor torch.
+
+
+HISTORY = "gate history"
+
+
+def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for each run up to two folders deep, and what is wrong with those that can't be read."""
+    found = sorted(path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE}"))
+    rows, unreadable = [], []
+    for path in found:
+        try:
+            rows.append({"folder": str(path), **run_facts(path)})
+        except InvalidInput as error:  # one bad store must not hide the others
+            unreadable.append(str(error))
+    return rows, unreadable
+
+
+def comparison_of(a: Path, b: Path) -> Comparison:
+    """What changed from one run to another."""
+    return Comparison(compare_runs(read_run(a), read_run(b)))
+
+
+def stored_command(folder: Path) -> dict[str, Any] | None:
+    """The command that a run was made by; None for a call from Python."""
+    with Store(folder, create=False) as store:
+        command: dict[str, Any] | None = store.fact("command")
+    return command
+
+
+def load_report(run: Path) -> Report:
+    """The report of a diagnosis, by its run's folder or its report.json."""
+    found = any_report(run)
+    if not isinstance(found, Report):
+        raise InvalidInput(f"{run} holds {found!r}, and this needs the report of a diagnosis (noisescope diagnose)")
+    return found
+
+
+def any_report(run: Path) -> Report | PhasesReport | Comparison:
+    """What a run's folder or a report.json holds: a report, an experiment or a comparison."""
+    found = stored_report(run) or read_report(run)
+    if isinstance(found, dict) and "hypotheses" in found:
+        return PhasesReport.checked(found, str(run))
+    if isinstance(found, dict) and "comparison" in found:
+        return Comparison.checked(found, str(run))
+    return Report.checked(found, str(run))
+
+
+def stored_report(run: Path) -> Json:
+    """What a finished run keeps in its store, if there is one."""
+    if not (run / FILE).exists():
+        return None
+    with Store(run, create=False) as store:
+        found: Json = store.fact("report")
+    if found is None and not (run / "report.json").exists():
+        raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
+    return found
+
+
+def read_run(folder: Path) -> StoredRun:
+    """A store as the comparison needs it."""
+    with Store(folder, create=False) as store:
+        trials = [(json.loads(content), store[identity]) for identity, content in store.contents().items()]
+        return stored_run(str(folder), store.fact("asked"), trials)
+
+
+def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
+    """A store in numbers; the whole of it with its errors and settings."""
+    with Store(folder, create=False) as store:
+        about, gates = store.about(), store.gates()
+        asked = about.get("asked", {})
+        failures = Counter(result.error for result in store.values() if result.failed)
+        history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
+        row: dict[str, Any] = {
+            "command": HISTORY if history else (about.get("command") or {}).get("name", "a call from Python"),
+            "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
+            "data": asked.get("data", {}).get("source", "?"),
+            "state": counted(len(gates), "verdict") if history else state_of(folder, about),
+            "trials": len(store),
+            "gates": len(gates),
+            "failed": sum(failures.values()),
+            "damaged": store.damaged,
+            "seconds": sum(store.seconds.values()),
+            "measures": store.measures(),
+        }
+        if whole:
+            row |= {"errors": dict(failures), "settings": {**asked.get("settings", {}), **_elsewhere(asked)}}
+        return row
+
+
+def state_of(folder: Path, about: dict[str, Any]) -> str:
+    """ "complete", or how to go on. A report of an earlier question in the same folder does not count."""
+    asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
+    if run and all(run.get(name) == value for name, value in asked.items()):
+        return "complete"
+    if asked and about.get("answered") == asked:  # a gate: its verdict is no report
+        return "complete"
+    if about.get("command"):
+        return f"not finished: noisescope runs resume {folder}"
+    return f"not finished: call the same function again with output={str(folder)!r}"
+
+
+def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was asked besides the settings of the diagnosis."""
+    data, conditions = asked.get("data", {}), asked.get("conditions", {})
+    rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
+            "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
+    return {name: value for name, value in rows.items() if value is not None}
+
+
+# Numbers and findings in words, for whoever prints them. No torch here.
+
+
+# What a report says of its run: model, data, settings, versions. No torch here.
+
+
+def versions() -> dict[str, str]:
+    """Of everything that could change a number."""
+    found = {"noisescope": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "numpy", "scipy"):
+        found[name] = importlib.metadata.version(name)
+    return found
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def ended() -> dict[str, Any]:
+    """When and where a run came to its end."""
+    return {"finished": now(), "versions": versions(), "host": platform.node()}
+
+
+def settings_facts(settings: Settings) -> SettingsFacts:
+    chosen = {**vars(settings), "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
+    return SettingsFacts(**chosen)

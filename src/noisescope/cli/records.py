@@ -1,0 +1,219 @@
+"""`noisescope record MODEL`: what this device computes, for a comparison with another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from noisescope.cli import commands
+from noisescope.options.devices import CompareOptions, RecordOptions
+
+if TYPE_CHECKING:
+    from noisescope.api.comparison import Comparison, Crossing, SiteRow, TokenRow
+
+
+def record_device(asked: RecordOptions) -> None:
+    """Record what this device computes, operator by operator.
+
+    \b
+    noisescope record path/to/model --data gsm8k.jsonl --device cuda -o gpu.record
+    noisescope record path/to/model --data gsm8k.jsonl --device npu -o npu.record --full-layers 9,10
+    noisescope compare gpu.record npu.record
+    noisescope record demo --simulate dead_zone:0.3@10 -o broken.record     as a faulty device would record
+
+    Sketches of every operator's output take about 1 % of the tensors' size. Use the same data, --samples and
+    --max-tokens on both machines. Whole tensors (--detail full) let `noisescope locate --reference` replay each module
+    on the other device's inputs.
+    """
+    from noisescope.api.localization import checked_fault
+
+    output = asked.output
+    checked_fault(asked.simulate)  # before torch is imported
+    with commands.plain_warnings(), _interruptible(output):
+        from noisescope.api.preparation import load_subject
+        from noisescope.api.records import record
+
+        found = record(load_subject(asked), options=asked)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    facts = {
+        "record": str(output),
+        "bytes": size,
+        "sites": len(found.sites),
+        "prompts": found.count,
+        "tokens": sum(map(len, found.prompts)),
+        "device": found.device,
+        "dtype": found.dtype,
+        "notes": list(found.notes),
+    }
+    if asked.json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    typer.echo(
+        f"{output}: {facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens, {found.dtype} on "
+        f"{found.device}, {size / 1e6:.1f} MB"
+    )
+    for note in found.notes:
+        typer.echo(f"note: {note}")
+
+
+@contextmanager
+def _interruptible(output: Path) -> Iterator[None]:
+    """Ctrl-C says what is left behind."""
+    from noisescope.api.records import is_unfinished
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = f" {output} holds an unfinished record: remove it, and record again" if is_unfinished(output) else ""
+        typer.echo(f"\ninterrupted.{left}", err=True)
+        raise typer.Exit(130) from None
+
+
+# `noisescope compare A.record B.record`: how two devices differ, and where they diverge.
+
+
+MOST_ROWS = 12
+MOST_CELLS = 5
+MOST_TOKENS = 3
+DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
+
+
+def compare_devices(asked: CompareOptions) -> None:
+    """Compare what two devices computed.
+
+    \b
+    noisescope compare gpu.record npu.record
+    noisescope compare gpu.record npu.record --layers 9,10 --max-mape 0.05
+    noisescope compare gpu.record npu.record --sensitivity out/report.json
+    noisescope compare gpu_dump/step0/rank0 npu_dump/step0/rank0        dumps of msprobe
+
+    Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
+    --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
+    """
+    from noisescope.api.comparison import compare
+
+    found = compare(options=asked)
+    if asked.output is not None:
+        commands.written(asked.output, found.to_json())
+    if asked.json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        say_comparison(found)
+    commands.leave(found.outcome, asked)
+
+
+def say_comparison(found: Comparison) -> None:
+    """Both sides, the verdict, a table of the sites that matter, tokens, costs, what was not seen."""
+    for name, side in (("a", found.sides.a), ("b", found.sides.b)):
+        typer.echo(f"{name}: {side.path} ({side.architecture}, {side.dtype}, {side.device})")
+    typer.echo(f"\n{found.verdict}. {found.words}\n")
+    say_rows(found)
+    say_tokens(found.tokens)
+    if found.sensitivity is not None:
+        say_costs(found.sensitivity)
+    if found.max_mape is not None:
+        typer.echo(f"\n{_decision(found)}")
+    for note in found.notes:
+        typer.echo(f"note: {note}")
+
+
+def _decision(found: Comparison) -> str:
+    worst = found.worst_mape
+    largest = "not measurable" if worst is None else f"{worst:.3g} at {found.worst_mape_site}"
+    broken = sum(row.critical for row in found.sites)
+    undecided = sum(not row.decided for row in found.sites)
+    if found.passed is None:
+        outcome = "undecided, no site has a finite number on both sides"
+    elif found.passed:
+        outcome = "passed" + (f"; {undecided} of {len(found.sites)} sites are undecided" if undecided else "")
+    elif worst is not None and found.max_mape is not None and worst > found.max_mape:
+        outcome = "exceeded"
+    elif broken:
+        outcome = f"not passed, {broken} sites have NaN or infinite numbers on one side only"
+    else:
+        outcome = f"not passed, {len(found.uncompared)} sites can't be compared"
+    return f"largest MAPE {largest}; allowed {found.max_mape:g}: {outcome}"
+
+
+def say_tokens(tokens: Sequence[TokenRow]) -> None:
+    """The tokens that differ most; sizes only where whole tensors are known."""
+    if not tokens:
+        return
+    by_sketch = all(token.relative_l2 is None and not token.nonfinite for token in tokens)
+    typer.echo("tokens that differ most" + (", by sketch (sizes need full detail):" if by_sketch else ":"))
+    for token in tokens[:MOST_TOKENS]:
+        size = "" if token.relative_l2 is None else f": relative L2 {token.relative_l2:.2g}"
+        size = ": NaN or infinite on one side only" if token.nonfinite else size
+        typer.echo(f"  token {token.token} of prompt {token.prompt}{size}")
+
+
+def say_rows(found: Comparison) -> None:
+    """The first site that diverges and those with the largest error, in the order they ran."""
+    if found.verdict == "identical" and not any(row.nonfinite_both for row in found.sites):
+        typer.echo(f"{len(found.sites)} sites are compared, none differs; --json lists them")
+        return
+    ranked = sorted(found.sites, key=lambda row: (not row.diverges, row.measurable, -(row.size or 0)))
+    chosen = {id(row) for row in ranked[:MOST_ROWS]} | ({id(found.first)} if found.first else set())
+    shown = [row for row in found.sites if id(row) in chosen]
+    whole = any(row.elements for row in shown)
+    header = ("place", "operator", "module", "rel. L2", *(DETAILED if whole else ()), "")
+    rows = [header, *(_cells(row, row is found.first, whole) for row in shown)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(header))]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if len(found.sites) > len(shown):
+        typer.echo(f"... the largest of {len(found.sites)} sites; --json lists all")
+    if not whole:
+        typer.echo("~ by sketch: MAPE, Pearson and ulps need records of --detail full, or of --full-layers")
+
+
+def _cells(row: SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
+    sign = "" if row.elements else "~"
+    size = "-" if row.size is None else f"{sign}{row.size:.2g}"
+    site = (str(row.place), row.operator, row.module, size)
+    return (*site, *(_detailed(row) if whole else ()), "; ".join(_marks(row, first)))
+
+
+def _detailed(row: SiteRow) -> tuple[str, ...]:
+    mape = "-" if row.mape is None else f"{row.mape:.2g}"
+    band = row.bands.mape if row.elements or not row.measurable else "needs full detail"
+    pearson = "-" if row.pearson is None else f"{row.pearson:.5f}"
+    ulps = "-" if row.max_ulp is None else f"{row.max_ulp:.3g}"
+    return (mape, band, pearson, ulps)
+
+
+def _marks(row: SiteRow, first: bool) -> Iterator[str]:
+    """What a row's figures don't show."""
+    if row.diverges:
+        gain = f", gain {100 * row.gain:+.2f} %" if row.gain else ""
+        yield ("diverges here" if first else "differs") + gain
+    if row.nonfinite:
+        yield f"CRITICAL: {row.nonfinite} {row.counted} NaN or infinite on one side only"
+    if row.nonfinite_both:
+        yield f"{row.nonfinite_both} {row.counted} NaN or infinite on both sides, left out"
+    if row.where is not None and row.where.outlier_channel:
+        yield f"max in outlier channel {row.where.channel}"
+
+
+def say_costs(crossing: Crossing) -> None:
+    """What to fix first, and which layers are within what they can afford."""
+    typer.echo(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
+    for cell in [cell for cell in crossing.cells if cell.cost >= 0][:MOST_CELLS]:
+        mark = "  fix first" if cell.fix_first else ""
+        cost = "infinite difference, no cost can be given"
+        if cell.nats is not None:
+            cost = f"{cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, affordable {cell.affordable:.2g})"
+            cost += f", {cell.priced_by}{', not linear there' if cell.nonlinear else ''}"
+        typer.echo(f"  layer {cell.layer} {cell.operator}: {cost}{mark}")
+    typer.echo(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
+    for row in crossing.tolerances:
+        has = "-" if row.relative_l2 is None else f"{row.relative_l2:.2g}"
+        within = {True: "yes", False: "no", None: "-"}[row.within]
+        broken = f"  {row.unmeasurable} sites not measurable" if row.unmeasurable else ""
+        rough = "  rough: noise is not linear there" if row.nonlinear else ""
+        typer.echo(f"  {row.layer:>5}  {row.affordable_relative_l2:>10.2g}  {has:>7}  {within}{broken}{rough}")

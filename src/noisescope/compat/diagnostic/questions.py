@@ -1,0 +1,137 @@
+"""One question of a diagnosis put to a model, and rows in the shape of the original method notes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from noisescope import api
+from noisescope.data.dataset import DataSet
+from noisescope.diagnosis.context import GROUP, Frame
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.errors import InvalidInput
+from noisescope.model.subject import Subject, wrap
+from noisescope.reports.reading import read_report
+from noisescope.reports.report import Report
+from noisescope.sites import GROUPS, canonical_operator
+from noisescope.trials import Results, Trial
+
+Row = dict[str, Any]
+# What a measured row of the notes holds; None where it could not be measured.
+ROW_KEYS = ("degradation", "sensitivity_score", "baseline_acc", "noisy_acc", "total_injections")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A part of a diagnosis: which trials it wants, and what it makes of them."""
+
+    asked: Callable[[Frame, Results], list[Trial]]
+    answer: Callable[[Frame, Results], Any]
+
+    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+        return self.asked(frame, results)
+
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> Any:
+        return self.answer(frame, results)
+
+
+def ask(
+    model: Subject | nn.Module,
+    data: Any,
+    question: Question,
+    *,
+    options: api.Options | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **asked: Any,
+) -> Any:
+    """The answer of a model on data; `asked` are keywords of `diagnose`, `settings` fields of Settings it has not."""
+    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **asked)
+    frame = prepared.frame
+    if settings:
+        frame = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, **settings))
+    prepared = dataclasses.replace(prepared, frame=frame)
+    return prepared.run(question, options or api.Options())[1]
+
+
+def subject_of(model: Subject | nn.Module) -> Subject:
+    return model if isinstance(model, Subject) else wrap(model)
+
+
+def model_of(model: Subject | nn.Module) -> nn.Module:
+    return model.model if isinstance(model, Subject) else model
+
+
+def batches_of(data: Any) -> Any:
+    """Batches as a list: a loader may shuffle, a generator runs dry, and every noise must meet the same samples."""
+    if data is None or isinstance(data, (str, Path, DataSet, Tensor, Mapping)):
+        return data
+    return list(data) if isinstance(data, Iterable) else data
+
+
+def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """noisescope's own report out of that of `IntegratedDiagnostic`, whole or in a file; another one as it is."""
+    found = read_report(report) if isinstance(report, (str, Path)) else report
+    if not isinstance(found, Mapping):
+        raise InvalidInput(f"a report is a dictionary, or the path of a report.json; got a {type(found).__name__}")
+    full: Mapping[str, Any] = found.get("full", found)
+    return full
+
+
+def diagnosis_in(report: Mapping[str, Any]) -> Diagnosis:
+    """noisescope's own report as the value that it stands for."""
+    return report.diagnosis if isinstance(report, Report) else Report.checked(dict(report), "the report").diagnosis
+
+
+def layer_of(module: str) -> int | None:
+    """The block that a dotted name such as model.layers.9.mlp.down_proj is in; None where it has no number.
+
+    For reports that say no layer themselves. A number counts as a whole: layer 1 is not layer 11.
+    """
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    return None if found is None else int(found[1])
+
+
+def ends_of(label: str) -> tuple[int, int]:
+    """First and last layer of a window by its label, "L9-11"."""
+    found = re.fullmatch(r"L(\d+)-L?(\d+)", label)
+    if found is None:
+        raise InvalidInput(f"the report names {label!r}, which is not a range of layers such as L9-11")
+    return int(found[1]), int(found[2])
+
+
+def our_name(operator: str) -> str:
+    """noisescope's name of an operator of the notes, whose "matmul" is every matrix product."""
+    name = canonical_operator(operator)
+    return GROUP if name == "matmul" else name
+
+
+def notes_name(operator: str) -> str:
+    return {GROUP: "matmul", "norm": "layernorm"}.get(operator, operator)
+
+
+def flat(row: Mapping[str, Any]) -> Row:
+    """A row with `degradation` as a number, and its interval beside it."""
+    loss = row.get("degradation")
+    value = None if loss is None else loss["value"]
+    return {**dict.fromkeys(ROW_KEYS), **row, "degradation": value, "degradation_interval": loss}
+
+
+def operator_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Row]:
+    """Operators under the notes' names, without those the model lacks; products are in `parts` of "matmul"."""
+    present = {name: flat(row) for name, row in rows.items() if row["evidence"] != "absent"}
+    parts = GROUPS[GROUP][0] if GROUP in present else frozenset()
+    found = {notes_name(name): {"operator": name, **row} for name, row in present.items() if name not in parts}
+    if parts & set(present):
+        found["matmul"]["parts"] = {name: row for name, row in present.items() if name in parts}
+    return found
+
+
+def window_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
+    """Windows by their label, "L9-11"."""
+    return {row["layer_range"]: flat(row) for row in rows}

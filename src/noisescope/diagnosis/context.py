@@ -1,0 +1,209 @@
+"""The frame of a diagnosis: what is asked, of what, on which samples; and how answers are put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noisescope.errors import InvalidInput, unknown
+from noisescope.injection import Injection, checked_scale
+from noisescope.options.fields import DEFAULT_OPERATORS, EFFORTS, LEVEL_ONE, LEVELS
+from noisescope.options.fields import GROUP as GROUP
+from noisescope.options.sensitivity import DiagnoseOptions
+from noisescope.sites import OPERATORS, Site, canonical_operator
+from noisescope.trials import Conditions, Result, Results, Slice, Trial
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose. Everything here may change a number, and all of it is in the report."""
+
+    perturbation: Any  # with a field `scale`
+    levels: tuple[str, ...] = LEVELS
+    operators: tuple[str, ...] = DEFAULT_OPERATORS
+    layer_operators: tuple[str, ...] = (GROUP,)  # what is noised in a window or a layer
+    window: int = DiagnoseOptions.window
+    step: int = DiagnoseOptions.step
+    outlier_threshold: float = DiagnoseOptions.outlier_threshold
+    seeds: tuple[int, ...] = (0, 1, 2)
+    effort: str = DiagnoseOptions.effort
+    draws: int = 2  # of labels in the screen
+    target_degradation: float = DiagnoseOptions.target_degradation  # what the critical threshold is the noise for
+    highest_scale: float = DiagnoseOptions.highest_scale
+    probes: int = 8  # of the Hessian trace
+
+    def __post_init__(self) -> None:
+        if self.effort not in EFFORTS:
+            raise unknown("effort", self.effort, EFFORTS)
+        for level in self.levels:
+            if level not in LEVELS:
+                raise unknown("level", level, LEVELS)
+        if not self.levels:
+            raise InvalidInput(f"no level is left: choose from {', '.join(LEVELS)}")
+        if self.window < 1 or self.step < 1:
+            raise InvalidInput(f"window and step are at least 1, got {self.window} and {self.step}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise InvalidInput(f"at least one seed is needed, and each once; got {list(self.seeds)}")
+        checked_scale(getattr(self.perturbation, "scale", None), "noise scale")
+        if self.scale == 0:
+            raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")
+        operators = tuple(dict.fromkeys(canonical_operator(name) for name in self.operators))
+        object.__setattr__(self, "operators", operators)
+        object.__setattr__(self, "layer_operators", tuple(map(canonical_operator, self.layer_operators)))
+
+    @property
+    def scale(self) -> float:
+        return float(self.perturbation.scale)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Settings, and what they are applied to, as far as interpreting needs to know."""
+
+    settings: Settings
+    conditions: Conditions
+    sites: tuple[Site, ...]  # every operator of every module
+    blocks: int
+    test: tuple[Slice, ...]
+    calibration: Slice | None = None
+    few: Slice | None = None  # the few samples on which curvature and gradients are measured
+    measure: str = "score"  # "score", "generate" or "custom"
+    measure_settings: Mapping[str, Any] = field(default_factory=dict)
+    metric: str = "accuracy"  # the one that degradation and bands are taken of
+    chance: float = 0.0  # the task's accuracy by guessing
+    doubtful: frozenset[str] = frozenset()  # operators that the model may or may not compute: trying tells
+    whole: tuple[Slice, ...] = ()  # the test samples again, every token of them scored: see gauge.py
+    names: tuple[str, ...] = ()  # a hash of each test sample's tokens: the same sample in another set has the same
+
+    @property
+    def metric_name(self) -> str:
+        """What the metric is called in rows and sentences; the caller's own has no name."""
+        return "custom" if self.measure == "custom" else self.metric
+
+    @cached_property
+    def present(self) -> frozenset[str]:
+        """Operators and groups that the model has, outside routers and rotary tables."""
+        from noisescope.sites import GROUPS, matches_operator
+
+        found = {site.operator for site in self.aimed} | self.doubtful
+        groups = {g for g in GROUPS if any(matches_operator({g}, s.operator, s.component) for s in self.aimed)}
+        return frozenset(found | groups)
+
+    @cached_property
+    def aimed(self) -> tuple[Site, ...]:
+        """Sites that an injection hits without being told to."""
+        return tuple(site for site in self.sites if site.component != "router" and site.place != "rotary")
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """(first, last) layer of each sliding window; a model of fewer blocks has one window."""
+        size = min(self.settings.window, self.blocks)
+        starts = list(range(0, self.blocks - size + 1, self.settings.step))
+        if starts[-1] != self.blocks - size:
+            starts.append(self.blocks - size)  # whatever the step, every layer is in a window
+        return tuple((start, start + size - 1) for start in starts)
+
+    def injection(self, *, scale: float | None = None, **aim: Any) -> Injection:
+        """The settings' noise, forward only, aimed."""
+        noise = self.settings.perturbation
+        if scale is not None:
+            noise = dataclasses.replace(noise, scale=scale)
+        aim.setdefault("operators", frozenset(self.settings.layer_operators))
+        return Injection(noise, phases=frozenset({"forward"}), **aim)
+
+    @cached_property
+    def over_whole(self) -> Frame:
+        """The same questions, asked of every token."""
+        return dataclasses.replace(self, test=self.whole, measure="score", measure_settings={})
+
+    # -- questions
+
+    def ask(self, injection: Injection | None, *, seeds: Sequence[int] | None = None) -> list[Trial]:
+        """The trials of a question: every slice, every seed. None asks for the clean model."""
+        chosen = tuple(self.settings.seeds if seeds is None else seeds)
+        if (injection, chosen) not in self._asked:
+            noise = [None] if injection is None else [dataclasses.replace(injection, seed=seed) for seed in chosen]
+            self._asked[injection, chosen] = [self._trial(part, one) for one in noise for part in self.test]
+        return list(self._asked[injection, chosen])
+
+    @cached_property
+    def _asked(self) -> dict[Any, list[Trial]]:
+        """Trials by question: their ids are hashes, and every wave asks for all of them again."""
+        return {}
+
+    def _trial(self, part: Slice, injection: Injection | None) -> Trial:
+        return Trial(self.conditions, self.measure, part, injection, self.measure_settings)
+
+    def scale_of(self, injection: Injection) -> float:
+        return float(injection.perturbation.scale)  # type: ignore[attr-defined]
+
+    def answer(
+        self, results: Results, injection: Injection | None, *, seeds: Sequence[int] | None = None
+    ) -> Answer | None:
+        """The answer, put together; None where a trial of it is not known yet."""
+        trials = self.ask(injection, seeds=seeds)
+        if any(trial.id not in results for trial in trials):
+            return None
+        found = [results[trial.id] for trial in trials]
+        failed = next((result for result in found if result.failed), None)
+        if failed is not None:
+            return Answer(error=failed.error, injected_nothing=failed.injected_nothing)
+        rows = [found[at : at + len(self.test)] for at in range(0, len(found), len(self.test))]
+        return Answer(tuple(map(tuple, rows)))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The results of a question; values of a metric are [seeds, samples], NaN where one was not finite."""
+
+    rows: tuple[tuple[Result, ...], ...] = ()  # seeds x slices
+    error: str = ""
+    injected_nothing: bool = False  # the error is that no noise fell on anything
+
+    @property
+    def metrics(self) -> list[str]:
+        return list(self.rows[0][0].values) if self.rows else []
+
+    @property
+    def seeds(self) -> int:
+        return len(self.rows)
+
+    @property
+    def injections(self) -> int:
+        return sum(int(result.facts.get("injections", 0)) for row in self.rows for result in row)
+
+    def values(self, name: str) -> Array:
+        return np.stack([_column(row, name) for row in self.rows])
+
+    def mean(self, name: str) -> Array:
+        """Seeds averaged: noise is drawn anew for each sample, so the sample is what is independent."""
+        with np.errstate(invalid="ignore"):
+            column = self.values(name)
+            known = np.isfinite(column)
+            total = np.where(known, column, 0.0).sum(0)
+            count = known.sum(0)
+            return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+    @property
+    def nonfinite(self) -> int:
+        return int(np.nansum(self.values("nonfinite"))) if "nonfinite" in self.metrics else 0
+
+
+def _column(row: Iterable[Result], name: str) -> Array:
+    return np.concatenate([np.array([np.nan if v is None else v for v in result.values[name]]) for result in row])
+
+
+def present_operators(frame: Frame) -> list[str]:
+    """Those of the settings' operators that the model computes."""
+    return [name for name in frame.settings.operators if name in frame.present]
+
+
+assert set(LEVEL_ONE) <= set(OPERATORS)

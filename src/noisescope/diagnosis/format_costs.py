@@ -1,0 +1,78 @@
+"""What number formats would cost each linear, as the diagnosis measures it for precision plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.sections import FormatScore, FormatScores, ModuleScores, UniformScore
+from noisescope.trials import Results, Trial
+
+# As in measures/format_costs.py, which needs torch; a test holds them together.
+UNTOUCHED = "bf16"
+GROUP = 64  # weights that share a scale, in integer formats
+FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
+SAMPLES = 16  # a second sample tells more than a second draw on the same one, at the same cost
+
+
+def formats_trial(frame: Frame) -> Trial | None:
+    """None in a screen, without the layer level, and where the metric is the caller's own."""
+    if frame.few is None or frame.settings.effort == "screen" or "layer" not in frame.settings.levels:
+        return None
+    part = dataclasses.replace(frame.few, stop=min(SAMPLES, frame.test[-1].stop))
+    return Trial(frame.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})
+
+
+def propose(frame: Frame) -> list[Trial]:
+    trial = formats_trial(frame)
+    return [] if trial is None else [trial]
+
+
+def conclude(frame: Frame, results: Results) -> FormatScores | None:
+    """Predicted KL per token of each format at each linear alone, mean of the samples with its standard error."""
+    trial = formats_trial(frame)
+    found = None if trial is None else results.get(trial.id)
+    if found is None:
+        return None
+    if found.failed:
+        return FormatScores(0, found.error, (), {}, 0)
+    predicted = found.arrays["predicted"]  # [modules, formats, samples]
+    count = predicted.shape[2]
+    mean = predicted.mean(2)
+    error = predicted.std(2, ddof=1) / np.sqrt(count) if count > 1 else np.full_like(mean, np.nan)
+    rows = tuple(
+        ModuleScores(
+            about["module"],
+            about["place"],
+            about["parameters"],
+            about["inputs"],
+            about["kind"],
+            {
+                name: FormatScore(
+                    bits,
+                    about["effective_bits"][name],
+                    float(mean[i, j]),
+                    float(error[i, j]) if count > 1 else None,
+                )
+                for j, (name, bits) in enumerate(found.facts["formats"])
+            },
+        )
+        for i, about in enumerate(found.facts["modules"])
+    )
+    return FormatScores(count, "", rows, _uniform(rows), found.facts["block_parameters"])
+
+
+def _uniform(rows: Sequence[ModuleScores]) -> dict[str, UniformScore]:
+    """One format for all linears: its bits, and the predicted KL of all of them together (predictions add up)."""
+    weights = sum(row.parameters for row in rows)
+    return {
+        name: UniformScore(
+            score.bits,
+            sum(row.parameters * row.formats[name].effective_bits for row in rows) / weights,
+            sum(row.formats[name].predicted_kl for row in rows),
+        )
+        for name, score in (rows[0].formats if rows else {}).items()
+    }

@@ -1,0 +1,189 @@
+"""`audit`: every operator computed again on the host, from the inputs that it really had.
+
+Each operator's input and output are caught on the device; the host computes it in float64 from copies of those inputs
+and of the weights. What differs by more than the round-off model allows (floors.py, judge.py) is a suspect. Each is
+judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the source.
+
+Three forwards: one batch; another batch, with fused attention taken apart into its operators; the first batch again,
+which shows what is not repeatable and what remembers the batch before. A few more where a fault inside attention asks
+for them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.errors import InvalidInput
+from noisescope.localization.audit_log import FUSED, Ledger
+from noisescope.localization.audit_verdict import conclude, hidden_in_attention, suspects_inside_attention
+from noisescope.localization.expression_search import Recorder
+from noisescope.localization.host_operators import first_tensor, host_arithmetic
+from noisescope.localization.host_products import argument
+from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
+from noisescope.localization.verdict import Verdict
+from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
+from noisescope.model.forwards import evaluating
+from noisescope.model.subject import Subject
+from noisescope.probe.scope import PlainDoor
+from noisescope.probe.target import CallWatcher, Context
+
+PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
+_FOLLOWING = ("linear", "silu", "gelu")  # operators whose input was made from outputs of the same block
+_TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
+
+
+def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, seed: int = 0) -> Verdict:
+    """Where a model computes wrongly, by recomputing each of its operators on the host.
+
+        verdict = audit(ns.load("path/to/model", device="cuda"))
+        verdict.verdict, verdict.suspects[0].site, verdict.smallest_visible["linear"]
+
+    `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
+    default 2 x 32 tokens of built-in text. Operators with more rows (tokens) than `rows` are sampled, and the other
+    rows of linears looked at through checksums. `seed` chooses text and samples. The model runs as it is, in this
+    thread and inside the scopes that are open; nothing of it is changed.
+    """
+    if rows < 2:
+        raise InvalidInput(f"rows must be at least 2, got {rows}")
+    model, tokenizer, anatomy = parts_of(subject)
+    ledger = Ledger(anatomy, rows=rows, seed=seed)
+    if model is not (subject.model if isinstance(subject, Subject) else subject):
+        ledger.remarks.append("a compiled model is looked at as it runs uncompiled: its own fused kernels are not seen")
+    hooked = sum(bool(module._forward_hooks or module._forward_pre_hooks) for module in model.modules())
+    if hooked:
+        ledger.remarks.append(
+            f"modules with forward hooks: {hooked}. What they change is seen only where it enters another operator of "
+            "the same block"
+        )
+    batches = batches_for(model, tokenizer, inputs, seed)
+    ledger.remarks += remarks(model, batches)
+    with evaluating(model), torch.no_grad():
+        every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
+        for number, batch in enumerate(batches):
+            opened = every if number % 2 else frozenset[str]()
+            _run(ledger, model, anatomy, batch, number, opened=opened, keeping_prints=number == 0)
+        _run(ledger, model, anatomy, batches[0], 0, opened=frozenset(), repeated=True)
+        for attempt in range(_TRIES):  # a fault that always shows is caught at once, if an operator inside has it
+            for number, hidden in hidden_in_attention(ledger, passing_only=attempt > 0).items():
+                _run(ledger, model, anatomy, batches[number], number, opened=hidden)
+        inside = suspects_inside_attention(ledger)
+        if inside:  # was it old data of the first batch? Only these are opened, so that all before them is as it was
+            _run(ledger, model, anatomy, batches[0], 0, opened=inside)
+    return conclude(ledger)
+
+
+def _run(
+    ledger: Ledger,
+    model: nn.Module,
+    anatomy: Anatomy,
+    batch: Batch,
+    number: int,
+    *,
+    opened: frozenset[str],
+    keeping_prints: bool = False,
+    repeated: bool = False,
+) -> None:
+    ledger.begin(number, keeping_prints=keeping_prints, repeated=repeated)
+    own = {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in batch.items()}
+    with Watch(model, anatomy, ledger, opened=opened):
+        model(**own)  # a cache that is given grows: each forward gets its own
+    ledger.end()
+
+
+class Watch(PlainDoor):
+    """A door through which every operator's call is seen whole."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, ledger: Ledger, *, opened: frozenset[str]) -> None:
+        super().__init__(model, _with_parts(model, anatomy))
+        self.ledger = ledger
+        self.opened = opened
+        self.recorder = Recorder(model)
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        return Listener(self, unit, operator)
+
+    def aim_at_fused(self, unit: Unit) -> Any:
+        return None if unit.module in self.opened else Listener(self, unit, FUSED)
+
+
+class Listener(CallWatcher):
+    """Hears the calls of one operator of one unit."""
+
+    def __init__(self, watch: Watch, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.watch = watch
+
+    def on_call(
+        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    ) -> None:
+        with host_arithmetic():
+            self._heard(callee, args, kwargs, y, occurrence)
+
+    def _heard(self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, occurrence: int) -> None:
+        watch, unit = self.watch, self.unit
+        whole = y[0] if isinstance(y, tuple) and y else y
+        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if self.operator == "residual":
+            if isinstance(whole, Tensor) and given is not None:
+                x = first_tensor(args, kwargs)
+                watch.ledger.block(unit, watch.recorder, x, whole, _angles(kwargs.get("position_embeddings"), x))
+            watch.recorder.clear()
+            return
+        if isinstance(whole, Tensor) and isinstance(unit.place, int):
+            if isinstance(callee, nn.Module):
+                if self.operator == "norm" and given is not None:
+                    watch.recorder.got(unit.module, given)
+                watch.recorder.gave(unit.module, whole)
+            self._between(callee, args, kwargs, whole, occurrence)
+        if self.operator != PART:
+            watch.ledger.call(unit.site(self.operator, occurrence=occurrence), callee, args, kwargs, y)
+
+    def _between(self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, occurrence: int) -> None:
+        """The call as the seams need it: which inputs must follow from outputs before it, and its own output."""
+        unit, operator, ledger = self.unit, self.operator, self.watch.ledger
+        role = unit.module.removeprefix(f"{ledger.anatomy.blocks[unit.place]}.")  # type: ignore[index]
+        if operator == FUSED:
+            named = {f" {name}": argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value"))}
+            ledger.between(unit, role, FUSED, named, y, heads=True)
+        elif isinstance(callee, nn.Module):
+            follows = operator in _FOLLOWING or (operator == "norm" and unit.component == "attention")
+            ledger.between(unit, role, operator, {"": first_tensor(args, kwargs)} if follows else {}, y)
+        elif unit.kind == ATTENTION:
+            given = {"": first_tensor(args, kwargs)} if operator == "matmul" else {}  # queries, then probabilities
+            name = f"{role} {operator} {occurrence}"
+            ledger.between(unit, name, operator, given, y, heads=True, occurrence=occurrence)
+        elif unit.kind == CALLS and operator in _FOLLOWING:
+            name, given = f"{role} {operator} {occurrence}", {"": first_tensor(args, kwargs)}
+            ledger.between(unit, name, operator, given, y, occurrence=occurrence)
+
+
+def _angles(given: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [B or 1, T, D] of x [B, T, C]; None for what else has that name (complex, by axis, learned)."""
+    pair = isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(each, Tensor) for each in given)
+    if not pair or x.dim() != 3:
+        return None
+    fits = all(t.is_floating_point() and t.dim() == 3 and t.shape[0] in (1, len(x)) for t in given)
+    return (given[0], given[1]) if fits and all(t.shape[1] == x.shape[1] for t in given) else None
+
+
+def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
+    """The anatomy with the modules between a block and its operators as units of their own (an MLP, a MoE layer).
+
+    Not where a block's own function calls are watched: a stand-in around a part of it would hide the calls made there.
+    """
+    units = {unit.module for unit in anatomy.units}
+    loose = {unit.place for unit in anatomy.units if unit.kind == CALLS}
+    modules = dict(model.named_modules())
+    found = []
+    for place, block in enumerate(anatomy.blocks):
+        if place in loose or block not in modules:
+            continue
+        for name, module in modules[block].named_modules(prefix=block):
+            inner = name != block and name not in units and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if inner and any(True for _ in module.parameters()):
+                found.append(Unit(name, MODULE, place, "", (PART,)))
+    return Anatomy(anatomy.architecture, anatomy.blocks, (*anatomy.units, *found), anatomy.notes)

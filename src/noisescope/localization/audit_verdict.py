@@ -1,0 +1,189 @@
+"""The verdict of an audit, from what its ledger holds: suspects with their evidence, notes on what was not seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+
+from noisescope.errors import NothingInjected
+from noisescope.localization.audit_log import FUSED, Alarm, Ledger, Origin, Power
+from noisescope.localization.data_flow import MOST_ROWS
+from noisescope.localization.expression_search import OUT
+from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.sites import Site, place_order
+
+_INSIDE = ("matmul", "bmm", "softmax")
+_STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
+_FIRST = 3.0  # score of what made NaN out of finite numbers: above all alarms, whose inputs may be spoilt by it
+
+
+def conclude(ledger: Ledger) -> Verdict:
+    if not ledger.power:
+        raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
+    suspects = ranked((*_without_a_form(ledger), *_suspects(ledger)))
+    notes = tuple(_notes(ledger))
+    unseen = tuple(site for sites in ledger.unseen.values() for site in sites if site.component != "router")
+    verdict = "faulty" if suspects else "undecided" if unseen else "healthy"
+    between = {site for (_, role), (site, _) in ledger.seams.sites.items() if role in ledger.seams.forms}
+    powers = ledger.power | ({"between operators": Power(between, element=0.5)} if between else {})
+    visible = {operator: power.to_dict() for operator, power in powers.items()}
+    return Verdict(verdict, "audit", suspects, visible, float(ledger.forwards), ledger.looks, notes, unseen)
+
+
+# -- inside attention
+
+
+def suspects_inside_attention(ledger: Ledger) -> frozenset[str]:
+    """Attention modules of which an operator inside is under suspicion."""
+    inside = (s for s in ledger.alarms if s.operator in _INSIDE and s.tensor == "output")
+    return frozenset(site.module for site in inside if site.component == "attention")
+
+
+def hidden_in_attention(ledger: Ledger, *, passing_only: bool) -> dict[int, frozenset[str]]:
+    """By batch, fused attention that was wrong there while no operator inside it was caught yet.
+
+    `passing_only`: only where it is not wrong in the same way each time.
+    """
+    inside = suspects_inside_attention(ledger)
+    found: dict[int, frozenset[str]] = {}
+    for site, alarm in ledger.alarms.items():
+        fused = site.operator == FUSED and site.tensor == "output" and site.module not in inside
+        if fused and (site in ledger.unsteady or not passing_only):
+            found[alarm.batch] = found.get(alarm.batch, frozenset()) | {site.module}
+    return found
+
+
+# -- suspects
+
+
+def _suspects(ledger: Ledger) -> Iterator[Suspect]:
+    """One for each call under suspicion, in the order of computation."""
+    opened = suspects_inside_attention(ledger)
+    fused = {site for site in ledger.alarms if site.operator == FUSED and site.tensor == "output"}
+    alarms = [a for a in ledger.alarms.values() if a.site not in fused or a.site.module not in opened]
+    alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
+    calls: dict[Site, list[Alarm]] = {}
+    for alarm in alarms:
+        # Queries, keys and values are inputs of one call: a cache that is wrong spoils both of the last.
+        shared = alarm.site.operator == FUSED and alarm.site.tensor == "input"
+        one = dataclasses.replace(alarm.site, occurrence=0) if shared else alarm.site
+        calls.setdefault(one, []).append(alarm)
+    for rank, (first, *others) in enumerate(calls.values()):
+        yield _suspect(ledger, first, others, rank)
+
+
+def _suspect(ledger: Ledger, alarm: Alarm, others: list[Alarm], rank: int) -> Suspect:
+    judgement, pattern = alarm.judgement, alarm.pattern
+    name, confidence = pattern.fault_class, pattern.confidence
+    unsteady = _unsteady(ledger, alarm.site)
+    if alarm.stale:
+        name, confidence = "stale data", 0.95
+    elif unsteady and name != "spike":
+        name, confidence = "noise", 0.9
+    strong = judgement.strength > _STRONG
+    certainty = 0.99 if strong else 0.9
+    evidence = f"{judgement.words}; {pattern.text}"
+    if "made_as" in pattern.details:
+        evidence += f"; should be {pattern.details['made_as']}"
+    for other in others:
+        evidence += f"; nor is {other.pattern.details['made_as']} ({other.judgement.words})"
+    details = {
+        "test": judgement.test,
+        "strength": judgement.strength if math.isfinite(judgement.strength) else "exact",
+        "worst": judgement.worst,
+        "worst_ulp": judgement.worst_ulp,
+        "mean_ulp": judgement.mean_ulp,
+        "rms": judgement.rms,
+        "bad": judgement.bad,
+        "elements": judgement.elements,
+        "repeatable": not unsteady,
+        "class_confidence": confidence,
+        **pattern.details,
+    }
+    score = (2.0 if strong else 1.0) + 1 / (2 + rank)
+    return Suspect(alarm.site, name, certainty, evidence, score, pattern.channels, pattern.period, details)
+
+
+def _without_a_form(ledger: Ledger) -> Iterator[Suspect]:
+    """A sum that can't be NaN, whatever its form: that may be unknown, since NaN in all later blocks shows none."""
+    origin = ledger.strays.origin
+    if origin is not None and origin.fault and origin.site not in ledger.alarms:
+        evidence = f"NaN or infinity arises here from finite numbers: {origin.why}"
+        yield Suspect(origin.site, "unknown", 0.9, evidence, _FIRST, details={"test": "non-finite"})
+
+
+def _unsteady(ledger: Ledger, site: Site) -> bool:
+    """The same input gave another output, at the operator itself or at the fused call that holds it."""
+    fused = {s.module for s in ledger.unsteady if s.operator == FUSED}
+    return site in ledger.unsteady or (site.operator in _INSIDE and site.module in fused)
+
+
+# -- notes
+
+
+def _notes(ledger: Ledger) -> Iterator[str]:
+    yield from ledger.remarks
+    if ledger.strays.origin is not None:
+        origin = ledger.strays.origin
+        yield f"NaN or infinity first arises at {origin.site}: {_cause(ledger, origin)}"
+    for reason, sites in ledger.unseen.items():
+        first = min(sites, key=lambda site: place_order(site.place))
+        more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+        yield f"not looked at: {first}{more}: {reason}"
+    if ledger.prints and not ledger.compared:
+        yield "no operator had the same inputs twice: what does not repeat was not looked at"
+    quiet = {site for site in ledger.unsteady if site not in ledger.alarms}
+    if quiet:
+        yield f"{len(quiet)} operators differ from run to run, within the round-off floor"
+    if ledger.checksums:
+        yield f"{ledger.checksums} rows of linears were looked at through checksums only: give more rows="
+    if ledger.seams.rows > MOST_ROWS:
+        yield f"between operators {MOST_ROWS} of {ledger.seams.rows} rows were looked at"
+    loose = ledger.seams.unexplained()
+    if loose:
+        yield (
+            f"left out between operators: what lies before {loose[0]} and {len(loose) - 1} more kinds of inputs, "
+            "which are no plain copy, part, product or rotation of outputs in their block"
+        )
+    heard = {site.module for power in ledger.power.values() for site in power.sites} | {
+        site.module for sites in ledger.unseen.values() for site in sites
+    }
+    silent = [u for u in ledger.anatomy.units if u.certain and u.module not in heard and not u.left_alone]
+    if silent:
+        yield f"{silent[0].module} and {len(silent) - 1} more were not called in these forwards"
+    if torch.get_float32_matmul_precision() != "highest":
+        yield "float32 products may be shortened here (TF32): their floor is wider"
+
+
+def _cause(ledger: Ledger, origin: Origin) -> str:
+    """Why it is not finite: a fault, an overflow, or open."""
+    place = origin.site.place
+    makers = {origin.site}  # what enters a norm is a sum of its block
+    if isinstance(place, int) and origin.site.tensor == "input":
+        makers.add(Site("residual", place, ledger.anatomy.blocks[place]))
+    if any(alarm.site in makers and alarm.judgement.strays for alarm in ledger.alarms.values()):
+        return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
+    if origin.why:
+        return origin.why
+    if _as_in_its_form(ledger, origin):
+        return f"{origin.overflow}: the host makes the same of the finite numbers before it"
+    return "how it is made is not known here, so that it may be an overflow or a fault"
+
+
+def _as_in_its_form(ledger: Ledger, origin: Origin) -> bool:
+    """Whether a sum, or what lies before an operator, is what the host makes of the same numbers in their dtype."""
+    site, place = origin.site, origin.site.place
+    if not isinstance(place, int):
+        return False
+    if site.operator == "residual":
+        return ledger.residuals.held(OUT, place)
+    if site.operator == FUSED:
+        site = dataclasses.replace(site, occurrence=origin.operand)
+    elif origin.operand:
+        return False
+    role = site.module.removeprefix(f"{ledger.anatomy.blocks[place]}.")
+    roles = [role for (_, role), (input_site, _) in ledger.seams.sites.items() if input_site == site]
+    return ledger.residuals.held(f"{role}.in", place) or any(ledger.seams.held(role, place) for role in roles)

@@ -1,0 +1,311 @@
+"""Any operator again, on the host in float64, from the call that the device got: the dispatch, and elementwise ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from noisescope.localization import host_products
+from noisescope.localization.formulas import ACTIVATIONS, NormFormula, activation_formula, gelu_inner, norm_formula
+from noisescope.localization.host_products import Recomputed, Rows, argument, as_multiplied, on_host
+from noisescope.localization.roundoff_floors import (
+    WORK_ROUNDOFF,
+    Reference,
+    narrower,
+    number_format,
+    rounded_once,
+    sum_spread,
+)
+from noisescope.probe.operator_calls import OUTER
+
+_T = torch.Tensor
+_MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are looked at in one call
+_GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+_FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way
+_GAIN_SHARE = 0.1  # of half an ulp
+
+
+class Unseen(Exception):
+    """An operator that can't be computed again, and why."""
+
+
+@contextmanager
+def host_arithmetic() -> Iterator[None]:
+    """Plain torch: no function mode of the caller's (a simulated fault is one), no autocast, no gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield
+
+
+def recompute(
+    operator: str, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, rows: Rows
+) -> Recomputed:
+    """What a call gave and should have given. Raises Unseen where that can't be said."""
+    if not isinstance(y, Tensor) or not y.is_floating_point() or y.dtype.itemsize < 2:
+        raise Unseen(f"its output is {getattr(y, 'dtype', type(y).__name__)}")
+    if y.numel() == 0:
+        raise Unseen("its output is empty")
+    again = _MODULES.get(operator) if isinstance(callee, nn.Module) else _function(operator, callee)
+    if again is None:
+        raise Unseen(f"no formula is known for {getattr(callee, '__name__', type(callee).__name__)}")
+    return again(callee, args, kwargs, y, rows)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    raise Unseen("it was called without a tensor")
+
+
+# -- modules
+
+
+def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        raise Unseen("its weight is not at hand (offloaded, or packed)")
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise Unseen(f"its weight is packed ({type(weight).__name__})")
+    if weight.dim() != 2 or weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise Unseen(f"its weight is packed ({weight.dtype})")
+    x = first_tensor(args, kwargs)
+    if type(module).__name__ == "Conv1D":
+        weight = weight.detach().T
+    if weight.shape != (y.shape[-1], x.shape[-1]):
+        raise Unseen(f"its weight {tuple(weight.shape)} does not fit its input and output")
+    return host_products.linear(x, weight, bias, y, rows)
+
+
+def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    x = first_tensor(args, kwargs)
+    formula = norm_formula(module, x.shape[-1])
+    if formula is None:
+        raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+    parameters = module._parameters
+    if any(p is not None and p.is_meta for p in parameters.values()):
+        raise Unseen("its weight is not at hand (offloaded)")
+    return _norm(formula, x, parameters.get("weight"), parameters.get("bias"), y, rows)
+
+
+def _norm(
+    formula: NormFormula, x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, rows: Rows
+) -> Recomputed:
+    """A norm rounds once, or (cast before the gain) twice; its two sums run over the width of the row."""
+    if x.shape != y.shape:
+        raise Unseen("its output has another shape than its input")
+    out, wide, total = _pick(x, y)
+    out = out.to(narrower(x.dtype, out.dtype))  # under autocast sixteen bits may come out as float32
+    w = None if weight is None else on_host(weight).double()
+    b = None if bias is None else on_host(bias).double()
+    values, normal = formula.apply(wide, w, b)
+    gain = torch.ones(wide.shape[-1], dtype=torch.float64) if w is None else w
+    gain = (gain + 1 if formula.gain == "one_plus_weight" else gain).abs()
+    u, width = WORK_ROUNDOFF, wide.shape[-1]
+    scaled = normal.abs() * gain
+    function = 8 * u * scaled
+    bounds = [rounded_once(values, out.dtype), rounded_once(normal, x.dtype) * gain, function]
+    spread = sum_spread(width, torch.zeros_like(scaled), scaled, u)
+    grain = 0.0 * scaled
+    if b is not None:
+        bounds.append(rounded_once(values - b, out.dtype))
+        grain += 2 * bounds[-1] + 2 * u * b.abs()  # they may cancel
+    if formula.centred:  # the mean's error, in units of the normalised x; kernels may take x s + (b - mean s)
+        mean = wide.mean(-1, keepdim=True)
+        root = wide.square().mean(-1, keepdim=True).sqrt() * normal.square().mean(-1, keepdim=True).sqrt()
+        deviation = (wide - mean).square().mean(-1, keepdim=True).sqrt().clamp_min(1e-300)
+        spread = spread + 0.5 * u * math.sqrt(width) * gain * (root / deviation)
+        grain += 2 * u * gain * (wide.abs() + mean.abs()) / deviation
+    # The gain has few bits: 129/128 times a number of 8 bits is rounded down more often than up, 0.03 ulp on average.
+    systematic = _FUNCTION_SHARE * function + _GAIN_SHARE * rounded_once(values, out.dtype)
+    reference = Reference(values, tuple(bounds), spread, systematic, grain, offset=b is not None)
+    return Recomputed(out, reference, x=wide, total_rows=total)
+
+
+def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    found = activation_formula(module)
+    if found is None:
+        raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+    return _activation(found[0], first_tensor(args, kwargs), y, stepwise=found[1])
+
+
+def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> Recomputed:
+    """x g(x): the error of the gate g, and one rounding. Stepwise code rounds to its dtype after every operation."""
+    out, wide, total = _pick(x, y)
+    values = ACTIVATIONS[name](wide)
+    u = number_format(x.dtype).u if stepwise else WORK_ROUNDOFF
+    size = wide.abs()
+    if name == "silu":
+        function = u * (6 + 2 * size * torch.sigmoid(-wide)) * values.abs()
+    elif name == "quick_gelu":
+        gate = torch.sigmoid(1.702 * wide)
+        function = u * size * (gate * (1 - gate) * 1.702 * size * 3 + 2 * gate) + 3 * u * values.abs()
+    elif name == "gelu":  # 1 + erf cancels for negative x, so the error is one of the 1
+        function = 3 * u * size + 4 * u * values.abs()
+    else:
+        inner = gelu_inner(wide)
+        slope = 1 / torch.cosh(inner).square()
+        function = 0.5 * u * size * (slope * 6 * inner.abs() + 3) + 4 * u * values.abs()
+    # Where the gate is nearly open, x g(x) is rounded back to x, always upwards.
+    below = (wide - values).abs()
+    rounding = rounded_once(values, out.dtype)
+    systematic = _FUNCTION_SHARE * function + torch.where(below < rounding, below, 0.0)
+    return Recomputed(out, Reference(values, (rounding, function), systematic=systematic), x=wide, total_rows=total)
+
+
+def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    """Rows of a table, bit by bit. Where the module makes its own indices, the nearest row of the table is meant."""
+    table = module.weight
+    if table.is_meta:
+        raise Unseen("its table is offloaded")
+    indices = first_tensor(args, kwargs)
+    out = on_host(y).reshape(-1, y.shape[-1])
+    table = on_host(table)
+    scale = getattr(module, "embed_scale", None)
+    if scale is not None:
+        factor = scale if isinstance(scale, Tensor) else torch.tensor(float(scale))
+        table = table * on_host(factor).to(table.dtype)
+    own = type(module).forward is nn.Embedding.forward or (scale is not None and not indices.is_floating_point())
+    if own and tuple(y.shape[:-1]) == tuple(indices.shape):
+        expected = table[on_host(indices).reshape(-1)]
+    else:
+        expected = table[torch.cdist(out.float(), table.float()).argmin(-1)]
+    return Recomputed(out, Reference(expected.double(), (), exact=True), total_rows=len(out))
+
+
+# -- functions
+
+
+def _linear_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    x, weight = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "weight")
+    return host_products.linear(x, weight, argument(args, kwargs, 2, "bias"), y, rows)
+
+
+def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    if callee is torch.einsum:
+        operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+        if len(operands) != 2 or not isinstance(args[0], str):
+            raise Unseen("an einsum of other than two operands")
+        return host_products.einsum(args[0], operands[0], operands[1], y)
+    a, b = argument(args, kwargs, 0, "input", "self"), argument(args, kwargs, 1, "other", "mat2", "tensor2")
+    if callee is _T.__rmatmul__:
+        a, b = b, a
+    if callee in OUTER:
+        if a.shape[-1:] != (1,) or b.dim() != 1:
+            raise Unseen("a product of elements that is no outer product")
+        b = b[None]
+    if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can look at all of them
+        return host_products.linear(a, b.detach().T, None, y, rows)
+    return host_products.batched(a, b, y, rows)
+
+
+def _added_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    added = argument(args, kwargs, 0, "input", "self")
+    a, b = argument(args, kwargs, 1, "mat1", "batch1"), argument(args, kwargs, 2, "mat2", "batch2")
+    beta, alpha = float(kwargs.get("beta", 1.0)), float(kwargs.get("alpha", 1.0))
+    addend = None if beta == 0 else as_multiplied(on_host(added), y).double() * beta
+    return host_products.batched(a, b, y, rows, addend=addend, alpha=alpha)
+
+
+def _grouped_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    x, weights = argument(args, kwargs, 0, "input", "self", "mat_a"), argument(args, kwargs, 1, "weight", "mat2")
+    ends = argument(args, kwargs, 2, "offs")
+    if ends is None or x.dim() != 2 or weights.dim() != 3 or kwargs.get("bias") is not None:
+        raise Unseen("a grouped product of another form than rows by experts")
+    return host_products.grouped(x, weights, ends, y, rows)
+
+
+def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    """exp(x - max) / sum: the exponential's error grows with its argument, the sum has one sign."""
+    x = argument(args, kwargs, 0, "input", "self")
+    dim = argument(args, kwargs, 1, "dim", default=-1)
+    last = isinstance(dim, int) and dim in (-1, x.dim() - 1)
+    out, wide, total = _pick(x if last else x.transpose(dim, -1), y if last else y.transpose(dim, -1))
+    values = torch.softmax(wide, -1)
+    u = WORK_ROUNDOFF
+    depth = (wide.amax(-1, keepdim=True) - wide).clamp(0, 120)
+    function = u * (8 + 2 * depth) * values
+    systematic = _FUNCTION_SHARE * 8 * u * values
+    spread = sum_spread(wide.shape[-1], torch.zeros_like(values), values, u)
+    reference = Reference(values, (rounded_once(values, out.dtype), function), spread, systematic)
+    return Recomputed(out, reference, x=wide, total_rows=total)
+
+
+def _activation_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    if kwargs.get("inplace") or (callee is F.silu and len(args) > 1 and args[1]):
+        raise Unseen("it writes its result over its input")
+    name = "silu"
+    if callee is F.gelu:
+        name = {"none": "gelu", "tanh": "gelu_tanh"}[argument((), kwargs, 0, "approximate", default="none")]
+    return _activation(name, first_tensor(args, kwargs), y)
+
+
+def _norm_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    x, shape = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "normalized_shape")
+    if len(shape) != 1:
+        raise Unseen("a norm over more than the last dimension")
+    weight = argument(args, kwargs, 2, "weight")
+    centred = callee is F.layer_norm
+    bias = argument(args, kwargs, 3, "bias") if centred else None
+    eps = argument(args, kwargs, 4 if centred else 3, "eps", default=1e-5 if centred else None)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    formula = NormFormula(centred, float(eps), "none" if weight is None else "weight", bias is not None)
+    return _norm(formula, x, weight, bias, y, rows)
+
+
+def _fused_attention(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
+    if argument(args, kwargs, 4, "dropout_p", default=0.0):
+        raise Unseen("attention with dropout is random")
+    query, key, value = (argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value")))
+    mask, causal = argument(args, kwargs, 3, "attn_mask"), argument(args, kwargs, 5, "is_causal", default=False)
+    scale = argument(args, kwargs, 6, "scale")
+    again = host_products.attention(query, key, value, mask, y, rows, is_causal=bool(causal), scale=scale)
+    if not len(again.y):
+        raise Unseen("all its rows hold NaN, or may look nowhere")
+    return again
+
+
+Again = Callable[[Any, Any, Any, Tensor, Rows], Recomputed]
+
+_MODULES: dict[str, Again] = {
+    "linear": _linear_module,
+    "norm": _norm_module,
+    "silu": _activation_module,
+    "gelu": _activation_module,
+    "embedding": _embedding_module,
+}
+_ADDED = (torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm)
+
+
+def _function(operator: str, callee: Any) -> Again | None:
+    if callee is F.scaled_dot_product_attention:
+        return _fused_attention
+    if callee is F.linear:
+        return _linear_function
+    if callee in _ADDED:
+        return _added_function
+    if getattr(callee, "__name__", "") in _GROUPED:
+        return _grouped_function
+    table: dict[str, Again] = {
+        **dict.fromkeys(("linear", "matmul", "bmm"), _product_function),
+        "softmax": _softmax_function,
+        **dict.fromkeys(("silu", "gelu"), _activation_function),
+        "norm": _norm_function,
+    }
+    return table.get(operator)
+
+
+def _pick(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Output rows, input rows in float64, and how many rows there are: evenly spread ones where they are many."""
+    total = y.numel() // max(1, y.shape[-1])
+    step = max(1, -(-y.numel() // _MOST_ELEMENTS))
+    out, given = y.reshape(total, -1)[::step], x.reshape(total, -1)[::step]
+    return on_host(out), on_host(given).double(), total

@@ -1,0 +1,272 @@
+"""Products and attention again, on the host in float64, from the operands that the device was given."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.localization.checksums import COLUMNS, checksums
+from noisescope.localization.roundoff_floors import (
+    ROUNDING_STD,
+    WORK_ROUNDOFF,
+    Z_ELEMENT,
+    Reference,
+    number_format,
+    rounded_once,
+    shortened,
+    sum_grain,
+    sum_spread,
+)
+
+_PARTIAL_SUMS = 8
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """One operator's output and what it should be, as rows and channels."""
+
+    y: Tensor  # [R, C], the device's numbers, on the host, in their dtype
+    reference: Reference
+    operands: tuple[Tensor, Tensor] | None = None  # a [B, M, K], b [B, K, C] with B M = R: what a product summed
+    x: Tensor | None = None  # [R, C] where the operator is a function of each element of its input
+    total_rows: int = 0
+    checksums: int = 0  # rows that were only looked at by checksums
+
+
+class Rows:
+    """Which rows of an operator's output are computed again: all if few, else a sample with the first and the last."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        self.most = most
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def choose(self, total: int) -> Tensor | None:
+        """Sorted indices; None for all rows."""
+        if total <= self.most:
+            return None
+        order = torch.randperm(total - 2, generator=self._generator, device="cpu")[: max(self.most - 2, 0)] + 1
+        return torch.cat([order, torch.tensor([0, total - 1], device="cpu")]).sort().values
+
+    def signs(self, count: int) -> Tensor:
+        """Random +-1."""
+        return torch.randint(0, 2, (count,), generator=self._generator, device="cpu").double() * 2 - 1
+
+
+def on_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
+    """x [..., K] times weight [N, K]; where rows are many, checksums say which to take beside the sampled ones."""
+    a, w, out = on_host(x).reshape(-1, x.shape[-1]), on_host(weight), on_host(y).reshape(-1, y.shape[-1])
+    a, w = as_multiplied(a, out), as_multiplied(w, out)
+    added = None if bias is None else as_multiplied(on_host(bias), out).double()
+    chosen, total = rows.choose(len(a)), len(a)
+    if chosen is not None:
+        off = _rows_off(a, w, added, out, rows, shortened(y))
+        chosen = torch.tensor(sorted({*chosen.tolist(), *off[: rows.most].tolist()}))
+        a, out = a[chosen], out[chosen]
+    wide = a.double()
+    values, squares = _multiply(wide, w)
+    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, shortened(y))
+    unsampled = 0 if chosen is None else total - len(chosen)
+    return Recomputed(out, reference, (wide[None], w.T[None]), total_rows=total, checksums=unsampled)
+
+
+def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
+    """Under autocast the operands are rounded to the output's dtype before they are multiplied."""
+    return x.to(y.dtype) if x.dtype.itemsize > y.dtype.itemsize else x
+
+
+def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """a w^T in float64, and S^2 + P^2 in float32 (they only scale a floor), some columns at a time."""
+    values = a.new_empty(len(a), len(w))
+    squares = torch.empty(len(a), len(w))
+    a_squared = a.square().float()
+    step = COLUMNS * torch.get_num_threads()
+    for start in range(0, len(w), step):
+        here = slice(start, start + step)
+        values[:, here], partial = _partial_sums(a, w[here])
+        torch.addmm(partial.float(), a_squared, w[here].float().square().T, out=squares[:, here])
+    return values, squares
+
+
+def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """a w^T in float64, and P^2: the mean square of the partial sums at a few places of the inner dimension."""
+    inner = a.shape[-1]
+    parts = min(_PARTIAL_SUMS, max(1, inner // 16))
+    edges = [inner * at // parts for at in range(parts + 1)]
+    terms = (torch.matmul(a[..., i:j], w[..., i:j].double().transpose(-1, -2)) for i, j in itertools.pairwise(edges))
+    total = next(terms)
+    squares = total.square()
+    for term in terms:
+        total += term
+        squares.addcmul_(total, total)
+    return total, squares.div_(parts)
+
+
+def _sum_reference(
+    values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: float = 0.0
+) -> Reference:
+    """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
+    u = WORK_ROUNDOFF
+    if added is not None:
+        squares = squares + added.square()  # some kernels start from the addend: then it is in every partial sum
+    spread = sum_spread(terms, squares, values, u)
+    grain = sum_grain(terms, squares, values, max(u, short))
+    if short:
+        spread = (spread.square() + short**2 * squares.double()).sqrt()
+    bounds: tuple[Tensor, ...] = ()
+    if added is not None:
+        bounds = (rounded_once(values, dtype),)  # others round the product before they add
+        grain = grain + 2 * bounds[0]
+        values = values + added
+    bounds = (rounded_once(values, dtype), *bounds)
+    return Reference(values, bounds, spread, grain=grain, offset=added is not None, sums=True)
+
+
+def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: float) -> Tensor:
+    """Rows whose checksums fail, the worst first; those with NaN or Inf are computed again and judged there."""
+    worst = checksums(a, w, added, y, rows.signs(len(w)), short).z.amax(1)
+    off = (worst > Z_ELEMENT).nonzero().flatten()
+    return off[worst[off].argsort(descending=True)]
+
+
+def batched(
+    a: Tensor, b: Tensor, y: Tensor, rows: Rows, *, addend: Tensor | None = None, alpha: float = 1.0
+) -> Recomputed:
+    """alpha a b + addend, a [..., M, K], b [..., K, N]: the products inside attention; rows of M are sampled."""
+    short = shortened(y)
+    a, b, out = (as_multiplied(on_host(t), y) for t in (a, b, y))
+    a = a[None] if a.dim() == 1 else a
+    b = b[:, None] if b.dim() == 1 else b
+    lead = (a[..., 0, 0] + b[..., 0, 0]).shape
+    out = out.reshape(*lead, a.shape[-2], b.shape[-1])
+    total = out.numel() // max(1, out.shape[-1])
+    added = None if addend is None else on_host(addend).double().expand_as(out)
+    chosen = rows.choose(a.shape[-2])
+    if chosen is not None:
+        a, out = a[..., chosen, :], out[..., chosen, :]
+        added = None if added is None else added[..., chosen, :]
+    wide, other = a.double(), b.double()
+    values, squares = _partial_sums(wide, other.transpose(-1, -2))
+    values = values * alpha
+    squares = (squares + torch.matmul(wide.square(), other.square())) * alpha**2
+
+    def flat(t: Tensor) -> Tensor:
+        return t.reshape(-1, t.shape[-1])
+
+    added = None if added is None else flat(added)
+    reference = _sum_reference(flat(values), flat(squares), a.shape[-1], out.dtype, added, short)
+    left = wide.expand(*lead, *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
+    right = other.expand(*lead, *other.shape[-2:]).reshape(-1, *other.shape[-2:]) * alpha
+    return Recomputed(flat(out), reference, (left, right), total_rows=total)
+
+
+def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> Recomputed:
+    """Products of experts: rows up to ends[0] of x [R, K] with weights[0] [K, N], up to ends[1] with weights[1] ..."""
+    a, out = on_host(x), on_host(y)
+    stops = on_host(ends).long()
+    total = int(stops[-1])  # what lies behind belongs to nobody
+    expert = torch.searchsorted(stops, torch.arange(total), right=True)
+    chosen = rows.choose(total)
+    chosen = torch.arange(total) if chosen is None else chosen
+    a, out, expert = as_multiplied(a[chosen], out), out[chosen], expert[chosen]
+    wide = a.double()
+    values, squares = wide.new_empty(out.shape), torch.empty(out.shape)
+    for number in sorted(set(expert.tolist())):
+        here = expert == number
+        w = as_multiplied(on_host(weights[number]).T, out)
+        values[here], squares[here] = _multiply(wide[here], w)
+    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(y))
+    return Recomputed(out, reference, total_rows=total)
+
+
+def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
+    """Two operands of any form: sums of squares come from the same equation."""
+    wide, other, out = as_multiplied(on_host(a), y).double(), as_multiplied(on_host(b), y).double(), on_host(y)
+    values = torch.einsum(equation, wide, other)
+    squares = torch.einsum(equation, wide.square(), other.square())
+    terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
+    flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares)]
+    reference = _sum_reference(flat[1], flat[2], terms, out.dtype, None, shortened(y))
+    return Recomputed(flat[0], reference, total_rows=len(flat[0]))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    y: Tensor,
+    rows: Rows,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> Recomputed:
+    """A fused attention call: query [..., H, T, D], key and value [..., KV, S, D]; query rows are sampled.
+
+    Its floor: the probabilities are rounded to the inputs' dtype before they meet the values (16-bit kernels do), the
+    scores have the error of their sum and the exponential that of its argument, and the result is rounded once:
+        spread^2 = u^2/3 sum (p v)^2 + sum p^2 ds^2 (v - y)^2 + the sum's own.
+    """
+    q, k, v, out = (as_multiplied(on_host(t), y) for t in (query, key, value, y))
+    dtype, length = out.dtype, q.shape[-2]
+    form, u = number_format(dtype), WORK_ROUNDOFF
+    chosen = rows.choose(length)
+    at = torch.arange(length) if chosen is None else chosen
+    q, out = q[..., at, :].double(), out[..., at, :]
+    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:  # grouped queries
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    k, v = k.double(), v.double()
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    size = torch.matmul(q.square(), k.square().transpose(-1, -2)).sqrt() * scale  # S of each score
+    shut = torch.zeros(scores.shape, dtype=torch.bool)
+    if is_causal:
+        shut |= torch.arange(scores.shape[-1]) > at[:, None]
+    if mask is not None:
+        given = on_host(mask)
+        given = given[..., at, :] if given.shape[-2] == length else given
+        if given.dtype == torch.bool:
+            shut |= ~given
+        else:
+            scores = scores + given.double()
+            shut |= (given.double() < -1e4).expand_as(shut)  # the usual ways to write -inf
+    scores = scores.masked_fill(shut, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    p = torch.softmax(scores, -1).nan_to_num(0.0)
+    values = torch.matmul(p, v)
+    sum_error = ROUNDING_STD * u * math.sqrt(q.shape[-1] + 1) * (size + (scores.abs()).masked_fill(shut, 0.0))
+    score_error = (sum_error + u * (4 + 2 * (top - scores).masked_fill(shut, 0.0))).masked_fill(shut, 0.0)
+    weight = (p * score_error).square()
+    spread = torch.matmul(weight, v.square()) - 2 * values * torch.matmul(weight, v)
+    spread = (spread + values.square() * weight.sum(-1, keepdim=True)).clamp_min(0)
+    pv = torch.matmul(p.square(), v.square())
+    spread = spread + form.u**2 / 3 * pv + sum_spread(p.shape[-1], pv, values, u).square()
+    grain = sum_grain(p.shape[-1], pv, values, u)
+    # A row that may look nowhere gives what its kernel likes, and a kernel may skip NaN that the mask shuts out.
+    seen = (~shut.all(-1) & values.isfinite().all(-1)).reshape(-1)
+
+    def flat(t: Tensor) -> Tensor:
+        return t.reshape(-1, t.shape[-1])[seen]
+
+    values = flat(values)
+    # Fused kernels have a quick exp2 (at most 2 ulp of float32 off) and a quick reciprocal (1 ulp): they lean one way.
+    systematic = 6 * u * values.abs()
+    reference = Reference(
+        values, (rounded_once(values, dtype),), flat(spread.sqrt()), systematic, grain=flat(grain), sums=True
+    )
+    return Recomputed(flat(out), reference, total_rows=len(seen))
+
+
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:
+    """An argument of a call, by position or by one of its names."""
+    if position < len(args):
+        return args[position]
+    return next((kwargs[name] for name in names if name in kwargs), default)

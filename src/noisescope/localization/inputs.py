@@ -1,0 +1,332 @@
+"""What a model under test is run on: the caller's inputs, or built-in text, or random tokens."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.comparison.records import Record, read_record
+from noisescope.data.dataset import built_in
+from noisescope.errors import InvalidInput, unknown
+from noisescope.model.anatomy import Anatomy, dissect
+from noisescope.model.forwards import Prompts as Prompts
+from noisescope.model.forwards import check_vocabulary, dtype_of, evaluating, last_of, vocabulary_of
+from noisescope.model.forwards import device_of as device_of
+from noisescope.model.source import model_fingerprint
+from noisescope.model.subject import Subject
+from noisescope.probe.scope import unwrap
+
+Batch = dict[str, Tensor]
+
+ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are looked at
+_IDS = ("input_ids", "decoder_input_ids")
+_TURNED = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
+
+
+def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> list[Batch]:
+    """At least two batches of one shape where that can be had: what a device remembers shows only when data changes."""
+    batches = _given(model, tokenizer, inputs) if inputs is not None else _made(model, tokenizer, seed)
+    for batch in batches:
+        _check_names(model, batch)
+        _check(batch, _vocabulary(model))
+        check_positions(model, _positions_asked(batch), "a sequence")
+    if len(batches) == 1:
+        batches.append(_turned(batches[0]))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return [{name: _moved(value, device, dtype) for name, value in batch.items()} for batch in batches]
+
+
+def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
+    """What these inputs and this model's dtype keep from being seen: for the notes of a verdict."""
+    found = []
+    tokens = [batch[name] for batch in batches for name in (*_IDS, "inputs_embeds") if batch.get(name) is not None]
+    if tokens and all(t.shape[1] == 1 for t in tokens):
+        found.append(
+            "one token a sequence: softmax over one key is 1 whatever its score, so exp, masks, positions, the "
+            "key-value cache and data left from another call were not tested: give 8 tokens or more"
+        )
+    if tokens and all(t.shape[:2].numel() == 1 for t in tokens):
+        found.append("one row in all: row order, and what shows only over many rows, were not tested")
+    if any(p.dtype == torch.float64 for p in model.parameters()):
+        found.append(
+            "float64 is judged to float32's precision: models take norms, softmax and angles in float32 whatever their "
+            "dtype, and the host has nothing wider than float64"
+        )
+    return found
+
+
+def _check(batch: Batch, vocabulary: int | None) -> None:
+    """Refuses token ids that the model can't be run on."""
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.numel() == 0:
+            raise InvalidInput(f"{name} is empty (shape {list(value.shape)}): give at least one token")
+    for name, ids in ((name, batch[name]) for name in _IDS if batch.get(name) is not None):
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise InvalidInput(f"{name} must be a tensor of whole numbers (torch.long), got {came}")
+        if ids.dim() != 2:
+            raise InvalidInput(
+                f"{name} must have the shape [sequences, tokens], got {list(ids.shape)}: one sequence is ids[None]"
+            )
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or (vocabulary is not None and most >= vocabulary):
+            allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}"
+            raise InvalidInput(
+                f"{name} holds ids from {least} to {most}, this model's are {allowed}: use its own tokenizer, and "
+                "leave labels such as -100 out"
+            )
+
+
+def _check_names(model: nn.Module, batch: Batch) -> None:
+    """Refuses arguments that the model's forward does not have; one that takes any name must know one at least."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    wild = next((p for p in parameters if p.kind == p.VAR_KEYWORD), None)
+    listed = [] if wild is None else _listed(wild.annotation)
+    strange = [name for name in batch if name not in (*known, *listed)]
+    takes_any = wild is not None and not listed
+    if strange and not (takes_any and (len(strange) < len(batch) or not known)):
+        raise unknown(f"input of {type(model).__name__}", strange[0], dict.fromkeys((*known, *listed)))
+
+
+def _listed(annotation: Any) -> list[str]:
+    """Names in the dict type of `**kwargs: Unpack[...]`, as transformers has it."""
+    return [name for part in typing.get_args(annotation) for name in getattr(part, "__annotations__", ())]
+
+
+def check_positions(model: nn.Module, asked: int, what: str) -> None:
+    """Refuses more tokens than a learned table of positions has rows for; other positions go on for ever."""
+    room = min(_tables_of_positions(model), default=asked)
+    if asked > room:
+        raise InvalidInput(
+            f"{what} needs {asked} positions, but {type(model).__name__} has learned {room}: give at most {room} tokens"
+        )
+
+
+def _tables_of_positions(model: nn.Module) -> Iterator[int]:
+    """Sizes of the tables that lie beside one of tokens; the rows before the first position are not counted."""
+    for parent in model.modules():
+        tables = {name: child for name, child in parent.named_children() if isinstance(child, nn.Embedding)}
+        for name, table in tables.items():
+            if len(tables) > 1 and re.search(r"pos|wpe", name):
+                padding = 0 if table.padding_idx is None else table.padding_idx + 1  # as in RoBERTa
+                yield table.num_embeddings - padding - int(getattr(table, "offset", 0))  # as in OPT and BART
+
+
+def _positions_asked(batch: Batch) -> int:
+    """How many positions a forward looks up."""
+    named = batch.get("position_ids")
+    if isinstance(named, Tensor):
+        return int(named.max()) + 1
+    past = getattr(batch.get("past_key_values"), "get_seq_length", lambda: 0)()
+    lengths = [batch[name].shape[1] for name in (*_IDS, "inputs_embeds") if isinstance(batch.get(name), Tensor)]
+    return int(past) + max(lengths, default=0)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype) if value.dtype == torch.float32 else value.to(device)
+
+
+def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
+    if isinstance(inputs, (str, Tensor, Mapping)):
+        inputs = [inputs]
+    if not isinstance(inputs, Sequence) or not inputs:
+        raise InvalidInput(
+            f"inputs are a batch (a dict of the model's arguments, or a tensor of token ids), a list of batches, or a "
+            f"list of texts; got {type(inputs).__name__}"
+        )
+    if all(isinstance(item, str) for item in inputs):
+        if tokenizer is None:
+            raise InvalidInput("inputs are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
+        return [{"input_ids": _tokens(tokenizer, text)[None]} for text in inputs]
+    return [_batch(model, item) for item in inputs]
+
+
+def _batch(model: nn.Module, item: Any) -> Batch:
+    if isinstance(item, Mapping):
+        return dict(item)
+    if isinstance(item, Tensor):
+        names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
+        return {"input_ids" if "input_ids" in names else names[0]: item}
+    raise InvalidInput(
+        f"a batch is a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
+    )
+
+
+def _tokens(tokenizer: Any, text: str) -> Tensor:
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if not ids:
+        raise InvalidInput(f"the tokenizer makes no tokens of {text[:40]!r}")
+    return torch.tensor(ids, device="cpu")
+
+
+def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
+    config = getattr(model, "config", None)
+    length = LENGTH
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        length = min(length, getattr(config, name, None) or length)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    vocabulary = _vocabulary(model)
+    if tokenizer is not None and vocabulary is not None:
+        found = _texts(tokenizer, 2 * ROWS * length, seed)
+        if int(found.max()) < vocabulary:
+            return _named(config, list(found.reshape(2, ROWS, length)))
+    if vocabulary is not None:
+        lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
+        drawn = torch.randint(lowest, vocabulary, (2, ROWS, length), generator=generator, device="cpu")
+        return _named(config, list(drawn))
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if size and channels:
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        shape = (2, ROWS, channels, *sides)
+        return [{"pixel_values": x} for x in torch.randn(shape, generator=generator, device="cpu")]
+    raise InvalidInput(
+        f"no input can be made up for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
+    )
+
+
+def _texts(tokenizer: Any, count: int, seed: int) -> Tensor:
+    """`count` tokens of the built-in text, from a paragraph that the seed chooses on."""
+    texts = [item.text for item in built_in().items]
+    found: list[int] = []
+    at = seed
+    while len(found) < count:
+        found += _tokens(tokenizer, texts[at % len(texts)]).tolist()
+        at += 1
+    return torch.tensor(found[:count], device="cpu")
+
+
+def _named(config: Any, tokens: list[Tensor]) -> list[Batch]:
+    if getattr(config, "is_encoder_decoder", False):
+        return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in tokens]
+    return [{"input_ids": ids} for ids in tokens]
+
+
+def _turned(batch: Batch) -> Batch:
+    """Other data of the same shape: the main input back to front."""
+    name = next((name for name in _TURNED if isinstance(batch.get(name), Tensor)), None)
+    return batch if name is None else {**batch, name: batch[name].flip(-1)}
+
+
+# Prompts for the locators that look at logits: from the caller, from built-in text, or seeded token ids; and how they
+# are run.
+
+
+def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
+    """Model, tokenizer and anatomy."""
+    if isinstance(subject, Subject):
+        return unwrap(subject.model), subject.tokenizer, subject.anatomy
+    return unwrap(subject), None, dissect(subject)
+
+
+def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
+    """The last token's logits [P, V] on the host in float32 (float64 where the model is), and the forwards it took."""
+    lengths = sorted({len(prompt) for prompt in prompts})
+    found: dict[int, Tensor] = {}
+    with evaluating(model), torch.no_grad():
+        for length in lengths:
+            chosen = [at for at, prompt in enumerate(prompts) if len(prompt) == length]
+            ids = torch.tensor([prompts[at] for at in chosen], device=device_of(model))
+            found.update(zip(chosen, _forward(model, ids), strict=True))
+    return torch.stack([found[at] for at in range(len(prompts))]), len(lengths)
+
+
+def _forward(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = last_of(model, ids)
+    if logits is None:
+        raise InvalidInput(
+            f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: it is no language model"
+        )
+    last = logits.to("cpu")
+    return last if last.dtype == torch.float64 else last.float()
+
+
+def prompt_ids(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Any] | None, *, seed: int, count: int, length: int
+) -> Prompts:
+    """Prompts as token ids: the caller's texts or ids, else built-in text, or seeded ids without a tokenizer."""
+    if prompts is None:
+        vocabulary = vocabulary_of(model)
+        if vocabulary is None:
+            raise InvalidInput(f"{type(model).__name__} takes no token ids: prompts can't be made up for it")
+        return _built_in(tokenizer, vocabulary, seed, count, length)
+    if isinstance(prompts, (str, Tensor)):
+        prompts = [prompts] if isinstance(prompts, str) or prompts.dim() == 1 else list(prompts)
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise InvalidInput(f"prompts are a list of texts or of token ids, got {prompts!r:.60}")
+    chosen = tuple(_ids(prompt, tokenizer) for prompt in prompts)
+    check_vocabulary(model, chosen, "a prompt")
+    check_positions(model, max(map(len, chosen)), "a prompt")
+    return chosen
+
+
+def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidInput("prompts are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
+        prompt = tokenizer(prompt, verbose=False)["input_ids"]
+    try:
+        ids = tuple(int(token) for token in prompt)
+    except (TypeError, ValueError):
+        raise InvalidInput(f"a prompt is a text or a list of token ids, got {prompt!r:.60}") from None
+    if not ids:
+        raise InvalidInput("a prompt has no tokens")
+    return ids
+
+
+def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: int) -> Prompts:
+    """`count` prompts of one length: the beginnings of paragraphs, from the one that the seed chooses on."""
+    if count < 1 or length < 1:
+        raise InvalidInput(f"at least one prompt of one token is needed, got count={count}, length={length}")
+    if tokenizer is not None:
+        texts = [item.text for item in built_in().items]
+        turned = texts[seed % len(texts) :] + texts[: seed % len(texts)]
+        found = [ids[:length] for ids in (_ids(text, tokenizer) for text in turned) if len(ids) >= length][:count]
+        if len(found) == count and max(map(max, found)) < vocabulary:
+            return tuple(found)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
+    drawn = torch.randint(lowest, vocabulary, (count, length), generator=generator, device="cpu")
+    return tuple(tuple(row) for row in drawn.tolist())
+
+
+# Records of other devices, as locators take them: of this very model, on tokens that it knows.
+
+
+def recorded(given: Record | str | Path, model: nn.Module) -> Record:
+    """What `record` returned, or its folder read; refused with the reason where it is broken or of another model."""
+    if not isinstance(given, (Record, str, Path)):
+        raise InvalidInput(f"a record is what ns.record returned, or its folder; got {type(given).__name__}")
+    record = given if isinstance(given, Record) else read_record(given)
+    _check_model(record, model)
+    check_vocabulary(model, record.prompts, record.path)
+    return record
+
+
+def _check_model(record: Record, model: nn.Module) -> None:
+    if record.model == model_fingerprint(model):
+        return
+    here = dissect(model).architecture
+    if record.architecture == here and record.dtype != dtype_of(model):
+        raise InvalidInput(
+            f"{record.path} was recorded in {record.dtype}, but the model here computes in {dtype_of(model)}: load the "
+            f"model with dtype={record.dtype!r}, or record again"
+        )
+    raise InvalidInput(
+        f"{record.path} is about another model ({record.architecture}, {record.dtype}, fingerprint "
+        f"{record.model[:12]}) than this one ({here}): weights or config differ. Record this model, or load that one"
+    )

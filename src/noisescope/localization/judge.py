@@ -1,0 +1,308 @@
+"""Whether an operator's output is what healthy arithmetic gives: the tests, their limits and what they could have seen.
+
+============  ==================================================================================================
+element       |e| beyond twice the limits of all roundings plus 7 standard deviations of the sums (1.3e-12 a tail, so
+              a thousandth of an alarm in 10^9 elements)
+non-finite    NaN or Inf on one side only
+rms           mean (e / sigma)^2 above 1.5, significantly: noise smaller than an ulp
+signed        mean error along the value's sign, or along +1, in ulps: a rounding mode, a small gain or offset; for the
+              whole output and for each channel. Healthy sums leave 0.01 to 0.02 ulp (density falls within a cell); of
+              functions only what lies beyond one correct rounding counts
+bits          a bit that never changes in a channel where it should: a stuck bit, a short output path (stuck_bits.py)
+exact         any difference, where the relation is exact
+============  ==================================================================================================
+
+e = output - reference, sigma^2 the model's variance. Rows that occur several times count once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from noisescope.localization.roundoff_floors import (
+    INTEGERS,
+    SLACK,
+    Z_ELEMENT,
+    Z_MEAN,
+    Format,
+    Reference,
+    as_judged,
+    number_format,
+)
+from noisescope.localization.stuck_bits import looks, stuck_channels
+
+# Limit of mean (e / sigma)^2. Null: sigma is an upper limit, so the mean is expected to be 1 at most (one rounding:
+# exactly 1, uniform within half an ulp). Normal errors of n elements pass 1.5 + Z_MEAN sqrt(2 / n) with probability
+# P(chi^2_n > n limit), 2e-11 for n = 64 and less for more; uniform ones, whose squares vary by 0.8 and not by 2, less
+# often still. The half is for a sigma that is 20 % too small.
+RMS_LIMIT = 1.5
+MEAN_SHARE = 0.05  # ulp that the whole output's mean may be off; float32 sums: twice that
+CHANNEL_SHARE = 0.1  # ulp for the mean of one channel
+_PIECE = 1 << 18  # elements that are judged at a time: what is made of them stays in a processor's cache
+_MEAN_ROWS = 1024
+_MEDIAN_OF = 4096  # tolerances of a piece
+
+
+@dataclass
+class Judgement:
+    """What the tests say about one call of an operator; strengths above 1 are alarms."""
+
+    strengths: dict[str, float] = field(default_factory=dict)  # test -> statistic / limit
+    worst: float = 0.0  # largest error
+    worst_ulp: float = 0.0  # in ulps of the reference's own binade; where all must be equal, of its largest value
+    bad: int = 0  # elements beyond their tolerance
+    strays: int = 0  # of these, finite on one side only
+    elements: int = 0
+    mean_ulp: float = 0.0  # along the sign of the value
+    offset_ulp: float = 0.0  # along +1
+    rms: float = 0.0  # sqrt(mean (e / sigma)^2)
+    channels: set[int] = field(default_factory=set)  # with elements beyond tolerance, or alarms of their own
+    looks: int = 0
+    visible_element: float = 0.0  # ulps: the median tolerance
+    visible_mean: float = 0.0  # ulps: the smallest mean error that would have alarmed
+    visible_gain: float = 0.0  # the same as a relative error
+
+    @property
+    def alarm(self) -> bool:
+        return self.strength > 1
+
+    @property
+    def strength(self) -> float:
+        return max(self.strengths.values(), default=0.0)
+
+    @property
+    def test(self) -> str:
+        return max(self.strengths, key=lambda name: self.strengths[name], default="")
+
+    @property
+    def words(self) -> str:
+        """The errors, for a reader. Means say nothing where nothing may differ."""
+        exact = "exact" in self.strengths
+        found = f"{self.bad} of {self.elements} elements {'differ, where none may' if exact else 'beyond tolerance'}"
+        found += f", {self.strays} of them NaN or infinite on one side only" if self.strays else ""
+        most = f", worst {self.worst_ulp:.3g} ulp, mean {self.mean_ulp:+.3g} ulp along the sign"
+        if exact:
+            most = f", by up to {self.worst:.3g} ({self.worst_ulp:.3g} ulp of the largest element)"
+        return found if self.strays == self.bad > 0 else found + most
+
+    def raise_to(self, test: str, strength: float) -> None:
+        self.strengths[test] = max(self.strengths.get(test, 0.0), strength)
+
+
+def tolerance(reference: Reference) -> Tensor:
+    """How far one element may be off."""
+    limit = SLACK * reference.bound
+    return limit if reference.spread is None else limit.add_(reference.spread, alpha=Z_ELEMENT)
+
+
+def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Judgement:
+    """All tests on one output [R, C]; of `probabilities` (a softmax) channels may hold 0 or 1 for ever."""
+    form = number_format(y.dtype)
+    result = Judgement(elements=y.numel())
+    if reference.exact:
+        _judge_exact(y, reference, form, result)
+        return result
+    y = as_judged(y)
+    rows = _different_rows(y, reference.values)
+    means: list[Tensor] = []  # [7, columns] of each piece
+    by_row = torch.zeros(2, len(y[rows]), dtype=torch.float64)
+    tolerances: list[Tensor] = []
+    for start, part, ref in _pieces(y, reference):
+        ulp, limit, error = form.ulp(ref.values), tolerance(ref), part - ref.values
+        finite, one_sided = torch.tensor(True), torch.tensor(False)
+        if not _all_ordinary(error, ref.values, limit, form):
+            one_sided = _one_sided(part, ref.values, limit, form)
+            finite = part.isfinite() & ref.values.isfinite() & (ref.values.abs() <= form.largest)
+            error, limit = torch.where(finite, error, 0.0), torch.where(finite, limit, 1.0)
+        size = error.abs()
+        beyond = (size > limit) | one_sided
+        result.bad += int(beyond.sum())
+        result.strays += int(one_sided.sum())
+        result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
+        result.raise_to("element", float((size / limit).max()))
+        result.raise_to("non-finite", math.inf if bool(one_sided.any()) else 0.0)
+        result.worst = max(result.worst, float(size.max()))
+        result.worst_ulp = max(result.worst_ulp, float((size / ulp).max()))
+        tolerances.append(_normal_tolerances(limit, ulp, finite.expand_as(ulp), form))
+        means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite.expand_as(ulp)[rows], by_row, y.dtype))
+        result.looks += part.numel() + 2 * part.shape[1] + 4
+    found = torch.cat(tolerances)
+    result.visible_element = float(found.median()) if len(found) else 0.0
+    _judge_means(Means(*torch.cat(means, 1)), by_row, y[rows], reference.sums, form, result)
+    whole, channels = stuck_channels(y[rows], reference.rows(rows), below_one=probabilities)
+    result.looks += looks(y.shape[1], y.dtype)
+    result.raise_to("bits", math.inf if whole or channels else 0.0)
+    result.channels.update(channels)
+    return result
+
+
+@dataclass(frozen=True)
+class Means:
+    """Sums over the rows of each channel, [C], for a shift of d ulps in e = d ulp sign(y) + noise of sigma."""
+
+    signed: Tensor  # ulp / sigma^2 e sign(y): d is its ratio to `weight`
+    along: Tensor  # the same without the sign
+    weight: Tensor  # (ulp / sigma)^2; 1 / sqrt(weight) is the standard error of d
+    allowed: Tensor  # what functions may be off systematically
+    scatter: Tensor  # squares of the terms of `signed`: its variance as seen
+    squares: Tensor  # (e / sigma)^2
+    count: Tensor
+
+    def total(self) -> Means:
+        return Means(*(field.sum(0, keepdim=True) for field in vars(self).values()))
+
+    def limit(self, share: float, alike: Tensor | float = 1.0, scatter_of_rows: float = 0.0) -> Tensor:
+        """What the sums may be: a share of an ulp, what functions may lean, and Z standard errors.
+
+        Those are the model's, or the ones seen where they are smaller (blocked sums in float32); times the root of how
+        many rows on average have one and the same error; or, if that is more, what the rows' own sums scatter by.
+        """
+        error = Z_MEAN * torch.minimum(self.weight, self.scatter).sqrt() * alike**0.5
+        return share * self.weight + self.allowed + error.clamp_min(scatter_of_rows)
+
+    def strength(self, limit: Tensor) -> Tensor:
+        """The larger of both means over its limit."""
+        return torch.where(self.weight > 0, torch.maximum(self.signed.abs(), self.along.abs()) / limit, 0.0)
+
+
+def _pieces(y: Tensor, reference: Reference) -> Iterator[tuple[int, Tensor, Reference]]:
+    step = max(1, _PIECE // max(1, len(y)))
+    for start in range(0, y.shape[1], step):
+        yield start, y[:, start : start + step].double(), reference.columns(start, start + step)
+
+
+def _judge_exact(y: Tensor, reference: Reference, form: Format, result: Judgement) -> None:
+    part, values = y.double(), reference.values
+    differ = (part != values) & ~(part.isnan() & values.isnan())
+    result.looks = part.numel()
+    result.bad = int(differ.sum())
+    result.channels = set(differ.any(0).nonzero().flatten().tolist())
+    finite = part.isfinite() & values.isfinite()
+    result.strays = int((differ & ~finite).sum())
+    result.worst = float(torch.where(finite, part - values, 0.0).abs().max())
+    # Sums that cancel are near 0, and the ulps there say nothing: the largest element's do.
+    result.worst_ulp = result.worst / float(form.ulp(torch.where(finite, values, 0.0).abs().max()))
+    result.visible_element = 0.5
+    result.strengths["exact"] = math.inf if result.bad else 0.0
+
+
+def _all_ordinary(error: Tensor, values: Tensor, limit: Tensor, form: Format) -> bool:
+    """Everything is finite and far from the end of the format: then there is nothing to tell apart."""
+    return bool(values.abs().max() + limit.max() < form.largest) and bool(error.isfinite().all())
+
+
+def _normal_tolerances(limit: Tensor, ulp: Tensor, finite: Tensor, form: Format) -> Tensor:
+    """Tolerances in ulps, of some elements that are well within the normal numbers: |v| > 2^(least + bits)."""
+    some = slice(None, None, max(1, limit.numel() // _MEDIAN_OF))
+    limit, ulp, finite = (t.flatten()[some] for t in (limit, ulp, finite))
+    return (limit / ulp)[finite & (ulp > 2.0**form.least)]
+
+
+def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor:
+    """Not finite where it should be, or finite where it should not be (overflow of the format included)."""
+    fits = values.isfinite() & (values.abs() + limit < form.largest)
+    overflows = ~values.isfinite() | (values.abs() - limit > form.largest * (1 + form.u))
+    return torch.where(y.isfinite(), overflows, fits)
+
+
+def _different_rows(y: Tensor, values: Tensor) -> Tensor | slice:
+    """Indices of rows, each different one once: a token that occurs twice makes the same errors twice at layer 0."""
+    rows = range(0, len(y), max(1, -(-len(y) // _MEAN_ROWS)))
+    given = y.contiguous().view(INTEGERS[y.dtype.itemsize]).numpy()
+    expected = values.contiguous().view(torch.int64).numpy()
+    seen: dict[bytes, list[int]] = {}
+    for row in rows:
+        alike = seen.setdefault(given[row].tobytes(), [])
+        if not any((expected[row] == expected[other]).all() for other in alike):
+            alike.append(row)
+    found = sorted(row for alike in seen.values() for row in alike)
+    return slice(None) if len(found) == len(y) else torch.tensor(found)
+
+
+def _sums(
+    error: Tensor, reference: Reference, ulp: Tensor, finite: Tensor, by_row: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The fields of `Means` for some columns; the first two are added up in `by_row` [2, R] as well.
+
+    One correct rounding of a function of numbers with few bits may lean: silu(x) = x / 2 + x^2 / 4 + ... of a small x
+    in 16 bits is always rounded to x / 2. So means are those of what lies beyond it. Errors of long sums are their own.
+    """
+    variance = reference.variance
+    finite = finite & (variance > 0)
+    if not bool(finite.all()):
+        variance = torch.where(finite, variance, torch.inf)
+    lever = ulp / variance
+    beyond = error if reference.sums else error - (reference.values.to(dtype).double() - reference.values)
+    along = lever * beyond if bool(finite.all()) else torch.where(finite, lever * beyond, 0.0)
+    signed = torch.where(reference.values < 0, -along, along)
+    by_row[0] += signed.sum(1)
+    by_row[1] += along.sum(1)
+    fields = [signed.sum(0), along.sum(0), (lever * ulp).sum(0)]
+    if reference.systematic is None:
+        fields.append(torch.zeros_like(fields[0]))
+    else:
+        fields.append(torch.where(finite, lever * reference.systematic, 0.0).sum(0))
+    fields += [along.square_().sum(0), error.square().div_(variance).sum(0), finite.sum(0)]
+    return torch.stack([field.double() for field in fields])
+
+
+def _judge_means(means: Means, by_row: Tensor, y: Tensor, sums: bool, form: Format, result: Judgement) -> None:
+    """Means of the whole output, and of each channel where the errors of its rows are independent."""
+    wider = 2 if form.bits > 20 else 1
+    total = means.total()
+    count, weight = float(total.count), float(total.weight)
+    if count == 0 or weight == 0:
+        return
+    rows = _row_scatter(by_row)
+    limit, ratio = total.limit(MEAN_SHARE * wider, 1.0, rows), float(total.squares) / count
+    alike = 1.0
+    if float(total.strength(limit)) > 1 or ratio > RMS_LIMIT:
+        alike = float(_alike(y).sum()) / y.numel()
+        limit = total.limit(MEAN_SHARE * wider, alike, rows)
+    result.raise_to("signed", float(total.strength(limit)))
+    result.raise_to("rms", ratio / (RMS_LIMIT + Z_MEAN * math.sqrt(2 * alike / count)))
+    result.rms = math.sqrt(ratio)
+    result.mean_ulp, result.offset_ulp = float(total.signed) / weight, float(total.along) / weight
+    result.visible_mean = float(limit) / weight
+    result.visible_gain = result.visible_mean * 1.44 * form.u  # an ulp is 2u to u of a value, 1.44u on average
+    if sums:
+        each = means.strength(means.limit(CHANNEL_SHARE * wider))
+        doubtful = (each > 1).nonzero().flatten()
+        if len(doubtful):
+            few = Means(*(field[doubtful] for field in vars(means).values()))
+            each[doubtful] = few.strength(few.limit(CHANNEL_SHARE * wider, _alike(y[:, doubtful]) / len(y)))
+        result.raise_to("signed", float(each.max()))
+        result.channels.update((each > 1).nonzero().flatten().tolist())
+
+
+def _row_scatter(by_row: Tensor) -> float:
+    """Z standard errors of a sum over rows, from the scatter of the rows: a norm's root is off for a whole row at once.
+
+    The scatter is itself an estimate from R rows: Z becomes the quantile of Student's t (Wallace's approximation).
+    """
+    count = by_row.shape[1]
+    if count < 2:
+        return math.inf
+    free = count - 1
+    seen = (by_row - by_row.mean(1, keepdim=True)).square().sum(1) * count / free
+    power = Z_MEAN**2 * max(free - 1.5, 0.5) / max(free - 1, 1) ** 2
+    return math.sqrt(free * math.expm1(min(power, 700.0))) * float(seen.max().sqrt())
+
+
+def _alike(y: Tensor) -> Tensor:
+    """Sum over the rows of each channel of how many rows have the same number there, [C].
+
+    Outputs that hardly vary (a large bias, a massive channel) all fall into one cell of their format: they are off by
+    the same amount, and averaging over them teaches nothing.
+    """
+    ordered = y.sort(0).values
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    cell = new.long().cumsum(0) - 1
+    sizes = torch.zeros(y.shape, dtype=torch.float64).scatter_add_(0, cell, torch.ones(y.shape, dtype=torch.float64))
+    return sizes.square().sum(0)

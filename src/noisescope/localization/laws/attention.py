@@ -1,0 +1,242 @@
+"""The laws of a fused attention call, softmax(scale q k^T + mask) v, and of softmax where it is called by itself.
+
+V is ours to choose: V = 1 must give 1 (R11), V = I reads the probabilities back (R12, R13), one key must give its value
+(R9), and the whole is linear in V. Which operator broke shows in V = 1: an error that differs between channels comes
+from the product with V, one that is the same in all channels from the normaliser, none at all from the scores or exp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_products import as_multiplied
+from noisescope.localization.laws import linear as linear_laws
+from noisescope.localization.laws.calls import Heard
+from noisescope.localization.laws.evidence import Examined
+from noisescope.localization.laws.functions import log_odds
+from noisescope.localization.laws.law_result import exact, floored, host
+from noisescope.localization.laws.linear import Linear
+from noisescope.localization.laws.results import look_closer, steadiness
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_SHUT = -1e4  # a float mask below this lets nothing through
+_SHIFT = 30.0  # of the scores: past exp's range in float16, far from it once the maximum is taken off
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of scaled_dot_product_attention; keys and values have as many heads as queries."""
+
+    function: Callable[..., Tensor]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+    @classmethod
+    def heard(cls, heard: Heard) -> Attention:
+        given = dict(zip(_NAMES, heard.args, strict=False)) | heard.kwargs
+        q, k, v = (as_multiplied(given[name], heard.y) for name in ("query", "key", "value"))
+        if k.shape[-3] != q.shape[-3]:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        scale = given.get("scale")
+        return cls(
+            heard.call,
+            q,
+            k,
+            v,
+            given.get("attn_mask"),
+            bool(given.get("is_causal", False)),
+            1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        )
+
+    def __call__(self, **changed: Any) -> Tensor:
+        call = replace(self, **changed)
+        return call.function(
+            call.q, call.k, call.v, attn_mask=call.mask, dropout_p=0.0, is_causal=call.causal, scale=call.scale
+        )
+
+    @property
+    def looks_nowhere(self) -> bool:
+        """Whether a mask shuts out all keys of some query."""
+        if self.mask is None:
+            return False
+        return bool(shut_out(self.mask).all(-1).any())
+
+    def read(self, q: Tensor, k: Tensor) -> Tensor:
+        """Probabilities [B, H, T, n] of n <= D keys without a mask, by V = I."""
+        eye = torch.eye(k.shape[-2], self.v.shape[-1], dtype=q.dtype, device=q.device)
+        value = eye.expand(*k.shape[:-1], -1).contiguous()
+        return self(q=q, k=k, v=value, mask=None, causal=False)[..., : k.shape[-2]]
+
+
+def shut_out(mask: Tensor) -> Tensor:
+    """Where a mask lets a query see nothing of a key: False in a mask of bools, a very low number in another."""
+    return ~mask if mask.dtype == torch.bool else mask < _SHUT
+
+
+def examine(heard: Heard) -> Examined:
+    """All laws of one fused call."""
+    call = Attention.heard(heard)
+    if call.q.dim() != 4 or not call.q.is_floating_point() or call.q.numel() == 0:
+        return Examined(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
+    # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
+    unlike = call.k is not given_key(heard)
+    if call.looks_nowhere:  # padding: what such rows give is anybody's guess
+        call, unlike = replace(call, mask=None, causal=False), True
+    # Linear in V: rows of V^T [B, H, D, S] are independent, and S is the length of the sums.
+    linear = Linear(
+        lambda x: call(v=x.transpose(-1, -2)).transpose(-1, -2),
+        call.v.transpose(-1, -2),
+        call.k.shape[-2],
+        free_rows=False,
+        channels=False,
+        view=lambda out: host(out.permute(0, 3, 1, 2).flatten(-2)),  # [B, H, D, T] -> rows B T, channels H D
+    )
+    found, base = linear_laws.examine(linear, None if unlike else heard.y.transpose(-1, -2))
+    if found.broken:
+        look_closer(linear, base, found)
+    for drive in (call, *_wider(call)):
+        _ones(drive, found)
+        _single_key(drive, found)
+        _probabilities(drive, found)
+    _later_keys(call, heard.y, found)
+    if unlike:
+        again = heard.again(call.q)
+        with host_arithmetic():
+            first = host(heard.y).double()
+            limit = 8 * number_format(heard.y.dtype).ulp(first)
+            found.readings.append(exact("R1", host(again).double(), first, round_off=limit))
+    if found.broken:
+        steadiness(heard.again, call.q, heard.y, call.q.roll(1, -2), found.facts)
+    return found
+
+
+def _wider(call: Attention) -> list[Attention]:
+    """The call with float32 operands, whose rounding hides nothing; under autocast they would be rounded again."""
+    if call.q.dtype.itemsize >= 4:
+        return []
+    mask = call.mask
+    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    wide = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float(), mask=mask)
+    return [wide] if _one_key(wide).dtype == torch.float32 else []
+
+
+def _one_key(call: Attention) -> Tensor:
+    """The first query on the first key."""
+    q, k, v = (t[..., :1, :] for t in (call.q, call.k, call.v))
+    return call(q=q, k=k, v=v, mask=None, causal=False)
+
+
+def given_key(heard: Heard) -> Tensor:
+    return heard.args[1] if len(heard.args) > 1 else heard.kwargs["key"]  # type: ignore[no-any-return]
+
+
+def _ones(call: Attention, found: Examined) -> None:
+    """R11: the rows of P sum to 1."""
+    out = call(v=torch.ones_like(call.v))
+    with host_arithmetic():
+        got = out.detach().cpu().double()
+        keys = call.k.shape[-2]
+        form, u = number_format(call.q.dtype), WORK_ROUNDOFF
+        # The rounding of the result, that of each p (in 16 bits before the product), and two sums of S terms.
+        limit = torch.full_like(
+            got, 2 * form.ulp(torch.ones(1, dtype=torch.float64)).item() + 4 * u * (8 + math.sqrt(keys))
+        )
+        flat = (got - 1).transpose(1, 2).flatten(-2)  # [B, T, H * D]
+        reading = floored("R11", flat, limit.transpose(1, 2).flatten(-2), 1.0, "")
+        found.readings.append(reading)
+        if reading.broken:
+            within = got.amax(-1) - got.amin(-1)
+            found.facts.ones = "channels" if float(within.max()) > 2 * float(limit.max()) else "rows"
+            found.facts.ones_size = float((got - 1).median())
+            found.facts.ones_spread = float((got - 1).std())
+
+
+def _single_key(call: Attention, found: Examined) -> None:
+    """R9: exp(0) / exp(0) = 1, so one key gives its value."""
+    out = _one_key(call)
+    with host_arithmetic():
+        expected = call.v[..., :1, :].detach().cpu().double().flatten(1)
+        got = out.detach().cpu().double().flatten(1)
+        limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * WORK_ROUNDOFF * expected.abs()
+        found.readings.append(floored("R9", got - expected, limit, float(expected.square().mean().sqrt())))
+
+
+def _probabilities(call: Attention, found: Examined) -> None:
+    """R12 and R13 on as many keys as fit, and R2: keys in another order."""
+    keys = min(call.k.shape[-2], call.v.shape[-1])
+    if keys < 2:
+        found.skipped.append("R12, R13: one key only")
+        return
+    q, k = call.q[..., -keys:, :], call.k[..., :keys, :]
+    grid, moved = _shifted_keys(q, k, call.scale)
+    p = call.read(q, k)
+    doubled = call.read(2 * q, k)
+    plain, shifted = call.read(q, grid), call.read(q, moved)
+    turned = call.read(q, k.roll(1, -2))
+    with host_arithmetic():
+        sizes = [_score_size(q, keys_, call.scale) for keys_ in (k, grid, moved)]
+        found.readings.append(log_odds("R13", p, doubled, 2.0, 3 * sizes[0]))
+        found.readings.append(log_odds("R12", plain, shifted, 1.0, sizes[1] + sizes[2]))
+        found.facts.shift_overflows |= bool(shifted.isnan().any())
+        if call.q.dtype.itemsize >= 4:
+            found.facts.read = (p, q, k, call.scale)
+        order = log_odds("R2", p.roll(1, -1), turned, 1.0, 2 * sizes[0].roll(1, -1))
+        found.readings.append(order)
+
+
+def _shifted_keys(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Keys on a grid on which adding c is exact, and the same with c added; c lifts the last query's scores by 30."""
+    last = q[..., -1:, :].float()
+    c = _SHIFT * last / (scale * last.square().sum(-1, keepdim=True).clamp_min(1e-6))
+    room = number_format(k.dtype).largest / 16  # a query near 0 would ask for keys beyond float16
+    c = c * (room / c.abs().amax(-1, keepdim=True).clamp_min(room))
+    largest = (k.float().abs().amax((-1, -2), keepdim=True) + c.abs().amax(-1, keepdim=True)).clamp_min(1e-6)
+    bits = number_format(k.dtype).bits - 1
+    step = torch.exp2(torch.ceil(torch.log2(largest)) - bits)  # the spacing of the dtype at the largest number
+    grid, c = (k.float() / step).round() * step, (c / step).round() * step
+    return grid.to(k.dtype), (grid + c).to(k.dtype)
+
+
+def _score_size(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """sum_d |q_d k_d| scale: what the rounding of a score is relative to."""
+    a, b = q.detach().cpu().double().abs(), k.detach().cpu().double().abs()
+    return (a @ b.transpose(-1, -2)) * abs(scale)
+
+
+def _later_keys(call: Attention, y: Tensor, found: Examined) -> None:
+    """R4: keys and values that a query may not see are changed, and its output stays."""
+    total, length = call.k.shape[-2], call.q.shape[-2]
+    late = total - total // 3
+    if total < 3:
+        return
+    if call.causal:
+        blind = torch.arange(length) < late
+        blind = blind.expand(*call.q.shape[:2], -1)
+    elif call.mask is not None:
+        blind = shut_out(call.mask).expand(*call.q.shape[:2], length, total)[..., late:].all(-1).cpu()
+    else:
+        return
+    seen = (y.detach().cpu() != 0).any(-1)
+    if not bool((blind & seen).any()):
+        return
+    k, v = call.k.clone(), call.v.clone()
+    k[..., late:, :], v[..., late:, :] = -2 * call.k[..., late:, :], 4 * call.v[..., late:, :].flip(-1)
+    out = call(k=k, v=v)
+    with host_arithmetic():
+        a, b = out.detach().cpu().double()[blind], y.detach().cpu().double()[blind]
+        scale = float(b.square().mean().sqrt())
+        form = number_format(y.dtype)
+        limit = 8 * form.ulp(b) + 8 * form.u * scale + 64 * WORK_ROUNDOFF * scale
+        found.readings.append(floored("R4", a - b, limit, scale))

@@ -1,0 +1,273 @@
+"""Which laws are tried where: one handler for each kind of call that is listened to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.expression_search import Recorder, Residuals
+from noisescope.localization.host_operators import first_tensor, host_arithmetic
+from noisescope.localization.host_products import as_multiplied
+from noisescope.localization.laws import attention, functions, linear, norms, roundoff, sublayers
+from noisescope.localization.laws.calls import ATTENTION_MODULE, FUSED, MLP, PART, ROTARY, Handler, Heard, unbiased
+from noisescope.localization.laws.evidence import Examined, Facts
+from noisescope.localization.laws.law_result import differing, host, same_bits
+from noisescope.localization.laws.results import OPERATOR, SUBLAYER, Book, count_changes, look_closer
+from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
+from noisescope.sites import Place, Site
+
+_HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
+_TOO_LARGE = "inputs that are not finite, or too large to be judged"
+
+
+class Stations:
+    """Listens to one model and writes down what its laws say."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        book: Book,
+        *,
+        causal: bool,
+        weights: bool,
+        places: frozenset[Place] | None,
+    ) -> None:
+        self.anatomy, self.book = anatomy, book
+        self.causal, self.weights, self.places = causal, weights, places
+        self.mixture = any(unit.kind in (EXPERTS, ROUTER) or unit.component == "router" for unit in anatomy.units)
+        self.quantised = False  # a linear was met that may round its input by what else is in the batch
+        self.lawless: set[str] = set()  # linears that need not be linear, nor what is made of them
+        self.rotary = sublayers.Rotary()
+        self.recorder, self.residuals = Recorder(), Residuals()
+        self.blocks: dict[int, Tensor] = {}  # what each block gave
+        self._given: dict[int, Tensor] = {}  # what it was given
+        self._second: dict[int, tuple[Tensor, Tensor]] = {}  # the same in the second forward
+        self._parts: dict[str, Tensor] = {}  # what the linears of the MLP that runs now gave, by name
+
+    def wanted(self, place: Place) -> bool:
+        return self.places is None or place in self.places
+
+    def at_modules(self, unit: Unit, operator: str) -> Handler | None:
+        if operator != "residual" and not self.wanted(unit.place):
+            return self._record if isinstance(unit.place, int) else None  # what other blocks add up is still of use
+        return {
+            "linear": self._linear,
+            "norm": self._norm,
+            "silu": self._activation,
+            "gelu": self._activation,
+            "embedding": self._embedding,
+            "residual": self._block,
+            ATTENTION_MODULE: self._attention_module,
+            MLP: self._mlp,
+            ROTARY: self._rotary,
+            PART: self._record,
+        }.get(operator)
+
+    def at_functions(self, unit: Unit, operator: str) -> Handler | None:
+        if not self.wanted(unit.place):
+            return None
+        if operator == "residual":
+            return self._block_again
+        if unit.kind not in (ATTENTION, EXPERTS, ROUTER, CALLS):
+            return None
+        return {
+            "linear": self._product,
+            "matmul": self._product,
+            "bmm": self._product,
+            "softmax": self._softmax,
+            "silu": self._activation,
+            "gelu": self._activation,
+            "norm": self._norm,
+            FUSED: self._fused,
+        }.get(operator)
+
+    # -- modules
+
+    def _record(self, heard: Heard) -> None:
+        """For the sums of a block."""
+        if heard.output is None or not isinstance(heard.unit.place, int):
+            return
+        if heard.operator == "norm" and heard.x is not None:
+            self.recorder.got(heard.unit.module, heard.x)
+        self.recorder.gave(heard.unit.module, heard.output)
+
+    def _can_judge(self, heard: Heard, *others: Tensor, room: float = 4.0) -> bool:
+        """Whether the input, and what else it meets, is finite and not so large that a healthy module overflows."""
+        x = heard.x
+        if x is None or heard.output is None or not x.is_floating_point() or x.numel() == 0:
+            return False
+        largest = min(torch.finfo(t.dtype).max for t in (x, heard.output))  # unlike under autocast
+        if all(float(t.detach().abs().max()) < min(_HUGE, largest / room) for t in (x, *others)):
+            return True
+        self.add(heard, Examined(skipped=[_TOO_LARGE]))
+        return False
+
+    def _lawful(self, heard: Heard) -> bool:
+        """Whether every linear inside a module is one."""
+        if not any(name.startswith(f"{heard.unit.module}.") for name in self.lawless):
+            return True
+        self.add(heard, Examined(skipped=["laws of a part with a linear that need not be linear"]))
+        return False
+
+    def _linear(self, heard: Heard) -> None:
+        self._record(heard)
+        if heard.unit.component == "mlp" and heard.output is not None:
+            self._parts[heard.unit.module] = heard.output.detach()
+        packed = heard.unit.packed
+        self.quantised |= bool(packed)
+        why = _no_linear(heard)
+        if why:
+            self.quantised = True
+            self.lawless.add(heard.unit.module)
+            self.add(heard, Examined(skipped=[f"laws of a linear: {why}"]))
+            return
+        if not self._can_judge(heard):
+            return
+        call, biased = unbiased(heard)
+        x, y = heard.tensors
+        given = as_multiplied(x, y)
+        own = linear.Linear(
+            call, given, x.shape[-1], additive=not packed, zero_channels=lambda c: roundoff.silent(heard.callee, c)
+        )
+        found, base = linear.examine(own, y if given is x and not biased else None)
+        if packed:
+            found.skipped.append(f"R18, R26: {packed} may quantise what it is given")
+        if self.weights:
+            roundoff.freivalds(heard, found)
+        if found.broken:
+            look_closer(own, base, found)
+            if self.weights:
+                roundoff.look_closer(heard, found)
+        self.add(heard, found)
+
+    def _norm(self, heard: Heard) -> None:
+        if isinstance(heard.callee, nn.Module):
+            self._record(heard)
+        if self._can_judge(heard, room=1.0):  # its sums are kept in float32
+            self.add(heard, norms.examine(heard, weights=self.weights))
+
+    def _activation(self, heard: Heard) -> None:
+        if self._can_judge(heard):
+            self.add(heard, functions.examine_activation(heard))
+
+    def _embedding(self, heard: Heard) -> None:
+        if heard.x is not None and heard.output is not None and not heard.x.is_floating_point():
+            self.add(heard, functions.examine_embedding(heard, weights=self.weights))
+
+    def _mlp(self, heard: Heard) -> None:
+        self._record(heard)
+        prefix = f"{heard.unit.module}."
+        parts = {name.removeprefix(prefix): y for name, y in self._parts.items() if name.startswith(prefix)}
+        self._parts.clear()
+        if parts and not self.mixture and self._lawful(heard) and self._can_judge(heard):
+            found = sublayers.examine_mlp(heard, parts)
+            inside = {op for unit in self.anatomy.units if unit.place == heard.unit.place for op in unit.operators}
+            found.facts.activation = "gelu" if "gelu" in inside else "silu"
+            self.add(heard, found)
+
+    def _attention_module(self, heard: Heard) -> None:
+        self._record(heard)
+        if self._lawful(heard) and self._can_judge(heard):
+            self.add(heard, sublayers.examine_attention(heard, self.rotary, causal=self.causal))
+
+    def _rotary(self, heard: Heard) -> None:
+        self.add(replace(heard, operator="matmul"), self.rotary.examine(heard))
+
+    def _block(self, heard: Heard) -> None:
+        y = heard.output
+        if y is not None and isinstance(heard.unit.place, int):
+            self.blocks[heard.unit.place] = y.detach().cpu()
+            with host_arithmetic():
+                x = first_tensor(heard.args, heard.kwargs)
+                self._given[heard.unit.place] = x.detach().cpu()
+                self.residuals.see(self.recorder.block(heard.unit, len(self.blocks), x, y))
+        self.recorder.clear()
+
+    def _block_again(self, heard: Heard) -> None:
+        x, y = heard.x, heard.output
+        if x is not None and y is not None and isinstance(heard.unit.place, int):
+            self._second[heard.unit.place] = (x.detach().cpu(), y.detach().cpu())
+
+    def block_facts(self, place: Place) -> Facts:
+        """Whether a block gave something else for the same input in the second forward."""
+        facts = Facts()
+        if not isinstance(place, int) or place not in self._second or place not in self._given:
+            return facts
+        x, y = self._second[place]
+        if same_bits(x, self._given[place]):
+            changed = differing(host(y).double(), host(self.blocks[place]).double())
+            facts.random = bool(changed.any())
+            count_changes(changed, facts)
+        return facts
+
+    # -- functions
+
+    def _product(self, heard: Heard) -> None:
+        """A product as a linear function of its first factor; the other one is held, what is added is left out."""
+        name = getattr(heard.callee, "__name__", "")
+        added = name in ("baddbmm", "addmm")
+        args = list(heard.args)
+        if added and isinstance(args[0], Tensor):
+            args[0] = torch.zeros_like(args[0])
+        x = args[added] if len(args) > added else None
+        factors = [arg for arg in heard.args if isinstance(arg, Tensor) and arg.is_floating_point()]
+        if not self._can_judge(heard, *factors) or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
+            return
+        if name in ("einsum", "__rmatmul__"):
+            self.add(heard, Examined(skipped=[f"laws of products: {name}"]))
+            return
+        y = heard.tensors[1]
+        if y.dim() < x.dim() or y.shape[-2] != x.shape[-2]:
+            self.add(heard, Examined(skipped=["laws of products: a matrix times a vector"]))
+            return
+        plain, biased = unbiased(replace(heard, args=tuple(args)))
+
+        def call(z: Tensor) -> Tensor:
+            if not added:
+                return plain(z)
+            out: Tensor = heard.call(*(z if arg is x else arg for arg in args), **heard.kwargs)
+            return out
+
+        # Rows of a plain linear are free; those of grouped products belong to an expert, of a batch to its matrix.
+        # A matrix that meets a batch of others (Mamba's) is given once for each.
+        given = as_multiplied(x, y)
+        given = given if y.dim() == x.dim() else given.expand(*y.shape[:-2], -1, -1)
+        own = linear.Linear(call, given, x.shape[-1], free_rows=name == "linear")
+        found, base = linear.examine(own, y if given is x and not (biased or added) else None)
+        if found.broken:
+            look_closer(own, base, found)
+        self.add(heard, found)
+
+    def _softmax(self, heard: Heard) -> None:
+        if heard.x is not None and heard.x.is_floating_point():
+            self.add(heard, functions.examine_softmax(heard))
+
+    def _fused(self, heard: Heard) -> None:
+        if self._can_judge(heard):
+            self.add(heard, attention.examine(heard))
+
+    def add(self, heard: Heard, found: Examined) -> None:
+        x, y = heard.x, heard.output
+        level = SUBLAYER if heard.operator in (ATTENTION_MODULE, MLP) else OPERATOR
+        widths = [0 if t is None else t.shape[-1] for t in (x, y)]
+        kind = f"{heard.operator}, {widths[0]} to {widths[1]}"
+        self.book.add(site_of(heard), found, level=level, kind=kind, width=widths[1])
+
+
+def site_of(heard: Heard) -> Site:
+    """Within an attention module the n-th product is a site of its own; experts are one site each."""
+    apart = heard.unit.kind == ATTENTION and heard.operator != FUSED
+    return heard.unit.site(heard.operator, occurrence=heard.occurrence if apart else 0)
+
+
+def _no_linear(heard: Heard) -> str:
+    """Why a module of that name need not be a linear function of its input; "" where nothing speaks for it."""
+    if not isinstance(heard.callee, nn.Module) or heard.unit.packed:
+        return ""
+    weight = getattr(heard.callee, "weight", None)
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"a weight of the kind {type(weight).__name__} may round what it is given"
+    given = sum(isinstance(value, Tensor) for value in (*heard.args, *heard.kwargs.values()))
+    return "it is given more than one tensor" if given > 1 else ""

@@ -1,0 +1,220 @@
+"""The laws of functions: activations, softmax where it is called by itself, and a table that is looked up.
+
+R15: a(z) - a(-z) = z for silu and gelu, whatever sigmoid or Phi is inside, since g(z) + g(-z) = 1. The unit is driven
+with what it received and with a sweep of numbers; in a 16-bit model with float32 numbers as well, whose rounding hides
+nothing. How far a healthy unit may be off comes from the same code run on the host.
+
+Softmax: rows sum to 1, a shift of all scores changes nothing, log-odds are differences of scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.laws.calls import Heard
+from noisescope.localization.laws.evidence import Examined
+from noisescope.localization.laws.law_result import Reading, exact, floored, host, rms
+from noisescope.localization.laws.results import steadiness
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+
+_WIDEST = 12.0
+_LEAST = {"silu": -0.2785, "gelu": -0.1701}  # the minimum of each, and where it lies
+_TURNS = {"silu": -1.27, "gelu": -0.74}
+_STEEPEST = 1.13  # gelu's slope is at most 1.129, silu's 1.0999, in size
+_SCORE = 8.0  # units of round-off, relative to sum |q k|, that a score may be off: sqrt(D) for D = 64, in any order
+_LEAST_LOG = 8.0  # natural logarithms above the smallest number of the dtype down to which probabilities are read
+
+
+def examine_activation(heard: Heard) -> Examined:
+    """R15 and what every function must do."""
+    found = Examined()
+    z, y = heard.x, heard.output
+    if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
+        return found
+    call = heard.again
+    elsewhere = _on_host(heard)
+    flat = z.reshape(-1)
+    turned = call(flat.roll(1).reshape(z.shape))
+    repeat, minus = call(z), call(-z)
+    special = call(torch.tensor([math.nan, 0.0, 0.0, 0.0], dtype=z.dtype, device=z.device))
+    grid = _grid(z)
+    swept, swept_back = call(grid), call(-grid)
+    fine = grid.float() if z.dtype.itemsize < 4 else None
+    fine_swept = None if fine is None else (call(fine), call(-fine))
+    with host_arithmetic():
+        first = host(y).double()
+        limit = 4 * number_format(y.dtype).ulp(first)
+        found.readings.append(exact("R1", host(repeat).double(), first, round_off=limit))
+        got, expected = host(turned).double().flatten(), first.flatten().roll(1)
+        gap = torch.where(got.isnan() & expected.isnan(), 0.0, got - expected)
+        found.readings.append(floored("R2", gap[None], limit.flatten().roll(1)[None], rms(first)))
+        out = special.detach().cpu().double()[None]
+        found.readings.append(exact("R26", out[:, :1], torch.full_like(out[:, :1], math.nan)))
+        found.readings.append(exact("R8", out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first)))
+        for inputs, forth, back in (
+            (z, y, minus),
+            (grid, swept, swept_back),
+            *(() if fine is None or fine_swept is None else ((fine, *fine_swept),)),
+        ):
+            reading = _identity(host(inputs), host(forth), host(back), elsewhere)
+            if reading is None:
+                found.skipped.append("R15: this activation is not of the kind z g(z) with g(z) + g(-z) = 1")
+                break
+            found.readings.append(reading)
+        else:
+            best = (fine, fine_swept[0]) if fine is not None and fine_swept is not None else (grid, swept)
+            found.readings.append(_shape(heard.operator, host(best[0]), host(best[1])))
+    if found.broken:
+        steadiness(call, z, y, flat.roll(1).reshape(z.shape), found.facts)
+        with host_arithmetic():  # what the host's code makes of the same numbers: for the class only
+            expected = elsewhere(host(z).double())
+            unit = number_format(y.dtype).ulp(torch.maximum(host(z).double().abs(), expected.abs()))
+            found.facts.expected = (host(y), expected, 4 * unit)
+    return found
+
+
+def _grid(z: Tensor) -> Tensor:
+    """A sweep from -12 to 12 in the shape and dtype of what the unit received."""
+    steps = torch.linspace(-_WIDEST, _WIDEST, min(z.numel(), 4096), device="cpu")
+    repeated = steps.repeat(-(-z.numel() // steps.numel()))[: z.numel()]
+    return repeated.reshape(z.shape).to(z.device, z.dtype)
+
+
+def _on_host(heard: Heard) -> Callable[[Tensor], Tensor]:
+    """The same code on the host, apart from every scope."""
+    callee: Any = heard.callee
+    if isinstance(callee, nn.Module):
+        bare = copy.copy(callee)
+        bare.__dict__.pop("forward", None)
+        return lambda x: type(callee).forward(bare, x)
+    own = heard.x
+    extra = {name: value for name, value in heard.kwargs.items() if value is not own}
+    rest = tuple(value for value in heard.args if value is not own)
+    return lambda x: callee(x, *rest, **extra)
+
+
+def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> Reading | None:
+    """R15 in units of an ulp of the largest number involved; None where the host breaks it too."""
+    unit = number_format(z.dtype).ulp(z.double().abs())
+    usable = z.double().isfinite()
+    on_host = (elsewhere(z).double() - elsewhere(-z).double() - z.double()).abs() / unit
+    healthy = float(on_host[usable].max()) if bool(usable.any()) else 0.0
+    if not healthy < 64:
+        return None
+    error = torch.where(usable, forth.double() - back.double() - z.double(), 0.0)
+    return floored("R15", error, 4 * max(1.0, healthy) * unit, rms(forth.double()))
+
+
+def _shape(operator: str, z: Tensor, y: Tensor) -> Reading:
+    """Never below its minimum, growing to the right of it, and nowhere steeper than it may be."""
+    values, order = z.double().flatten().sort()
+    out = y.double().flatten()[order]
+    unit = number_format(y.dtype).ulp(out.abs().clamp_min(2.0**-6))
+    below = (_LEAST[operator] - out).clamp_min(0)
+    right = values > _TURNS[operator]
+    falls = torch.zeros_like(out)
+    falls[1:] = torch.where(right[1:] & right[:-1], (out[:-1] - out[1:]).clamp_min(0), 0.0)
+    jumps = torch.zeros_like(out)
+    jumps[1:] = ((out[1:] - out[:-1]).abs() - _STEEPEST * (values[1:] - values[:-1])).clamp_min(0)
+    worst = torch.maximum(torch.maximum(below, falls), jumps)
+    return floored("R15", worst[None], (8 * unit + 1e-4 * (below > 0))[None], rms(out))
+
+
+# -- softmax
+
+
+def log_odds(law: str, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> Reading:
+    """log(p'_j / p'_max) = factor log(p_j / p_max), within the rounding of probabilities and scores."""
+    form, u = number_format(p.dtype), WORK_ROUNDOFF
+    a, b = p.detach().cpu().double(), other.detach().cpu().double()
+    least = 2.0**form.least * math.exp(_LEAST_LOG)
+    at = a.argmax(-1, keepdim=True)
+    first, second = a.clamp_min(1e-300).log(), b.clamp_min(1e-300).log()
+    first, second = first - first.gather(-1, at), second - second.gather(-1, at)
+    usable = (a > least) & (factor * first > math.log(least)) & a.gather(-1, at).isfinite()
+    error = torch.where(usable, second - factor * first, 0.0)
+    error = torch.where(~a.isfinite() | (usable & ~b.isfinite()), math.inf, error)  # scores were finite
+    # exp of the unit rounds its result and its argument; 16-bit kernels round p before the product with V
+    limit = 4 * (
+        (2 + 2 * factor) * (form.u + 4 * u) + u * (_SCORE * sizes + (first.abs() + second.abs()).clamp_max(200))
+    )
+    smaller = torch.minimum(a, b).clamp_min(least)
+    limit = limit + 2 * form.ulp(smaller) / smaller
+    return floored(law, error.transpose(1, 2).flatten(-2), limit.transpose(1, 2).flatten(-2), 1.0, "nats")
+
+
+def examine_softmax(heard: Heard) -> Examined:
+    """The laws of a softmax call over the last dimension: its input is ours to choose."""
+    found = Examined()
+    x, y = heard.x, heard.output
+    dim = heard.kwargs.get("dim", heard.args[1] if len(heard.args) > 1 and isinstance(heard.args[1], int) else -1)
+    if x is None or y is None or x.shape != y.shape or dim not in (-1, x.dim() - 1) or x.shape[-1] < 2:
+        return Examined(skipped=["softmax laws: not over the last dimension"])
+    u, form = WORK_ROUNDOFF, number_format(y.dtype)
+    finite = x.clamp(-1e4, 1e4) if x.is_floating_point() else x
+    top = finite.amax(-1, keepdim=True)
+    low = (finite - top).clamp_min(-24.0)
+    step = 2.0 ** -(number_format(x.dtype).bits - 7)  # |scores| stay below 64, so this grid is exact in the dtype
+    grid = (low / step).round() * step
+    repeat = heard.again(x)
+    plain, shifted, doubled = heard.again(grid), heard.again(grid + 16.0), heard.again(grid / 2)
+    single = heard.again(grid[..., :1].contiguous())
+    with host_arithmetic():
+        first = y.detach().cpu().double()
+        again = repeat.detach().cpu().double()
+        found.readings.append(exact("R1", again, first, round_off=8 * form.ulp(first)))
+        sizes = torch.zeros_like(first)
+        found.readings.append(log_odds("R12", _four(plain), _four(shifted), 1.0, _four(sizes)))
+        found.readings.append(log_odds("R13", _four(doubled), _four(plain), 2.0, _four(sizes)))
+        keys = x.shape[-1]
+        for out in (y, plain):
+            total = out.detach().cpu().double().sum(-1, keepdim=True)
+            total = torch.where(total.isnan() | (total == 0), 1.0, total)
+            slack = 2 * form.u * math.sqrt(keys) if form.bits < 20 else 0.0
+            limit = torch.full_like(total, 4 * u * (8 + math.sqrt(keys)) + 2 * form.u + slack)
+            found.readings.append(floored("R11", (total - 1).flatten(1), limit.flatten(1), 1.0, ""))
+            found.facts.ones_size = float((total - 1).median())
+            found.facts.ones_spread = float((total - 1).std()) if total.numel() > 1 else 0.0
+        one = single.detach().cpu().double().flatten(1)
+        found.readings.append(floored("R9", one - 1, torch.full_like(one, 4 * form.u), 1.0, ""))
+    if found.broken:
+        steadiness(heard.again, x, y, x.roll(1, -2) if x.dim() > 1 else None, found.facts)
+        with host_arithmetic():
+            wide = x.detach().cpu().double().softmax(-1)
+            limit = 8 * form.ulp(wide) + 8 * u * wide
+            rows = y.detach().cpu().reshape(-1, keys)
+            found.facts.expected = (rows, wide.reshape(-1, keys), limit.reshape(-1, keys))
+    return found
+
+
+def _four(x: Tensor) -> Tensor:
+    """[..., T, S] as [B, H, T, S]."""
+    return x.reshape(-1, 1, *x.shape[-2:]) if x.dim() != 4 else x
+
+
+def examine_embedding(heard: Heard, *, weights: bool) -> Examined:
+    """R1, R2, and R27 where weights are read."""
+    found = Examined()
+    x, y = heard.tensors
+    plain = type(heard.callee).forward is nn.Embedding.forward and heard.callee.max_norm is None
+    turned = heard.again(x.flip(-1)) if plain and x.dim() else None
+    repeat = heard.again(x)
+    with host_arithmetic():
+        first = host(y).double()
+        found.readings.append(exact("R1", host(repeat).double(), first))
+        if turned is not None:
+            found.readings.append(exact("R2", host(turned.flip(-2)).double(), first))
+        if weights and plain:
+            table = heard.callee.weight.detach().cpu()[x.detach().cpu().flatten()].double()
+            found.readings.append(exact("R27", first, table))
+            found.facts.expected = (host(y), table, torch.zeros_like(first))
+    if found.broken:
+        steadiness(heard.again, x, y, x.flip(-1), found.facts)
+    return found

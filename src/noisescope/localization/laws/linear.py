@@ -1,0 +1,273 @@
+"""The laws of anything linear in one operand: a projection, an expert's product, P V of an attention call.
+
+Exact laws cost a call each and are put together where they can: f(-2 x) = -2 f(x) is oddness and scaling at once, and
+is taken apart only where it breaks. Additivity takes one call: half of the rows carry x_1, the others x_2 = x - x_1,
+where x_1 is 0.7 x or 0.3 x by lot for each inner index. Both are exact, but have other bits than x: operands cut short
+on the way in do not add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.laws import statistics
+from noisescope.localization.laws.evidence import Examined
+from noisescope.localization.laws.law_result import Reading, exact, floored, host, looked_at, rms, same_bits
+from noisescope.localization.laws.roundoff import (
+    Floor,
+    combination,
+    mean_square_limit,
+    squares_from_split,
+    truncation_share,
+)
+from noisescope.localization.roundoff_floors import Z_MEAN, number_format
+
+SEED = 5
+PART = 0.7
+_NANS = 32  # inner indices tried with a NaN: one of each lane of a unit up to 32 wide
+# Slack on S^2 that were carried over from other rows, by |x|^2. Null: right on average over rows, and too low where a
+# row has its large inputs at large weights; 16 covers a row whose S is four times what its norm says. Up to there 7
+# standard deviations hold as elsewhere (1.3e-12 a tail). Largest seen: 0.10 of the limit in 780 looks at R3
+# (benchmarks/healthy_limits.py).
+_CARRIED = 16.0
+# Share of an error that looks like rounding toward zero: 0 for nearest, 1 for truncation. Null: what is found is normal
+# about 0, with its standard error at most, so that 0.4 + Z_MEAN errors are passed at 8e-11 a look at most. The 0.4 is
+# for the lean that healthy rounding has (density falls within a cell: 0.02 ulp, a share of 0.04).
+_TRUNCATES = 0.4
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A call that is linear in x [..., M, K]; `call` makes it again without any bias."""
+
+    call: Callable[[Tensor], Tensor]
+    x: Tensor
+    terms: int  # K, the length of its sums
+    free_rows: bool = True  # rows are independent of their place: they may be moved and called alone
+    channels: bool = True  # columns of the output are channels, so that R24 makes sense
+    additive: bool = True  # not so where activations are quantised on the way
+    zero_channels: Callable[[tuple[int, ...]], set[int]] | None = None  # which channels have a weight of 0
+    view: Callable[[Tensor], Tensor] = host  # an output as rows and channels, where it has another layout
+
+    @property
+    def turned(self) -> Tensor | None:
+        """x with its rows moved on by one, over all leading dimensions."""
+        rows = self.x.reshape(-1, self.x.shape[-1])
+        return rows.roll(1, 0).reshape(self.x.shape) if self.free_rows and len(rows) > 1 else None
+
+
+def examine(linear: Linear, y: Tensor | None) -> tuple[Examined, Tensor]:
+    """All laws, and the output without bias; `y` is the output for x as it came, None where a bias was added to it."""
+    found, x, call = Examined(), linear.x, linear.call
+    base = call(x) if y is None else y
+    turned = None if linear.turned is None else call(linear.turned)
+    repeat = call(x)
+    factor = scale_factor(x, base)
+    scaled = call(x * -factor)
+    parts = split(linear, random_half(x, SEED)) if linear.additive else None
+    zero, nan = _zero_and_nan(linear)
+    alone = call(x.reshape(-1, x.shape[-1])[:1]) if turned is not None else None
+    with host_arithmetic():
+        rows = looked_at(base)
+        b, whole = host(base)[rows].double(), host(base)
+        size = rms(b)
+        if parts is None:
+            squares = b.square().mean(0, keepdim=True).expand(len(whole), -1)
+        else:
+            squares = _additivity(linear, base, *parts, found)
+        floor = combination([b, b], [_CARRIED * squares[rows]] * 2, linear.terms, base.dtype).limit
+        found.readings.append(exact("R1", host(repeat)[rows].double(), b, round_off=floor))
+        got = host(scaled)[rows].double() / -factor
+        # Stands for R7 as well until it breaks.
+        law = "R7" if factor == 1 else "R17"
+        found.readings.append(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
+        if factor == 1:
+            found.skipped.append("R17: inputs so large and so small that neither twice nor half of them fits the dtype")
+        found.readings.append(exact("R8", host(zero).double(), torch.zeros_like(host(zero).double()), scale=size))
+        if nan is not None:
+            _nan_passes(host(nan).double(), found)
+        if turned is not None and alone is not None:
+            _same_rows("R2", host(turned), whole.roll(1, 0), squares.roll(1, 0), linear.terms, found)
+            _same_rows("R3", host(alone), whole[:1], squares[:1], linear.terms, found)
+        if linear.channels:
+            _statistics(linear, base, found)
+        if not found.broken:
+            found.readings.append(Reading("R7", 0.0, elements=b.numel()))
+    return found, base
+
+
+def random_half(x: Tensor, seed: int) -> Tensor:
+    """A random half of the inner dimension."""
+    coins = torch.rand(x.shape[-1], generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return (coins < 0.5).to(x.device)
+
+
+def scale_factor(x: Tensor, y: Tensor) -> float:
+    """2, or 1/2 where twice the numbers would not fit the dtype (float16), or 1 where halves would lose bits."""
+    largest = max(float(x.abs().nan_to_num(0.0).max()), float(y.abs().nan_to_num(0.0, posinf=0.0).max()))
+    if 2.5 * largest < torch.finfo(y.dtype).max:
+        return 2.0
+    return 0.5 if bool((x / 2 * 2 == x).all()) else 1.0
+
+
+def allowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers near the end of the normal range may lose a bit when halved, or be flushed in float32 and bfloat16."""
+    form = number_format(dtype)
+    smallest = 2.0 ** (form.least - form.bits + 1)
+    flushed = 2.0**form.least if form.least <= -126 else 0.0
+    return torch.where(values.abs() < 2.0 ** (form.least + 2), 2 * smallest + 4 * flushed, 0.0)
+
+
+def split(linear: Linear, mask: Tensor, *, bits: bool = True) -> tuple[Tensor, Tensor, Tensor] | None:
+    """f(x_1), f(x_2) with x_1 + x_2 = x, and the rows of x they belong to, [R, C]; in one call where rows are free.
+
+    bits=False makes x_1 a random half of the inner dimension instead, which leaves the bits of x as they are.
+    """
+    x = linear.x
+    if bits:
+        large = x * PART  # x - fl(0.7 x) is exact (Sterbenz 1974)
+        part = torch.where(mask, large, x - large)
+    else:
+        part = torch.where(mask, x, torch.zeros_like(x))
+    rest = x - part
+    if not linear.free_rows:
+        index = torch.arange(x.numel() // x.shape[-1])
+        return host(linear.call(part)), host(linear.call(rest)), index
+    rows = x.reshape(-1, x.shape[-1])
+    half = len(rows) // 2
+    if half == 0:
+        return None
+    new = rows.clone()
+    new[:half], new[half : 2 * half] = part.reshape(rows.shape)[:half], rest.reshape(rows.shape)[:half]
+    out = host(linear.call(new.reshape(x.shape)))
+    return out[:half], out[half : 2 * half], torch.arange(half)
+
+
+def _zero_and_nan(linear: Linear) -> tuple[Tensor, Tensor | None]:
+    """f(0), and f of rows with one NaN each, at different inner indices."""
+    x = linear.x
+    if not linear.free_rows:
+        return linear.call(torch.zeros_like(x)), None
+    rows = x.reshape(-1, x.shape[-1])
+    zero = linear.call(torch.zeros_like(rows[:4]))
+    if not linear.additive:
+        return zero, None
+    count = min(len(rows), _NANS, x.shape[-1])
+    nans = torch.zeros_like(rows[:count])
+    at = torch.arange(count, device=x.device)
+    nans[at, at] = math.nan
+    return zero, linear.call(nans)
+
+
+def _nan_passes(out: Tensor, found: Examined) -> None:
+    """R26; an inner index whose NaN reaches no output is not summed at all."""
+    reading = exact("R26", out, torch.full_like(out, math.nan))
+    lost = (~out.isnan()).all(-1)
+    if bool(lost.any()) and not bool(lost.all()):
+        found.facts.lost_inputs = tuple(lost.nonzero().flatten().tolist())
+    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are numbers" if reading.broken else ""
+    found.readings.append(replace(reading, words=words))
+
+
+def _additivity(linear: Linear, base: Tensor, first: Tensor, second: Tensor, where: Tensor, found: Examined) -> Tensor:
+    """R18, and S^2 of every row for the other floors."""
+    keep = looked_at(first)
+    top = where[keep]
+    outputs = [first[keep].double(), second[keep].double(), host(base)[top].double()]
+    a, b, y = outputs
+    squares = squares_from_split((a - b) / (2 * PART - 1), host(linear.x).double(), top)
+    here = squares[top]
+    floor = combination(outputs, [here / 2, here / 2, here], linear.terms, base.dtype, short=here)
+    error, scale = a + b - y, max(rms(y), 1e-300)
+    reading = floored("R18", error, floor.limit, scale)
+    usable = error.isfinite() & (floor.variance > 0) & _full_precision(outputs, base.dtype)
+    if bool(usable.any()):
+        means = _Means.of(error, outputs, floor, usable, base.dtype)
+        if means.strength > 1:  # a sort that only a suspect pays for
+            means = _Means.of(error, outputs, floor, usable & ~statistics.copies(outputs), base.dtype)
+        reading = replace(
+            reading, strength=max(reading.strength, means.strength), floor=math.sqrt(means.visible) / scale
+        )
+        found.facts.truncates = means.truncates
+        found.facts.mean_square = means.square
+        found.facts.additivity = (torch.where(usable, error, 0.0), outputs)
+    found.readings.append(reading)
+    if reading.broken:
+        bad = ~(error.abs() <= floor.limit)
+        found.facts.at_top = _at_top(bad, outputs, error)
+        found.facts.few = float(bad.double().mean()) < 0.02 and reading.strength > 4
+    return squares
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What R18 says on average, where single errors are within their limits."""
+
+    strength: float
+    square: float  # of the error, in variances of healthy round-off
+    truncates: float  # share of it that looks like rounding toward zero; 0 where that may be chance
+    visible: float  # mean square that would have broken the law
+
+    @classmethod
+    def of(cls, error: Tensor, outputs: list[Tensor], floor: Floor, usable: Tensor, dtype: torch.dtype) -> _Means:
+        error, variance = error[usable], floor.variance[usable]
+        own = Floor(floor.limit[usable], variance)
+        square, limit = float((error.square() / variance).mean()), mean_square_limit(len(error))
+        share, uncertainty = truncation_share(error, [values[usable] for values in outputs], [1, 1, -1], own, dtype)
+        by_share = (abs(share) - Z_MEAN * uncertainty) / _TRUNCATES
+        truncates = share if abs(share) > Z_MEAN * uncertainty else 0.0
+        return cls(max(math.sqrt(square / limit), by_share), square, truncates, limit * float(variance.mean()))
+
+
+def _full_precision(outputs: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Elements in the normal range: under it a number has few bits, and its rounding leans toward zero."""
+    return torch.stack(outputs).abs().amin(0) >= 2.0 ** number_format(dtype).least
+
+
+def _at_top(bad: Tensor, outputs: list[Tensor], error: Tensor) -> str:
+    """Whether what breaks additivity are the largest elements: too small ("short") or too large ("beyond")."""
+    if not bool(bad.any()):
+        return ""
+    large = torch.zeros_like(bad)
+    for values in outputs:
+        large |= values.abs() >= 0.995 * values.abs().max()
+    if not bool((large | ~bad).all()):
+        return ""
+    stacked = torch.stack(outputs)[:, bad]
+    largest = stacked.abs().argmax(0)
+    sign = torch.where(largest == 2, -1.0, 1.0)  # f(x_1) + f(x_2) - f(x)
+    excess = error[bad] * sign * stacked.gather(0, largest[None])[0].sign()
+    return "beyond" if float(excess.sign().mean()) > 0 else "short"
+
+
+def _same_rows(law: str, got: Tensor, expected: Tensor, squares: Tensor, terms: int, found: Examined) -> None:
+    """Two outputs of the same rows, summed perhaps in another order."""
+    rows = looked_at(expected)
+    a, b = got[rows].double(), expected[rows].double()
+    if same_bits(a, b):
+        found.readings.append(Reading(law, 0.0, elements=a.numel()))
+        return
+    own = squares[rows] * _CARRIED
+    floor = combination([a, b], [own, own], terms, got.dtype)
+    both_nan = a.isnan() & b.isnan()
+    found.readings.append(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
+
+
+def _statistics(linear: Linear, base: Tensor, found: Examined) -> None:
+    """R24 on rows whose inputs differ."""
+    rows = looked_at(base)
+    different = statistics.different_rows(host(linear.x)[rows])
+    values = host(base)[rows][different]
+    seen = statistics.look(values)
+    if seen.dead and linear.zero_channels is not None:  # a weight of 0 is no fault
+        excused = linear.zero_channels(seen.dead)
+        seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
+    found.facts.statistics = seen
+    found.facts.gap_size = seen.gap / max(rms(values.double()), 1e-300)
+    found.readings.append(statistics.reading(seen, values))

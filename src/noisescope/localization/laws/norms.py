@@ -1,0 +1,219 @@
+"""The laws of norms: y_ij = w_j (x_ij - mean_i) / sqrt(variance_i + eps), one gain w_j for all rows and scales of x.
+
+The gains are not read but found: w_j is the median over rows of y_ij / n_ij, n the normalised input on the host. One
+gain a channel must then explain every element (R25), and every element for 4 x (R6) and for other multiples of x (R6'),
+where a table for the reciprocal root is read elsewhere. A constant gain is invisible until weights are read (R27).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.formulas import NormFormula, norm_formula
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.laws import statistics
+from noisescope.localization.laws.calls import Heard, unbiased
+from noisescope.localization.laws.evidence import Examined
+from noisescope.localization.laws.law_result import Reading, exact, floored, host, looked_at, rms
+from noisescope.localization.laws.results import steadiness
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format
+
+_FACTORS = (1.19, 1.41, 1.7, 1.83)  # spread over an octave of the variance
+_FEWEST_ROWS = 8  # for a median that a few wrong rows do not move
+
+
+def examine(heard: Heard, *, weights: bool = False) -> Examined:
+    """All laws of one call of a norm."""
+    found = Examined()
+    x, y = heard.tensors
+    if y.shape != x.shape:
+        found.skipped.append("norm laws: its output has another shape than its input")
+        return found
+    call, biased = unbiased(heard)
+    base = call(x) if biased else y
+    flat = x.reshape(-1, x.shape[-1])
+    turned_x = flat.roll(1, 0).reshape(x.shape)
+    turned, repeat, minus = call(turned_x), call(x), call(-x)
+    few = torch.zeros_like(flat[:4])
+    few[0, 0] = math.nan
+    special = call(few)
+    formula = _formula(heard)
+    drives = [] if formula is None else _drives(call, x, base)
+    with host_arithmetic():
+        rows = looked_at(base, _FEWEST_ROWS)
+        whole, y0 = host(base), host(base)[rows].double()
+        found.readings.append(exact("R1", host(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
+        found.readings.append(exact("R7", host(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
+        out = host(special).double()
+        found.readings.append(exact("R26", out[:1], torch.full_like(out[:1], math.nan)))
+        found.readings.append(exact("R8", out[1:], torch.zeros_like(out[1:]), scale=rms(y0)))
+        found.readings.append(_moved(x, host(turned)[rows], whole.roll(1, 0)[rows]))
+        _statistics(heard, host(x)[rows], whole[rows], found)
+        if formula is None:
+            found.skipped.append("R25, R6, R6' of norms: no known formula")
+        elif len(rows) < _FEWEST_ROWS:
+            found.skipped.append(f"R25, R6, R6' of norms: fewer than {_FEWEST_ROWS} rows")
+        else:
+            for drive in drives:
+                _one_gain([(law, host(z)[rows], host(out)[rows]) for law, z, out in drive], formula, found)
+            _right_numbers(heard, host(x)[rows], whole[rows], formula, found, weights=weights)
+    if found.broken:
+        steadiness(call, x, base, turned_x, found.facts)
+    return found
+
+
+def _formula(heard: Heard) -> NormFormula | None:
+    """None where it is not one of those known."""
+    callee = heard.callee
+    if isinstance(callee, nn.Module):
+        return norm_formula(callee, heard.tensors[0].shape[-1])
+    given = [value for value in (*heard.args[1:], heard.kwargs.get("eps")) if isinstance(value, float)]
+    name = getattr(callee, "__name__", "")
+    if name not in ("layer_norm", "rms_norm"):
+        return None
+    centred = name == "layer_norm"
+    eps = 1e-5 if centred else torch.finfo(heard.y.dtype).eps
+    return NormFormula(centred, given[-1] if given else eps, "weight", centred)
+
+
+def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[list[tuple[str, Tensor, Tensor]]]:
+    """(law, input, output) at several scales of x; again with float32 numbers, whose rounding hides nothing."""
+    room = torch.finfo(x.dtype).max / 8 > float(x.abs().max())
+    scales = {"R6": (4.0,), "R6'": _FACTORS}
+    factors = [(law, f if room else 1 / f) for law, several in scales.items() for f in several]
+    # How numbers are multiplied on the device does not matter: the law takes the product as it came out.
+    drives = [[("R25", x, base), *((law, x * f, call(x * f)) for law, f in factors)]]
+    if x.dtype.itemsize < 4:
+        wide = [("R25", x.float()), *((law, x.float() * f) for law, f in factors)]
+        with contextlib.suppress(RuntimeError):  # F.layer_norm with 16-bit weights takes 16-bit inputs only
+            outputs = [(law, z, call(z)) for law, z in wide]
+            if all(y.dtype == torch.float32 for _, _, y in outputs):
+                drives.append(outputs)
+    return drives
+
+
+def _moved(x: Tensor, got: Tensor, expected: Tensor) -> Reading:
+    """The same rows in other places: at most two roundings apart."""
+    a, b = got.double(), expected.double()
+    return floored("R2", torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(x, expected), rms(b))
+
+
+def _roundings(x: Tensor, y: Tensor) -> Tensor:
+    """What two roundings and sums in another order may change: to the output's dtype, or before the gain to x's."""
+    values, dtype = y.double(), narrower(x.dtype, y.dtype)
+    return 4 * number_format(dtype).ulp(values) + 32 * WORK_ROUNDOFF * values.abs()
+
+
+def _statistics(heard: Heard, x: Tensor, y: Tensor, found: Examined) -> None:
+    y = y.to(narrower(x.dtype, y.dtype))  # a norm that rounds before a gain of 1 has no more bits than that
+    different = statistics.different_rows(x)
+    seen = statistics.look(y[different])
+    weight = getattr(heard.callee, "weight", None)
+    if seen.dead:  # a gain of 0 (or 1 + -1) is no fault, nor is an input that is 0
+        excused = set((x.double() == 0).all(0).nonzero().flatten().tolist())
+        if isinstance(weight, Tensor) and weight.numel() == y.shape[-1]:
+            gains = host(weight.reshape(1, -1))[0].double()
+            excused |= {c for c in seen.dead if float(gains[c]) in (0.0, -1.0)}
+        seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
+    plain = statistics.Statistics(seen.stuck, seen.stuck_channels, seen.dead)  # gaps and ties: R25 is sharper
+    found.facts.statistics = seen
+    found.readings.append(statistics.reading(plain, y))
+
+
+def normalised(x: Tensor, formula: NormFormula) -> tuple[Tensor, Tensor]:
+    """n [R, C] and 1 / sqrt(variance + eps) [R, 1] in float64."""
+    x = x.double()
+    x = x - x.mean(-1, keepdim=True) if formula.centred else x
+    root = (x.square().mean(-1, keepdim=True) + formula.eps).rsqrt()
+    return x * root, root
+
+
+def _gains(y: Tensor, n: Tensor) -> Tensor:
+    """w_j, the median over the rows in which n_ij is large enough to tell.
+
+    Small numbers may be the wrong ones (a dead zone), or large ones (saturation): the choice of rows that leaves fewer
+    elements unexplained is taken.
+    """
+    best, fewest = torch.zeros(y.shape[-1], dtype=torch.float64), math.inf
+    for share in (0.05, 0.5):
+        ratio = torch.where(n.abs() > share * n.abs().amax(0, keepdim=True).clamp_min(1e-30), y / n, math.nan)
+        gains = ratio.nanmedian(0).values.nan_to_num(0.0)
+        off = float(((y - gains * n).abs() > 0.02 * (gains * n).abs()).double().sum())
+        if off < fewest:
+            best, fewest = gains, off
+    return best
+
+
+def _one_gain(drive: list[tuple[str, Tensor, Tensor]], formula: NormFormula, found: Examined) -> None:
+    """R25, R6 and R6': gains found from the first must explain all."""
+    _, x, y = drive[0]
+    gains = _gains(y.double(), normalised(x, formula)[0])
+    for law, z, out in drive:
+        found.readings.append(_explained(law, z, out, gains, formula))
+
+
+def _right_numbers(heard: Heard, x: Tensor, y: Tensor, formula: NormFormula, found: Examined, *, weights: bool) -> None:
+    """What should have come out, by the gains found or, where weights are read, by those stored (R27)."""
+    n, _ = normalised(x, formula)
+    gains = _gains(y.double(), n)
+    if weights:
+        gains = _stored_gains(heard, gains, n, narrower(x.dtype, y.dtype), found)
+    found.facts.expected = (y, gains * n, _limit(x, n, gains, narrower(x.dtype, y.dtype), formula))
+
+
+def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: NormFormula) -> Tensor:
+    """Two roundings to the dtype, one of the gain found, sums and root in float32, the cost of taking off the mean."""
+    form, u = number_format(dtype), WORK_ROUNDOFF
+    expected = (gains * n).abs()
+    limit = 4 * form.ulp(expected) + 4 * form.u * expected
+    limit = limit + u * (16 + math.sqrt(n.shape[-1])) * expected
+    if formula.centred:
+        _, root = normalised(x, formula)
+        limit = limit + 8 * u * x.double().abs().amax(-1, keepdim=True) * root * gains.abs()
+    return limit + (4 * 2.0**form.least if form.least <= -126 else 0.0)
+
+
+def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> Reading:
+    """y against w n: element by element, and a factor for each row, in which roundings average out."""
+    n, _ = normalised(x, formula)
+    expected, values = gains * n, y.double()
+    dtype = narrower(x.dtype, y.dtype)
+    limit = _limit(x, n, gains, dtype, formula)
+    reading = floored(law, values - expected, limit, rms(expected))
+    energy = expected.square().sum(-1)
+    factor = torch.where(energy > 0, (values * expected).sum(-1) / energy.clamp_min(1e-300) - 1, 0.0)
+    form = number_format(dtype)
+    rounded = expected.abs().clamp_min(2.0**form.least)  # under the normal range roundings get no smaller
+    few = (expected * rounded).square().sum(-1).sqrt() / energy.clamp_min(1e-300)  # 1 / sqrt(elements that matter)
+    floor = Z_ELEMENT * form.u * few  # two roundings and those of the gains: below u together
+    floor = floor + WORK_ROUNDOFF * (16 + math.sqrt(n.shape[-1]))
+    strength = float((factor.abs() / floor).nan_to_num(math.inf).max())
+    if strength <= reading.strength:
+        return reading
+    size = max(reading.size, float(factor.abs().max()))
+    return replace(reading, strength=strength, size=size, floor=float(floor.median()))
+
+
+def _stored_gains(heard: Heard, gains: Tensor, n: Tensor, dtype: torch.dtype, found: Examined) -> Tensor:
+    """R27: the gains found against those stored, which are given back; those found where none can be read."""
+    weight = getattr(heard.callee, "weight", None)
+    formula = norm_formula(heard.callee, gains.numel()) if isinstance(heard.callee, nn.Module) else None
+    if not isinstance(weight, Tensor) or weight.numel() != gains.numel() or formula is None:
+        return gains
+    stored = host(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
+    form, u = number_format(dtype), WORK_ROUNDOFF
+    # An input that is always 0 says nothing of its gain, nor does an output with few bits.
+    gains = torch.where((n != 0).any(0) & ((stored * n).abs().amax(0) >= 2.0**form.least), gains, stored)
+    limit = (8 * form.u + u * (16 + math.sqrt(gains.numel()))) * stored.abs() + 1e-30
+    reading = floored("R27", (gains - stored)[None], limit[None], rms(stored))
+    slope = float((gains * stored).sum() / stored.square().sum().clamp_min(1e-300)) - 1
+    floor = 8 * form.u / math.sqrt(gains.numel()) + u * (16 + math.sqrt(gains.numel()))
+    strength = max(reading.strength, abs(slope) / floor)
+    found.readings.append(replace(reading, strength=strength, floor=floor))
+    return stored

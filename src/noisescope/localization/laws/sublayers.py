@@ -1,0 +1,275 @@
+"""The laws of whole sub-layers (an attention module, an MLP) and of the rotary angles that they are given.
+
+They see what lies between operators, and are judged last: where an operator inside breaks a law of its own, what its
+sub-layer breaks is a consequence. Errors of several operators add up in them, so where a law seems broken the module is
+asked for its own answer to round-off: what it gives for an input that is moved by one rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.formulas import activation_formula
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.laws.attention import shut_out
+from noisescope.localization.laws.calls import Heard, biases, parameters_replaced
+from noisescope.localization.laws.evidence import Examined
+from noisescope.localization.laws.law_result import Reading, exact, floored, host, rms
+from noisescope.localization.laws.roundoff import squares_from_split
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
+
+_CROSS = ("key_value_states", "encoder_hidden_states")
+# Guards, not derived: errors of five operators meet here. Of their limits healthy modules used at most, in 120 looks
+# (benchmarks/healthy_limits.py: 5 architectures, 3 dtypes, 4 seeds), 0.51 by R10, 0.00 by R4, 0.08 by R14.
+_LOOSE = 32  # units of round-off that one token repeated, or tokens that may not be seen, may cost a module
+_ANSWERS = 8  # times the module's answer to one rounding
+_TERM = 3.0  # units of round-off in one term of an MLP's last sum: activation and product, three times over
+_SEED = 17
+_SHIFT = 17  # positions
+
+Again = Callable[..., Tensor]
+
+
+def examine_attention(heard: Heard, rotary: Rotary, *, causal: bool) -> Examined:
+    """R4, R7, R8, R10 and R14 of one attention module."""
+    found = Examined()
+    x, y = heard.x, heard.output
+    if any(isinstance(heard.kwargs.get(name), Tensor) for name in _CROSS):
+        found.skipped.append("R4, R7, R8, R10 of cross attention: its keys come from elsewhere")
+        return found
+    if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
+        found.skipped.append("attention sub-layer laws: its input has not the shape [batch, 3 tokens or more, width]")
+        return found
+    looking = _looking(heard, x)
+    if not bool(looking.any()):
+        found.skipped.append("attention sub-layer laws: a mask shuts out every token")
+        return found
+    zeros = biases(heard.callee)
+    plain = heard if isinstance(heard.callee, nn.MultiheadAttention) else heard.alone()
+
+    def call(z: Tensor, **changed: Any) -> Tensor:
+        with parameters_replaced(zeros):
+            return plain.again(z, **changed)
+
+    def without_sinks(z: Tensor) -> Tensor:
+        with parameters_replaced(_shut_sinks(heard.callee)):
+            return call(z)
+
+    base = call(x) if zeros or (plain is not heard and heard.adds) else y
+    minus, zero = call(-x), call(torch.zeros_like(x))
+    with host_arithmetic():
+        b, odd, null = (_rows(t, looking) for t in (base, minus, zero))
+        u, scale = number_format(y.dtype).u, rms(b)
+        limit = _LOOSE * u * (b.abs() + scale)
+        found.readings.append(exact("R7", odd, -b, round_off=limit))
+        found.readings.append(exact("R8", null, torch.zeros_like(null), scale=scale))
+    if _own_keys(heard.callee):
+        found.skipped.append("R10: the module adds keys of its own, which take a share")
+    else:
+        found.readings.append(_repeated_token(without_sinks, x, looking))
+    if causal:
+        found.readings.append(_later_tokens(call, x, base, looking))
+    shifted = rotary.shifted(heard.kwargs.get("position_embeddings"))
+    if shifted is not None:
+        found.readings.append(_positions(call, x, base, heard.kwargs["position_embeddings"], *shifted))
+    return found
+
+
+def _looking(heard: Heard, x: Tensor) -> Tensor:
+    """Tokens [B, T] that may look at something: what padding gives, which looks nowhere, is anybody's guess."""
+    looking = torch.ones(x.shape[:2], dtype=torch.bool)
+    for value in (*heard.args, *heard.kwargs.values()):
+        # [B, H, T, S], B and H perhaps 1
+        if isinstance(value, Tensor) and value.dim() == 4 and value.shape[::2] in ((1, x.shape[1]), x.shape[:2]):
+            looking &= ~shut_out(value).all(-1).all(1).cpu()
+    padding = heard.kwargs.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.shape == x.shape[:2] and not padding.is_floating_point():  # 1 and 0
+        looking &= (padding != 0).cpu()
+    return looking
+
+
+def _rows(t: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen tokens of [B, T, C] on the host, [R, C]."""
+    return host(t)[chosen.flatten()].double()
+
+
+def _own_keys(module: nn.Module) -> bool:
+    """Whether every token also looks at a key that is no token."""
+    return getattr(module, "bias_k", None) is not None or bool(getattr(module, "add_zero_attn", False))
+
+
+def _shut_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Learned sinks, scores [H] of a key without a value, and numbers so low that they take no share."""
+    sinks = module._parameters.get("sinks")
+    lowest = None if sinks is None else torch.full_like(sinks, torch.finfo(sinks.dtype).min, requires_grad=False)
+    return [] if lowest is None else [(module, "sinks", lowest)]
+
+
+def _repeated_token(call: Again, x: Tensor, looking: Tensor) -> Reading:
+    """R10."""
+    one = x[:, 1:2].expand_as(x).contiguous()
+    out = call(one)
+    same, u = out.detach().cpu().double(), number_format(out.dtype).u
+    first = same[torch.arange(len(same)), looking.int().argmax(1)]  # of each sequence, [B, C]
+    error, size = _rows(same - first[:, None], looking), rms(_rows(same, looking))
+    limit = _LOOSE * u * size
+    if float(error.abs().max()) > limit:
+        # One rounding of the input is as good a measure as any of what one rounding of a probability costs.
+        limit += _LOOSE * rms(_rows(call(_jitter(one, u)), looking) - _rows(same, looking))
+    return floored("R10", error, torch.full_like(error, limit) + 2.0**-60, size)
+
+
+def _later_tokens(call: Again, x: Tensor, base: Tensor, looking: Tensor) -> Reading:
+    """R4."""
+    late = x.shape[1] - x.shape[1] // 3
+    changed = x.clone()
+    changed[:, late:] = -2 * x[:, late:].flip(-1)
+    early = looking & (torch.arange(x.shape[1]) < late)
+    ahead, kept = (_rows(t, early) for t in (call(changed), base))
+    u = number_format(base.dtype).u
+    limit = _LOOSE * u * (kept.square().mean(-1, keepdim=True).sqrt() + kept.abs())
+    return floored("R4", ahead - kept, limit, rms(kept))
+
+
+def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> Reading:
+    """R14: all positions moved on."""
+    b = host(base).double()
+    u, scale = number_format(base.dtype).u, max(rms(b), 1e-300)
+    error = rms(host(call(x, position_embeddings=further)).double() - b)
+    floor = 4 * u * scale
+    if error > _ANSWERS * floor:  # what angles that are off by one rounding cost here
+        size = max(u, last * 2.0**-24)
+        floor += rms(host(call(x, position_embeddings=tuple(_jitter(t, size) for t in pair))).double() - b)
+    return Reading("R14", error / (_ANSWERS * floor), error / scale, _ANSWERS * floor / scale, 1.0, (), b.numel())
+
+
+def _jitter(t: Tensor, size: float) -> Tensor:
+    """t (1 +- size), signs from a fixed stream; a size that rounds away moves by one number of the dtype."""
+    signs = torch.randint(0, 2, t.shape, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu") * 2 - 1
+    step = max(size, 2 * number_format(t.dtype).u)
+    return (t.float() * (1 + step * signs.to(t.device))).to(t.dtype)
+
+
+def examine_mlp(heard: Heard, parts: dict[str, Tensor]) -> Examined:
+    """R16; `parts` are outputs of the linears inside, by their last name, from this same call."""
+    found = Examined()
+    x, y = heard.tensors
+    children = dict(heard.callee.named_children())
+    gate, up, down = _roles([name for name in children if name in parts], parts)
+    if down is None or gate is None:
+        found.skipped.append("R16: an MLP of another form than down(act(gate) up) or down(act(up))")
+        return found
+    others = [child for name, child in children.items() if name not in parts and not isinstance(child, nn.Dropout)]
+    if len(others) != 1 or not _halves_its_input(others[0]):
+        found.skipped.append("R16: the MLP's activation is not known to be one with a(z) - a(-z) = z")
+        return found
+    if biases(heard.callee) or heard.adds:
+        found.skipped.append("R16: the MLP adds biases or a residual")
+        return found
+    product = (gate if up is None else gate * up).reshape(*x.shape[:-1], -1)
+    if not bool(product.isfinite().all()):
+        found.skipped.append("R16: its products overflow")
+        return found
+    through: Again = heard.door.afresh(children[down])
+    minus, expected = heard.again(-x), through(product)
+    coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
+    spread = through(product * (2 * coins - 1).to(product.device, product.dtype))  # the same terms with random signs
+    with host_arithmetic():
+        a, b, e = host(y).double(), host(minus).double(), host(expected).double()
+        error = a + b - e if up is not None else a - b - e
+        form, work = number_format(y.dtype), WORK_ROUNDOFF
+        u = form.u
+        if y.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+            u = number_format(torch.bfloat16).u  # the user lets operands be shortened
+        flat = host(product).double()
+        squares = squares_from_split(host(spread).double(), flat, torch.arange(len(flat)))
+        # Each term is off by the roundings of activation and product, in three outputs, and by their sums.
+        deviation = (_TERM * u + work * math.sqrt(flat.shape[-1])) * squares.sqrt()
+        limit = Z_ELEMENT * deviation + 2 * (form.ulp(a) + form.ulp(b) + form.ulp(e))
+        found.readings.append(floored("R16", error, limit, rms(a)))
+    return found
+
+
+def _halves_its_input(activation: nn.Module) -> bool:
+    """Whether a(z) - a(-z) = z: relu, and the formulas known, all z g(z) with g(z) + g(-z) = 1."""
+    return isinstance(activation, nn.ReLU) or activation_formula(activation) is not None
+
+
+def _roles(names: list[str], parts: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, str | None]:
+    """Gate, up, and the name of down."""
+    if {"gate_proj", "up_proj", "down_proj"} <= set(names):
+        return parts["gate_proj"], parts["up_proj"], "down_proj"
+    if set(names) == {"gate_up_proj", "down_proj"}:
+        gate, up = parts["gate_up_proj"].chunk(2, -1)
+        return gate, up, "down_proj"
+    if len(names) == 2 and parts[names[0]].shape[-1] != parts[names[1]].shape[-1]:
+        return parts[names[0]], None, names[1]
+    return None, None, None
+
+
+# -- rotary angles
+
+
+class Rotary:
+    """R14: the rotation from one position to another depends on their distance alone.
+
+    Keeps what the rotary modules of this forward gave, with the same angles 17 positions further on.
+    """
+
+    def __init__(self) -> None:
+        self._shifted: dict[int, tuple[Any, tuple[Tensor, Tensor], int]] = {}
+
+    def shifted(self, pair: Any) -> tuple[tuple[Tensor, Tensor], int] | None:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            return None
+        known = self._shifted.get(id(pair[0]))
+        return None if known is None or known[0] is not pair[0] else (known[1], known[2])
+
+    def examine(self, heard: Heard) -> Examined:
+        """R14: the rotation from a position to one 17 further on is the same everywhere."""
+        found = Examined()
+        given = [*heard.args, *heard.kwargs.values()]
+        positions = next((t for t in given if isinstance(t, Tensor) and not t.is_floating_point()), None)
+        like, pair = heard.x, heard.y
+        if positions is None or like is None or not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            found.skipped.append("R14: rotary angles that are not (cos, sin) of positions")
+            return found
+
+        def call(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+            swapped = {id(positions): where, id(like): x}
+            args = tuple(swapped.get(id(arg), arg) for arg in heard.args)
+            kwargs = {name: swapped.get(id(value), value) for name, value in heard.kwargs.items()}
+            cos, sin = heard.call(*args, **kwargs)
+            return cos, sin
+
+        further = call(like, positions + _SHIFT)
+        last = int(positions.max()) + _SHIFT
+        self._shifted[id(pair[0])] = (pair[0], further, last)
+        again = call(like, positions)
+        wide = like if like.dtype.itemsize >= 4 else like.float()
+        fine, fine_further = (
+            ((pair[0], pair[1]), further) if wide is like else (call(wide, positions), call(wide, positions + _SHIFT))
+        )
+        with host_arithmetic():
+            for one, two in zip(again, pair, strict=True):
+                found.readings.append(exact("R1", host(one).double(), host(two).double()))
+            found.readings.append(_turning(pair, further, last))
+            if wide is not like:
+                found.readings.append(_turning(fine, fine_further, last))
+        return found
+
+
+def _turning(here: Any, there: Any, last: int) -> Reading:
+    """c c' + s s' and s' c - c' s, [.., T, D], must not depend on the position."""
+    form = number_format(here[0].dtype)
+    c, s, c2, s2 = (t.detach().cpu().double() for t in (*here, *there))
+    size = float((c.square() + s.square()).mean())
+    parts = [c * c2 + s * s2, s2 * c - c2 * s, c.square() + s.square()]
+    error = torch.stack([part - part.median(-2, keepdim=True).values for part in parts])
+    limit = torch.full_like(error, 8 * size * (2 * form.u + 2 * last * 2.0**-24 + 2.0**-22))
+    return floored("R14", error.reshape(-1, c.shape[-1]), limit.reshape(-1, c.shape[-1]), size)

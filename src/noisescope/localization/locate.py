@@ -1,0 +1,75 @@
+"""`locate`: what computes wrongly, by one method or by the cheapest that is sure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from noisescope.localization.verdict import Verdict
+from noisescope.model.subject import Subject
+from noisescope.options.devices import LocateOptions
+from noisescope.options.values import asks
+
+
+@asks(LocateOptions)
+def locate(subject: Subject | nn.Module, asked: LocateOptions) -> Verdict:
+    """Where the model computes wrongly on the device it is on.
+
+        verdict = ns.locate(ns.load("demo"))
+        verdict.verdict                                   # "healthy", "faulty" or "undecided"
+        verdict.suspects[0].site.place, verdict.suspects[0].fault_class, verdict.smallest_visible
+
+    audit recomputes every operator on the host from its own inputs; relations calls modules again and checks the laws
+    that healthy arithmetic obeys, without weights or a host; auto is the audit, and relations where there are operators
+    that it could not judge. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
+    each module that device's inputs and compares what comes out. scans (also srdd) are those of the original method
+    notes, calibrated; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in
+    this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given.
+    The model runs in the caller's thread, inside whatever scopes are open.
+    """
+    method, inputs, reference, seed = asked.method, asked.inputs, asked.reference, asked.seed
+    if asked.failure is not None:
+        from noisescope.localization.fingerprint import fingerprint
+
+        return fingerprint(subject, asked.failure, reference)
+    if reference is not None:
+        from noisescope.localization.replay import replay
+
+        found = replay(subject, reference, seed=seed)
+        return found if method == "replay" else dataclasses.replace(found, method="auto: replay")
+    if method in ("scans", "srdd"):
+        from noisescope.localization.scans import scans
+
+        return scans(subject, seed=seed)
+    if method == "relations":
+        from noisescope.localization.relations import relations
+
+        return relations(subject, inputs, seed=seed)
+    from noisescope.localization.audit import audit
+
+    found = audit(subject, inputs, seed=seed)
+    return found if method == "audit" else _sure(found, subject, inputs, seed)
+
+
+def _sure(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:
+    """The audit's verdict; where it is undecided, with that of relations on the places it could not judge."""
+    if audited.verdict != "undecided":
+        return dataclasses.replace(audited, method="auto: audit")
+    from noisescope.localization.relations import relations
+
+    more = relations(subject, inputs, sites=audited.unseen, seed=seed)
+    # Laws of modules say nothing of what lies between them, nor of weights that change.
+    open_still = tuple(site for site in audited.unseen if site.tensor != "output")
+    visible = {f"{operator}, by relations": seen for operator, seen in more.smallest_visible.items()}
+    return dataclasses.replace(
+        more,
+        verdict="undecided" if open_still and more.verdict == "healthy" else more.verdict,
+        unseen=(*more.unseen, *open_still),
+        method="auto: audit, relations",
+        smallest_visible={**audited.smallest_visible, **visible},
+        forwards=audited.forwards + more.forwards,
+        checked=audited.checked + more.checked,
+        notes=(*audited.notes, *more.notes),
+    )

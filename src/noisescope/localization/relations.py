@@ -1,0 +1,232 @@
+"""`relations`: laws that healthy arithmetic obeys, tried on every module of the model under test.
+
+No weights on a host and no reference are needed: modules are called again, in place, with transformed inputs, and what
+must follow is checked (laws/table.py lists them). Exact laws come with no tolerance, the others with a round-off model.
+
+Two forwards are listened to: one at modules (projections, norms, activations, sub-layers, block sums), one at functions
+(fused attention, softmax, products, experts). A third, with the batch in another order, lies between them, so that the
+two also say whether the model repeats itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.errors import unknown
+from noisescope.localization.expression_search import OUT
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
+from noisescope.localization.laws import whole_model
+from noisescope.localization.laws.calls import (
+    WHOLES,
+    Choice,
+    Handler,
+    Heard,
+    Listening,
+    function_anatomy,
+    module_anatomy,
+)
+from noisescope.localization.laws.dispatcher import Stations, site_of
+from noisescope.localization.laws.evidence import Examined
+from noisescope.localization.laws.law_result import Reading, differing, exact, host, same_bits
+from noisescope.localization.laws.results import MODEL, Book
+from noisescope.localization.verdict import Verdict
+from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.model.forwards import evaluating
+from noisescope.model.subject import Subject
+from noisescope.sites import Place, Site
+
+
+def relations(
+    subject: Subject | nn.Module,
+    inputs: Any = None,
+    *,
+    weights: bool = False,
+    places: Iterable[Place] | None = None,
+    sites: Iterable[Site] = (),
+    seed: int = 0,
+) -> Verdict:
+    """Where a model computes wrongly, by the laws that its modules must obey.
+
+        verdict = relations(ns.load("path/to/model", device="cuda"))
+        verdict.verdict, verdict.suspects[0].site, verdict.suspects[0].fault_class
+
+    `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
+    default built-in text, or random tokens where there is no tokenizer. `weights=True` also reads the weights, which
+    shows linear faults (gain, swapped channels, lost inputs) that no law without them can. `places` narrows the search
+    to some blocks (by index) or outer places; `sites` narrows it to theirs, and then nothing is "healthy" unless a law
+    was tried at each. The model runs as it is, in this thread and inside the scopes that are open; nothing of it is
+    changed.
+    """
+    model, tokenizer, anatomy = parts_of(subject)
+    asked = tuple(sites)
+    wanted = _checked({site.place for site in asked} if asked else places, anatomy)
+    batches = batches_for(model, tokenizer, inputs, seed)
+    with evaluating(model), torch.no_grad():
+        search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
+        search.book.notes += remarks(model, batches[:1])
+        return search.verdict(asked)
+
+
+def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Place] | None:
+    if places is None:
+        return None
+    wanted = frozenset([places] if isinstance(places, (int, str)) else places)
+    known = anatomy.places()
+    for place in wanted:
+        if place not in known:
+            raise unknown("place", place, known)
+    return wanted
+
+
+class Search:
+    """One run of the locator on one batch."""
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, batch: Batch, *, weights: bool, places: frozenset[Place] | None
+    ) -> None:
+        self.model, self.anatomy, self.batch = model, anatomy, batch
+        self.turned = {k: v.flip(0) if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
+        self.narrowed = places is not None
+        self.book = Book()
+        self.causal = whole_model.looks_back_only(model)
+        self.stations = Stations(anatomy, self.book, causal=self.causal, weights=weights, places=places)
+        self.modules = module_anatomy(model, anatomy)
+        self.functions, shut = function_anatomy(model, anatomy)
+        for why in shut:
+            self.book.skip(why)
+        self._naturals: dict[tuple[Site, int], Tensor] = {}  # outputs in a search for old data, by its forward
+
+    def verdict(self, asked: tuple[Site, ...]) -> Verdict:
+        stations = self.stations
+        with Listening(self.model, self.modules, stations.at_modules) as modules:
+            first = whole_model.answer(whole_model.run(self.model, self.batch))
+        turned = whole_model.answer(whole_model.run(self.model, self.turned))
+        with Listening(self.model, self.functions, stations.at_functions) as functions:
+            again = whole_model.answer(whole_model.run(self.model, self.batch))
+        forwards = 3 + (modules.extra + functions.extra) / max(1, modules.natural + functions.natural)
+        with host_arithmetic():
+            repeats = whole_model.repeatability(first, turned, again)
+            self._block_sums()
+            self.book.forgive_the_stack()
+        self._self_test(repeats)
+        if any(reading.broken for reading in repeats.values()) and not self.book.suspects():
+            answers = (turned.flip(0), again)
+            if any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
+                forwards += self._search_for_old_data()
+        if not self.narrowed:
+            forwards += self._cache(first)
+        with host_arithmetic():
+            return self.book.verdict(forwards + ("_nudged" in self.__dict__), asked)
+
+    @functools.cached_property
+    def _nudged(self) -> whole_model.Nudged:
+        return whole_model.nudge(self.model, self.anatomy, self.batch)
+
+    def _self_test(self, found: dict[str, Reading]) -> None:
+        """What the whole model says of the stack is told, and left to its modules to explain."""
+        if found["R1"].broken:
+            self.book.notes.append(f"self-test: two runs of the model differ by {found['R1'].size:.2g} of the rms")
+        if found["R2"].broken:
+            self.book.notes.append(f"self-test: batch order changes the answer by {found['R2'].size:.2g} of the rms")
+        if not any(reading.broken for reading in found.values()):
+            self.book.notes.append("self-test: the model repeats itself bit for bit, in any batch order")
+
+    def _block_sums(self) -> None:
+        """R25 of blocks, bit for bit."""
+        residuals = self.stations.residuals
+        if residuals.forms.get(OUT):
+            for index, y in self.stations.blocks.items():
+                if not self.stations.wanted(index):
+                    continue
+                kept = Examined([Reading("R25", 0.0, elements=y.numel())])
+                site = Site("residual", index, self.anatomy.blocks[index])
+                self.book.add(site, kept, kind="residual", width=y.shape[-1])
+        for block, target, _, recomputed in residuals.failures():
+            if not self.stations.wanted(block.unit.place):
+                continue
+            reading = exact("R25", recomputed.y.double(), recomputed.reference.values)
+            if target != OUT:
+                reading = replace(reading, words=f"the sum that enters {target.removesuffix('.in')} is off")
+            facts = replace(self.stations.block_facts(block.unit.place), expected=recomputed)
+            found = Examined([reading], facts)
+            self.book.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
+        unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
+        unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
+        for block, why in unknown:
+            if self.stations.wanted(block.unit.place):
+                skipped = Examined(skipped=[f"R25 of a block: {why}"])
+                self.book.add(block.unit.site("residual"), skipped, kind="residual")
+
+    def _cache(self, logits: Tensor) -> float:
+        """R4 and R5 of the whole model; the cost in forwards."""
+        why = ""
+        if not self.causal or set(self.batch) != {"input_ids"}:
+            why = "not a causal language model on token ids alone"
+        elif self.batch["input_ids"].shape[1] < 3:
+            why = "fewer than 3 tokens"
+        elif self.stations.mixture:
+            why = "MoE routing may jump"
+        elif self.stations.quantised:
+            why = "quantised linears may round by the whole batch"
+        elif self.book.suspects():
+            why = "not tried, since laws inside are broken"
+        if why:
+            self.book.skip(f"R4 and R5 of the whole model: {why}")
+            return 0.0
+        try:
+            found, site = whole_model.cache_laws(
+                self.model, self.anatomy, self.batch, self.stations.blocks, logits, lambda: self._nudged
+            )
+        except Exception as error:  # a model's own cache code may raise anything: then there is nothing to judge
+            self.book.skip(f"R4 and R5 of the whole model: its cache can't be used ({type(error).__name__})")
+            return 1.0
+        place = site or Site("linear", "lm_head", "")
+        self.book.add(place, Examined(list(found.values())), level=MODEL, kind="model")
+        return 1.0
+
+    # -- old data
+
+    def _search_for_old_data(self) -> float:
+        """The model as a whole does not repeat itself, and no module was seen to: does one mind what ran before?
+
+        Forwards on other data and on the same again and again, in which every operator's own call is compared with one
+        made right after it. What differs there but comes back each time holds old data; what does not is noise.
+        """
+        stations, cost = self.stations, 0.0
+        for anatomy, choose in ((self.modules, stations.at_modules), (self.functions, stations.at_functions)):
+            for turn, data in enumerate((self.turned, self.batch) * 2):
+                handler = functools.partial(self._made_again, turn)
+                listener = functools.partial(_wherever, choose, handler)
+                with Listening(self.model, anatomy, listener) as door:
+                    whole_model.run(self.model, data)
+                cost += 1 + door.extra / max(1, door.natural)
+        return cost
+
+    def _made_again(self, turn: int, heard: Heard) -> None:
+        x = heard.x
+        if heard.operator in WHOLES or x is None or heard.output is None or not heard.output.is_floating_point():
+            return
+        repeat = heard.again(x)
+        site = site_of(heard)
+        with host_arithmetic():
+            y = host(heard.output)
+            reading = exact("R1", host(repeat).double(), y.double())
+            before = self._naturals.get((site, turn - 2))
+            self._naturals[site, turn] = y
+            self.stations.add(heard, Examined([reading]))
+            entry = self.book.entry(site)
+            if before is not None and entry is not None and entry.broken:
+                random = not same_bits(before, y)
+                share = float(differing(host(repeat).double(), y.double()).double().mean())
+                entry.facts.random, entry.facts.stale, entry.facts.changed_share = random, not random, share
+
+
+def _wherever(choose: Choice, handler: Handler, unit: Unit, operator: str) -> Handler | None:
+    return None if choose(unit, operator) is None else handler

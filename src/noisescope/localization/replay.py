@@ -1,0 +1,235 @@
+"""`replay`: each module given what it had on a good device, and its output compared with what that device gave.
+
+One forward a batch of the reference's prompts. Every module gets the reference's own input, and what it gives is
+replaced by the reference's output, so that whatever comes next (adds, rotary angles, fused attention) starts from good
+numbers, too: errors don't accumulate, and a difference belongs to the operator that made it. The floor is the round-off
+of both sides (floors.py), the tests are the audit's (judge.py).
+
+The reference is taken as right. Inputs that arrive otherwise than the reference's did are a fault of what lies between
+two operators (an add, a gate) and are judged as the module's input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.comparison.records import Batch, Record
+from noisescope.errors import InvalidInput
+from noisescope.localization.audit_log import Ledger
+from noisescope.localization.audit_verdict import conclude
+from noisescope.localization.host_operators import Unseen, host_arithmetic, recompute
+from noisescope.localization.host_products import Recomputed, Rows, on_host
+from noisescope.localization.inputs import parts_of, recorded
+from noisescope.localization.roundoff_floors import Reference, rounded_once
+from noisescope.localization.verdict import Verdict
+from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
+from noisescope.model.forwards import device_of, evaluating, last_of
+from noisescope.model.subject import Subject
+from noisescope.probe.operator_calls import FUSED
+from noisescope.probe.scope import PlainDoor
+from noisescope.probe.target import CallWatcher, Context, Watcher
+from noisescope.sites import Site
+
+_MOST_SCORES = 1 << 24  # attention scores that are computed again in one call
+# Roundings between numbers that agree and the sum that is compared: a block adds attention's and the MLP's output to
+# what it was given, so two. Each is at most half an ulp on either device, at the largest number in it. A limit, not a
+# measured null; judge.SLACK allows twice that.
+_ADDS = 2
+
+
+def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows: int = 64, seed: int = 0) -> Verdict:
+    """Where a model computes otherwise than on the device of a record made with full detail.
+
+        ns.record(good, "gsm8k.jsonl", "good.record", detail="full")        # on the good device
+        replay(suspect, "good.record")
+
+    Of each operator `rows` tokens of a batch are looked at: half of them spread evenly, half those that differ most.
+    """
+    if rows < 2:
+        raise InvalidInput(f"rows must be at least 2, got {rows}")
+    model, _, anatomy = parts_of(subject)
+    record = recorded(reference, model)
+    kept = {site: number for number, site in enumerate(record.sites) if record.whole(number, 0) is not None}
+    if not kept:
+        raise InvalidInput(f"{record.path} holds sketches alone: a replay needs whole tensors (record --detail full)")
+    units = (unit for unit in anatomy.units if any(unit.site(op) in kept for op in (*unit.operators, FUSED)))
+    ledger = Comparer(dataclasses.replace(anatomy, units=tuple(units)), rows=rows, seed=seed)
+    for number, batch in enumerate(record.batches):
+        ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
+        ledger.begin(number, keeping_prints=False, repeated=False)
+        with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, ledger):
+            last_of(model, ids)
+    found = conclude(ledger)
+    notes = found.notes
+    if len(kept) < len(record.sites):
+        partly = f"whole tensors are in the record for {len(kept)} of {len(record.sites)} sites: only those were seen"
+        notes = (*notes, partly)
+    return dataclasses.replace(found, method="replay", notes=notes)
+
+
+class Comparer(Ledger):
+    """A ledger that judges outputs against another device's."""
+
+    def compare(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: Any, y: Tensor, other: Tensor) -> None:
+        """One call: what it gave here, and what it gave there on the same arguments."""
+        self._count += 1
+        try:
+            everything = Rows(y.numel(), 0)
+            here, there = (recompute(site.operator, callee, args, kwargs, side, everything) for side in (y, other))
+        except Unseen:
+            self.compare_plainly(site, y, other, other)
+            return
+        floor = here.reference
+        doubled = dataclasses.replace(
+            floor,
+            values=there.y.double(),
+            bounds=tuple(2 * bound for bound in floor.bounds),
+            spread=None if floor.spread is None else math.sqrt(2) * floor.spread,
+            systematic=None if floor.systematic is None else 2 * floor.systematic,
+        )
+        self._judge(site, dataclasses.replace(here, reference=doubled), self._count)
+
+    def compare_plainly(self, site: Site, y: Tensor, other: Tensor, size: Tensor) -> None:
+        """Numbers that should be the same up to a few roundings at the given size."""
+        self._count += 1
+        out, values, sizes = (on_host(t).reshape(-1, y.shape[-1]) for t in (y, other, size))
+        bound = 2 * rounded_once(sizes.double().abs(), out.dtype)
+        reference = Reference(values.double(), (bound,) * _ADDS)
+        self._judge(site, Recomputed(out, reference, total_rows=len(out)), self._count)
+
+
+class Replay(PlainDoor):
+    """A door through which every recorded operator gets and gives what it did on the reference."""
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, record: Record, kept: dict[Site, int], batch: Batch, ledger: Comparer
+    ) -> None:
+        super().__init__(model, anatomy)
+        self.record = record
+        self.kept = kept
+        self.batch = batch
+        self.ledger = ledger
+        self.most = ledger.rows.most
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        if not unit.certain or unit.kind == ATTENTION:
+            return None
+        if operator == "residual":
+            return Joint(self, unit, operator) if unit.site(operator) in self.kept else None
+        return Player(self, unit, operator) if unit.kind == MODULE and unit.site(operator) in self.kept else None
+
+    def aim_at_fused(self, unit: Unit) -> Any:
+        return Joint(self, unit, FUSED) if unit.site(FUSED) in self.kept else None
+
+    def recorded(self, site: Site, like: Tensor, tensor: str = "output") -> Tensor | None:
+        """A tensor of the record for the batch at hand, on the device of `like`."""
+        number = self.kept.get(site)
+        found = None if number is None else self.record.whole(number, self.batch.first, self.batch.count, tensor)
+        if found is None:
+            return None
+        values = torch.tensor(found.values).to(like.device, like.dtype)
+        if len(like) == 1:  # a table of positions is kept for every prompt
+            values = values[:1]
+        return values.reshape(like.shape) if values.numel() == like.numel() else values
+
+
+class Player(Watcher):
+    """A module: gets the reference's input, is compared, and gives the reference's output."""
+
+    wants_input = True
+
+    def __init__(self, door: Replay, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.door = door
+        self.module = door.model.get_submodule(unit.module)
+        self.x: Tensor | None = None
+
+    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
+        site = self.unit.site(self.operator, occurrence=occurrence)
+        with host_arithmetic():
+            stored = self.door.recorded(site, x, "input")
+            if stored is not None and stored.shape == x.shape and x.is_floating_point():
+                here, there = _picked(self.door.most, x, stored)
+                self.door.ledger.compare_plainly(dataclasses.replace(site, tensor="input"), here, there, there)
+            self.x = x if stored is None else _in_place_of(x, stored)
+        return self.x
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        site = self.unit.site(self.operator, occurrence=occurrence)
+        if not isinstance(y, Tensor) or self.x is None:
+            return y
+        with host_arithmetic():
+            stored = self.door.recorded(site, y)
+            if stored is None:
+                return y
+            last = slice(y.shape[1] - stored.shape[1], None)  # of the head the record keeps the last tokens
+            here, there, given = _picked(self.door.most, y[:, last], stored, self.x[:, last])
+            self.door.ledger.compare(site, self.module, (given,), {}, here, there)
+            return _in_place_of(y, stored)
+
+
+class Joint(CallWatcher):
+    """A block's sum, or a fused attention call: its terms are the reference's already."""
+
+    def __init__(self, door: Replay, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.door = door
+
+    def on_call(
+        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    ) -> Any:
+        whole = y[0] if isinstance(y, tuple) and y else y
+        if not isinstance(whole, Tensor):
+            return None
+        site = self.unit.site(self.operator, occurrence=occurrence)
+        with host_arithmetic():
+            stored = self.door.recorded(site, whole)
+            if stored is None or stored.shape != whole.shape:
+                return None
+            if self.operator == FUSED:
+                self._attention(site, callee, args, kwargs, whole, stored)
+            else:
+                x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), whole)
+                size = torch.maximum(stored.abs(), x.abs()) if x.shape == whole.shape else stored.abs()
+                self.door.ledger.compare_plainly(site, *_picked(self.door.most, whole, stored, size))
+        return (stored, *y[1:]) if isinstance(y, tuple) else stored
+
+    def _attention(self, site: Site, callee: Any, args: Any, kwargs: Any, y: Tensor, stored: Tensor) -> None:
+        """As many prompts as their scores fit into memory."""
+        batch, heads, length = y.shape[0], y.shape[1], y.shape[-2]
+        most = max(1, _MOST_SCORES // max(1, heads * length * length))
+
+        def cut(value: Any) -> Any:
+            return value[:most] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch else value
+
+        few = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+        self.door.ledger.compare(site, callee, *few, y[:most], stored[:most])
+
+
+def _picked(most: int, y: Tensor, other: Tensor, *more: Tensor) -> list[Tensor]:
+    """Rows of tensors [..., C]: half of `most` spread evenly, half those in which y and `other` differ most."""
+    gap = (y.float() - other.float()).abs().nan_to_num(torch.inf).reshape(-1, y.shape[-1]).amax(-1)
+    count = len(gap)
+    pick = torch.arange(count, device=y.device)
+    if count > most:
+        pick = torch.cat([pick[:: -(-2 * count // most)], gap.topk(most // 2).indices]).sort().values
+    # Token ids, which an embedding is given, have one dimension less.
+    flat = (t.flatten(0, -2) if t.dim() == y.dim() else t.flatten() for t in (y, other, *more))
+    return [tensor[pick] for tensor in flat]
+
+
+def _in_place_of(x: Tensor, stored: Tensor) -> Tensor:
+    """The reference's numbers in the shape of x; where it kept the last tokens alone, the others stay."""
+    if stored.shape == x.shape:
+        return stored
+    changed = x.clone()
+    changed[:, -stored.shape[1] :] = stored
+    return changed

@@ -1,0 +1,262 @@
+"""What the local scans read at every block of a model, all of it in a few forwards.
+
+At the blocks of one forward (x is a block's input, y its output, d = y - x):
+
+============  =================================================================================================
+kurtosis      log(kurtosis of y / kurtosis of x), all elements together: limits cut it, spikes raise it
+pile_up       outermost of 100 bins of y less the mean of the third and fourth, in standard errors; the larger side
+mean_shift    median of d over 1.4826 MAD of d: a constant added to everything
+gain          log(std of what 0.1 std(x) of noise on x does to y / std of that noise), by calling the block again
+bookkeeping   elements of y that are not the sum of what the block was given and what its modules gave, bit for bit
+instability   std of the difference of y in two runs of one batch, over std(y)
+============  =================================================================================================
+
+Every number compares a block with itself (its output with its own input), so the first and the last block are read like
+any other. Instability, gain, kurtosis and pile-up are the published local scans; there, a layer's kurtosis is compared
+with that of the layer before, its instability has an absolute limit, and a pile-up is a ratio above 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.expression_search import OUT, Recorder, Residuals
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_products import Recomputed, on_host
+from noisescope.model.anatomy import MODULE, Anatomy, Unit
+from noisescope.model.forwards import without_cache
+from noisescope.probe.scope import Door
+from noisescope.probe.target import CallWatcher, Context
+
+PROFILES = ("gain", "kurtosis", "pile_up", "mean_shift")  # numbers that can only be compared between layers
+_PART = "part"  # a module inside a block: heard for what the block adds up
+_NOISE = 0.1  # of std(x)
+_BINS = 100
+_FLOOR = 1e-12
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A block whose output is not the sum that it should be."""
+
+    layer: int
+    form: str
+    recomputed: Recomputed
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block."""
+
+    block: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: Any
+
+    @property
+    def x(self) -> Tensor | None:
+        """The hidden states come first."""
+        return next((value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)), None)
+
+    @property
+    def y(self) -> Tensor | None:
+        return _first(self.given)
+
+    def again(self, x: Tensor) -> Tensor:
+        """The same call with other hidden states."""
+        own = self.x
+        args = tuple(x if value is own else value for value in self.args)
+        y = _first(self.block(*args, **{name: x if v is own else v for name, v in self.kwargs.items()}))
+        assert y is not None
+        return y
+
+
+@dataclass
+class Readings:
+    """All numbers, by scan and layer."""
+
+    profiles: dict[str, dict[int, list[float]]] = field(default_factory=lambda: {name: {} for name in PROFILES})
+    instability: dict[int, float] = field(default_factory=dict)
+    unstable: set[int] = field(default_factory=set)  # the same input, bit for bit, gave another output
+    failures: dict[int, Failure] = field(default_factory=dict)  # the first of each block
+    unknown: set[int] = field(default_factory=set)  # blocks whose output is no sum that is known here
+    elements: int = 0  # looked at by bookkeeping
+    forwards: float = 0.0
+
+
+class Scanner(Door):
+    """Looks at one model, a forward at a time."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, *, which: frozenset[str], seed: int) -> None:
+        super().__init__(model, _with_parts(model, anatomy))
+        self.which = which
+        self.readings = Readings()
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+        self._residuals = Residuals()
+        self._recorder = Recorder(model)
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # x and y [R, C] of the first run of a batch
+        self._seen: set[int] = set()
+        self._first = True
+        self._again = False  # inside a block that is called once more
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        return _Listener(self, unit, operator)
+
+    def run(self, batch: dict[str, Any], *, repeated: bool = False) -> None:
+        """One forward; a repeated one is compared with the one before, and its profiles are not read again."""
+        self._first, self._seen = not repeated, set()
+        self._residuals.next_pass()
+        self._open()
+        try:
+            self.model(**without_cache(self.model), **batch)
+        finally:
+            self._close()
+        self.readings.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
+        for block, target, form, recomputed in self._residuals.failures():
+            if target == OUT and isinstance(block.unit.place, int):
+                failure = Failure(block.unit.place, " + ".join(form), recomputed)
+                self.readings.failures.setdefault(block.unit.place, failure)
+        self.readings.unknown |= {b.unit.place for b in self._residuals.unknown() if isinstance(b.unit.place, int)}
+
+    def heard_part(self, module: str, y: Tensor) -> None:
+        if "bookkeeping" in self.which:
+            with host_arithmetic():
+                self._recorder.gave(module, y)
+
+    def heard_block(self, unit: Unit, call: Call) -> None:
+        layer, x, y = unit.place, call.x, call.y
+        fresh = self._again or layer not in self._seen
+        if not isinstance(layer, int) or x is None or y is None or x.shape != y.shape or not fresh:
+            self._recorder.clear()
+            return
+        self._seen.add(layer)
+        with host_arithmetic():
+            if "bookkeeping" in self.which:
+                block = self._recorder.block(unit, len(self._seen), x, y)
+                self.readings.elements += y.numel()
+                self._residuals.see(block)
+            self._recorder.clear()
+            if self._again:
+                return
+            before, after = (on_host(t).reshape(-1, t.shape[-1]).clone() for t in (x, y))
+            if self._first:
+                self._kept[layer] = (before, after)
+                self._profiles(layer, _wide(before), _wide(after))
+            else:
+                self._compare(layer, before, after)
+        if self._first and "gain" in self.which:
+            self._gain(layer, call, x, y)
+
+    def _profiles(self, layer: int, x: Tensor, y: Tensor) -> None:
+        if "kurtosis" in self.which:
+            self._note("kurtosis", layer, math.log(kurtosis(y) / kurtosis(x)))
+        if "pile_up" in self.which:
+            self._note("pile_up", layer, pile_up(y))
+        if "mean_shift" in self.which:
+            self._note("mean_shift", layer, mean_shift(x, y))
+
+    def _note(self, scan: str, layer: int, value: float) -> None:
+        self.readings.profiles[scan].setdefault(layer, []).append(value)
+
+    def _compare(self, layer: int, x: Tensor, y: Tensor) -> None:
+        first_x, first_y = self._kept.get(layer, (x, x[:0]))
+        if "instability" not in self.which or y.shape != first_y.shape:
+            return
+        difference = _wide(y) - _wide(first_y)
+        size = float(difference.std()) / max(float(_wide(first_y).std()), _FLOOR)
+        self.readings.instability[layer] = max(size, self.readings.instability.get(layer, 0.0))
+        if same(x, first_x) and not same(y, first_y):
+            self.readings.unstable.add(layer)
+
+    def _gain(self, layer: int, call: Call, x: Tensor, y: Tensor) -> None:
+        with host_arithmetic():
+            size = float(_wide(on_host(x)).std()) * _NOISE
+            z = torch.randn(x.shape, generator=self._generator, device="cpu", dtype=torch.float32)
+            noisy = x + (z * size).to(x.device, x.dtype)
+        self._again = True
+        try:
+            again = call.again(noisy)
+        finally:
+            self._again = False
+        with host_arithmetic():
+            came, went = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
+            ratio = float(came.std()) / max(float(went.std()), _FLOOR)
+            self._note("gain", layer, math.log(max(ratio, _FLOOR)))
+
+
+class _Listener(CallWatcher):
+    """Tells the scanner of every call of one module."""
+
+    def __init__(self, scanner: Scanner, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.scanner = scanner
+
+    def on_call(
+        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    ) -> None:
+        if self.operator == "residual":
+            self.scanner.heard_block(self.unit, Call(callee, args, kwargs, y))
+        elif (first := _first(y)) is not None:
+            self.scanner.heard_part(self.unit.module, first)
+
+
+def _first(y: Any) -> Tensor | None:
+    """A module's output, or the first of several."""
+    y = y[0] if isinstance(y, (tuple, list)) and y else y
+    return y if isinstance(y, Tensor) else None
+
+
+# -- formulas
+
+
+def kurtosis(h: Tensor) -> float:
+    """mean d^4 / (mean d^2)^2 of all elements: 3 for normal ones."""
+    d = h.flatten() - h.mean()
+    variance = float(d.square().mean())
+    return float(d.pow(4).mean()) / variance**2 if variance > 0 else 1.0
+
+
+def pile_up(h: Tensor) -> float:
+    """By how many standard errors the outermost bin of a histogram has more than its third and fourth; larger side."""
+    flat = h.flatten()
+    low, high = float(flat.min()), float(flat.max())
+    if low == high:
+        return 0.0
+    counts = torch.histc(flat, _BINS, low, high)
+    sides = [(float(counts[0]), float(counts[2:4].mean())), (float(counts[-1]), float(counts[-4:-2].mean()))]
+    return max((edge - inner) / math.sqrt(max(1.5 * inner, 1.0)) for edge, inner in sides)  # counts are Poisson's
+
+
+def mean_shift(x: Tensor, y: Tensor) -> float:
+    """Median of y - x in units of its spread: medians, since a few massive channels rule any mean."""
+    d = (y - x).flatten()
+    middle = d.median()
+    spread = 1.4826 * float((d - middle).abs().median())
+    return float(middle) / spread if spread > 0 else 0.0
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _wide(h: Tensor) -> Tensor:
+    """float64, and finite: what is not finite is bookkeeping's business."""
+    return h.double().nan_to_num(0.0, posinf=0.0, neginf=0.0)
+
+
+def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
+    """Blocks, and the modules with weights inside them: nothing else is listened to."""
+    modules = dict(model.named_modules())
+    units = [unit for unit in anatomy.units if unit.operators == ("residual",)]
+    found = []
+    for unit in units:
+        for name, module in modules[unit.module].named_modules(prefix=unit.module):
+            holds = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if name != unit.module and not holds and any(True for _ in module.parameters()):
+                found.append(Unit(name, MODULE, unit.place, "", (_PART,)))
+    return Anatomy(anatomy.architecture, anatomy.blocks, (*found, *units), anatomy.notes)

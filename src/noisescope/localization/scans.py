@@ -1,0 +1,249 @@
+"""`scans`: what each block does to the numbers that pass it, read in a few forwards; the verdict may be "healthy".
+
+Two kinds of evidence, and they are not worth the same:
+
+- **Exact.** `bookkeeping`: a block's output is the sum of its input and of what its branches gave, bit for bit; a fault
+  at the output breaks that there and nowhere else, whatever its kind and size. `instability`: the same input, bit for
+  bit, gave another output. These make the verdict.
+- **Profiles.** `gain`, `kurtosis`, `pile_up` and `mean_shift` have no value that they must have: a layer can only be
+  compared with the others, by z = (value - median) / (1.4826 MAD). The limit of |z| is set for a stated rate of false
+  alarms, and the rate holds for layers that are alike. Layers are not: massive activations appear in one and vanish in
+  another, and there a healthy model has |z| in the hundreds. So a profile alone never makes "faulty": where a block's
+  books balance it is told as a note, elsewhere the verdict is "undecided".
+
+What is not seen here: errors inside a branch that repeat from run to run (a wrong linear, a wrong softmax). The books
+balance with a wrong summand as well. `audit` and `relations` look there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from noisescope.errors import InvalidInput, NothingInjected, unknown
+from noisescope.localization.classify import classify
+from noisescope.localization.error_pattern import Evidence
+from noisescope.localization.inputs import batches_for, parts_of
+from noisescope.localization.judge import judge
+from noisescope.localization.scan_statistics import PROFILES, Failure, Readings, Scanner
+from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.model.anatomy import Anatomy
+from noisescope.model.forwards import evaluating
+from noisescope.model.subject import Subject
+from noisescope.sites import Site
+
+SCANS = ("bookkeeping", "instability", *PROFILES)
+METHOD = "srdd scans"
+RUNS = 3
+_SIDES = {"gain": (-1,), "kurtosis": (-1, 1), "pile_up": (1,), "mean_shift": (-1, 1)}  # where faults show
+_CLASSES = {
+    ("gain", -1): "dead zone",
+    ("kurtosis", -1): "saturation",
+    ("kurtosis", 1): "spike",
+    ("pile_up", 1): "saturation",
+    ("mean_shift", -1): "bias",
+    ("mean_shift", 1): "bias",
+}
+_LEAST_SPREAD = {"gain": 0.01, "kurtosis": 0.01, "pile_up": 1.0, "mean_shift": 0.01}  # MADs below say nothing
+_ROUNDING = 4.0  # times the dtype's eps: what runs may differ by on devices that sum in no fixed order
+_SIMULATED = 4000
+
+
+def scans(
+    subject: Subject | nn.Module,
+    *,
+    prompts: Any = None,
+    seed: int = 0,
+    which: Iterable[str] = SCANS,
+    runs: int = RUNS,
+    false_alarms: float = 0.01,
+) -> Verdict:
+    """Where a block's output is wrong, by local scans: three forwards, and each block called once more.
+
+        with faulty(subject.model, "bias:0.01@10"):
+            verdict = scans(subject)          # verdict.suspects[0].site.place == 10
+
+    `prompts` are texts, token ids or batches (default: 64 tokens of built-in text); the first of them is run `runs`
+    times, the others once. `which` names the scans to make. `false_alarms` is the nominal rate of the profile scans
+    over all layers, if layers were alike. The model runs as it is, in this thread and inside the scopes that are open.
+    """
+    chosen = _checked(which, runs, false_alarms)
+    model, tokenizer, anatomy = parts_of(subject)
+    count = len(prompts) if isinstance(prompts, (list, tuple)) else 1  # one batch alone gets a second one there
+    batches = batches_for(model, tokenizer, prompts, seed)[:count]
+    scanner = Scanner(model, anatomy, which=chosen, seed=seed)
+    with evaluating(model), torch.no_grad():
+        scanner.run(batches[0])
+        for _ in range(runs - 1 if "instability" in chosen else 0):
+            scanner.run(batches[0], repeated=True)
+        for batch in batches[1:]:
+            scanner.run(batch)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return conclude(anatomy, scanner.readings, chosen, false_alarms, _ROUNDING * torch.finfo(dtype).eps)
+
+
+def conclude(
+    anatomy: Anatomy, readings: Readings, which: frozenset[str], false_alarms: float, rounding: float
+) -> Verdict:
+    """The verdict of some readings; `rounding` is the relative difference that two healthy runs may have."""
+    layers = {layer for values in readings.profiles.values() for layer in values} | set(readings.instability)
+    if not layers and not readings.elements:
+        raise NothingInjected("the model ran, but no block gave a tensor of its input's shape: nothing was scanned")
+    profiles = {name: Profile.of(name, readings.profiles[name]) for name in PROFILES if readings.profiles[name]}
+    limit = z_limit(len(layers), sum(len(_SIDES[name]) for name in profiles), false_alarms)
+    odd = _odd_layers(profiles, limit)
+    unstable = {layer for layer in readings.unstable if readings.instability[layer] > rounding}
+    certain = unstable | set(readings.failures)
+    unaccounted = {at for at in odd if "bookkeeping" not in which or at in readings.unknown} - certain
+    suspects = [
+        *(_broken(anatomy, failure, readings) for failure in readings.failures.values()),
+        *(_unsteady(anatomy, layer, readings) for layer in unstable - set(readings.failures)),
+        *(_odd(anatomy, layer, odd[layer], limit) for layer in unaccounted),
+    ]
+    suspects = [dataclasses.replace(s, details={**s.details, **_numbers(s, profiles, readings)}) for s in suspects]
+    verdict = "faulty" if certain else "undecided" if unaccounted or readings.unknown else "healthy"
+    visible = _visible(readings, which, profiles, limit, rounding)
+    notes = tuple(_notes(readings, odd, certain | unaccounted, limit))
+    looks = len(which) * len(anatomy.blocks)
+    return Verdict(verdict, METHOD, ranked(suspects), visible, readings.forwards, looks, notes)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One scan's numbers over the layers, with their robust z-scores."""
+
+    values: dict[int, float]
+    z: dict[int, float]
+    spread: float
+
+    @classmethod
+    def of(cls, name: str, readings: Mapping[int, list[float]]) -> Profile:
+        values = {layer: float(np.mean(found)) for layer, found in readings.items()}
+        middle = float(np.median(list(values.values())))
+        mad = float(np.median([abs(value - middle) for value in values.values()]))
+        spread = 1.4826 * max(mad, 0.01 * abs(middle), _LEAST_SPREAD[name])
+        return cls(values, {layer: (value - middle) / spread for layer, value in values.items()}, spread)
+
+
+@functools.cache
+def z_limit(layers: int, sides: int, rate: float) -> float:
+    """The |z| that a run of healthy layers passes with chance `rate`, if all layers were normal and alike.
+
+    By simulation (z divides by a MAD of as few numbers as there are layers, so its tails are heavy), with a Bonferroni
+    share for each side of each scan.
+    """
+    if layers == 0 or sides == 0:
+        return math.inf
+    drawn = np.random.default_rng(0).standard_normal((_SIMULATED, layers))
+    middle = np.median(drawn, 1, keepdims=True)
+    mad = np.median(np.abs(drawn - middle), 1, keepdims=True)
+    largest = ((drawn - middle) / (1.4826 * np.maximum(mad, 1e-9))).max(1)
+    return float(np.quantile(largest, 1 - rate / sides))
+
+
+def _odd_layers(profiles: Mapping[str, Profile], limit: float) -> dict[int, tuple[str, float, float]]:
+    """Layer -> the scan in which it stands out most, its value and its z."""
+    odd: dict[int, tuple[str, float, float]] = {}
+    for name, found in profiles.items():
+        for layer, z in found.z.items():
+            if abs(z) > limit and math.copysign(1, z) in _SIDES[name] and abs(z) > abs(odd.get(layer, ("", 0, 0))[2]):
+                odd[layer] = (name, found.values[layer], z)
+    return odd
+
+
+def _broken(anatomy: Anatomy, failure: Failure, readings: Readings) -> Suspect:
+    judgement = judge(failure.recomputed.y, failure.recomputed.reference)
+    pattern = classify(Evidence.of("residual", failure.recomputed, judgement))
+    name = pattern.fault_class
+    if failure.layer in readings.unstable and name != "spike":
+        name = "noise"
+    evidence = f"bookkeeping: {judgement.words}; {pattern.text}; should be {failure.form}"
+    details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
+    score = 3 - failure.layer / len(anatomy.blocks)  # the first in the order of computation
+    site = _site(anatomy, failure.layer)
+    return Suspect(site, name, 0.99, evidence, score, pattern.channels, pattern.period, details)
+
+
+def _unsteady(anatomy: Anatomy, layer: int, readings: Readings) -> Suspect:
+    size = readings.instability[layer]
+    evidence = f"instability: the same input gave outputs that differ by {size:.3g} of their std"
+    score = 2 - layer / len(anatomy.blocks)
+    return Suspect(_site(anatomy, layer), "noise", 0.95, evidence, score, details={"scan": "instability"})
+
+
+def _odd(anatomy: Anatomy, layer: int, found: tuple[str, float, float], limit: float) -> Suspect:
+    name, value, z = found
+    evidence = f"{name}: {value:.3g}, z {z:+.1f} among the layers (limit {limit:.1f}); healthy models have such too"
+    kind = _CLASSES[name, 1 if z > 0 else -1]
+    score = abs(z) / (abs(z) + limit)
+    return Suspect(_site(anatomy, layer), kind, 0.3, evidence, score, details={"scan": name, "z": z})
+
+
+def _site(anatomy: Anatomy, layer: int) -> Site:
+    return Site("residual", layer, anatomy.blocks[layer])
+
+
+def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], readings: Readings) -> dict[str, Any]:
+    """Every scan's number at a suspect's layer."""
+    layer = suspect.site.place
+    assert isinstance(layer, int)
+    numbers: dict[str, Any] = {}
+    for name, found in profiles.items():
+        if layer in found.values:
+            numbers |= {name: found.values[layer], f"{name}_z": found.z[layer]}
+    if layer in readings.instability:
+        numbers["instability"] = readings.instability[layer]
+    return numbers
+
+
+def _visible(
+    readings: Readings, which: frozenset[str], profiles: Mapping[str, Profile], limit: float, rounding: float
+) -> dict[str, Any]:
+    """The smallest fault at a block's output that each scan could have seen; `change` is of the scan's own number."""
+    visible: dict[str, Any] = {}
+    if "bookkeeping" in which:
+        visible["bookkeeping"] = {"element_ulp": 1.0, "elements": readings.elements, "blind": sorted(readings.unknown)}
+    if "instability" in which:
+        visible["instability"] = {"relative_std": rounding}
+    for name, found in profiles.items():
+        visible[name] = {"change": float(f"{limit * found.spread:.3g}"), "z": float(f"{limit:.3g}")}
+    return visible
+
+
+def _notes(
+    readings: Readings, odd: Mapping[int, tuple[str, float, float]], told: set[int], limit: float
+) -> Iterator[str]:
+    quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - told)]
+    if quiet:
+        yield (
+            f"layers that stand out among the others but whose books balance: {', '.join(quiet)}; limit of |z| "
+            f"{limit:.1f}. Models have such layers by nature, or a branch inside is at fault: see `audit`"
+        )
+    if readings.unknown:
+        blind = sorted(readings.unknown)
+        yield f"bookkeeping is blind at blocks {blind}: their output is no sum of what their modules gave"
+    steady = readings.unstable - told
+    if steady:
+        yield f"blocks {sorted(steady)} differ from run to run within rounding: sums in no fixed order"
+
+
+def _checked(which: Iterable[str], runs: int, false_alarms: float) -> frozenset[str]:
+    chosen = frozenset({which} if isinstance(which, str) else which)
+    for name in chosen:
+        if name not in SCANS:
+            raise unknown("scan", name, SCANS)
+    if not chosen:
+        raise InvalidInput(f"which is empty: name at least one of {', '.join(SCANS)}")
+    if runs < 2 and "instability" in chosen:
+        raise InvalidInput(f"instability compares runs: at least 2 are needed, got runs={runs}")
+    if not 0 < false_alarms < 1:
+        raise InvalidInput(f"false_alarms must be between 0 and 1, got {false_alarms!r}")
+    return chosen

@@ -1,0 +1,293 @@
+"""The Fisher screen: one forward and a few backwards predict what noise at every site and channel would cost.
+
+For noise d on an activation y, to second order,
+
+    KL(clean || noisy) = 1/2 E[(d . g)^2],   E[g g^T] = F = J^T (diag(p) - p p^T) J,
+
+summed over scored positions, where J is the Jacobian of the logits in y and F the Fisher information. g is J^T v for a
+random v at the logits with covariance diag(p) - p p^T (`fisher_factor`): one backward gives it for every activation.
+(Labels drawn from p have that covariance, too; but where the model is sure, most draws say nothing and a few say all.)
+Noise of independent elements with standard deviation s * w gives s^2/2 * sum_i w_i^2 g_i^2, which splits over channels.
+Only activations carry gradients; weights are frozen.
+
+The prediction adds up over sites, so it can't see errors that compound: that is what injection is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
+from noisescope.injection import Injection
+from noisescope.model.anatomy import EXPERTS, Anatomy, Unit
+from noisescope.model.forwards import evaluating
+from noisescope.probe.draws import mix64, wide_window
+from noisescope.probe.noise import Gaussian, Uniform
+from noisescope.probe.scope import Door
+from noisescope.probe.target import Context, Watcher
+from noisescope.sites import Site
+
+_BLOCK = 256  # rows of logits in float32 at once
+
+
+@dataclass(frozen=True)
+class SiteSums:
+    """Sums at noise of scale 1 over everything seen at a site, and over all draws."""
+
+    samples: dict[int, float]  # sample -> sum over its elements of w^2 g^2
+    channels: Tensor  # the same per channel and token, summed over samples, [C] float64
+
+
+@dataclass
+class _Heard:
+    """Sums of all sites of one device, side by side: an accelerator is slower at starting kernels than at running them.
+
+    widths are the channels of each site; channels [sum of widths] float64.
+    """
+
+    sites: tuple[Site, ...]
+    widths: list[int]
+    channels: Tensor
+    samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (sample ids [B], sums [sites, B])
+
+    def sums(self) -> dict[Site, SiteSums]:
+        """By site; this waits for the device."""
+        totals: list[dict[int, float]] = [{} for _ in self.sites]
+        for owners, table in self.samples:
+            for total, row in zip(totals, table.double().tolist(), strict=True):
+                for owner, value in zip(owners.tolist(), row, strict=True):
+                    total[owner] = total.get(owner, 0.0) + value
+        parts = torch.split(self.channels, self.widths)
+        return {s: SiteSums(total, part) for s, total, part in zip(self.sites, totals, parts, strict=True)}
+
+
+class Listener(Door):
+    """A door behind which gradients of random directions at the logits are heard.
+
+    Weights are frozen and the model is in evaluation mode meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        self.samples: Tensor | None = None  # ids [B] of the batch that runs now
+        self.tokens: Tensor | None = None  # scored tokens [B] of each
+        self.starts: list[Tensor] = []  # where gradients begin: the embeddings
+        self._scopes = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as entered:
+            self._open()
+            entered.callback(self._close)
+            entered.enter_context(evaluating(self.model))
+            entered.enter_context(_frozen(self.model))
+            self._scopes = entered.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.starts = []
+        self._scopes.__exit__(kind, error, trace)
+
+    def score(self, logits: Tensor, scored: Tensor, keys: Tensor, *, draws: int, seed: int) -> None:
+        """Send random gradients from the scored rows of logits [R, V] back, `draws` times.
+
+        scored [N] are rows, keys [N] name them by (sample, position), so that a draw does not depend on what else is in
+        the batch.
+        """
+        if not self.starts:
+            raise UnsupportedModel("no embedding was seen, so gradients have nowhere to begin: call with token ids")
+        for draw in range(draws):
+            gradient = fisher_factor(logits.detach(), scored, keys, seed * 1_000_003 + draw)
+            torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
+            del gradient
+            self.take_in()
+        self.starts = []
+
+    def take_in(self) -> None:
+        """What to do with what one backward told."""
+        raise NotImplementedError
+
+    def tokens_of(self, like: Tensor) -> Tensor:
+        """Scored tokens [B] of each sample, at least 1, as numbers of the same kind as `like`."""
+        assert self.samples is not None
+        tokens = torch.ones(self.samples.numel()) if self.tokens is None else self.tokens
+        return tokens.to(like.device, like.dtype).clamp_min(1)
+
+
+class Screen(Listener):
+    """A door that watches gradients.
+
+    with Screen(model, injection) as screen, torch.enable_grad():
+        screen.samples = ids_of_the_batch
+        screen.score(model(tokens).logits.flatten(0, 1), scored, keys, draws=2, seed=0)
+    screen.sums[site]
+    """
+
+    def __init__(self, model: nn.Module, where: Injection, *, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        if where.tensor != "output":
+            raise InvalidInput(f"the screen predicts noise on outputs, not on {where.tensor!r}")
+        self.where = where
+        self.sums: dict[Site, SiteSums] = {}  # after the scope
+        self.heard: list[tuple[Site, Tensor]] = []  # squares [B, C] of each site in the backward that runs now
+        self._sums: dict[tuple[torch.device, tuple[Site, ...]], _Heard] = {}
+        self.lost: set[Site] = set()  # sites whose value was changed in place before its gradient came
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        for heard in self._sums.values():
+            for site, found in heard.sums().items():
+                self.sums[site] = found if site not in self.sums else _added(self.sums[site], found)
+        if kind is None and not self.sums:
+            raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
+
+    def aim_at(self, unit: Unit, operator: str) -> Any:
+        if self.where.selects(unit.site(operator)):
+            return Tap(self, unit, operator)
+        return Start(self, unit, operator) if operator == "embedding" else None
+
+    def take_in(self) -> None:
+        """Add what one backward told, all sites of a device at once."""
+        assert self.samples is not None
+        heard, self.heard = self.heard, []
+        for device in dict.fromkeys(squares.device for _, squares in heard):
+            mine = [(site, squares) for site, squares in heard if squares.device == device]
+            sites, widths = tuple(site for site, _ in mine), [squares.shape[1] for _, squares in mine]
+            squares = torch.cat([part for _, part in mine], 1)  # [B, sum of widths]
+            tokens = self.tokens_of(squares)
+            channels = (squares / tokens[:, None]).sum(0).double()
+            lengths = torch.tensor(widths, device=device)
+            table = torch.segment_reduce(squares.T.contiguous(), "sum", lengths=lengths, unsafe=True)  # [sites, B]
+            known = self._sums.get((device, sites))
+            if known is None:
+                known = self._sums[device, sites] = _Heard(sites, widths, channels)
+            else:
+                known.channels += channels
+            known.samples.append((self.samples, table))
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter takes a gradient inside; those that did do so again afterwards."""
+    frozen: list[nn.Parameter] = []
+    try:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                frozen.append(parameter)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Tensor:
+    """A random gradient v [R, V] at the scored rows of logits with E[v v^T] = diag(p) - p p^T, 0 at all others.
+
+    With xi = +-1 for each token, v = sqrt(p) xi - p (sqrt(p) . xi). Block by block, so that no float32 copy of all is
+    made.
+    """
+    gradient = torch.zeros_like(logits)
+    rows = mix64(keys)
+    multiplier = int.from_bytes(hashlib.blake2b(f"fisher {seed}".encode(), digest_size=7).digest(), "little") | 1
+    for start in range(0, len(scored), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        p = logits.index_select(0, scored[part]).float().softmax(-1)
+        xi = wide_window("normal", rows[part], multiplier, p.shape[1], torch.float32).sign()
+        v = p.sqrt().mul_(xi)
+        v -= p * v.sum(-1, keepdim=True)
+        gradient.index_copy_(0, scored[part], v.to(gradient.dtype))
+    return gradient
+
+
+class Start(Watcher):
+    """Lets gradients begin at an embedding's output."""
+
+    def __init__(self, listener: Listener, unit: Unit, operator: str) -> None:
+        super().__init__(unit, operator)
+        self.listener = listener
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        if self.operator == "embedding" and torch.is_grad_enabled() and not y.requires_grad:
+            y = y.detach().requires_grad_(True)
+            self.listener.starts.append(y)
+        return y
+
+
+class Tap(Start):
+    """Lets an output pass and listens for its gradient."""
+
+    def __init__(self, screen: Screen, unit: Unit, operator: str) -> None:
+        super().__init__(screen, unit, operator)
+        self.screen = screen
+
+    def on_output(
+        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    ) -> Any:
+        if isinstance(y, tuple):
+            return (self.on_output(y[0], context, occurrence, fresh=fresh), *y[1:])
+        y = super().on_output(y, context, occurrence, fresh=fresh, storage=storage)
+        if not torch.is_grad_enabled() or not y.requires_grad or context.recomputing:
+            return y
+        site = self.unit.site(self.operator, occurrence=occurrence)
+        value, version = y.detach(), y._version
+
+        def listen(gradient: Tensor) -> None:
+            if value._version != version:  # its square would be that of another number
+                self.screen.lost.add(site)
+            else:
+                self._add(site, value, gradient)
+
+        y.register_hook(listen)
+        return y
+
+    def _add(self, site: Site, y: Tensor, g: Tensor) -> None:
+        """Square the product of noise size and gradient, and sum it over the tokens of each sample."""
+        squares = self._squares(site, y, g)
+        assert self.screen.samples is not None
+        batch = self.screen.samples.numel()
+        if self.unit.kind == EXPERTS or squares.shape[0] % batch:  # rows sorted by expert: whose they are is not known
+            tokens = self.screen.tokens_of(squares)
+            mine = squares.sum(tuple(range(squares.dim() - 1))) * (tokens / tokens.sum())[:, None]
+        elif self.heads:  # [B, H, T, S] or [B * H, T, S]; inside attention a channel is a head
+            mine = squares.view(batch, -1, *squares.shape[-2:]).sum((2, 3))
+        else:  # [B, T, C] or [B * T, C]
+            mine = squares.reshape(batch, -1, squares.shape[-1]).sum(1)
+        self.screen.heard.append((site, mine))
+
+    def _squares(self, site: Site, y: Tensor, g: Tensor) -> Tensor:
+        perturbation = self.screen.where.perturbation_at(site)
+        g32 = g.float()
+        if isinstance(perturbation, (Gaussian, Uniform)):
+            if perturbation.relative_to == "element":
+                return g32.mul_(y).square_() if g32 is not g else (g32 * y).square_()
+            if perturbation.relative_to == "rms":
+                return (g32 * y.float().square().mean(-1, keepdim=True).sqrt()).square_()
+            return g32.square()
+        # A deterministic error: what counts is its projection on the gradient, token by token. It is spread over the
+        # channels by their own squares, so that the channels of a site still add up to it.
+        product: Tensor = (perturbation(y, None).float() - y.float()) * g32
+        squares = product.square()
+        whole = product.sum(-1, keepdim=True).square()
+        return squares * (whole / squares.sum(-1, keepdim=True).clamp_min(1e-30))
+
+
+def _added(a: SiteSums, b: SiteSums) -> SiteSums:
+    """A site heard in backwards that differ in which sites they reach."""
+    samples = {
+        name: a.samples.get(name, 0.0) + b.samples.get(name, 0.0) for name in a.samples.keys() | b.samples.keys()
+    }
+    return SiteSums(samples, a.channels + b.channels)

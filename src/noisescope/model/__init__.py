@@ -1,0 +1,1 @@
+"""Models under test: loaded, taken apart, fingerprinted, and run."""

@@ -1,0 +1,122 @@
+"""Evaluation mode as a scope: every measurement runs in it, and every module gets its own mode back."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.errors import InvalidInput
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each module has the mode it had, also where entering fails half-way.
+
+    A model may be in mixed modes (a frozen backbone in eval mode, a head in train mode), so each module's flag is
+    kept: `model.train()` would put all of them into one mode. The flags are set directly, because models override
+    `train` and `eval` to do more than that, which could not be undone here. Gradient mode is left to the caller.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            if module.training != training:  # a module that refused to change is not asked again
+                module.training = training
+
+
+# A model run on token ids as it is: its device, its dtype, its vocabulary, the last token's logits.
+
+
+Prompts = tuple[tuple[int, ...], ...]  # token ids
+
+
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """Arguments of a forward that keeps no key-value cache, which calls made twice would fill twice."""
+    wrapper: Any = model
+    inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
+    return {"use_cache": False} if "use_cache" in inspect.signature(inner.forward).parameters else {}
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids go: the device of the embedding (with a device map the rest may lie elsewhere)."""
+    try:
+        where: torch.device = model.get_input_embeddings().weight.device
+        return where
+    except (AttributeError, NotImplementedError):
+        first: torch.device = next(iter(model.parameters())).device
+        return first
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def device_name(model: nn.Module) -> str:
+    """For people: the card's own name, or the kind of host."""
+    device = device_of(model)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+
+
+def dtype_of(model: nn.Module) -> str:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return str(dtype).removeprefix("torch.")
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many token ids the model knows; None where it does not tell."""
+    found: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
+    return found
+
+
+def check_vocabulary(model: nn.Module, prompts: Prompts, what: str) -> None:
+    """Refuse token ids that the model has no embedding for, before a device stumbles over them."""
+    size = vocabulary_of(model)
+    if size is None:
+        return
+    beyond = [i for ids in prompts for i in ids if not 0 <= i < size]
+    if beyond:
+        raise InvalidInput(
+            f"{what} holds token id {beyond[0]}, but {type(model).__name__} knows ids 0 to {size - 1}: tokenise with "
+            "the model's own tokenizer"
+        )
+
+
+def last_of(model: nn.Module, ids: Tensor) -> Tensor | None:
+    """Run token ids [B, T]: the last token's logits [B, V], or None where the model gives no [B, T, V]."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        y: Any = model(input_ids=ids, decoder_input_ids=ids)
+    else:
+        y = model(ids)
+    logits = getattr(y, "logits", y)
+    return logits[:, -1].detach() if isinstance(logits, Tensor) and logits.dim() == 3 else None
+
+
+# A model that reads a sequence token by token, as it does in generation: each step is a forward of its own.
+
+
+@torch.no_grad()
+def stepwise(model: nn.Module, ids: Sequence[int], first: int) -> Tensor:
+    """Logits [len(ids) - first, V] that predict ids[first:].
+
+    Forward 0 reads ids[:first] at once, forward i the token ids[first + i - 1] alone, with what was kept of those
+    before it: an error in one of them stays in the cache.
+    """
+    tokens = torch.tensor([list(ids)], device=input_device(model))
+    with evaluating(model):
+        out = model(input_ids=tokens[:, :first], use_cache=True)
+        if getattr(out, "past_key_values", None) is None:
+            raise InvalidInput(f"{type(model).__name__} keeps no cache, so it can't be asked token by token")
+        rows = [out.logits[:, -1]]
+        for at in range(first, len(ids) - 1):
+            out = model(input_ids=tokens[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+            rows.append(out.logits[:, -1])
+    return torch.cat(rows)

@@ -1,0 +1,163 @@
+"""Options of the commands that measure sensitivity: diagnose, robustness, gate, demo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from noisescope.errors import InvalidInput
+from noisescope.options.fields import (
+    DEFAULT_OPERATORS,
+    EFFORTS,
+    GATE_EFFORTS,
+    GROUP,
+    LEVELS,
+    TEMPLATES,
+    changed,
+    option,
+)
+from noisescope.options.groups import (
+    CheckingOptions,
+    ExecutionOptions,
+    FileOptions,
+    LoadingOptions,
+    MeasuringOptions,
+    PrintingOptions,
+    SamplingOptions,
+    ScoringOptions,
+    Source,
+    noise_scale,
+    report_path,
+)
+from noisescope.options.values import Naming
+from noisescope.sites import canonical_operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "diagnose"
+
+    level: tuple[str, ...] = option(
+        LEVELS, "What to look at.", unit="LIST", choices=LEVELS, words={"full": LEVELS}, aliases=("levels", "mode")
+    )
+    effort: str = option(
+        "standard",
+        "screen predicts, standard injects where it matters, full injects everywhere.",
+        unit="NAME",
+        choices=EFFORTS,
+    )
+    noise_scale: float = option(0.05, "Relative size of the Gaussian noise; 0 is refused.", unit="S", check=noise_scale)
+    operators: tuple[str, ...] | None = option(
+        None,
+        "Operators and groups to test: rows of the operator level and columns of the map.",
+        unit="LIST",
+        default_text=", ".join(DEFAULT_OPERATORS),
+        check=canonical_operator,
+    )
+    seeds: int | tuple[int, ...] = option(
+        3, "Number of noise seeds, counted from 0.", python="Or a list of seeds.", unit="N", least=1, open=True
+    )
+    window: int = option(3, "Layers in a sliding window.", unit="N", least=1, aliases=("window_size",))
+    step: int = option(1, "Layers between windows.", unit="N", least=1, aliases=("step_size",))
+    outlier_threshold: float = option(
+        10.0, "A channel is an outlier at this many times the median channel.", unit="X", above=0
+    )
+    perturbation: Any = option(
+        None, "Another perturbation than Gaussian noise: a value with a field scale.", surface="python", open=True
+    )
+    target_degradation: float = option(
+        0.10, "The loss that the critical noise scale is searched for.", above=0, below=1, surface="python"
+    )
+    highest_scale: float = option(0.20, "The largest scale of that search.", above=0, surface="python")
+    generate: bool = changed(ScoringOptions, "generate")
+    output: Path | None = changed(
+        ExecutionOptions, "output", None, command_default=Path("noisescope-run"), default_text="noisescope-run"
+    )
+    save_activations: bool = option(
+        False,
+        "Write outputs of the linears that feed the residual stream, on the calibration data, to OUTPUT/activations.",
+        surface="command",
+    )
+    dry_run: bool = option(False, "Print trials, forwards, time and memory, and stop.", surface="command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "robustness"
+
+    noise_levels: tuple[float, ...] = option(
+        (0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", unit="LIST", least=0
+    )
+    operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, everywhere in the model.", unit="LIST",
+                                        check=canonical_operator)  # fmt: skip
+    seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
+    generate: bool | None = changed(
+        ScoringOptions,
+        "generate",
+        None,
+        default_text="on where the data has answers",
+        negative="no-generate",
+    )
+
+    def check(self, named: Naming) -> None:
+        if not any(self.noise_levels):
+            raise InvalidInput(f"{named('noise_levels')} must hold a noise level above 0, such as 0,0.05,0.10; got 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "gate"
+
+    baseline: Path | Mapping[str, Any] = option(
+        None,
+        "The report.json of an earlier diagnosis.",
+        unit="FILE",
+        required=True,
+        open=True,
+        check=report_path,
+        aliases=("baseline_report",),
+    )
+    data: Source = changed(SamplingOptions, "data", default_text="the baseline's")
+    max_degradation: float = option(0.15, "The share of its accuracy that noise may cost.", unit="SHARE", above=0,
+                                    below=1)  # fmt: skip
+    max_worse: float = option(
+        0.2, "How much further than the baseline's noise may move the outputs, as a share.", unit="SHARE", above=0
+    )
+    samples: int = changed(SamplingOptions, "samples", 50)
+    seeds: int | tuple[int, ...] | None = changed(
+        DiagnoseOptions, "seeds", None, default_text="the baseline's", surface="python"
+    )
+    other_samples: bool = option(False, "The data hold other samples of the baseline's source; refused without this.")
+    effort: str = option(
+        "screen",
+        "screen predicts, and injects into all products once; standard injects into every operator.",
+        unit="NAME",
+        choices=GATE_EFFORTS,
+    )
+    slice: int = changed(ScoringOptions, "slice")
+    junit: Path | None = option(None, "Write the checks there as JUnit XML.", unit="FILE", surface="command")
+    history: Path | None = option(
+        None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR", surface="command"
+    )
+    step: int | None = option(None, "The checkpoint's step, for the trend.", unit="N")
+    template: str | None = option(
+        None, "Print a CI job and stop.", unit="NAME", choices=TEMPLATES, stops=True, surface="command"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaugeOptions(ScoringOptions, ExecutionOptions):
+    """One side of a gate."""
+
+    seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
+    noise_scale: float = changed(DiagnoseOptions, "noise_scale")
+    effort: str = changed(GateOptions, "effort")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(PrintingOptions):
+    command: ClassVar[str] = "demo"
+
+    output: Path = changed(ExecutionOptions, "output", Path("noisescope-demo"), default_text="")

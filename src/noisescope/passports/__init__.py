@@ -1,0 +1,1 @@
+"""Passports: the arithmetic of a device, measured and compared."""

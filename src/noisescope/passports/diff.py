@@ -1,0 +1,290 @@
+"""Passports on disk: written whole, read with every doubt. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from noisescope.errors import InvalidInput
+from noisescope.passports.words import ATTENTION_ERRORS, FACTS, NAMES, RULES, accumulation_switch, operand_switch, shown
+
+KIND = "noisescope passport"
+SCHEMA_VERSION = 2
+
+
+def write_passport(passport: dict[str, Any], path: str | Path) -> None:
+    """Into a file; folders on the way to it are made."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(passport, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another place with -o") from error
+
+
+def read_passport(path: str | Path) -> dict[str, Any]:
+    """A passport from a file; anything else is refused with the reason."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"can't read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not text: a passport is JSON from `noisescope passport -o FILE`") from error
+    try:
+        found = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not whole JSON ({error}): cut off or no passport. Take it again") from error
+    return check_passport(found, str(path))
+
+
+def check_passport(found: Any, what: str) -> dict[str, Any]:
+    """The passport itself, if it is one of the version this noisescope reads."""
+    if not isinstance(found, dict) or found.get("kind") != KIND:
+        raise InvalidInput(f"{what} is no passport (no kind {KIND!r} in it). Make one: noisescope passport -o FILE")
+    if found.get("schema_version") != SCHEMA_VERSION:
+        came = found.get("schema_version")
+        raise InvalidInput(f"{what} has schema version {came!r}; this noisescope reads {SCHEMA_VERSION}: take it again")
+    if not isinstance(found.get("facts"), dict) or not isinstance(found.get("dtypes"), dict):
+        raise InvalidInput(f"{what} is damaged: no facts or no dtypes in it. Take it again")
+    for dtype in found["dtypes"].values():
+        for lines in _tables(dtype) if isinstance(dtype, dict) else [None]:
+            if not isinstance(lines, dict) or not all(isinstance(line, dict | str) for line in lines.values()):
+                raise InvalidInput(f"{what} is damaged: a table of it has no lines. Take it again")
+    return found
+
+
+def _tables(dtype: dict[str, Any]) -> Iterator[Any]:
+    for section, lines in dtype.items():
+        if section == "products" and isinstance(lines, dict):
+            yield from lines.values()
+        elif section != "skipped":
+            yield lines
+
+
+# Two passports compared: every real difference in a sentence, with why it matters. Pure data, no torch.
+
+
+SAME = "same: the two passports agree in everything that was measured on both"
+
+Line = dict[str, Any]
+ULPS_APART = 0.1  # worst errors of a function closer than this are the same for any purpose
+BITS_APART = 3  # right bits fewer than the other's: a coarse table, said by itself
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which two devices differ.
+
+    kind: "health" (one computes nonsense), "arithmetic", "coverage" (measured on one only) or "settings".
+    """
+
+    kind: str
+    key: str
+    dtypes: tuple[str, ...]
+    first: Any
+    second: Any
+    sentence: str
+
+
+KINDS = ("health", "arithmetic", "coverage", "settings")
+
+
+def diff(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
+    """Every real difference between two passports, the gravest kind first; [] where they are the same."""
+    check_passport(a, "the first passport")
+    check_passport(b, "the second passport")
+    try:
+        found = [*_lines(a, b), *_functions(a, b), *_coverage(a, b), *_facts(a, b)]
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # a value of another type than is written
+        raise InvalidInput(f"one of the passports is damaged ({error}): take it again") from error
+    return sorted(found, key=lambda difference: KINDS.index(difference.kind))  # stable
+
+
+def say(differences: list[Difference]) -> str:
+    """All differences as text, or that there are none."""
+    if not differences:
+        return SAME
+    if all(difference.kind == "settings" for difference in differences):
+        head = "same arithmetic; only settings differ"
+    else:
+        head = f"{len(differences)} difference{'s' if len(differences) > 1 else ''}"
+    return "\n".join([f"{head}:", *(f"- {difference.sentence}" for difference in differences)])
+
+
+def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
+    first, second = (f"{p['facts'].get('name', '?')} ({p['facts'].get('device', '?')})" for p in (a, b))
+    return ("the first", "the second") if first == second else (first, second)
+
+
+def _measured_on_both(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    for name, mine in a["dtypes"].items():
+        theirs = b["dtypes"].get(name, {"skipped": ""})
+        if "skipped" not in mine and "skipped" not in theirs:
+            yield name, mine, theirs
+
+
+def _flat(dtype: dict[str, Any]) -> dict[tuple[str, str, str], Line]:
+    """(section, operation, key) -> line, functions apart. What was skipped has no line."""
+    flat = {("products", op, key): line for op, t in dtype.get("products", {}).items() for key, line in t.items()}
+    for section in ("elementwise", "attention"):
+        flat |= {(section, "", key): line for key, line in dtype.get(section, {}).items()}
+    return {place: line for place, line in flat.items() if isinstance(line, dict) and "skipped" not in line}
+
+
+def _coverage(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
+    """dtypes and operations that only one device has."""
+    first, second = _names(a, b)
+    for name in sorted(a["dtypes"].keys() | b["dtypes"].keys()):
+        mine, theirs = (p["dtypes"].get(name, {"skipped": "an older passport"}) for p in (a, b))
+        if ("skipped" in mine) != ("skipped" in theirs):
+            lacking, why = (first, mine["skipped"]) if "skipped" in mine else (second, theirs["skipped"])
+            has = ("skipped" not in mine, "skipped" not in theirs)
+            sentence = f"{name}: not measured on {lacking} ({why}), so nothing about it is compared."
+            yield Difference("coverage", "dtype", (name,), *has, sentence)
+    for name, mine, theirs in _measured_on_both(a, b):
+        for op in sorted(mine["products"].keys() | theirs["products"].keys()):
+            tables = [dtype["products"].get(op, {"skipped": "an older passport"}) for dtype in (mine, theirs)]
+            has = ("skipped" not in tables[0], "skipped" not in tables[1])
+            if has[0] != has[1]:
+                lacking, table = (second, tables[1]) if has[0] else (first, tables[0])
+                sentence = f"{name} ({op}): not measured on {lacking} ({table['skipped']})."
+                yield Difference("coverage", op, (name,), *has, sentence)
+
+
+def _lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
+    """Lines of the same place that differ; those that differ alike in several dtypes and operations become one."""
+    groups: dict[tuple[str, str, str, str], list[tuple[str, str, Line, Line]]] = {}
+    names = _names(a, b)
+    for dtype, mine, theirs in _measured_on_both(a, b):
+        others = _flat(theirs)
+        for (section, op, key), line in _flat(mine).items():
+            other = others.get((section, op, key))
+            said = _said(section, key, line, other, names, a["facts"], b["facts"]) if other else None
+            if said:
+                groups.setdefault((section, key, *said), []).append((dtype, op, line, other or {}))
+    for (section, key, kind, body), places in groups.items():
+        dtypes = tuple(dict.fromkeys(dtype for dtype, *_ in places))
+        ops = ", ".join(dict.fromkeys(op for _, op, *_ in places if op)) or section
+        left, right = (place.get("value") for place in places[0][2:])
+        yield Difference(kind, key, dtypes, left, right, f"{', '.join(dtypes)} ({ops}): {body}")
+
+
+def _said(
+    section: str, key: str, mine: Line, theirs: Line, names: tuple[str, str], *facts: dict[str, Any]
+) -> tuple[str, str] | None:
+    """(kind, sentence) of two lines that differ, else None."""
+    first, second = names
+    told = [line.get("nonsense") for line in (mine, theirs)]
+    if told[0] or told[1]:
+        if told[0] == told[1]:
+            return None
+        what = NAMES.get(key, key.replace("_", " "))
+        each = " and ".join(f"{name} gives nonsense for {what}: {t}" for name, t in zip(names, told, strict=True) if t)
+        return "health", f"{each}. Look for a fault with noisescope locate."
+    if section == "attention" and key in ATTENTION_ERRORS:
+        return _attention_error(key, mine, theirs, names)
+    x, y = shown(key, mine), shown(key, theirs)
+    if mine.get("value") == theirs.get("value") and mine.get("at_least") == theirs.get("at_least"):
+        return None
+    if key == "sum_bits":
+        bits = min(mine["value"], theirs["value"])
+        return "arithmetic", (
+            f"sums keep {x} bits on {first}, {y} on {second}. A sum of K terms is off by up to K x 2^-{bits} of "
+            "sum |x||w| on the shorter one, so results differ more the longer the inner dimension is."
+            f"{accumulation_switch(facts)}"
+        )
+    if key == "operand_bits":
+        return "arithmetic", _operands(mine, theirs, names, facts)
+    if key == "result_bits":
+        return "arithmetic", (
+            f"results show {x} bits behind the leading one on {first}, {y} on {second}. The shorter ones were summed "
+            "or stored short: expect differences from that bit on in every element."
+        )
+    if key in RULES.get(section, {}):
+        subject, why = RULES[section][key]
+        return "arithmetic", f"{subject} {x} on {first}, {y} on {second}. {why}"
+    return None  # the size of an error, or order along the inner dimension: no difference by itself
+
+
+def _operands(mine: Line, theirs: Line, names: tuple[str, str], facts: tuple[dict[str, Any], ...]) -> str:
+    """Operands cut on one device (or on both, unlike): how far off that is, and which switch decides."""
+    whole = max(mine.get("of") or 0, theirs.get("of") or 0)
+    told, error, switches = [], 0.0, []
+    for name, line, fact in zip(names, (mine, theirs), facts, strict=True):
+        if not line.get("cut"):
+            told.append(f"{name} keeps {'all ' + str(whole) if line.get('value') else 'as many as its sums show'}")
+            continue
+        known = line["cut"][line["cut"].index("(") :] if "(" in line["cut"] else ""
+        told.append(
+            f"{name} keeps the operands of a product to {line['value']} bits behind the leading one {known}".strip()
+        )
+        half = 1 if "nearest" in str(line.get("rounding")) else 0
+        error = max(error, 2.0 ** -(line["value"] + half))
+        switches.append(operand_switch(fact))
+    told.sort(key=lambda text: "operands" not in text)
+    cure = f" To compare like with like, {' and '.join(dict.fromkeys(switches))}." if switches else ""
+    return f"{', '.join(told)}. Each operand is off by up to {error:.1g} of itself.{cure}"
+
+
+def _attention_error(key: str, mine: Line, theirs: Line, names: tuple[str, str]) -> tuple[str, str] | None:
+    x, y = mine["value"], theirs["value"]
+    if x is None or y is None or abs(x - y) < 1 or max(x, y) < 2 * min(x, y):
+        return None
+    why = "Scores, weights or sums are kept in fewer bits on the larger one."
+    return "arithmetic", f"{ATTENTION_ERRORS[key]} {x:g} ulp on {names[0]}, {y:g} on {names[1]}. {why}"
+
+
+def _functions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
+    """Functions: coarse ones by themselves, the rest as one list a dtype."""
+    first, second = _names(a, b)
+    for dtype, mine, theirs in _measured_on_both(a, b):
+        listed = []
+        for name in mine.get("functions", {}):
+            x, y = mine["functions"][name], theirs.get("functions", {}).get(name, {"skipped": ""})
+            if "skipped" in x or "skipped" in y:
+                continue
+            said = _said("functions", name, x, y, (first, second))
+            if said:
+                yield Difference(said[0], name, (dtype,), x["value"], y["value"], f"{dtype} ({name}): {said[1]}")
+            elif x["value"] is None or y["value"] is None:
+                continue
+            elif abs(x["bits_right"] - y["bits_right"]) >= BITS_APART:
+                yield _coarse(name, dtype, (x, y), (first, second))
+            elif x["points"] == y["points"] and abs(x["value"] - y["value"]) >= ULPS_APART:
+                listed.append((name, x["value"], y["value"]))
+        if listed:
+            values = ", ".join(f"{name} {x:g} and {y:g}" for name, x, y in listed)
+            why = "Both are of a usual size: expect last bits to differ, no fault."
+            sentence = f"{dtype} (functions): worst error in ulp on {first} and on {second}: {values}. {why}"
+            names = [name for name, *_ in listed]
+            yield Difference("arithmetic", "functions", (dtype,), names, names, sentence)
+
+
+def _coarse(name: str, dtype: str, lines: tuple[Line, Line], names: tuple[str, str]) -> Difference:
+    x, y = lines
+    coarse, fine = (0, 1) if x["bits_right"] < y["bits_right"] else (1, 0)
+    bad, good = lines[coarse], lines[fine]
+    sentence = (
+        f"{dtype} ({name}): {names[coarse]} is off by up to {bad['value']:g} ulp, worst at {bad['at']} "
+        f"({bad['bits_right']} bits are right), {names[fine]} by {good['value']:g}. A coarse table or a short unit: "
+        "softmax, norms and activations built on it carry that error."
+    )
+    return Difference("arithmetic", name, (dtype,), x["value"], y["value"], sentence)
+
+
+def _facts(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
+    first, second = _names(a, b)
+    mine, theirs = a["facts"], b["facts"]
+    for key, why in FACTS.items():
+        if key in mine and key in theirs and mine[key] != theirs[key]:
+            sentence = f"{key.replace('_', ' ')} is {mine[key]} on {first}, {theirs[key]} on {second}. {why}"
+            yield Difference("settings", key, (), mine[key], theirs[key], sentence)
+    flags = mine.get("flags", {}), theirs.get("flags", {})
+    for key in flags[0]:
+        if key in flags[1] and flags[0][key] != flags[1][key]:
+            x, y = flags[0][key], flags[1][key]
+            why = "Set it alike before comparing: it decides how products are computed."
+            sentence = f"torch's {key} is {x} on {first}, {y} on {second}. {why}"
+            yield Difference("settings", key, (), x, y, sentence)

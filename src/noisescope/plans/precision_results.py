@@ -1,0 +1,340 @@
+"""How much of a model a precision plan covers: the linears of its blocks, out of all weights there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from noisescope import stats
+from noisescope.diagnosis.context import Array, Frame
+from noisescope.diagnosis.effects import divergence, paired, ratio
+from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.rows import NONLINEAR, Divergence
+from noisescope.diagnosis.sections import FormatScores
+from noisescope.errors import NoisescopeError
+from noisescope.findings.values import counted, span
+from noisescope.injection import Injection
+from noisescope.plans.precision import Module, Plan, scores_of
+from noisescope.stats import Estimate
+from noisescope.stats.continuous import student_quantile
+from noisescope.trials import Results, Trial
+
+NEARLY_ALL = 0.99  # routers and short filters need no note
+
+
+def planned_share(found: Diagnosis) -> float | None:
+    """Weights that a plan is about, over all weights of the blocks; None where the blocks have none."""
+    scores = scores_of(found)
+    return _planned(scores) / scores.block_parameters if scores.block_parameters else None
+
+
+def coverage_notes(found: Diagnosis) -> list[str]:
+    """A note where a plan covers only a fraction of the weights: average bits are then of that fraction."""
+    share, scores = planned_share(found), scores_of(found)
+    if share is None or share >= NEARLY_ALL:
+        return []
+    return [
+        f"the plan covers {_planned(scores):,} of the {scores.block_parameters:,} weights of the blocks "
+        f"({100 * share:.0f} %), and average bits are of these alone: weights that are not in a linear module, such as "
+        "experts stored in one tensor, stay at 16 bits"
+    ]
+
+
+def _planned(scores: FormatScores) -> int:
+    return sum(row.parameters for row in scores.modules)
+
+
+# How far the predicted KL of a precision plan can be trusted, and what to say where the measured one lies elsewhere.
+#
+# A prediction adds up the scores of the chosen formats over modules. All modules are scored on the same few samples,
+# so their errors are correlated, and a report keeps no scores by sample. Whatever the correlation,
+#
+# standard error of the sum <= sum of the standard errors,
+#
+# which is reported as a bound. It reflects the spread of the samples alone: neither that a plan is the least of many
+# noisy sums, whose own is too small for that reason, nor that predictions are of second order.
+
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan's predicted mean KL, nats per token. The interval is made from the largest standard error it may have."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    level: float
+    largest_standard_error: float | None
+    scored_tokens: int  # of the samples on which formats were scored, about
+
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.value, self.low, self.high, self.n, self.level)
+
+
+def prediction_of(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Prediction:
+    """The plan's predicted KL with the bound of its standard error, the interval by it, samples and scored tokens."""
+    n, data = scores_of(found).n, found.run.data
+    errors = [module.choices[plan.assignment[module.name]].standard_error for module in modules]
+    known = [error for error in errors if error is not None]
+    value, bound = plan.predicted_mean_kl, sum(known) if len(known) == len(errors) else None
+    half = None if bound is None else student_quantile(n, LEVEL) * bound
+    return Prediction(
+        value,
+        None if half is None else max(value - half, 0.0),
+        None if half is None else value + half,
+        n,
+        LEVEL,
+        bound,
+        # the report counts those of all its samples; formats are scored on the first
+        round(data.scored_tokens * n / data.samples),
+    )
+
+
+def prediction_sentence(prediction: Prediction) -> str:
+    """The predicted KL in words."""
+    bound = prediction.largest_standard_error
+    error = "no standard error" if bound is None else f"standard error at most {bound:.2g}"
+    return f"{prediction.value:.4g} ({error}; {_evidence(prediction)})"
+
+
+def prediction_notes(prediction: Prediction, measured: Estimate) -> list[str]:
+    """A note where the measured mean KL is more than twice the predicted, or less than half, beyond both intervals."""
+    if measured.value is None or prediction.low is None or prediction.high is None:
+        return []
+    if measured.above(prediction.high) and measured.value > NONLINEAR * prediction.value:
+        where = "above"
+    elif measured.below(prediction.low) and NONLINEAR * measured.value < prediction.value:
+        where = "below"
+    else:
+        return []
+    return [
+        f"the measured mean KL {_interval(measured)} lies far {where} the predicted {_interval(prediction.estimate)}: "
+        f"use the measured one. A prediction ({_evidence(prediction)}) shows which modules cost more than others, "
+        "which is what the plan is based on; its size is no forecast"
+    ]
+
+
+def _evidence(prediction: Prediction) -> str:
+    return f"{counted(prediction.n, 'sample')}, about {counted(prediction.scored_tokens, 'token')}"
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{estimate.value:.3g} {span(estimate, '.3g')}"
+
+
+# A precision plan with what was predicted and, where it was carried out, measured: the report's `precision_plan`.
+#
+# A plan is judged by the typical KL of held-out samples, beside uniform plans, the bit rule and random plans of the
+# same bits. Two plans are compared sample by sample: the typical ratio of their KL, with its interval.
+
+
+Kind = Literal["plan", "uniform", "bit rule", "random"]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A plan to measure, and what it is there for: the plan itself, or one to compare it with."""
+
+    name: str
+    kind: Kind
+    plan: Plan
+    format: str | None = None  # of a uniform plan
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One plan carried out. What `predicted_mean_kl` predicts is `kl.mean`; `kl.typical` is what plans are compared by.
+
+    `over_plan` is its KL over that of the plan, sample by sample; None for the plan itself.
+    """
+
+    name: str
+    kind: Kind
+    format: str | None
+    average_bits: float
+    effective_bits: float
+    predicted_mean_kl: float
+    kl: Divergence
+    accuracy: Estimate
+    clean_accuracy: float
+    over_plan: Estimate | None
+
+
+@dataclass(frozen=True)
+class RandomPlans:
+    """Plans drawn at random with the plan's average bits: how many, and the median of their typical KL."""
+
+    n: int
+    median_typical_kl: float | None
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """The held-out samples on which plans were measured."""
+
+    samples: int
+    scored_tokens: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """A number format for each linear with what it comes to; what was measured only where `verified`.
+
+    KLs are in nats per token: `mean_kl` is the mean over samples, as `predicted_mean_kl` is, those with `typical` in
+    their names are of a typical sample. Their intervals are in `rows`. `uniform_typical_kl` is of the format with the
+    most bits that fit, and of those the one that costs least.
+    """
+
+    method: str
+    assignment: Mapping[str, str]
+    counts: Mapping[str, int]
+    average_bits: float
+    effective_bits: float
+    megabytes: float
+    predicted_mean_kl: float
+    note: str
+    prediction: Prediction
+    planned_share: float | None
+    verified: bool
+    mean_kl: float | None
+    typical_kl: float | None
+    uniform_typical_kl: float | None
+    uniform_format: str | None
+    bit_rule_typical_kl: float | None
+    bit_rule_bits: float | None
+    random: RandomPlans
+    rows: tuple[PlanRow, ...]
+    data: PlanData | None
+    notes: tuple[str, ...]
+
+
+def predicted_plan(
+    plan: Plan, prediction: Prediction, *, planned_share: float | None, notes: Sequence[str] = ()
+) -> PrecisionPlan:
+    """A plan before it is carried out."""
+    return PrecisionPlan(
+        **vars(plan),
+        counts=plan.counts(),
+        prediction=prediction,
+        planned_share=planned_share,
+        verified=False,
+        mean_kl=None,
+        typical_kl=None,
+        uniform_typical_kl=None,
+        uniform_format=None,
+        bit_rule_typical_kl=None,
+        bit_rule_bits=None,
+        random=RandomPlans(0, None),
+        rows=(),
+        data=None,
+        notes=tuple(notes),
+    )
+
+
+def measured_plan(
+    planned: PrecisionPlan, rows: Sequence[PlanRow], data: PlanData, *, notes: Sequence[str] = ()
+) -> PrecisionPlan:
+    """The same with what was measured; `notes` come before those it has. Rows of random plans are summed up."""
+    own = next(row for row in rows if row.kind == "plan")
+    rule = next((row for row in rows if row.kind == "bit rule"), None)
+    uniform = _best_uniform(rows, planned.average_bits)
+    drawn = [row.kl.typical.value for row in rows if row.kind == "random" and row.kl.typical.value is not None]
+    return replace(
+        planned,
+        verified=True,
+        mean_kl=own.kl.mean.value,
+        typical_kl=own.kl.typical.value,
+        uniform_typical_kl=None if uniform is None else uniform.kl.typical.value,
+        uniform_format=None if uniform is None else uniform.format,
+        bit_rule_typical_kl=None if rule is None else rule.kl.typical.value,
+        bit_rule_bits=None if rule is None else rule.average_bits,
+        random=RandomPlans(len(drawn), statistics.median(drawn) if drawn else None),
+        rows=tuple(rows),
+        data=data,
+        notes=(*notes, *planned.notes),
+    )
+
+
+def without_random(plan: PrecisionPlan) -> PrecisionPlan:
+    """For a report: random plans stay as a count and a median."""
+    return replace(plan, rows=tuple(row for row in plan.rows if row.kind != "random"))
+
+
+def _best_uniform(rows: Sequence[PlanRow], average_bits: float) -> PlanRow | None:
+    fits = [row for row in rows if row.kind == "uniform" and row.average_bits <= average_bits + 1e-9]
+    return min(
+        fits,
+        key=lambda row: (-row.average_bits, float("inf") if row.kl.typical.value is None else row.kl.typical.value),
+        default=None,
+    )
+
+
+# Plans carried out on the model, all on the same samples: a plan counts only if it was measured.
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One plan carried out: KL and score of each sample, beside the score of the model as it is."""
+
+    kl: Array
+    accuracy: Array
+    clean_accuracy: Array
+
+    @property
+    def divergence(self) -> Divergence:
+        return divergence(self.kl)
+
+    @property
+    def score(self) -> Estimate:
+        return stats.mean(self.accuracy)
+
+    @property
+    def clean_score(self) -> float:
+        return float(self.clean_accuracy.mean())
+
+    def over(self, other: Carried) -> Estimate:
+        """The typical ratio of this plan's KL to another's on the same sample."""
+        return ratio(self.kl, other.kl)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Plans by name as they were carried out, and what could not be seen."""
+
+    plans: Mapping[str, Carried]
+    could_not_see: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Plans by name as injections (None: nothing is rounded); a diagnosis of KL and score under each."""
+
+    injections: Mapping[str, Injection | None]
+
+    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+        asked = dict.fromkeys([None, *self.injections.values()])
+        return [trial for injection in asked for trial in frame.ask(injection, seeds=(0,))]
+
+    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> Verified:
+        plans = {name: self._carried(frame, results, injection) for name, injection in self.injections.items()}
+        return Verified(plans, tuple(notes))
+
+    def _carried(self, frame: Frame, results: Results, injection: Injection | None) -> Carried:
+        clean = frame.answer(results, None)
+        rounded = clean if injection is None else frame.answer(results, injection, seeds=(0,))
+        assert clean is not None and rounded is not None
+        for answer in (clean, rounded):
+            if answer.error:
+                raise NoisescopeError(f"a plan could not be carried out: {answer.error}")
+        before, after = paired(frame, clean, rounded)
+        kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
+        return Carried(kl, after.mean(axis=1), before)

@@ -1,1 +1,0 @@
-"""What number formats cost each module of a model, plans of them carried out, and outliers folded away."""

@@ -1,0 +1,299 @@
+"""The bench: a loaded model that answers trials, one slice of samples at a time.
+
+For the slice at hand it keeps the clean logits and every block's clean output, so that a trial costs only the blocks
+from its first noisy one on. Trials of one slice should follow each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.errors import UnsupportedModel
+from noisescope.injection import Injection
+from noisescope.model.forwards import evaluating, input_device
+from noisescope.model.source import model_fingerprint
+from noisescope.model.subject import Subject
+from noisescope.probe.draws import ENGINE_VERSION
+from noisescope.probe.inject import Probe
+from noisescope.probe.prefix import Prefix, first_noisy_block
+from noisescope.runs.batches import Batch, Material, Piece, lay_out
+from noisescope.trials import Conditions, Result, Slice, Trial
+
+Finish = Callable[[], Result]
+NO_MEMORY = "out of memory with one sample at a time and no prefix kept: give a smaller --slice"
+LOGITS = 1 << 28  # logits computed at once in scoring: more are done in pieces, or they would rule the memory
+
+
+@dataclass
+class Clean:
+    """What one slice needs to be compared with: its batches and their clean logits, [N, V] of scored rows a piece."""
+
+    slice: Slice
+    batches: list[Batch]
+    logits: list[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A piece of a batch with its clean logits [N, V] of scored rows, and its noisy ones [B * K, V] of all."""
+
+    piece: Piece
+    clean: Tensor
+    noisy: Tensor
+    probe: Probe
+    first: bool  # of its batch: the pieces after it repeat the end of the forward, and are not counted again
+
+
+class Bench:
+    """Runs trials on a subject; `with` it, for it holds the model open."""
+
+    def __init__(
+        self, subject: Subject, materials: Iterable[Material], *, metric: Callable[..., Any] | None = None
+    ) -> None:
+        self.subject = subject
+        self.model = subject.model
+        self.anatomy = subject.anatomy
+        self.materials = {material.fingerprint: material for material in materials}
+        self.metric = metric
+        self.device = input_device(self.model)
+        self.prefix = Prefix(self.model, self.anatomy)
+        self.reuse: bool | None = None  # whether prefixes may be reused: tried on the first slice
+        self.forwards = 0.0  # of one sequence, in parts where blocks were passed by; a backward counts as one, too
+        self.notes: list[str] = []
+        self._clean: Clean | None = None
+        self._batch_size: int | None = None  # samples at once; None: a whole slice
+        self._scopes = contextlib.ExitStack()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
+
+    def __enter__(self) -> Bench:
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(evaluating(self.model))
+            entered.enter_context(self.prefix)
+            self._scopes = entered.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clean = None
+        self._scopes.__exit__(kind, error, trace)
+
+    # -- one trial
+
+    def run(self, trial: Trial) -> Result:
+        """The trial's result. What goes wrong inside it becomes a failed result."""
+        return self.begin(trial)()
+
+    def begin(self, trial: Trial) -> Finish:
+        """Give the trial's work to the device; the returned function waits for it and makes the result.
+
+        Begun before the last one is finished, a trial keeps an accelerator busy meanwhile. Running out of memory halves
+        the batch and starts the trial again, for noise belongs to samples and positions, not to batches.
+        """
+        from noisescope.runs.measures import MEASURES
+
+        while True:
+            try:
+                found = MEASURES[trial.measure](self, trial)
+            except Exception as error:  # the model's code and the user's metric may raise anything; the run goes on
+                if not _out_of_memory(error):
+                    return _finished(_failure(error))
+                if not self._shrink(trial.slice):
+                    return _finished(Result(error=NO_MEMORY))
+            else:
+                return _finished(found) if isinstance(found, Result) else functools.partial(_finish, found)
+
+    def _shrink(self, part: Slice) -> bool:
+        """Half the batch; then no prefixes; False when there is nothing left to give up."""
+        self.forget_slice()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        size = self._batch_size or part.stop - part.start
+        if size > 1:
+            self._batch_size = (size + 1) // 2
+            self.notes.append(f"out of memory: {self._batch_size} samples at a time from there on")
+            return True
+        if self.reuse is not False:
+            self.reuse = False
+            self.notes.append("out of memory: clean prefixes are not kept any more")
+            return True
+        return False
+
+    def batch_size(self, wanted: int) -> int:
+        """Samples at once: as many as wanted, unless memory said no before."""
+        return min(wanted, self._batch_size or wanted)
+
+    # -- forwards
+
+    def batches(self, part: Slice, size: int | None = None, *, whole: bool = False) -> list[Batch]:
+        """The slice as batches of at most `size` samples; `whole` leaves each in one piece."""
+        groups = self.materials[part.data].encoded.sequences[part.start : part.stop]
+        size = self.batch_size(size or len(groups))
+        parts = [(at, groups[at : at + size]) for at in range(0, len(groups), size)]
+        return [
+            lay_out(part, at, self.device, positions=None if whole else self._positions(part)) for at, part in parts
+        ]
+
+    def _positions(self, groups: Sequence[tuple[Any, ...]]) -> int | None:
+        """Positions whose logits fit into a piece."""
+        vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        rows = sum(map(len, groups))
+        if not isinstance(vocabulary, int) or not self._keeps_logits or not self.reuse:
+            return None
+        return max(1, LOGITS // (vocabulary * rows))
+
+    def forward(self, batch: Batch, piece: Piece | None = None) -> Tensor:
+        """Logits [B * K, V] of a piece's positions."""
+        kept = (piece or batch.whole).kept
+        wanted = {"logits_to_keep": kept} if self._keeps_logits else {}
+        logits: Tensor = self.model(input_ids=batch.ids, use_cache=False, **wanted).logits
+        if not self._keeps_logits:
+            logits = logits[:, kept]
+        return logits.flatten(0, 1)
+
+    def _pieces(
+        self, batch: Batch, start: int, number: Hashable, probe: Probe | None = None
+    ) -> Iterator[tuple[Piece, Tensor]]:
+        """Logits piece by piece: the blocks run once, what follows them once a piece."""
+        for piece in batch.pieces:
+            if probe is not None:
+                probe.rows(batch.rows)  # again for each piece: a second forward would count positions on
+            first = piece is batch.pieces[0]
+            skipping = self.prefix.starting_at(start, number) if first else self.prefix.repeating_the_last_block(number)
+            with skipping:
+                logits = self.forward(batch, piece)
+            yield piece, logits
+            del logits
+        self.forwards += len(batch.ids) * (1 - start / (len(self.anatomy.blocks) + 1))
+
+    def clean(self, part: Slice) -> Clean:
+        """The slice's clean logits, computed once; prefixes are recorded on the way."""
+        if self.reuse is None:
+            self.reuse = self._prefix_holds(part)
+        if self._clean is None or self._clean.slice != part:
+            self.forget_slice()
+            made = Clean(part, self.batches(part), [])
+            with torch.no_grad():
+                for number, batch in enumerate(made.batches):
+                    with self.prefix.recording(number) if self.reuse else contextlib.nullcontext():
+                        pieces = self._pieces(batch, 0, number)
+                        made.logits.append([_rows(logits, piece.scored) for piece, logits in pieces])
+            self._clean = made
+        return self._clean
+
+    @torch.no_grad()
+    def check_causal(self, part: Slice) -> None:
+        """Raise where a later token changes an earlier prediction: batches here have no mask and rely on causality."""
+        ids = torch.tensor([self.materials[part.data].encoded.sequences[part.start][0].ids], device=self.device)
+        if ids.shape[1] < 3:
+            return
+        changed = ids.clone()
+        changed[0, -1] = ids[0, 0] if int(ids[0, 0]) != int(ids[0, -1]) else ids[0, 1]
+        try:
+            with evaluating(self.model):  # with dropout two forwards differ everywhere
+                first, second = (self.model(input_ids=x, use_cache=False).logits[0].float() for x in (ids, changed))
+        except Exception:  # a model that does not run: the trials will say how
+            return
+        moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change
+        if float(moved[:-1].max()) > 1e-3 * float(moved[-1]):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} looks at later tokens, and scoring here is for causal language models: "
+                "use inject() and your own evaluation"
+            )
+
+    def forget_slice(self) -> None:
+        """Let go of the slice at hand."""
+        self._clean = None
+        self.prefix.forget()
+
+    @torch.no_grad()
+    def _prefix_holds(self, part: Slice) -> bool:
+        """Whether prefixes may be reused: tried on one sample, whose logits must come out the same to the last bit."""
+        groups = self.materials[part.data].encoded.sequences[part.start : part.start + 1]
+        batch = lay_out(
+            groups, 0, self.device, positions=(len(groups[0][0].ids) + 1) // 2 if self._keeps_logits else None
+        )
+        last = len(self.anatomy.blocks) - 1
+        try:
+            with self.prefix.recording("trial"):
+                clean = [self.forward(batch, piece) for piece in batch.pieces[:1]]
+            holds = last > 0 and self.prefix.usable("trial")
+            if holds:
+                clean += [self.forward(batch, piece) for piece in batch.pieces[1:]]
+            for start in {(last + 1) // 2, last} if holds else ():  # late blocks may need more than hidden states
+                again = [logits for _, logits in self._pieces(batch, start, "trial")]
+                holds = holds and all(torch.equal(a, b) for a, b in zip(again, clean, strict=True))
+        except Exception as error:  # whatever a model does when blocks are passed by, it can't be done with this one
+            if _out_of_memory(error):
+                raise
+            holds = False
+        self.prefix.forget()
+        if not holds:
+            self.notes.append("clean prefixes can't be reused in this model: every trial computes all blocks")
+        return holds
+
+    def noisy(self, part: Slice, injection: Injection) -> Iterator[Compared]:
+        """Every piece of every batch, clean and under the injection."""
+        clean = self.clean(part)
+        start = first_noisy_block(injection, self.anatomy) if self.reuse else 0
+        probe = Probe(self.model, injection, anatomy=self.anatomy, check=False)  # its caller does: that waits
+        with probe, torch.no_grad():
+            for number, batch in enumerate(clean.batches):
+                pieces = self._pieces(batch, start, number, probe)
+                for before, (piece, after) in zip(clean.logits[number], pieces, strict=True):
+                    yield Compared(piece, before, after, probe, first=piece is batch.pieces[0])
+                    del after
+
+
+def conditions(subject: Subject) -> Conditions:
+    """What every trial on this subject shares."""
+    weights = next(iter(subject.model.parameters()))
+    config = getattr(subject.model, "config", None)
+    return Conditions(
+        model=model_fingerprint(subject.model),
+        dtype=str(weights.dtype).removeprefix("torch."),
+        device=weights.device.type,
+        attention=str(getattr(config, "_attn_implementation", None) or "own"),
+        engine=ENGINE_VERSION,
+    )
+
+
+def _finished(result: Result) -> Finish:
+    return lambda: result
+
+
+def _finish(finish: Finish) -> Result:
+    """The end of a trial, where a device tells of what went wrong in it."""
+    try:
+        return finish()
+    except Exception as error:
+        return _failure(error)
+
+
+def _failure(error: Exception) -> Result:
+    name = type(error).__name__
+    return Result(facts={"error_type": name}, error=f"{name}: {' '.join(str(error).split())[:500]}")
+
+
+def _rows(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Chosen rows of logits; no copy where all are wanted."""
+    if len(wanted) == len(logits):  # in order by construction
+        return logits
+    return logits.index_select(0, wanted.to(logits.device))
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+    )

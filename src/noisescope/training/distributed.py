@@ -1,0 +1,159 @@
+"""Noise in workers that a launcher spawns: by environment variables, with a check that it took. No torch.
+
+    variables = launch.environment(0.05, seed=1, tally="tally")      # give these to the workers
+    ...                                                                      # the training runs
+    launch.confirm(variables["NOISESCOPE_TALLY"], workers=8)                 # raises unless all eight injected
+
+Workers read them when `noisescope.noisy_ops` is imported there; docs/training.md has the one line for each launcher.
+The scale is constant: a launcher's worker does not know the step. Where you write the loop, or there is a Trainer, use
+a schedule (`aqn`, `callback`).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from noisescope.errors import InvalidInput, NothingInjected, unknown
+from noisescope.injection import checked_scale
+from noisescope.sites import PHASES, canonical_operator
+
+
+def environment(
+    scale: float = 0.05,
+    *,
+    phases: Iterable[str] | str = PHASES,
+    operators: Iterable[str] | str | None = None,
+    seed: int = 0,
+    tally: str | Path | None = None,
+    without_gradients: bool = False,
+) -> dict[str, str]:
+    """The environment variables of a run's workers; what they inherit of these is overridden.
+
+    `tally` is a folder that all workers can write into. Each call is a run with a folder of its own in it
+    (variables["NOISESCOPE_TALLY"]), so that an earlier run's counts are never taken for this one's.
+    """
+    if checked_scale(scale, "scale") == 0:
+        raise InvalidInput("scale 0 is no noise: give a scale above 0, or start the workers without these variables")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidInput(f"seed must be an int, got {seed!r}")
+    chosen = _names(phases)
+    for phase in chosen:
+        if phase not in PHASES:
+            raise unknown("phase", phase, PHASES)
+    if not chosen:
+        raise InvalidInput("phases is empty: give 'forward', 'backward' or both")
+    aims = None if operators is None else sorted(canonical_operator(name) for name in _names(operators))
+    if aims == []:
+        raise InvalidInput("operators is empty: name some, such as ['softmax'], or leave it out for all products")
+    variables = {
+        "NOISESCOPE_ENABLED": "1",
+        "NOISESCOPE_SCALE": repr(float(scale)),
+        "NOISESCOPE_SEED": str(seed),
+        "NOISESCOPE_TRAINING_ONLY": "0" if without_gradients else "1",
+        "NOISESCOPE_FORWARD_ONLY": "1" if chosen == {"forward"} else "0",
+        "NOISESCOPE_BACKWARD_ONLY": "1" if chosen == {"backward"} else "0",
+        "NOISESCOPE_OPERATORS": ",".join(aims or ()),  # empty is as not set
+    }
+    if tally is not None:
+        variables["NOISESCOPE_TALLY"] = str(Path(tally).absolute() / f"run-{secrets.token_hex(4)}")
+    return variables
+
+
+def _names(given: Iterable[str] | str) -> set[str]:
+    """A set given as any collection, or (a kind mistake) as one bare name."""
+    return {given} if isinstance(given, str) else set(given)
+
+
+def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
+    """What each worker of a run counted, by file; raises unless just `workers` of them report and all injected.
+
+    `tally` is the run's own folder, variables["NOISESCOPE_TALLY"]. Workers write every five seconds: ask after the
+    first steps, or at the end.
+    """
+    found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(Path(tally).glob("rank*.json"))}
+    if len(found) < workers:
+        raise NothingInjected(
+            f"{len(found)} of {workers} workers report in {tally}: the others never imported noisescope.noisy_ops, or "
+            "did not get the environment variables. The folder to ask is variables['NOISESCOPE_TALLY']"
+        )
+    if len(found) > workers:
+        raise InvalidInput(
+            f"{len(found)} workers report in {tally}, but {workers} are expected: some were restarted, or another run "
+            "wrote there, too. Call launch.environment() anew for each run"
+        )
+    silent = [name for name, counts in found.items() if not counts["forward"] + counts["backward"]]
+    if silent:
+        raise NothingInjected(
+            f"{', '.join(silent)} injected nothing: noise was enabled there after its model was compiled, or no model "
+            "with the operators aimed at ran with gradients (a rollout worker has none)"
+        )
+    ranks = [counts["rank"] for counts in found.values()]
+    if len(set(ranks)) < len(ranks):
+        raise InvalidInput(
+            f"several workers have the same rank ({sorted(ranks)}), so they drew the same noise: set RANK or "
+            "NOISESCOPE_RANK in each, unless they share their samples"
+        )
+    return found
+
+
+# Several processes: whose noise must differ, and whose must agree.
+#
+# Data-parallel processes see different samples, so each draws its own noise: its number is part of the key. Processes
+# that are tensor-parallel hold parts of the same samples and must agree, or their copies of an activation drift
+# apart: they share a number. Which is which is read from the device meshes of the model's parameters; where it can't
+# be read, it is asked for.
+#
+# FSDP2 gathers a block's weights before its forward, so noise on a weight falls on the whole weight; the sharded
+# parameter itself is never touched.
+
+
+TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
+
+
+def data_rank(model: nn.Module) -> int:
+    """This process's number among those that see different samples; 0 where there is only one process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    meshes.append(getattr(model, "_device_mesh", None))  # transformers keeps that of a distributed model here
+    split = [mesh for mesh in {id(mesh): mesh for mesh in meshes if mesh is not None}.values() if _splits(mesh, model)]
+    if not split:
+        return dist.get_rank()
+    return rank_beside(max(split, key=lambda mesh: mesh.ndim))
+
+
+def _splits(mesh: Any, model: nn.Module) -> bool:
+    """Whether a dimension of the mesh splits the work on one sample; refused where its dimensions have no names."""
+    if mesh.mesh_dim_names is not None:
+        return any(name in TENSOR for name in mesh.mesh_dim_names)
+    if any(_is_fsdp(module) for module in model.modules()):
+        return False  # FSDP2's own mesh: it shards weights, not samples
+    raise InvalidInput(
+        "the model is spread over a device mesh whose dimensions have no names, so it can't be told which processes "
+        "see the same samples: pass rank=, equal in processes that share samples and different in all others"
+    )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def rank_beside(mesh: Any) -> int:
+    """The number of the group of processes that share samples: a position in the mesh's other dimensions."""
+    names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
+    others = [(mesh.size(d), coordinate[d]) for d, name in enumerate(names) if name not in TENSOR]
+    if not others:  # a slice of a larger mesh: its groups are numbered by their first process
+        return int(mesh.mesh.flatten()[0])
+    number = 0
+    for size, position in others:
+        number = number * size + position
+    return number

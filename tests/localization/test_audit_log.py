@@ -1,0 +1,138 @@
+"""NaN and infinity are traced to where they arise: a fault is a suspect, an overflow of the dtype is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import noisescope as ns
+from noisescope.localization.audit import audit
+from noisescope.localization.audit_log import Strays
+from noisescope.localization.verdict import Verdict
+from noisescope.sites import Site
+from noisescope.testing import tiny_model
+
+NAN, INF = float("nan"), float("inf")
+
+
+def arising(verdict: Verdict) -> list[str]:
+    return [note for note in verdict.notes if note.startswith("NaN or infinity first arises")]
+
+
+def spoilt(module: str, where: Any, value: float) -> ns.Injection:
+    def perturb(y: torch.Tensor, draw: Any) -> torch.Tensor:
+        y = y.clone()
+        y[where] = value
+        return y
+
+    return ns.Injection(perturb, modules=(module,), phases={"forward"})
+
+
+ALL, CHANNEL, ELEMENT = ..., (..., 5), (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "operator", "place", "where", "value"),
+    [
+        ("model.embed_tokens", "embedding", "embed", ELEMENT, NAN),
+        ("model.layers.1.mlp.up_proj", "linear", 1, CHANNEL, NAN),
+        ("model.layers.1.self_attn.q_proj", "linear", 1, ALL, INF),
+        ("model.layers.2.input_layernorm", "norm", 2, ELEMENT, -INF),
+        ("model.layers.0", "residual", 0, ALL, NAN),
+        ("model.layers.1", "residual", 1, ELEMENT, INF),
+        ("lm_head", "linear", "lm_head", ALL, NAN),
+    ],
+)
+@pytest.mark.parametrize("method", ["audit", "auto"])
+def test_a_fault_is_named_where_it_makes_them(method, module, operator, place, where, value):
+    """One element, a channel or everything: what comes after was given NaN, and is not blamed."""
+    model = tiny_model("llama", layers=3).bfloat16()
+    with ns.inject(model, spoilt(module, where, value)):
+        verdict = ns.locate(model, method=method)
+    assert verdict.verdict == "faulty"
+    assert [(s.site.place, s.site.operator, s.site.module) for s in verdict.suspects] == [(place, operator, module)]
+    (note,) = arising(verdict)
+    assert f"{operator} at" in note and f"({module})" in note
+    assert "NaN or infinit" in verdict.suspects[0].evidence
+    assert verdict.suspects[0].fault_class in ("unknown", "dead lane")
+
+
+def test_healthy_numbers_arise_nowhere():
+    """Nothing is told where all is finite, with a mask of -inf as well."""
+    model = tiny_model("llama", attn_implementation="eager")
+    mask = torch.zeros(2, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -INF)
+    verdict = audit(model, {"input_ids": torch.arange(3, 19).reshape(2, 8), "attention_mask": mask})
+    assert (verdict.verdict, arising(verdict)) == ("healthy", [])
+
+
+def scaled(factor: float, *modules: str) -> nn.Module:
+    """A float16 model with some weights of block 1 made larger."""
+    model = tiny_model("llama", layers=3).half()
+    with torch.no_grad():
+        for module in modules:
+            model.get_submodule(f"model.layers.1.{module}").weight.mul_(factor)
+    return model
+
+
+def with_large_numbers(module: str) -> nn.Module:
+    """GPT-2 in float16, where the stream holds 60000 and so does the bias of one linear in block 0: both are finite."""
+    model = tiny_model("gpt2").half()
+    with torch.no_grad():
+        model.transformer.wte.weight[:, 3] = 6e4
+        model.get_submodule(f"transformer.h.0.{module}").bias[3] = 6e4
+    return model
+
+
+OVERFLOWS = [
+    (lambda: scaled(3e5, "mlp.up_proj"), "at linear at block 1 (model.layers.1.mlp.up_proj)"),
+    (
+        lambda: scaled(5e3, "mlp.up_proj", "mlp.gate_proj"),
+        "at input of linear at block 1 (model.layers.1.mlp.down_proj)",
+    ),
+    (lambda: with_large_numbers("attn.c_proj"), "at input of norm at block 0 (transformer.h.0.ln_2)"),
+    (lambda: with_large_numbers("mlp.c_proj"), "at residual at block 0 (transformer.h.0)"),
+]
+
+
+@pytest.mark.parametrize(("make", "where"), OVERFLOWS, ids=["product", "gate x up", "sum inside", "sum"])
+def test_an_overflow_of_the_dtype_is_no_fault(make, where):
+    """The host's own number lies beyond float16, in an operator or between two: told, and nobody is a suspect."""
+    verdict = audit(make())
+    assert verdict.verdict == "undecided" and not verdict.suspects  # nothing can be said of what was given NaN
+    (note,) = arising(verdict)
+    assert where in note and "an overflow of float16, whose largest number is 65504, and no fault" in note
+
+
+def test_auto_tells_of_the_overflow_as_well():
+    """Relations can't judge NaN either: the audit's note says why."""
+    verdict = ns.locate(scaled(3e5, "mlp.up_proj"))
+    assert verdict.verdict == "undecided"
+    assert "overflow of float16" in arising(verdict)[0]
+
+
+def test_weights_that_are_not_finite_are_told_of():
+    """The host reads the same weights: no fault of the device, and no overflow."""
+    model = tiny_model("llama", layers=3)
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = NAN
+    verdict = audit(model)
+    assert verdict.verdict == "undecided" and not verdict.suspects
+    (note,) = arising(verdict)
+    assert "(model.layers.2.mlp.down_proj): nor is the host's result finite: its weights are not" in note
+
+
+def test_the_first_of_a_forward_counts():
+    """Later ones in the same forward, and those of later forwards, are not asked for."""
+    strays, fine, bad = Strays(), torch.ones(3), torch.tensor([1.0, NAN])
+    one, two = Site("linear", 0, "a"), Site("linear", 0, "b")
+    assert not strays.arise(one, [fine], fine)
+    assert not strays.arise(one, [fine, bad], bad)
+    assert strays.origin is not None
+    assert (strays.origin.site, strays.origin.operand) == (Site("linear", 0, "a", tensor="input"), 1)
+    for _ in range(2):
+        assert not strays.arise(two, [fine], bad)
+        strays.next_pass()
+    assert strays.origin.site.module == "a"

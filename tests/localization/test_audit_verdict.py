@@ -1,0 +1,113 @@
+"""Notes and suspects of an audit: what repeats and what does not, told once and in true words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.faults import faulty
+from noisescope.localization.audit import audit
+from noisescope.localization.audit_log import Print
+from noisescope.testing import tiny_model
+
+
+def test_a_print_is_of_every_bit():
+    """The hash of inputs, of the output and the sum of the weights' bits each see one bit, and nothing but bits."""
+    linear, x = torch.nn.Linear(4, 3), torch.arange(8.0).reshape(2, 4)
+    x[0, 0] = float("nan")
+    y = torch.zeros(2, 3)
+    first = Print.of((x, "mask", None), y, linear)
+    assert first == Print.of((x.clone(), 7), y.clone(), linear)
+    assert first == Print.of((x.T.contiguous().T,), y, linear)  # the same numbers, laid out otherwise
+    other = Print.of((x,), -y, linear)
+    assert (other.given, other.weights) == (first.given, first.weights) and other.output != first.output
+    x.view(torch.int32)[1, 3] ^= 1
+    assert Print.of((x,), y, linear).given != first.given
+    linear.weight.data.view(torch.int32)[2, 3] ^= 1
+    assert Print.of((x,), y, linear).weights != first.weights
+    assert Print.of((x[:0],), y, None).weights == ()
+
+
+@pytest.mark.parametrize("restless", [True, False])
+def test_inputs_that_never_come_again_are_told_of(restless):
+    """Without the same inputs twice nothing is known about repeating: the verdict says so, and only then."""
+    model = tiny_model("transformer_encoder")
+
+    class Restless(type(model)):
+        def forward(self, src: torch.Tensor) -> Any:
+            return super().forward(src + torch.rand(()))
+
+    if restless:
+        model.__class__ = Restless
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
+    verdict = audit(model, {"src": x})
+    assert verdict.verdict == "healthy"
+    assert restless == any(note.startswith("no operator had the same inputs twice") for note in verdict.notes)
+
+
+def test_weights_that_change_between_forwards_are_told_of():
+    """One bit of one weight: the linear computes rightly with both, so no operator is blamed."""
+    model = tiny_model("llama", layers=2)
+    calls = []
+
+    class Flipping(type(model.model.layers[1])):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self)
+            if len(calls) == 3:
+                self.mlp.up_proj.weight.data.view(torch.int32)[0, 0] ^= 1
+            return super().forward(*args, **kwargs)
+
+    model.model.layers[1].__class__ = Flipping
+    verdict = audit(model)
+    assert verdict.verdict == "undecided" and not verdict.suspects
+    assert [str(site) for site in verdict.unseen] == ["weight of linear at block 1 (model.layers.1.mlp.up_proj)"]
+    assert any("its weights changed between two forwards" in note for note in verdict.notes)
+
+
+def test_what_differs_within_round_off_is_told_of():
+    """An ulp on another element each time, as sums in no fixed order have it: no alarm, but a note with its number."""
+    model, calls = tiny_model("llama", layers=2), []
+
+    def nudge(y: torch.Tensor, draw: Any) -> torch.Tensor:
+        calls.append(y)
+        y = y.clone()
+        y[0, 0, len(calls)] = torch.nextafter(y[0, 0, len(calls)], torch.tensor(9.0))
+        return y
+
+    with ns.inject(model, ns.Injection(nudge, modules=("model.layers.1.mlp.up_proj",), phases={"forward"})):
+        verdict = audit(model)
+    assert verdict.verdict == "healthy"
+    assert "1 operators differ from run to run, within the round-off floor" in verdict.notes
+
+
+def test_a_wrong_cache_is_one_suspect():
+    """It spoils keys and values of one call: one suspect, whose evidence names both."""
+    from transformers import DynamicCache
+
+    class Wrong(DynamicCache):
+        def update(self, keys: Any, values: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+            keys, values = super().update(keys, values, layer, *args, **kwargs)
+            return (keys * 1.01, values * 1.01) if layer == 1 else (keys, values)
+
+    inputs = {"input_ids": torch.arange(3, 19).reshape(2, 8), "past_key_values": Wrong()}
+    verdict = audit(tiny_model("llama", layers=4), inputs)
+    (suspect,) = verdict.suspects
+    assert str(suspect.site) == "input of attention at block 1 (model.layers.1.self_attn)"
+    assert suspect.fault_class == "gain"
+    assert "should be input of self_attn key = self_attn.k_proj" in suspect.evidence
+    assert "nor is input of self_attn value = self_attn.v_proj (256 of 256 elements differ" in suspect.evidence
+
+
+@pytest.mark.parametrize("method", ["audit", "srdd"])
+def test_errors_where_nothing_may_differ_are_told_by_their_size(method):
+    """A gain of 1 % is 1 % of the largest element, and no mean or ulp of numbers near 0 is told of."""
+    model = tiny_model("llama", layers=4)
+    with faulty(model, "gain:0.01@1"):
+        evidence = ns.locate(model, method=method).suspects[0].evidence
+    assert "2048 of 2048 elements differ, where none may, by up to" in evidence
+    assert "mean" not in evidence
+    ulps = float(evidence.split("(")[1].split(" ulp of the largest element)")[0])
+    assert 0.01 * 2**23 * 0.9 < ulps < 0.01 * 2**24 * 1.1

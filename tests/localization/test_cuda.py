@@ -1,0 +1,52 @@
+"""On a GPU: a healthy device raises no alarm against the host, a simulated fault is named, a passport is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.passports.diff import diff
+from noisescope.passports.measure import take_passport
+from noisescope.testing import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),  # the device machine's torch and Triton warn about themselves
+]
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["audit", "relations"])
+def test_a_healthy_device_is_healthy(dtype, method):
+    """Every operator of the bundled model, in three number formats, against the host or against itself."""
+    verdict = ns.locate(ns.load("demo", device="cuda", dtype=dtype), method=method)
+    assert verdict.verdict == "healthy", verdict.suspects[:2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", ["gain:0.01", "bias:0.05", "stuck_bit:bit=5", "dead_lane"])
+def test_a_fault_is_named(fault, dtype):
+    """Layer and operator of a fault in one linear."""
+    subject = ns.load("demo", device="cuda", dtype=dtype)
+    with ns.faulty(subject.model, f"{fault}@5/linear/model.layers.5.mlp.down_proj", anatomy=subject.anatomy):
+        verdict = ns.locate(subject, method="audit")
+    assert verdict.verdict == "faulty"
+    assert (verdict.suspects[0].site.place, verdict.suspects[0].site.operator) == (5, "linear")
+
+
+def test_switching_tf32_on_is_seen():
+    """The audit knows float32; products of 10 bits are not that."""
+    model = tiny_model("llama", layers=3).to("cuda").eval()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert ns.locate(model, method="audit").verdict == "faulty"
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_passports_of_gpu_and_cpu_differ():
+    """Both are taken and compared; they are not the same arithmetic."""
+    assert diff(take_passport("cpu", quick=True), take_passport("cuda", quick=True))

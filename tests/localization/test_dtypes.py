@@ -1,0 +1,77 @@
+"""Numbers of another kind than the model's name says: float64 models, and float32 models under autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+import noisescope as ns
+from noisescope.faults import DeadZone, Saturation, faulty
+from noisescope.localization.relations import relations
+from noisescope.testing import tiny_inputs, tiny_model
+
+METHODS = ("audit", "relations", "auto")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_healthy_float64_model_is_no_alarm(name, method):
+    """Norms that run in float32 whatever the dtype, and a host that has nothing wider."""
+    verdict = ns.locate(tiny_model(name).double(), method=method, inputs=tiny_inputs(name, length=16))
+    assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
+
+
+def test_float64_is_told_of():
+    """What is finer than float32 was not looked at, and the verdict says so."""
+    model, inputs = tiny_model("llama"), tiny_inputs("llama", length=16)
+    assert any("float32's precision" in note for note in relations(model.double(), inputs).notes)
+    assert not any("float32's precision" in note for note in relations(model.float(), inputs).notes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "name, module, fault", [("llama", "*.up_proj", DeadZone(0.1)), ("gpt2", "*.c_fc", Saturation(0.5))]
+)
+def test_a_fault_in_a_float64_model_is_found(name, module, fault, method):
+    """Where it is and of what kind."""
+    model = tiny_model(name).double()
+    with faulty(model, fault, 1, operator="linear", module=module):
+        first = ns.locate(model, method=method, inputs=tiny_inputs(name, length=16)).suspects[0]
+    assert (first.site.place, first.site.operator, first.fault_class) == (1, "linear", fault.fault_class)
+
+
+@pytest.mark.parametrize(
+    "name, method, dtype",
+    [
+        *itertools.product(["llama", "gpt2", "transformer_encoder"], METHODS, [torch.bfloat16]),
+        ("qwen3", "audit", torch.bfloat16),
+        ("qwen3", "relations", torch.bfloat16),
+        ("llama", "relations", torch.float16),
+    ],
+)
+def test_a_healthy_model_under_autocast_is_no_alarm(name, method, dtype):
+    """Operands rounded on their way in, norms that mix two dtypes: each operator is judged by what it really did."""
+    model = tiny_model(name)
+    with torch.autocast("cpu", dtype=dtype):
+        verdict = ns.locate(model, method=method, inputs=tiny_inputs(name, length=16))
+    assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
+
+
+def test_weights_are_read_as_autocast_rounds_them():
+    """R21 on operands and weights in bfloat16; eager attention calls softmax and both products by themselves."""
+    model = tiny_model("llama", attn_implementation="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        verdict = relations(model, tiny_inputs("llama", length=16), weights=True)
+    assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
+
+
+@pytest.mark.parametrize("scope", [contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_a_fault_under_autocast_is_found(scope):
+    """With and without it, by the same laws."""
+    model = tiny_model("llama")
+    with scope, faulty(model, DeadZone(0.1), 1, operator="linear", module="*.up_proj"):
+        first = relations(model, tiny_inputs("llama", length=16), weights=True).suspects[0]
+    assert (first.site.module, first.fault_class) == ("model.layers.1.mlp.up_proj", "dead zone")
