@@ -22,7 +22,7 @@ from noisescope.api.preparation import Prepared, prepare_diagnosis
 from noisescope.data.dataset import Item, gather
 from noisescope.demo.problems import held_out
 from noisescope.diagnosis import layers, screen
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.injection import Injection
 from noisescope.runs.store import Store
 from noisescope.stats.correlation import ranked
@@ -42,15 +42,15 @@ RANKED_BY = {
 class Sweep:
     """Every window, layer and cell injected, and the screen."""
 
-    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+    def propose(self, frame: StudyContext, results: Results) -> list[Trial]:
         questions = [None, *(injection for group in groups(frame).values() for injection in group)]
         return screen.propose(frame, results) + [trial for question in questions for trial in frame.ask(question)]
 
-    def conclude(self, frame: Frame, results: Results, notes: list[str]) -> dict[str, Any]:
+    def conclude(self, frame: StudyContext, results: Results, notes: list[str]) -> dict[str, Any]:
         return {"schema_version": 1}
 
 
-def groups(frame: Frame) -> dict[str, list[Injection]]:
+def groups(frame: StudyContext) -> dict[str, list[Injection]]:
     return {
         "windows": [layers.window_injection(frame, window) for window in frame.windows],
         "layers": [layers.layer_injection(frame, layer) for layer in range(frame.blocks)],

@@ -31,7 +31,7 @@ from noisescope.diagnosis import screen as screening
 from noisescope.diagnosis.layers import window_injection
 from noisescope.jsonform import to_json
 from noisescope.runs.measures import score, screen
-from noisescope.runs.runner import Bench
+from noisescope.runs.runner import TrialRunner
 from noisescope.trials import Slice, Trial
 
 QWEN = {
@@ -86,7 +86,7 @@ def memory(subject: ns.Subject, data: Any, slice_samples: int) -> dict[str, floa
     )
     frame, peaks = prepared.frame, {}
     part: Slice = frame.test[0]
-    with Bench(subject, prepared.materials) as bench:
+    with TrialRunner(subject, prepared.materials) as bench:
         batch = bench.batches(part)[0]
         with torch.no_grad():
             peaks["clean"] = _peak(lambda: bench.forward(batch))
@@ -176,7 +176,7 @@ def captured(samples: int) -> float:
     prepared = api.prepare_diagnosis(ns.load("demo"), data, samples=8, calibration=data, calibration_samples=samples)
     trial = capture_trial(prepared.frame)
     assert trial is not None
-    with Bench(prepared.subject, prepared.materials) as bench:
+    with TrialRunner(prepared.subject, prepared.materials) as bench:
         assert not bench.run(trial).error
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 

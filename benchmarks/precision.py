@@ -30,7 +30,7 @@ from screen_setup import frame_of, read_material, save
 
 import noisescope as ns
 from noisescope import stats
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import task_loss
 from noisescope.measures.format_costs import plan_injection
 from noisescope.measures.smoothing import rounded_kl, smooth
@@ -49,7 +49,7 @@ from noisescope.plans.precision import (
 from noisescope.plans.precision_results import Verification
 from noisescope.runs.batches import Material
 from noisescope.runs.executor import InProcess, Silent, settle
-from noisescope.runs.runner import Bench
+from noisescope.runs.runner import TrialRunner
 from noisescope.runs.store import Store
 from noisescope.trials import Slice, Trial
 
@@ -59,7 +59,7 @@ LENGTH = 128
 WINDOW = 3
 
 
-def scored_modules(bench: Bench, material: Material, store: Store) -> tuple[list[Module], float]:
+def scored_modules(bench: TrialRunner, material: Material, store: Store) -> tuple[list[Module], float]:
     """Format scores as a diagnosis makes them, and their processor time."""
     settings = {"formats": FORMATS, "draws": 1, "seed": 0}
     conditions = frame_of(bench.subject, material, 1).conditions
@@ -87,7 +87,7 @@ def offering(modules: Sequence[Module], names: Sequence[str]) -> list[Module]:
     ]
 
 
-def layer_losses(bench: Bench, frame: Frame, store: Store) -> dict[int, float]:
+def layer_losses(bench: TrialRunner, frame: StudyContext, store: Store) -> dict[int, float]:
     """What 5 % noise in windows of three layers, side by side, costs of the next-token accuracy."""
     starts = range(0, frame.blocks, WINDOW)
     windows = {start: frame.injection(layers=frozenset(range(start, start + WINDOW))) for start in starts}
@@ -105,7 +105,9 @@ def layer_losses(bench: Bench, frame: Frame, store: Store) -> dict[int, float]:
     return losses
 
 
-def measured(bench: Bench, frame: Frame, store: Store, plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
+def measured(
+    bench: TrialRunner, frame: StudyContext, store: Store, plans: Mapping[str, Plan]
+) -> dict[str, dict[str, Any]]:
     """Mean KL and next-token accuracy of each plan."""
     question = Verification({name: plan_injection(plan.assignment) for name, plan in plans.items()})
     settle(lambda results: question.propose(frame, results), store, InProcess(bench), Silent())
@@ -123,7 +125,13 @@ def measured(bench: Bench, frame: Frame, store: Store, plans: Mapping[str, Plan]
 
 
 def at_bits(
-    bench: Bench, frame: Frame, store: Store, modules: list[Module], losses: dict[int, float], bits: float, count: int
+    bench: TrialRunner,
+    frame: StudyContext,
+    store: Store,
+    modules: list[Module],
+    losses: dict[int, float],
+    bits: float,
+    count: int,
 ) -> dict[str, Any]:
     """A plan of so many bits beside the rule, uniform plans and random ones.
 
@@ -174,7 +182,13 @@ def solving_time(modules: list[Module]) -> dict[str, Any]:
 
 
 def beside_modelopt(
-    bench: Bench, frame: Frame, store: Store, modules: list[Module], folder: str, tokens: torch.Tensor, bits: float
+    bench: TrialRunner,
+    frame: StudyContext,
+    store: Store,
+    modules: list[Module],
+    folder: str,
+    tokens: torch.Tensor,
+    bits: float,
 ) -> dict[str, Any]:
     """ModelOpt's plan, and ours of the same bits: linear by linear, and with ModelOpt's groups kept together."""
     mine = offering(modules, ("bf16", "int8", "int4"))
@@ -259,7 +273,7 @@ def main() -> None:
         "plans": [],
     }
     frame = frame_of(subject, test, 1)
-    with Bench(subject, [scored, test]) as bench, Store(options.store) as store:
+    with TrialRunner(subject, [scored, test]) as bench, Store(options.store) as store:
         modules, result["scoring_seconds"] = scored_modules(bench, scored, store)
         result["solving"] = solving_time(modules)
         print(f"scored in {result['scoring_seconds']:.0f} s; {result['solving']}", flush=True)

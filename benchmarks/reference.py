@@ -37,7 +37,7 @@ import noisescope as ns
 from noisescope.comparison.records import Record
 from noisescope.faults import Fault, faulty, make_fault
 from noisescope.localization.fingerprint import DRAWS, explained
-from noisescope.localization.fingerprint_match import Array, Bench, Setting, settings
+from noisescope.localization.fingerprint_match import Array, Setting, TrialRunner, settings
 from noisescope.localization.inputs import last_logits, prompt_ids
 from noisescope.localization.replay import replay
 from noisescope.localization.verdict import Verdict
@@ -55,7 +55,7 @@ INSIDE_ATTENTION = ("matmul", "bmm", "softmax")  # a replay sees fused attention
 DIRECT = ("dead_zone", "saturation", "bias")  # functions of the data; the others draw
 
 
-class OnceOnly(Bench):
+class OnceOnly(TrialRunner):
     """A bench that simulates a fault once, whoever asks."""
 
     @functools.cache  # noqa: B019 (a bench lives as long as the benchmark)
@@ -76,7 +76,7 @@ def fault_of(family: str, size: float, seed: int) -> Fault:
     return make_fault(family, **settings, seed=seed)
 
 
-def fingerprint_tasks(subject: Subject, bench: Bench, draw: random.Random) -> Iterator[Task]:
+def fingerprint_tasks(subject: Subject, bench: TrialRunner, draw: random.Random) -> Iterator[Task]:
     """Every family, size and block, in both modes."""
     blocks = range(len(subject.anatomy.blocks))
     everything = {mode: tuple(settings(mode, None, None, 0)) for mode in ("blind", "same-seed")}
@@ -112,7 +112,7 @@ def as_candidate(fault: Fault) -> Setting:
 
 def explained_row(
     subject: Subject,
-    bench: Bench,
+    bench: TrialRunner,
     fault: Fault,
     where: str,
     *,
@@ -147,7 +147,7 @@ def healthy_fingerprint(subject: Subject, seed: int, how: str) -> Row:
         said, _ = last_logits(model, prompts)
         model.set_attn_implementation("sdpa")
     faults, layers = tuple(settings("blind", ["bias"], None, 0)), range(len(subject.anatomy.blocks))
-    with Bench(model, subject.anatomy, [prompts], draws=2) as bench:
+    with TrialRunner(model, subject.anatomy, [prompts], draws=2) as bench:
         found = explained(bench, said.double().numpy(), None, mode="blind", faults=faults, layers=layers)
     return {"method": "fingerprint", "kind": "healthy", "group": "healthy", "verdict": found.verdict}
 

@@ -43,14 +43,14 @@ from screen_setup import (
 )
 
 import noisescope as ns
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.screen import Screened
-from noisescope.runs.runner import Bench
+from noisescope.runs.runner import TrialRunner
 from noisescope.trials import Result
 
 SCREEN_SEEDS = 4  # screens with other draws, to show how much depends on the draw
 CHOOSING_SEED = 1000  # channels are chosen by a screen of its own, or the best would be those it overrates
-_OPEN: list[tuple[Bench, Frame]] = []  # of this process: workers load the model once
+_OPEN: list[tuple[TrialRunner, StudyContext]] = []  # of this process: workers load the model once
 TARGETS = {"layer: linear": 0.98, "layer: gemm": 0.98, "layer x operator": 0.98, "channel": 0.95}
 
 
@@ -108,7 +108,7 @@ def print_levels(levels: list[dict[str, Any]]) -> None:
             print(f"    {draws} draws: Spearman {min(ranks):.4f} to {max(ranks):.4f}, <= 25 %: {share:.2f}")
 
 
-def cost(bench: Bench, frame: Frame, pairs: int) -> list[dict[str, Any]]:
+def cost(bench: TrialRunner, frame: StudyContext, pairs: int) -> list[dict[str, Any]]:
     """The screen's time over that of a clean forward of all samples in one batch."""
     (material,) = bench.materials.values()
     tokens = torch.tensor([group[0].ids for group in material.encoded.sequences], device=bench.device)
@@ -140,19 +140,19 @@ def processor_seconds(run: Run) -> float:
     return time.process_time() - start
 
 
-def _wait(bench: Bench) -> None:
+def _wait(bench: TrialRunner) -> None:
     if bench.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def open_bench(options: argparse.Namespace) -> tuple[Bench, Frame]:
+def open_bench(options: argparse.Namespace) -> tuple[TrialRunner, StudyContext]:
     """Model and text; the bench is not entered yet."""
     torch.set_float32_matmul_precision("highest")
     if options.threads:
         torch.set_num_threads(options.threads)
     subject = ns.load(options.model, dtype="float32", device=options.device)
     material = read_material(subject.tokenizer, options.data, options.items, options.length)
-    return Bench(subject, [material]), frame_of(subject, material, options.seeds)
+    return TrialRunner(subject, [material]), frame_of(subject, material, options.seeds)
 
 
 def sweep_seeds(options: argparse.Namespace, cells: list[Cell], seeds: range) -> Iterator[tuple[Array, float]]:
@@ -172,7 +172,9 @@ def swept_before(result: dict[str, Any], cells: list[Cell]) -> list[Array]:
     return list(np.array([row["measured"] for row in table]).T)
 
 
-def chosen_channels(bench: Bench, frame: Frame, options: argparse.Namespace, result: dict[str, Any]) -> list[Cell]:
+def chosen_channels(
+    bench: TrialRunner, frame: StudyContext, options: argparse.Namespace, result: dict[str, Any]
+) -> list[Cell]:
     """The channels of an earlier run, if any: rounding changes a prediction, and with it the choice."""
     rows = [row for row in result.get("cells", []) if row["level"] == "channel"]
     if rows:
@@ -247,7 +249,7 @@ def main() -> None:
     save(options.json, result)
 
 
-def against_sweep(bench: Bench, frame: Frame, options: argparse.Namespace, result: dict[str, Any]) -> None:
+def against_sweep(bench: TrialRunner, frame: StudyContext, options: argparse.Namespace, result: dict[str, Any]) -> None:
     started = time.perf_counter()
     screens = {(2, 0): run_screen(bench, frame, draws=2, seed=0)}
     result["screen"] = {"seconds": time.perf_counter() - started, "forwards": 1, "backwards": 2}

@@ -34,7 +34,7 @@ import noisescope as ns
 from noisescope import stats
 from noisescope.measures.divergence import kl_divergence
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import Bench
+from noisescope.runs.runner import TrialRunner
 from noisescope.trials import Trial
 
 FORMATS = {"FP8_DEFAULT_CFG": "fp8_e4m3", "INT8_DEFAULT_CFG": "int8"}  # those of ModelOpt's that run without CUDA
@@ -111,7 +111,7 @@ def modelopt_scores(folder: str, tokens: torch.Tensor, name: str, method: str) -
     return scores, calls, times
 
 
-def screen_groups(bench: Bench, material: Material, perturbation: Any, modules: list[str]) -> tuple[Array, float]:
+def screen_groups(bench: TrialRunner, material: Material, perturbation: Any, modules: list[str]) -> tuple[Array, float]:
     """Predicted KL per token of each group at the perturbation's own size, and the screen's processor time."""
     frame = frame_of(bench.subject, material, 1)
     where = ns.Injection(perturbation, phases=frozenset({"forward"}))
@@ -152,7 +152,7 @@ def rank(one: Array, other: Array) -> dict[str, Any]:
     return {"spearman": found.value, "low": found.low, "high": found.high, "n": found.n}
 
 
-def compared(bench: Bench, material: Material, folder: str, tokens: torch.Tensor, name: str) -> dict[str, Any]:
+def compared(bench: TrialRunner, material: Material, folder: str, tokens: torch.Tensor, name: str) -> dict[str, Any]:
     """One format: every method's scores, cost and rank agreement with the truth."""
     by_kl, calls, kl_times = modelopt_scores(folder, tokens, name, "kl_div")
     by_gradient, _, gradient_times = modelopt_scores(folder, tokens, name, "gradient")
@@ -231,7 +231,7 @@ def main() -> None:
         "formats": [],
     }
     print({key: value for key, value in result.items() if key != "formats"})
-    with Bench(subject, [material]) as bench:
+    with TrialRunner(subject, [material]) as bench:
         for name in options.formats:
             print(name)
             found = compared(bench, material, options.model, tokens, name)

@@ -18,11 +18,11 @@ import noisescope as ns
 from noisescope import stats
 from noisescope.data.tokens import Encoded, Sequence
 from noisescope.diagnosis import screen
-from noisescope.diagnosis.context import Frame, Settings
+from noisescope.diagnosis.context import Settings, StudyContext
 from noisescope.diagnosis.screen import Screened
 from noisescope.model.subject import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import Bench, conditions
+from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.sites import Site
 from noisescope.trials import Result, slices
 
@@ -62,10 +62,10 @@ def read_material(tokenizer: Any, data: Path, items: int, length: int) -> Materi
     return Material(Encoded(tuple(rows), 0, items * length), "text")
 
 
-def frame_of(subject: Subject, material: Material, seeds: int, perturbation: Any = None) -> Frame:
+def frame_of(subject: Subject, material: Material, seeds: int, perturbation: Any = None) -> StudyContext:
     """All samples as one slice."""
     units = subject.anatomy.units
-    return Frame(
+    return StudyContext(
         settings=Settings(perturbation or ns.Gaussian(SCALE), seeds=tuple(range(max(seeds, 1)))),
         conditions=conditions(subject),
         sites=tuple(unit.site(operator) for unit in units for operator in unit.operators if unit.certain),
@@ -74,7 +74,7 @@ def frame_of(subject: Subject, material: Material, seeds: int, perturbation: Any
     )
 
 
-def run_screen(bench: Bench, frame: Frame, *, draws: int, seed: int) -> Screened:
+def run_screen(bench: TrialRunner, frame: StudyContext, *, draws: int, seed: int) -> Screened:
     """A screen trial as a diagnosis runs it, with draws of another seed if wanted."""
     asked = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, draws=draws))
     results: dict[str, Result] = {}
@@ -87,7 +87,7 @@ def run_screen(bench: Bench, frame: Frame, *, draws: int, seed: int) -> Screened
     return screened
 
 
-def cells_of(frame: Frame, layers: int) -> list[Cell]:
+def cells_of(frame: StudyContext, layers: int) -> list[Cell]:
     """Everything swept but channels."""
     cells = []
     for layer in range(min(layers, frame.blocks)):
@@ -103,7 +103,7 @@ def cells_of(frame: Frame, layers: int) -> list[Cell]:
     return cells
 
 
-def channel_cells(frame: Frame, screened: Screened, layers: int, count: int) -> list[Cell]:
+def channel_cells(frame: StudyContext, screened: Screened, layers: int, count: int) -> list[Cell]:
     """Of all channels of the blocks' linears, half of `count` from the top 1 % by prediction (the very first of them
     among these), half at random from the rest."""
     known: list[tuple[float, Site, int]] = []
@@ -121,7 +121,7 @@ def channel_cells(frame: Frame, screened: Screened, layers: int, count: int) -> 
     ]
 
 
-def channel_cell(frame: Frame, module: str, channel: int, part: str) -> Cell:
+def channel_cell(frame: StudyContext, module: str, channel: int, part: str) -> Cell:
     where = frame.injection(operators={"linear"}, modules=(module,), channels=(channel,))
     return Cell("channel", f"{module} {channel}", where, part)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import noisescope as ns
-from noisescope.api.gates import gate, gauged, keep
+from noisescope.api.gates import gate, gate_baseline_of, keep
 from noisescope.api.plan_trials import data_of
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput, NoisescopeError
@@ -127,7 +127,7 @@ def test_what_can_not_be_gated_is_refused(subject, baseline, tmp_path):
     broken = copy.deepcopy(subject.model)
     broken.forward = lambda **_: 1 / 0
     with pytest.raises(NoisescopeError, match="ZeroDivisionError"):
-        gauged(ns.wrap(broken), data, samples=4, seeds=1)
+        gate_baseline_of(ns.wrap(broken), data, samples=4, seeds=1)
 
 
 def test_data_are_found_again(baseline, tmp_path):

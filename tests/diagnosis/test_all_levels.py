@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from noisescope.diagnosis import all_levels, noise_levels
-from noisescope.diagnosis.context import Frame, Settings
+from noisescope.diagnosis.context import Settings, StudyContext
 from noisescope.diagnosis.dashboard import correlations
 from noisescope.diagnosis.layers import cells
 from noisescope.diagnosis.noise_levels import RobustnessQuestion, checked_levels
@@ -43,8 +43,8 @@ def sites() -> tuple[Site, ...]:
     return tuple(found)
 
 
-def frame(**settings: Any) -> Frame:
-    return Frame(
+def context(**settings: Any) -> StudyContext:
+    return StudyContext(
         Settings(Gaussian(0.05), **settings),
         Conditions("m", "float32", "cpu", "sdpa", 1),
         sites(),
@@ -167,8 +167,8 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
 
 def diagnosed(
     truth: Truth, *, clean: float = 0.95, spoil: Any = None, **settings: Any
-) -> tuple[Conclusions, dict[str, Result], Frame]:
-    here = frame(**settings)
+) -> tuple[Conclusions, dict[str, Result], StudyContext]:
+    here = context(**settings)
     results: dict[str, Result] = {}
     waves = 0
     while wanted := missing(all_levels.propose(here, results), results):
@@ -224,7 +224,7 @@ def test_metrics_have_the_bands_of_their_intervals() -> None:
 
 def test_few_samples_leave_a_point_borderline() -> None:
     """The same loss by its point value, but the interval of so few samples holds the limit."""
-    few = replace(frame(), test=slices("data", 12, 12))
+    few = replace(context(), test=slices("data", 12, 12))
     results: dict[str, Result] = {}
     while wanted := missing(all_levels.propose(few, results), results):
         results |= {trial.id: made_up(trial, hot_layer_five) for trial in wanted}
@@ -386,7 +386,7 @@ def test_an_operator_that_was_never_computed_is_absent() -> None:
         return never
 
     for kind, evidence in (("NothingInjected", "absent"), ("RuntimeError", "failed")):
-        here = replace(frame(levels=("operator",)), doubtful=frozenset({"gelu"}))
+        here = replace(context(levels=("operator",)), doubtful=frozenset({"gelu"}))
         results: dict[str, Result] = {}
         while wanted := missing(all_levels.propose(here, results), results):
             results |= {trial.id: spoil(kind)(trial) or made_up(trial, harmless) for trial in wanted}
@@ -424,7 +424,7 @@ def graded(injection: Injection) -> tuple[float, float]:
 
 
 @functools.cache
-def measured_layers(truth: Truth) -> tuple[Frame, LayerAnalysis]:
+def measured_layers(truth: Truth) -> tuple[StudyContext, LayerAnalysis]:
     found, _, here = diagnosed(truth, effort="full", levels=("layer",))
     return here, layers_of(found)
 
@@ -459,7 +459,7 @@ def test_the_critical_threshold_is_bisected(truth: float) -> None:
     def lost(injection: Injection) -> tuple[float, float]:
         return (0.3 if injection.perturbation.scale >= truth else 0.0), 1e-3  # type: ignore[attr-defined]
 
-    here = frame()
+    here = context()
     results: dict[str, Result] = {trial.id: made_up(trial, lost) for trial in here.ask(None)}
     waves = 0
     while wanted := missing(noise_levels.propose(here, results), results):
@@ -473,7 +473,7 @@ def test_the_critical_threshold_is_bisected(truth: float) -> None:
 
 def test_robustness_has_retention_at_each_level() -> None:
     """Levels in order, the clean one without retention; a level of 0 alone is refused."""
-    pair, here = RobustnessQuestion(checked_levels([0.1, 0, 0.05, 0.05])), frame()
+    pair, here = RobustnessQuestion(checked_levels([0.1, 0, 0.05, 0.05])), context()
     truth: Truth = lambda injection: (4 * injection.perturbation.scale, 1e-3)  # type: ignore[attr-defined]  # noqa: E731
     results = {trial.id: made_up(trial, truth) for trial in pair.propose(here, {})}
     assert not missing(pair.propose(here, results), results)
@@ -499,15 +499,15 @@ def test_settings_are_checked() -> None:
         ({"operators": ("sofmax",)}, "softmax"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            frame(**wrong)
+            context(**wrong)
     with pytest.raises(InvalidInput, match="injects nothing"):
         Settings(Gaussian(0.0))
 
 
 def test_a_shallow_model_has_one_window() -> None:
     """A window wider than the model is the model."""
-    assert frame(window=99).windows == ((0, BLOCKS - 1),)
-    assert frame(window=3, step=3).windows == ((0, 2), (3, 5), (6, 8), (9, 11))
+    assert context(window=99).windows == ((0, BLOCKS - 1),)
+    assert context(window=3, step=3).windows == ((0, 2), (3, 5), (6, 8), (9, 11))
 
 
 def test_format_scores_are_means_of_the_samples_with_their_error() -> None:

@@ -27,7 +27,7 @@ from noisescope.faults import (
     faulty,
     parse_fault,
 )
-from noisescope.probe.scope import Door
+from noisescope.probe.scope import ModelScope
 from noisescope.probe.target import CallWatcher
 from noisescope.testing import tiny_model
 
@@ -86,11 +86,11 @@ def test_a_fused_attention_call_watched_as_a_whole_is_faulty(attention, operator
     model = tiny_model("llama", layers=3, attn_implementation=attention)
     seen = []
 
-    class Audit(Door):
+    class Audit(ModelScope):
         def aim_at(self, unit, operator):
             return None
 
-        def aim_at_fused(self, unit):
+        def target_fused_attention(self, unit):
             return Watch(unit, "attention") if unit.place == 1 else None
 
     class Watch(CallWatcher):
@@ -467,7 +467,7 @@ def test_gradients_pass_a_fault_unchanged():
 
 
 def test_a_scope_opens_once_and_not_twice_at_a_time(llama):
-    """As every door."""
+    """As every scope."""
     scope = faulty(llama, DeadZone(0.3), 1)
     with scope:
         with pytest.raises(ModelHeld, match="open already"):

@@ -10,7 +10,7 @@ from torch import nn
 
 import noisescope as ns
 from noisescope.localization.audit import audit
-from noisescope.localization.audit_log import Strays
+from noisescope.localization.audit_log import NonFiniteOrigin
 from noisescope.localization.verdict import Verdict
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
@@ -126,13 +126,13 @@ def test_weights_that_are_not_finite_are_told_of():
 
 def test_the_first_of_a_forward_counts():
     """Later ones in the same forward, and those of later forwards, are not asked for."""
-    strays, fine, bad = Strays(), torch.ones(3), torch.tensor([1.0, NAN])
+    nonfinite, fine, bad = NonFiniteOrigin(), torch.ones(3), torch.tensor([1.0, NAN])
     one, two = Site("linear", 0, "a"), Site("linear", 0, "b")
-    assert not strays.arise(one, [fine], fine)
-    assert not strays.arise(one, [fine, bad], bad)
-    assert strays.origin is not None
-    assert (strays.origin.site, strays.origin.operand) == (Site("linear", 0, "a", tensor="input"), 1)
+    assert not nonfinite.arise(one, [fine], fine)
+    assert not nonfinite.arise(one, [fine, bad], bad)
+    assert nonfinite.origin is not None
+    assert (nonfinite.origin.site, nonfinite.origin.operand) == (Site("linear", 0, "a", tensor="input"), 1)
     for _ in range(2):
-        assert not strays.arise(two, [fine], bad)
-        strays.next_pass()
-    assert strays.origin.site.module == "a"
+        assert not nonfinite.arise(two, [fine], bad)
+        nonfinite.next_pass()
+    assert nonfinite.origin.site.module == "a"

@@ -10,7 +10,7 @@ import torch
 import noisescope as ns
 from noisescope.faults import faulty
 from noisescope.localization.audit import audit
-from noisescope.localization.audit_log import Print
+from noisescope.localization.audit_log import CallHash
 from noisescope.testing import tiny_model
 
 
@@ -19,16 +19,16 @@ def test_a_print_is_of_every_bit():
     linear, x = torch.nn.Linear(4, 3), torch.arange(8.0).reshape(2, 4)
     x[0, 0] = float("nan")
     y = torch.zeros(2, 3)
-    first = Print.of((x, "mask", None), y, linear)
-    assert first == Print.of((x.clone(), 7), y.clone(), linear)
-    assert first == Print.of((x.T.contiguous().T,), y, linear)  # the same numbers, laid out otherwise
-    other = Print.of((x,), -y, linear)
+    first = CallHash.of((x, "mask", None), y, linear)
+    assert first == CallHash.of((x.clone(), 7), y.clone(), linear)
+    assert first == CallHash.of((x.T.contiguous().T,), y, linear)  # the same numbers, laid out otherwise
+    other = CallHash.of((x,), -y, linear)
     assert (other.given, other.weights) == (first.given, first.weights) and other.output != first.output
     x.view(torch.int32)[1, 3] ^= 1
-    assert Print.of((x,), y, linear).given != first.given
+    assert CallHash.of((x,), y, linear).given != first.given
     linear.weight.data.view(torch.int32)[2, 3] ^= 1
-    assert Print.of((x,), y, linear).weights != first.weights
-    assert Print.of((x[:0],), y, None).weights == ()
+    assert CallHash.of((x,), y, linear).weights != first.weights
+    assert CallHash.of((x[:0],), y, None).weights == ()
 
 
 @pytest.mark.parametrize("restless", [True, False])

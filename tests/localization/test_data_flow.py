@@ -10,7 +10,7 @@ import transformers
 
 import noisescope as ns
 from noisescope.localization.audit import _angles, audit
-from noisescope.localization.data_flow import Seams, words
+from noisescope.localization.data_flow import DataFlowChecks, words
 from noisescope.model.anatomy import Unit
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
@@ -123,31 +123,31 @@ def heads(x, count):
 
 def seen(*, wrong=()):
     """Four blocks with a projection of two kv heads that are turned in pairs and repeated three times."""
-    seams = Seams()
+    data_flow = DataFlowChecks()
     angles = torch.linspace(0, 2, 5 * 4).reshape(1, 5, 4).repeat_interleave(2, -1)
     for index in range(4):
         x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(index))
         site = Site("attention", index, f"layers.{index}.attn", "attention", "input")
-        seams.begin_block()
-        seams.gave("k_proj", x)
+        data_flow.begin_block()
+        data_flow.gave("k_proj", x)
         key = heads(x, 2)
         across = torch.stack([-key[..., 1::2], key[..., ::2]], -1).flatten(-2)
         key = key * angles.cos()[:, None] + across * angles.sin()[:, None]
         key = key.repeat_interleave(3, 1).clone()
         if index in wrong:
             key[1, 4, 2, 6] += 1
-        seams.got("attn key", site, index, key, heads=True)
+        data_flow.got("attn key", site, index, key, heads=True)
         unit = Unit(f"layers.{index}", "module", index, "", ("residual",))
-        seams.end_block(unit, x, (angles.cos(), angles.sin()))
-    return seams
+        data_flow.end_block(unit, x, (angles.cos(), angles.sin()))
+    return data_flow
 
 
 def test_pairs_turned_and_heads_repeated():
     """The other style of rotation, and keys repeated for groups of queries."""
-    seams = seen()
-    assert seams.forms == {"attn key": {("heads", ("k_proj", 0), "pairs", 3): {0, 1, 2, 3}}}
-    assert words(next(iter(seams.forms["attn key"]))) == "k_proj, turned by its position, each head 3 times"
-    assert not seams.unexplained() and not list(seams.failures())
+    data_flow = seen()
+    assert data_flow.forms == {"attn key": {("heads", ("k_proj", 0), "pairs", 3): {0, 1, 2, 3}}}
+    assert words(next(iter(data_flow.forms["attn key"]))) == "k_proj, turned by its position, each head 3 times"
+    assert not data_flow.unexplained() and not list(data_flow.failures())
 
 
 def test_most_blocks_decide_here_too():

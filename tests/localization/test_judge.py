@@ -159,7 +159,7 @@ def test_an_exact_relation_is_told_of_by_size():
     y = values.clone()
     y[0, 0] += 2.0**-10
     found = judge(y, Reference(values.double(), (), exact=True))
-    assert (found.bad, found.strays) == (1, 0)
+    assert (found.bad, found.nonfinite) == (1, 0)
     assert found.worst == pytest.approx(2.0**-10, rel=1e-6)
     assert found.worst_ulp == pytest.approx(2.0**-10 / 2.0 ** (6 - 23), rel=1e-6)  # 100 lies in [2^6, 2^7)
     assert found.words == ("1 of 6 elements differ, where none may, by up to 0.000977 (128 ulp of the largest element)")

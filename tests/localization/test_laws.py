@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from noisescope.faults import bit_patterns
 from noisescope.localization.laws import statistics
-from noisescope.localization.laws.evidence import Facts
+from noisescope.localization.laws.evidence import EvidenceFacts
 from noisescope.localization.laws.fault_classes import place_and_class
-from noisescope.localization.laws.law_result import Reading, exact, floored, period, worse
+from noisescope.localization.laws.law_result import LawResult, exact, floored, period, worse
 from noisescope.localization.laws.linear import Linear, examine
 from noisescope.localization.laws.results import look_closer
 from noisescope.localization.laws.roundoff import combination, mean_square_limit, squares_from_split, truncation_share
@@ -50,8 +50,8 @@ def test_floored_readings_count_what_is_not_finite(value):
     error, limit = torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
     assert not floored("R18", error, limit, 1.0).broken
     error[0, 3] = value
-    reading = floored("R18", error, limit, 1.0)
-    assert reading.broken and reading.channels == (3,)
+    result = floored("R18", error, limit, 1.0)
+    assert result.broken and result.channels == (3,)
     assert floored("R18", torch.ones_like(error), limit * math.nan, 1.0).broken
 
 
@@ -183,7 +183,7 @@ def test_a_healthy_linear_keeps_its_laws(seed, terms, massive, dtype):
     weight = (normal(40, terms, seed=seed + 2) / math.sqrt(terms)).to(dtype)
     x = (x / max(1.0, float(x.abs().max()) / 2000)).to(dtype)
     found, _ = examine(Linear(lambda z: torch.nn.functional.linear(z, weight), x, terms), None)
-    assert not found.broken, [str(reading) for reading in found.readings if reading.broken]
+    assert not found.broken, [str(result) for result in found.results if result.broken]
 
 
 def test_inputs_that_neither_double_nor_halve_keep_the_other_laws():
@@ -195,10 +195,10 @@ def test_inputs_that_neither_double_nor_halve_keep_the_other_laws():
         linear = Linear(lambda z, added=offset: torch.nn.functional.linear(z, weight) + added, x, 64)
         found, base = examine(linear, None)
         assert any(text.startswith("R17") for text in found.skipped)
-        assert {reading.law: reading.broken for reading in found.readings}["R7"] is broken
+        assert {result.law: result.broken for result in found.results}["R7"] is broken
         if broken:
             look_closer(linear, base, found)
-    assert "R17" not in {reading.law for reading in found.readings}
+    assert "R17" not in {result.law for result in found.results}
 
 
 @pytest.mark.parametrize("massive", [1.0, 100.0])
@@ -243,7 +243,7 @@ def test_one_short_rounding_of_scores_is_told_from_short_sums(kind, seed):
         wrong = scores.to(torch.float8_e4m3fn).double()
     else:
         wrong = scores + 0.02 * normal(*scores.shape, seed=seed + 20)
-    facts = Facts(read=(wrong.softmax(-1).float(), q, k, 1 / 8))
-    broken = {law: Reading(law, 9.0, share=0.9) for law in ("R12", "R13")}
+    facts = EvidenceFacts(read=(wrong.softmax(-1).float(), q, k, 1 / 8))
+    broken = {law: LawResult(law, 9.0, share=0.9) for law in ("R12", "R13")}
     site, named = place_and_class(Site("attention", 0, "attn"), broken, facts)
     assert (site.operator, site.occurrence, named.fault_class) == ("matmul", 0, kind)

@@ -104,8 +104,8 @@ def test_noise_falls_on_one_layer_and_inside_the_fault_that_is_open(model):
     """Behind a block that gives zeros, noise before it can't be heard, and noise after it can."""
     with faulty(model, DeadZone(magnitude=1.1), 1):  # below 1.1 times the largest: everything
         verdict = srdd(model, **FAST)
-    heard = {s.site.place: max(s.details["responses"].values()) for s in verdict.suspects}
-    assert heard[0] == heard[1] == 0
+    recorded = {s.site.place: max(s.details["responses"].values()) for s in verdict.suspects}
+    assert recorded[0] == recorded[1] == 0
     quiet = srdd(model, **FAST, layers=(1, 2, 3))
     assert {s.site.place for s in quiet.suspects} == {1, 2, 3}
     assert all(max(s.details["responses"].values()) > 0 for s in quiet.suspects)

@@ -83,10 +83,10 @@ def sharp() -> Any:
     ],
     ids=str,
 )
-def test_the_prediction_is_what_injection_measures(sharp: Any, aim: dict[str, Any]) -> None:
+def test_the_prediction_is_what_injection_measures(sharp: Any, target: dict[str, Any]) -> None:
     """For every operator, place and for channels alone, within the error of the draws."""
     draws = 16
-    injection = Injection(Gaussian(0.01), phases={"forward"}, **aim)
+    injection = Injection(Gaussian(0.01), phases={"forward"}, **target)
     screen = screened(sharp, draws=draws)
     if injection.channels:
         site = next(s for s in screen.sums if injection.selects(s))
@@ -149,7 +149,7 @@ def test_a_vocabulary_wider_than_a_window() -> None:
 
 
 def test_nothing_is_left_behind(sharp: Any) -> None:
-    """No stand-in, no gradient, every requires_grad as it was, the same logits; also after an error."""
+    """No wrapper, no gradient, every requires_grad as it was, the same logits; also after an error."""
     flags = {name: p.requires_grad for name, p in sharp.named_parameters()}
     clean = sharp(TOKENS).logits
     screened(sharp)

@@ -29,7 +29,7 @@ from noisescope.model.subject import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import Bench
+from noisescope.runs.runner import TrialRunner
 from noisescope.testing import tiny_model
 from noisescope.training import gradient_pretest
 from noisescope.trials import Slice
@@ -92,9 +92,9 @@ def test_gradient_mode_is_left_to_the_caller() -> None:
         assert not torch.is_grad_enabled()
 
 
-def bench_of(model: nn.Module) -> tuple[Bench, Slice]:
+def bench_of(model: nn.Module) -> tuple[TrialRunner, Slice]:
     data = Material(tokens.from_batches(BATCHES), "text")
-    return Bench(wrap(model), [data]), Slice(data.fingerprint, 0, 2)
+    return TrialRunner(wrap(model), [data]), Slice(data.fingerprint, 0, 2)
 
 
 def test_a_model_with_dropout_in_train_mode_is_causal() -> None:

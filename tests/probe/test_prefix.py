@@ -17,8 +17,8 @@ from noisescope.testing import MODELS, tiny_inputs, tiny_model
 CAUSAL = [name for name in MODELS if name not in ("bert", "vit", "t5", "transformer_encoder")]
 
 
-def noise(**aim: Any) -> Injection:
-    return Injection(Gaussian(0.1), phases={"forward"}, seed=5, **aim)
+def noise(**target: Any) -> Injection:
+    return Injection(Gaussian(0.1), phases={"forward"}, seed=5, **target)
 
 
 def test_the_first_noisy_block() -> None:

@@ -168,7 +168,7 @@ def rehearsed(stage: Any, what: Any, options: Options = TWO) -> Iterator[ray_exe
 def test_every_trial_runs_once_and_the_driver_stores_it(subject: Any) -> None:
     """Two actors answer what one bench in this process answers, and each trial is stored once."""
     what, stage, seen = prepared(subject), Rehearsal(), Seen()
-    trials = what.frame.ask(None) + what.frame.ask(what.frame.injection(operators={"softmax"}))
+    trials = what.context.ask(None) + what.context.ask(what.context.injection(operators={"softmax"}))
     with Store(None) as store, rehearsed(stage, what) as crew:
         crew.execute(trials, store, seen)
         forwards, notes = crew.cost()
@@ -187,7 +187,7 @@ def test_a_dead_workers_trial_runs_again(subject: Any) -> None:
     """A worker that dies on a trial, or while it loads, is replaced, and nothing is missing or stored twice."""
     what, seen = prepared(subject), Seen()
     stage = Rehearsal(deaths=lambda number, method: number in (1, 4, 5))
-    trials = what.frame.ask(None) + what.frame.ask(what.frame.injection(operators={"softmax"}))
+    trials = what.context.ask(None) + what.context.ask(what.context.injection(operators={"softmax"}))
     with Store(None) as store, rehearsed(stage, what) as crew:
         crew.execute(trials, store, seen)
         assert sorted(seen.ids) == sorted(trial.id for trial in trials)
@@ -198,7 +198,7 @@ def test_a_dead_workers_trial_runs_again(subject: Any) -> None:
 def test_a_trial_that_kills_three_workers_is_a_failed_row(subject: Any) -> None:
     """Two deaths are followed by another try, the third becomes a result that says so; the other trials go on."""
     what, seen = prepared(subject), Seen()
-    first, second = what.frame.ask(None)
+    first, second = what.context.ask(None)
     stage = Rehearsal()
     with Store(None) as store, rehearsed(stage, what, Options(workers=1)) as crew:
         stage.deaths = lambda number, method: method == "run" and crew.members[0].trial.id == first.id  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ def test_workers_that_die_while_loading_end_the_run(subject: Any) -> None:
         pytest.raises(NoisescopeError, match="3 workers died one after the other while loading"),
         rehearsed(stage, what) as crew,
     ):
-        crew.execute(what.frame.ask(None), store, Silent())
+        crew.execute(what.context.ask(None), store, Silent())
     assert len(store) == 0
 
 
@@ -232,7 +232,7 @@ def test_a_worker_with_another_model_is_refused(subject: Any) -> None:
         ),
         rehearsed(Rehearsal(), what) as crew,
     ):
-        crew.execute(what.frame.ask(None), store, Silent())
+        crew.execute(what.context.ask(None), store, Silent())
 
 
 def test_a_worker_that_can_not_load_says_why(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_worker_that_can_not_load_says_why(tmp_path: Path) -> None:
         pytest.raises(InvalidInput, match=r"worker \d+ on .* can't start: .*here.*every machine of the cluster"),
         rehearsed(Rehearsal(), what) as crew,
     ):
-        crew.execute(what.frame.ask(None), store, Silent())
+        crew.execute(what.context.ask(None), store, Silent())
 
 
 def test_another_version_of_a_trial_is_refused(subject: Any) -> None:
@@ -257,7 +257,7 @@ def test_another_version_of_a_trial_is_refused(subject: Any) -> None:
         pytest.raises(NoisescopeError, match="computes another id for trial"),
         rehearsed(stage, what) as crew,
     ):
-        crew.execute(what.frame.ask(None), store, Silent())
+        crew.execute(what.context.ask(None), store, Silent())
     assert len(store) == 0
 
 
@@ -270,7 +270,7 @@ def test_another_tokenizer_is_refused(subject: Any) -> None:
         pytest.raises(InvalidInput, match="reads the prompts in another way"),
         rehearsed(stage, what) as crew,
     ):
-        crew.execute(what.frame.ask(None), store, Silent())
+        crew.execute(what.context.ask(None), store, Silent())
 
 
 def test_tokens_are_those_of_the_prompts() -> None:
@@ -293,15 +293,15 @@ def test_exceptions_of_the_metric_come_through(subject: Any) -> None:
 
     stage.answers = fail
     with Store(None) as store, pytest.raises(ZeroDivisionError), rehearsed(stage, what) as crew:
-        crew.execute(what.frame.ask(None), store, Silent())
+        crew.execute(what.context.ask(None), store, Silent())
     assert stage.hired == stage.killed == 2
 
 
 def test_slices_stay_with_their_actor(subject: Any) -> None:
     """An actor takes from its own slice, then from one where no actor is, then the last of the longest."""
     what = prepared(subject)
-    one, two = what.frame.test
-    asked = what.frame.ask(what.frame.injection(), seeds=(0, 1, 2))
+    one, two = what.context.test
+    asked = what.context.ask(what.context.injection(), seeds=(0, 1, 2))
     of = {part: [trial for trial in asked if trial.slice == part] for part in (one, two)}
     waiting = ray_executor.Slices(asked)
     assert waiting.take(None, {None}) is of[one][0] and waiting.take(None, {one}) is of[two][0]
@@ -350,7 +350,7 @@ def test_more_threads_than_cores_are_told(subject: Any) -> None:
     what, stage = prepared(subject), Rehearsal()
     torch.set_num_threads(2)
     with Store(None) as store, rehearsed(stage, what) as crew:
-        crew.execute(what.frame.ask(None), store, Silent())
+        crew.execute(what.context.ask(None), store, Silent())
         assert "with 2 threads" in crew.cost()[1][0] and "OMP_NUM_THREADS=1" in crew.cost()[1][0]
     assert stage.reserved["num_cpus"] == 1 and stage.reserved["max_restarts"] == stage.reserved["max_task_retries"] == 0
 

@@ -19,7 +19,7 @@ from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.runs import runner as bench_module
 from noisescope.runs.batches import Material, lay_out
-from noisescope.runs.runner import Bench, conditions
+from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.testing import tiny_model
 from noisescope.trials import Slice, Trial
 
@@ -41,8 +41,8 @@ def trial(
 
 def measured(data: Material, *trials: Any, model: Any = None, **settings: Any) -> list[Any]:
     subject = wrap(model or tiny_model("llama", layers=3))
-    with Bench(subject, [data], **settings) as bench:
-        return [bench.run(make(subject, data)) for make in trials]
+    with TrialRunner(subject, [data], **settings) as runner:
+        return [runner.run(make(subject, data)) for make in trials]
 
 
 @torch.no_grad()
@@ -93,18 +93,18 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_without_memory_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three samples at once are too many: the trial starts again with fewer and gives the same numbers."""
     (calm,) = measured(material(), trial)
-    forward = Bench.forward
+    forward = TrialRunner.forward
 
-    def small(self: Bench, batch: Any, piece: Any = None) -> Tensor:
+    def small(self: TrialRunner, batch: Any, piece: Any = None) -> Tensor:
         if len(batch.ids) > 2:
             raise torch.OutOfMemoryError("too many")
         return forward(self, batch, piece)
 
-    monkeypatch.setattr(Bench, "forward", small)
+    monkeypatch.setattr(TrialRunner, "forward", small)
     subject, data = wrap(tiny_model("llama", layers=3)), material()
-    with Bench(subject, [data]) as bench:
-        result = bench.run(trial(subject, data))
-        assert bench.notes == [f"out of memory: {n} samples at a time from there on" for n in (3, 2)]
+    with TrialRunner(subject, [data]) as runner:
+        result = runner.run(trial(subject, data))
+        assert runner.notes == [f"out of memory: {n} samples at a time from there on" for n in (3, 2)]
     for name, values in calm.values.items():
         assert result.values[name] == pytest.approx(values, rel=1e-4, abs=1e-10), name
 
@@ -112,10 +112,10 @@ def test_a_batch_without_memory_is_halved(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_memory_at_all_is_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample at a time, no prefix: then the row says so."""
 
-    def never(self: Bench, batch: Any, piece: Any = None) -> Tensor:
+    def never(self: TrialRunner, batch: Any, piece: Any = None) -> Tensor:
         raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 byte")
 
-    monkeypatch.setattr(Bench, "forward", never)
+    monkeypatch.setattr(TrialRunner, "forward", never)
     (result,) = measured(material(), trial)
     assert result.failed and "out of memory with one sample" in result.error
 
@@ -234,11 +234,11 @@ def test_prefixes_spare_forwards_and_modes_come_back() -> None:
     model = tiny_model("llama", layers=3).train()
     subject, data = wrap(model), material()
     late = Injection(Gaussian(0.1), places={"lm_head"}, phases={"forward"})
-    with Bench(subject, [data]) as bench:
-        bench.run(trial(subject, data, None))
-        before = bench.forwards
-        bench.run(trial(subject, data, late))
-        assert bench.forwards - before == pytest.approx(5 / 4) and bench.reuse and not model.training
+    with TrialRunner(subject, [data]) as runner:
+        runner.run(trial(subject, data, None))
+        before = runner.forwards
+        runner.run(trial(subject, data, late))
+        assert runner.forwards - before == pytest.approx(5 / 4) and runner.reuse and not model.training
     assert model.training and not [m for m in model.modules() if "forward" in m.__dict__]
 
 
@@ -256,9 +256,9 @@ def test_a_model_that_can_not_start_half_way_runs_whole(monkeypatch: pytest.Monk
     norm = model.model.norm.forward  # type: ignore[union-attr]
     monkeypatch.setattr(model.model.norm, "forward", lambda x: norm(x) + calls["count"])  # type: ignore[union-attr,operator]
     subject, data = wrap(model), material()
-    with Bench(subject, [data]) as bench:
-        bench.run(trial(subject, data, None))
-        assert bench.reuse is False and "can't be reused" in bench.notes[0]
+    with TrialRunner(subject, [data]) as runner:
+        runner.run(trial(subject, data, None))
+        assert runner.reuse is False and "can't be reused" in runner.notes[0]
 
 
 def test_the_fingerprint_is_of_the_numbers() -> None:
@@ -293,9 +293,9 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     data = material()
     part = Slice(data.fingerprint, 0, 5)
     with pytest.raises(UnsupportedModel, match="looks at later tokens"):
-        Bench(wrap(tiny_model("bert")), [data]).check_causal(part)
+        TrialRunner(wrap(tiny_model("bert")), [data]).check_causal(part)
     for name in ("llama", "mistral", "mixtral", "gpt2"):
-        Bench(wrap(tiny_model(name)), [data]).check_causal(part)
+        TrialRunner(wrap(tiny_model(name)), [data]).check_causal(part)
 
 
 def test_experts_and_mixed_lengths_are_screened_alike_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from noisescope.probe.wrapper import StandIn
+from noisescope.probe.wrapper import ForwardWrapper
 from noisescope.testing import tiny_model
 from noisescope.training import AQN, Linear, OperatorNoise
 
@@ -64,7 +64,7 @@ def test_noise_in_training_and_none_in_validation(tmp_path: Any) -> None:
     assert trainer.callback_metrics["noise_scale"] == pytest.approx(0.1)
     assert trainer.callback_metrics["noise_injections"] == 4 * 2 * 19
     assert noisy.validated[2:4] == plain.validated[:2]  # before that, both were tried out
-    assert not any(isinstance(part.__dict__.get("forward"), StandIn) for part in noisy.modules())
+    assert not any(isinstance(part.__dict__.get("forward"), ForwardWrapper) for part in noisy.modules())
 
 
 def test_an_exception_takes_the_noise_off(tmp_path: Any) -> None:
@@ -75,4 +75,4 @@ def test_an_exception_takes_the_noise_off(tmp_path: Any) -> None:
     broken.training_step = lambda batch, batch_idx: (_ for _ in ()).throw(RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         fit(broken, [LightningNoiseCallback(AQN(OperatorNoise(), Linear(0.2, 0.1, 2)))], tmp_path)
-    assert not any(isinstance(part.__dict__.get("forward"), StandIn) for part in broken.modules())
+    assert not any(isinstance(part.__dict__.get("forward"), ForwardWrapper) for part in broken.modules())

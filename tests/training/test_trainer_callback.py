@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from noisescope.errors import InvalidInput
-from noisescope.probe.wrapper import StandIn
+from noisescope.probe.wrapper import ForwardWrapper
 from noisescope.reports.report import Report
 from noisescope.testing import tiny_model
 from noisescope.training import AQN, Constant, Linear, NormNoise, OperatorNoise, TrainingNoiseCallback
@@ -46,7 +46,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def stand_ins(model: Any) -> int:
-    return sum(isinstance(module.__dict__.get("forward"), StandIn) for module in model.modules())
+    return sum(isinstance(module.__dict__.get("forward"), ForwardWrapper) for module in model.modules())
 
 
 def test_training_is_noisy_and_says_how(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_a_run_without_learning_is_the_first_model(tmp_path: Pat
 
 
 def test_checks_run_without_noise_and_enter_the_history(tmp_path: Path) -> None:
-    """Every second step the callable sees a model without stand-ins, and its answer is kept with the step."""
+    """Every second step the callable sees a model without wrappers, and its answer is kept with the step."""
     callback = TrainingNoiseCallback(AQN_FALLING, check=stand_ins, check_every=2)
     run = trainer(tmp_path, [callback])
     run.train()
@@ -162,7 +162,7 @@ def test_an_answer_that_no_checkpoint_could_hold_is_refused_at_once(tmp_path: Pa
 
 
 def test_a_training_that_breaks_off_can_be_cleaned(tmp_path: Path) -> None:
-    """After an error close() takes the stand-ins off; after a training that ended it does nothing."""
+    """After an error close() takes the wrappers off; after a training that ended it does nothing."""
 
     class Breaks(TrainingNoiseCallback):
         def on_substep_end(self, *args: Any, **kwargs: Any) -> None:

@@ -32,8 +32,8 @@ __all__ = list(_HOMES)
 
 if TYPE_CHECKING:
     from noisescope.api.comparison import compare as compare
+    from noisescope.api.diagnosis import check_findings as check_findings
     from noisescope.api.diagnosis import diagnose as diagnose
-    from noisescope.api.diagnosis import put_to_the_test as put_to_the_test
     from noisescope.api.diagnosis import robustness as robustness
     from noisescope.api.diagnosis import with_fault_located as with_fault_located
     from noisescope.api.experiments import phases as phases

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.probe.prefix import first_noisy_block
-from noisescope.runs.runner import Bench
+from noisescope.runs.runner import TrialRunner
 from noisescope.trials import Result, Results, Trial, missing
 
 _HESSIAN = 6.0  # forwards that one Hessian-vector product costs (a backward through a backward)
@@ -40,31 +40,33 @@ class Cost:
         )
 
 
-def estimate(bench: Bench, frame: Frame, propose: Callable[[Frame, Results], Iterable[Trial]]) -> Cost:
+def estimate(
+    runner: TrialRunner, context: StudyContext, propose: Callable[[StudyContext, Results], Iterable[Trial]]
+) -> Cost:
     """Play the diagnosis through; time one slice."""
-    part = frame.test[0]
-    bench.clean(part)  # warm up: kernels, tape, the prefix check
-    bench.forget_slice()
+    part = context.test[0]
+    runner.clean(part)  # warm up: kernels, tape, the prefix check
+    runner.forget_slice()
     started = time.perf_counter()
-    clean = bench.clean(part)
+    clean = runner.clean(part)
     float(clean.logits[0][0].flatten()[0])  # waits for the device
     per_sample = (time.perf_counter() - started) / (part.stop - part.start)
     known: dict[str, Result] = {}
     effort = 0.0  # in forwards of one sample
-    while wanted := missing(propose(frame, known), known):
+    while wanted := missing(propose(context, known), known):
         for trial in wanted:
-            known[trial.id] = _made_up(frame, trial)
-            effort += _forwards(bench, frame, trial) * (trial.slice.stop - trial.slice.start)
-    total = sum(s.stop - s.start for s in frame.test)
-    weights = sum(p.numel() * p.element_size() for p in bench.model.parameters())
+            known[trial.id] = _made_up(context, trial)
+            effort += _forwards(runner, context, trial) * (trial.slice.stop - trial.slice.start)
+    total = sum(s.stop - s.start for s in context.test)
+    weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
     logits = sum(x.numel() * x.element_size() for pieces in clean.logits for x in pieces)
-    hidden = bench.prefix.kept_bytes()
+    hidden = runner.prefix.kept_bytes()
     return Cost(
         len(known), effort / total, effort * per_sample * _COMPARING, weights + 2 * logits + 2 * hidden, weights
     )
 
 
-def _forwards(bench: Bench, frame: Frame, trial: Trial) -> float:
+def _forwards(runner: TrialRunner, context: StudyContext, trial: Trial) -> float:
     """Full forwards a trial costs each of its samples."""
     if trial.measure == "screen":
         return 1.5 + 1.2 * float(trial.settings["draws"])  # attention is decomposed everywhere
@@ -76,24 +78,24 @@ def _forwards(bench: Bench, frame: Frame, trial: Trial) -> float:
         return 3.0
     if trial.measure == "generate":
         return 8.0  # short answers; long ones cost more
-    if trial.injection is None or trial.measure != "score" or not bench.reuse:
+    if trial.injection is None or trial.measure != "score" or not runner.reuse:
         return 1.0
-    return 1 - first_noisy_block(trial.injection, bench.anatomy) / (frame.blocks + 1)
+    return 1 - first_noisy_block(trial.injection, runner.anatomy) / (context.blocks + 1)
 
 
-def _made_up(frame: Frame, trial: Trial) -> Result:
+def _made_up(context: StudyContext, trial: Trial) -> Result:
     """A result with which the diagnosis asks for as much as it ever may: noise always costs half the accuracy."""
     count = trial.slice.stop - trial.slice.start
     if trial.measure in ("score", "generate", "custom"):
         accuracy = 1.0 if trial.injection is None else 0.5
-        values: dict[str, Any] = {frame.metric: (accuracy,) * count}
+        values: dict[str, Any] = {context.metric: (accuracy,) * count}
         if trial.measure == "score":
             values |= {"kl": (1e-3,) * count, "nonfinite": (0.0,) * count}
         return Result(tuple(range(count)), values)
     if trial.measure == "screen":
         facts = [
             {"operator": s.operator, "place": s.place, "module": s.module, "component": s.component, "occurrence": 0}
-            for s in frame.aimed
+            for s in context.aimed
         ]
         arrays = {
             "sums": np.ones((len(facts), count)),

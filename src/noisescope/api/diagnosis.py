@@ -63,7 +63,7 @@ def robustness(subject: Subject, asked: RobustnessOptions) -> Report:
     return _kept(Report(Robustness(run=run, **vars(found))), asked.output)
 
 
-def put_to_the_test(
+def check_findings(
     subject: Subject,
     report: Report,
     data: Any,
@@ -124,7 +124,7 @@ def demonstrated(output: Path, progress: object, say: Callable[[str], None]) -> 
         options=Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}),
     )
     say("2. simulating a fault where the report warns, and where it does not")
-    report = put_to_the_test(
+    report = check_findings(
         subject,
         report,
         unseen,

@@ -29,7 +29,7 @@ from noisescope.plans.fault_test_rows import FaultTest, FaultTestResult, Hits, M
 from noisescope.plans.fault_tests import could_not_run, judge
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
-from noisescope.runs.runner import Bench
+from noisescope.runs.runner import TrialRunner
 
 AFTER = 8  # steps that are watched after a fault of one step, where the sample is long enough
 # Tokens: one before the fault, one with it, its prediction, and the fewest steps after it that show recovery.
@@ -94,7 +94,7 @@ class _Runner:
     def __init__(self, subject: Subject, prepared: Prepared) -> None:
         self.subject = subject
         self.prepared = prepared
-        self.frame = prepared.frame
+        self.context = prepared.context
         material = prepared.materials[0]
         labels = material.labels or (0,) * len(material)
         chosen = [group[label] for group, label in zip(material.encoded.sequences, labels, strict=True)]
@@ -123,19 +123,19 @@ class _Runner:
         with self._broken(faults) as scopes:
             scores, broken = self._answers()
         tokens = self.prepared.asked.data.scored_tokens
-        loss = stats.degradation(self._clean, scores, chance=self.frame.chance)
-        return Measured(_hits(scopes), self.frame.metric_name, loss, broken / tokens)
+        loss = stats.degradation(self._clean, scores, chance=self.context.chance)
+        return Measured(_hits(scopes), self.context.metric_name, loss, broken / tokens)
 
     def _answers(self) -> tuple[Array, int]:
         """The metric of each sample, 0 for a broken one, and how many tokens were not finite."""
         scores, broken = [], 0
-        with Bench(self.subject, self.prepared.materials) as bench:
-            bench.reuse = False  # a fault may sit in any block
-            for trial in self.frame.ask(None):
-                result = bench.run(trial)
+        with TrialRunner(self.subject, self.prepared.materials) as runner:
+            runner.reuse = False  # a fault may sit in any block
+            for trial in self.context.ask(None):
+                result = runner.run(trial)
                 if result.failed:
                     raise NoisescopeError(result.error)
-                scores.append(result.values[self.frame.metric][0] or 0.0)
+                scores.append(result.values[self.context.metric][0] or 0.0)
                 broken += int(result.values["nonfinite"][0] or 0)
         return np.array(scores), broken
 
@@ -159,8 +159,8 @@ class _Runner:
             faulted.append(self._right(sequence, after, first))
             recovered.append(_recovered(before, after))
             broken, tokens = broken + int((after < 0).sum()), tokens + len(after)
-        loss = stats.degradation(clean, faulted, chance=self.frame.chance)
-        return Measured(hits, self.frame.metric_name, loss, broken / tokens, tuple(recovered))
+        loss = stats.degradation(clean, faulted, chance=self.context.chance)
+        return Measured(hits, self.context.metric_name, loss, broken / tokens, tuple(recovered))
 
     def _predicted(self, sequence: Sequence, first: int) -> Tensor:
         """The likeliest token at each step [steps]; -1 where the output is not finite."""

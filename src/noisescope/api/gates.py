@@ -13,14 +13,14 @@ from typing import Any
 from noisescope.api.plan_trials import check_model, data_of
 from noisescope.api.preparation import Prepared, prepared_for, seeds_of
 from noisescope.diagnosis import gate_baseline, operators
-from noisescope.diagnosis.context import GROUP, Frame, Settings
+from noisescope.diagnosis.context import GROUP, Settings, StudyContext
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.sections import GateNumbers
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import from_json, to_json
 from noisescope.model.subject import Subject
 from noisescope.options.groups import ExecutionOptions
-from noisescope.options.sensitivity import GateOptions, GaugeOptions
+from noisescope.options.sensitivity import GateBaselineOptions, GateOptions
 from noisescope.options.values import asks
 from noisescope.plans.gate import conditions_row, decide, refuse_kind, refuse_other_samples
 from noisescope.plans.gate_rows import GateBaseline, headline_of
@@ -47,7 +47,7 @@ def gate(subject: Subject, asked: GateOptions) -> GateResult:
     started = time.perf_counter()
     prepared = _prepared(
         subject,
-        GaugeOptions(
+        GateBaselineOptions(
             data=data_of(report) if asked.data is None else asked.data,
             noise_scale=run.settings.noise_scale,
             metric=before.metric,
@@ -61,7 +61,7 @@ def gate(subject: Subject, asked: GateOptions) -> GateResult:
     )
     refuse_kind(run.data, prepared.asked.data)
     if not asked.other_samples:
-        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.frame.names))
+        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.context.names))
     now = _measured(prepared, asked)
     conditions = conditions_row(run, prepared.asked, (before, now))
     decision = decide(
@@ -83,13 +83,13 @@ def gate(subject: Subject, asked: GateOptions) -> GateResult:
     )
 
 
-@asks(GaugeOptions, "data")
-def gauged(subject: Subject, asked: GaugeOptions) -> GateNumbers:
+@asks(GateBaselineOptions, "data")
+def gate_baseline_of(subject: Subject, asked: GateBaselineOptions) -> GateNumbers:
     """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
     return _measured(_prepared(subject, asked), asked)
 
 
-def _prepared(subject: Subject, asked: GaugeOptions) -> Prepared:
+def _prepared(subject: Subject, asked: GateBaselineOptions) -> Prepared:
     settings = Settings(
         Gaussian(asked.noise_scale),
         levels=("operator",),
@@ -120,12 +120,12 @@ class _Found:
 class _Question:
     """The numbers of a gate as a question of their own."""
 
-    def propose(self, frame: Frame, results: Results) -> list[Trial]:
-        return gate_baseline.propose(frame, results) + operators.propose(frame, results)
+    def propose(self, context: StudyContext, results: Results) -> list[Trial]:
+        return gate_baseline.propose(context, results) + operators.propose(context, results)
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> _Found:
-        clean = frame.over_whole.answer(results, None)
-        return _Found(gate_baseline.conclude(frame, results), "" if clean is None else clean.error)
+    def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> _Found:
+        clean = context.over_whole.answer(results, None)
+        return _Found(gate_baseline.conclude(context, results), "" if clean is None else clean.error)
 
 
 def keep(result: GateResult, folder: str | Path) -> list[Path]:

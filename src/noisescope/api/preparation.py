@@ -14,7 +14,7 @@ from noisescope.api.costs import Cost, estimate
 from noisescope.api.reports import ended, settings_facts
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
-from noisescope.diagnosis.context import Frame, Settings
+from noisescope.diagnosis.context import Settings, StudyContext
 from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run
 from noisescope.diagnosis.report import Cost as RunCost
 from noisescope.errors import InvalidInput
@@ -36,7 +36,7 @@ from noisescope.options.values import asks
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.executor import Executor, InProcess, Progress, Silent, settle
-from noisescope.runs.runner import Bench, conditions
+from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.runs.store import Store
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
@@ -190,7 +190,7 @@ def prepared_for(subject: Subject, asked: ScoringOptions, settings: Settings) ->
     if own is None and whole.fingerprint != test.fingerprint:
         materials.append(whole)
     anatomy = subject.anatomy
-    frame = Frame(
+    context = StudyContext(
         settings=settings,
         conditions=conditions(subject),
         sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.operators if unit.certain),
@@ -207,8 +207,8 @@ def prepared_for(subject: Subject, asked: ScoringOptions, settings: Settings) ->
         whole=() if own is not None else slices(whole.fingerprint, len(whole), asked.slice),
         names=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
-    about = _asked(subject, frame, test, test_set, own)
-    return Prepared(subject, frame, tuple(materials), own, about, tuple(notes))
+    about = _asked(subject, context, test, test_set, own)
+    return Prepared(subject, context, tuple(materials), own, about, tuple(notes))
 
 
 def _calibration(subject: Subject, asked: MeasuringOptions, test_set: DataSet | None) -> tuple[Material, list[str]]:
@@ -234,15 +234,15 @@ def _generates(asked: ScoringOptions, test: Material) -> bool:
 
 
 def _asked(
-    subject: Subject, frame: Frame, test: Material, test_set: DataSet | None, own: Callable[..., Any] | None
+    subject: Subject, context: StudyContext, test: Material, test_set: DataSet | None, own: Callable[..., Any] | None
 ) -> Asked:
     """For the report's `run`: what was asked."""
     return Asked(
         model=ModelFacts(
             source=subject.source,
             architecture=subject.anatomy.architecture,
-            fingerprint=frame.conditions.model,
-            blocks=frame.blocks,
+            fingerprint=context.conditions.model,
+            blocks=context.blocks,
             notes=tuple(subject.anatomy.notes),
         ),
         data=DataFacts(
@@ -252,11 +252,11 @@ def _asked(
             scored_tokens=scored_tokens(test),
             fingerprint=test.fingerprint,
             note="" if test_set is None else test_set.note,
-            measure=frame.measure,
+            measure=context.measure,
         ),
-        settings=settings_facts(frame.settings),
-        metric=frame.metric if own is None else content_id(own),
-        conditions=frame.conditions,
+        settings=settings_facts(context.settings),
+        metric=context.metric if own is None else content_id(own),
+        conditions=context.conditions,
         device=device_name(subject.model),
         kl_floor=KL_FLOOR,
     )
@@ -275,9 +275,9 @@ C = TypeVar("C", covariant=True)
 class Question(Protocol[C]):
     """A pure pair: the trials wanted now ([] means done), and what their results say."""
 
-    def propose(self, frame: Frame, results: Results) -> list[Trial]: ...
+    def propose(self, context: StudyContext, results: Results) -> list[Trial]: ...
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> C: ...
+    def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> C: ...
 
 
 def progress_of(options: ExecutionOptions) -> Progress:
@@ -290,7 +290,7 @@ class Prepared:
     """A frame with the material to measure it on."""
 
     subject: Subject
-    frame: Frame
+    context: StudyContext
     materials: tuple[Material, ...]
     metric: Callable[..., Any] | None
     asked: Asked
@@ -305,12 +305,12 @@ class Prepared:
                 store.forget_failures()
             before = len(store)
             store.note(asked=to_json(self.asked), **({} if options.repeat is None else {"command": options.repeat}))
-            if self.frame.measure == "score":
-                Bench(self.subject, self.materials).check_causal(self.frame.test[0])
+            if self.context.measure == "score":
+                TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
             with self._executor(options) as (execute, cost):
-                settle(lambda results: question.propose(self.frame, results), store, execute, progress)
+                settle(lambda results: question.propose(self.context, results), store, execute, progress)
                 forwards, notes = cost()
-            found = question.conclude(self.frame, store, self.notes)
+            found = question.conclude(self.context, store, self.notes)
             spent = RunCost(
                 seconds=time.perf_counter() - started,
                 trials=len(store),
@@ -335,8 +335,8 @@ class Prepared:
 
     def cost(self, question: Question[Any]) -> Cost:
         """What a run would cost, from one timed forward."""
-        with Bench(self.subject, self.materials, metric=self.metric) as bench:
-            return estimate(bench, self.frame, question.propose)
+        with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
+            return estimate(runner, self.context, question.propose)
 
 
 @contextmanager
@@ -344,5 +344,5 @@ def _local(
     subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None
 ) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
     """The executor of this process, as a context: it holds the model open."""
-    with Bench(subject, materials, metric=metric) as bench:
-        yield InProcess(bench), lambda: (bench.forwards, list(bench.notes))
+    with TrialRunner(subject, materials, metric=metric) as runner:
+        yield InProcess(runner), lambda: (runner.forwards, list(runner.notes))

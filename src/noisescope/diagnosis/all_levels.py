@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from noisescope import stats
 from noisescope.diagnosis import channels, dashboard, format_costs, gate_baseline, layers, operators, screen
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.dashboard import correlations
 from noisescope.diagnosis.effects import paired
 from noisescope.diagnosis.ranking import ranked_findings
@@ -19,80 +19,80 @@ from noisescope.injection import Injection
 from noisescope.trials import Results, Trial
 
 
-def propose(frame: Frame, results: Results) -> list[Trial]:
+def propose(context: StudyContext, results: Results) -> list[Trial]:
     """Clean first, then the screen, then what they make worth injecting."""
-    trials = frame.ask(None)
-    if frame.measure != "custom":
-        trials += screen.propose(frame, results)
+    trials = context.ask(None)
+    if context.measure != "custom":
+        trials += screen.propose(context, results)
     if any(trial.id not in results for trial in trials):
         return trials
-    screened = screen.conclude(frame, results) if frame.measure != "custom" else None
-    levels = frame.settings.levels
+    screened = screen.conclude(context, results) if context.measure != "custom" else None
+    levels = context.settings.levels
     if "operator" in levels:
-        trials += operators.propose(frame, results) + gate_baseline.propose(frame, results)
+        trials += operators.propose(context, results) + gate_baseline.propose(context, results)
     if "layer" in levels:
-        trials += layers.propose(frame, results, screened)
+        trials += layers.propose(context, results, screened)
     if "channel" in levels:
-        trials += channels.propose(frame, results, screened)
-    trials += dashboard.propose(frame, results, screened)
-    return trials + format_costs.propose(frame)
+        trials += channels.propose(context, results, screened)
+    trials += dashboard.propose(context, results, screened)
+    return trials + format_costs.propose(context)
 
 
-def conclude(frame: Frame, results: Results, notes: Sequence[str] = ()) -> Conclusions:
+def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ()) -> Conclusions:
     """Everything but the run's own facts: the same results give the same values, to the last bit."""
-    screened = screen.conclude(frame, results) if frame.measure != "custom" else None
-    found = _sections(frame, results, screened)
-    ranked = ranked_findings(found, functools.partial(_excess, frame, results))
+    screened = screen.conclude(context, results) if context.measure != "custom" else None
+    found = _sections(context, results, screened)
+    ranked = ranked_findings(found, functools.partial(_excess, context, results))
     wanted = recommendations(found, ranked)
-    limits = could_not_see(frame, found, notes)
+    limits = could_not_see(context, found, notes)
     if screened is not None and screened.error:
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
     if screened is not None and screened.lost:
         limits.append(f"{len(screened.lost)} sites changed in place have no prediction, such as {screened.lost[0]}")
     return Conclusions(
         **vars(found),
-        executive_summary=executive_summary(frame, found, ranked, wanted),
+        executive_summary=executive_summary(context, found, ranked, wanted),
         findings=tuple(ranked),
         recommendations=tuple(wanted),
         could_not_see=tuple(limits),
     )
 
 
-def _excess(frame: Frame, results: Results, whole: Target, part: Target) -> Estimate | None:
+def _excess(context: StudyContext, results: Results, whole: Target, part: Target) -> Estimate | None:
     """What noise in a whole costs beyond noise in a part of it, sample by sample; None where one was not injected."""
-    clean = frame.answer(results, None)
-    noisy = [frame.answer(results, _injection(frame, target)) for target in (whole, part)]
+    clean = context.answer(results, None)
+    noisy = [context.answer(results, _injection(context, target)) for target in (whole, part)]
     if clean is None or clean.error:
         return None
     known = [answer for answer in noisy if answer is not None and not answer.error]
     if len(known) < 2:
         return None
-    (before, more), (_, less) = (paired(frame, clean, answer) for answer in known)
+    (before, more), (_, less) = (paired(context, clean, answer) for answer in known)
     return stats.degradation_excess(before, more, less) if len(before) > 1 else None
 
 
-def _injection(frame: Frame, target: Target) -> Injection:
+def _injection(context: StudyContext, target: Target) -> Injection:
     """The injection that a row about the target was measured by."""
     if target.kind == "operator":
-        return operators.injection(frame, target.operators[0])
+        return operators.injection(context, target.operators[0])
     if target.kind == "place":
-        return layers.place_injection(frame, str(target.place))
+        return layers.place_injection(context, str(target.place))
     if target.kind == "cell":
-        return layers.cell_injection(frame, target.layers[0], target.operators[0])
-    return frame.injection(layers=frozenset(target.layers))
+        return layers.cell_injection(context, target.layers[0], target.operators[0])
+    return context.injection(layers=frozenset(target.layers))
 
 
-def _sections(frame: Frame, results: Results, screened: screen.Screened | None) -> Sections:
-    levels = frame.settings.levels
-    layer_analysis = layers.conclude(frame, results, screened) if "layer" in levels else None
-    captured = channels.conclude(frame, results, screened) if "channel" in levels else None
-    metrics = dashboard.conclude(frame, results, screened, captured)
+def _sections(context: StudyContext, results: Results, screened: screen.Screened | None) -> Sections:
+    levels = context.settings.levels
+    layer_analysis = layers.conclude(context, results, screened) if "layer" in levels else None
+    captured = channels.conclude(context, results, screened) if "channel" in levels else None
+    metrics = dashboard.conclude(context, results, screened, captured)
     return Sections(
-        operator_analysis=operators.conclude(frame, results, screened) if "operator" in levels else None,
+        operator_analysis=operators.conclude(context, results, screened) if "operator" in levels else None,
         layer_analysis=layer_analysis,
         channel_analysis=captured,
         metrics=metrics,
-        correlations=correlations(frame, layer_analysis, metrics.hessian_trace, captured),
-        format_scores=format_costs.conclude(frame, results),
-        gate=gate_baseline.conclude(frame, results) if "operator" in levels else None,
+        correlations=correlations(context, layer_analysis, metrics.hessian_trace, captured),
+        format_scores=format_costs.conclude(context, results),
+        gate=gate_baseline.conclude(context, results) if "operator" in levels else None,
     )

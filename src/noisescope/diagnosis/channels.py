@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.context import Array, Frame
+from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import effect
 from noisescope.diagnosis.rows import WindowEffect
 from noisescope.diagnosis.screen import Screened, site_of
@@ -32,24 +32,24 @@ LISTED = 20  # channels and outliers listed by number; counts are of all
 CAPTURED = ("linear", "residual")  # where quantisation meets activations
 
 
-def capture_trial(frame: Frame) -> Trial | None:
-    if frame.calibration is None:
+def capture_trial(context: StudyContext) -> Trial | None:
+    if context.calibration is None:
         return None
-    where = Injection(frame.settings.perturbation, operators=frozenset(CAPTURED), phases=frozenset({"forward"}))
-    return Trial(frame.conditions, "capture", frame.calibration, where)
+    where = Injection(context.settings.perturbation, operators=frozenset(CAPTURED), phases=frozenset({"forward"}))
+    return Trial(context.conditions, "capture", context.calibration, where)
 
 
-def propose(frame: Frame, results: Results, screened: Screened | None) -> list[Trial]:
-    capture = capture_trial(frame)
+def propose(context: StudyContext, results: Results, screened: Screened | None) -> list[Trial]:
+    capture = capture_trial(context)
     trials = [] if capture is None else [capture]
-    if frame.settings.effort != "screen":
-        for site, channel in channels_to_confirm(frame, screened):
-            trials += frame.ask(channel_injection(frame, site, channel))
+    if context.settings.effort != "screen":
+        for site, channel in channels_to_confirm(context, screened):
+            trials += context.ask(channel_injection(context, site, channel))
     return trials
 
 
-def channel_injection(frame: Frame, site: Site, channel: int) -> Injection:
-    return frame.injection(
+def channel_injection(context: StudyContext, site: Site, channel: int) -> Injection:
+    return context.injection(
         operators=frozenset({site.operator}),
         places=frozenset({site.place}),
         modules=(site.module,),
@@ -57,8 +57,8 @@ def channel_injection(frame: Frame, site: Site, channel: int) -> Injection:
     )
 
 
-def channels_to_confirm(frame: Frame, screened: Screened | None) -> list[tuple[Site, int]]:
-    count = CONFIRMED_FULL if frame.settings.effort == "full" else CONFIRMED
+def channels_to_confirm(context: StudyContext, screened: Screened | None) -> list[tuple[Site, int]]:
+    count = CONFIRMED_FULL if context.settings.effort == "full" else CONFIRMED
     return [(site, channel) for site, channel, _ in costliest(screened)[:count]]
 
 
@@ -76,23 +76,23 @@ def costliest(screened: Screened | None, listed: int = LISTED) -> list[tuple[Sit
     return sorted(found, key=lambda entry: -entry[2])[:listed]
 
 
-def conclude(frame: Frame, results: Results, screened: Screened | None) -> ChannelAnalysis:
-    trial = capture_trial(frame)
+def conclude(context: StudyContext, results: Results, screened: Screened | None) -> ChannelAnalysis:
+    trial = capture_trial(context)
     captured = None if trial is None else results.get(trial.id)
     found = ChannelAnalysis(
         evidence="none",
         error="",
         n=0 if trial is None else trial.slice.stop - trial.slice.start,
-        threshold=frame.settings.outlier_threshold,
+        threshold=context.settings.outlier_threshold,
         summary=None,
         per_layer={},
-        costliest=tuple(_cost_row(frame, results, *entry) for entry in costliest(screened)),
+        costliest=tuple(_cost_row(context, results, *entry) for entry in costliest(screened)),
     )
     if captured is None:
         return found
     if captured.failed:
         return replace(found, evidence="failed", error=captured.error)
-    per_layer = outliers_of(frame, captured, screened)
+    per_layer = outliers_of(context, captured, screened)
     return replace(found, evidence="captured", summary=summary_of(per_layer.values()), per_layer=per_layer)
 
 
@@ -105,13 +105,13 @@ def captured_sites(captured: Result) -> Iterator[tuple[Site, Mapping[str, Any], 
         at = end
 
 
-def outliers_of(frame: Frame, captured: Result, screened: Screened | None) -> dict[str, ChannelRow]:
+def outliers_of(context: StudyContext, captured: Result, screened: Screened | None) -> dict[str, ChannelRow]:
     """Each module's channels under the four rules; `outlier_indices` are those of the first, the default."""
     rows: dict[str, ChannelRow] = {}
     for site, facts, columns in captured_sites(captured):
         name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
         name = f"{name} #{site.occurrence}" if site.occurrence else name  # experts compute several products
-        found = outliers(columns, _fisher(screened, site), frame.settings.outlier_threshold)
+        found = outliers(columns, _fisher(screened, site), context.settings.outlier_threshold)
         rows[name] = ChannelRow(
             layer=canonical_place(site.place),
             operator=site.operator,
@@ -191,8 +191,8 @@ def _fisher(screened: Screened | None, site: Site) -> Array | None:
     return screened.channel_shares(site)
 
 
-def _cost_row(frame: Frame, results: Results, site: Site, channel: int, cost: float) -> CostlyChannel:
-    known = effect(frame, results, channel_injection(frame, site, channel))
+def _cost_row(context: StudyContext, results: Results, site: Site, channel: int, cost: float) -> CostlyChannel:
+    known = effect(context, results, channel_injection(context, site, channel))
     assert isinstance(site.place, int)
     injected = None if known.kl is None else known.kl.mean.value
     return CostlyChannel(
@@ -207,7 +207,7 @@ def _cost_row(frame: Frame, results: Results, site: Site, channel: int, cost: fl
 
 
 def correlate_with_layers(
-    frame: Frame, windows: Sequence[WindowEffect], rows: Iterable[ChannelRow]
+    context: StudyContext, windows: Sequence[WindowEffect], rows: Iterable[ChannelRow]
 ) -> stats.Correlation:
     """Outlier counts against the degradation of windows that share no layer (the cross-level correlation)."""
     measured = [
@@ -220,5 +220,5 @@ def correlate_with_layers(
         return stats.Correlation("pearson", None, None, None, None, len(measured), note=note)
     rows = list(rows)
     counts = [sum(row.num_outliers for row in rows if row.layer in window.layers) for window, _ in measured]
-    every = max(1, -(-min(frame.settings.window, frame.blocks) // frame.settings.step))
+    every = max(1, -(-min(context.settings.window, context.blocks) // context.settings.step))
     return stats.correlation(counts, [loss for _, loss in measured], method="pearson", every=every)

@@ -65,7 +65,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Frame:
+class StudyContext:
     """Settings, and what they are applied to, as far as interpreting needs to know."""
 
     settings: Settings
@@ -80,7 +80,7 @@ class Frame:
     metric: str = "accuracy"  # the one that degradation and bands are taken of
     chance: float = 0.0  # the task's accuracy by guessing
     doubtful: frozenset[str] = frozenset()  # operators that the model may or may not compute: trying tells
-    whole: tuple[Slice, ...] = ()  # the test samples again, every token of them scored: see gauge.py
+    whole: tuple[Slice, ...] = ()  # the test samples again, every token of them scored: see gate baseline.py
     names: tuple[str, ...] = ()  # a hash of each test sample's tokens: the same sample in another set has the same
 
     @property
@@ -120,7 +120,7 @@ class Frame:
         return Injection(noise, phases=frozenset({"forward"}), **aim)
 
     @cached_property
-    def over_whole(self) -> Frame:
+    def over_whole(self) -> StudyContext:
         """The same questions, asked of every token."""
         return dataclasses.replace(self, test=self.whole, measure="score", measure_settings={})
 
@@ -201,9 +201,9 @@ def _column(row: Iterable[Result], name: str) -> Array:
     return np.concatenate([np.array([np.nan if v is None else v for v in result.values[name]]) for result in row])
 
 
-def present_operators(frame: Frame) -> list[str]:
+def present_operators(context: StudyContext) -> list[str]:
     """Those of the settings' operators that the model computes."""
-    return [name for name in frame.settings.operators if name in frame.present]
+    return [name for name in context.settings.operators if name in context.present]
 
 
 assert set(LEVEL_ONE) <= set(OPERATORS)

@@ -11,7 +11,7 @@ import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis import channels, noise_levels
-from noisescope.diagnosis.context import Frame, present_operators
+from noisescope.diagnosis.context import StudyContext, present_operators
 from noisescope.diagnosis.effects import NOTHING, clean_score, divergence, effect
 from noisescope.diagnosis.rows import Divergence, LayerAnalysis, LayerEffect
 from noisescope.diagnosis.screen import Screened
@@ -38,57 +38,61 @@ from noisescope.trials import Results, Trial
 LAYERS_WITH_THRESHOLD = 5  # in a full diagnosis: the most sensitive ones
 
 
-def model_injection(frame: Frame) -> Injection:
+def model_injection(context: StudyContext) -> Injection:
     """The noise of Level 2 in every layer at once."""
-    return frame.injection()
+    return context.injection()
 
 
-def curvature_trial(frame: Frame) -> Trial | None:
-    if frame.few is None or frame.settings.effort == "screen":
+def curvature_trial(context: StudyContext) -> Trial | None:
+    if context.few is None or context.settings.effort == "screen":
         return None
-    return Trial(frame.conditions, "curvature", frame.few, None, {"probes": frame.settings.probes, "seed": 0})
+    return Trial(context.conditions, "curvature", context.few, None, {"probes": context.settings.probes, "seed": 0})
 
 
-def gradient_trials(frame: Frame) -> list[Trial]:
+def gradient_trials(context: StudyContext) -> list[Trial]:
     """Clean, and with noise forward and backward, as training on such hardware would have it."""
-    if frame.few is None or frame.settings.effort == "screen":
+    if context.few is None or context.settings.effort == "screen":
         return []
-    noisy = dataclasses.replace(model_injection(frame), phases=frozenset({"forward", "backward"}))
-    return [Trial(frame.conditions, "gradients", frame.few, injection) for injection in (None, noisy)]
+    noisy = dataclasses.replace(model_injection(context), phases=frozenset({"forward", "backward"}))
+    return [Trial(context.conditions, "gradients", context.few, injection) for injection in (None, noisy)]
 
 
-def propose(frame: Frame, results: Results, screened: Screened | None) -> list[Trial]:
-    if frame.settings.effort == "screen":
+def propose(context: StudyContext, results: Results, screened: Screened | None) -> list[Trial]:
+    if context.settings.effort == "screen":
         return []
-    trials = frame.ask(model_injection(frame)) + gradient_trials(frame)
-    curvature = curvature_trial(frame)
+    trials = context.ask(model_injection(context)) + gradient_trials(context)
+    curvature = curvature_trial(context)
     trials += [] if curvature is None else [curvature]
-    for aim in threshold_aims(frame, screened).values():
-        trials += noise_levels.propose(frame, results, **aim)
+    for aim in threshold_injections(context, screened).values():
+        trials += noise_levels.propose(context, results, **aim)
     return trials
 
 
-def threshold_aims(frame: Frame, screened: Screened | None) -> dict[str, dict[str, Any]]:
+def threshold_injections(context: StudyContext, screened: Screened | None) -> dict[str, dict[str, Any]]:
     """What a critical threshold is found for: the model; in a full diagnosis also operators and the worst layers."""
     aims: dict[str, dict[str, Any]] = {"model": {}}
-    if frame.settings.effort == "full":
-        for operator in present_operators(frame):
+    if context.settings.effort == "full":
+        for operator in present_operators(context):
             if operator not in GROUPS:
                 aims[f"operator {operator}"] = {"operators": frozenset({operator})}
         if screened is not None and not screened.error:
-            cost = {layer: float(screened.in_layer(layer).mean()) for layer in range(frame.blocks)}
+            cost = {layer: float(screened.in_layer(layer).mean()) for layer in range(context.blocks)}
             for layer in sorted(cost, key=lambda layer: -cost[layer])[:LAYERS_WITH_THRESHOLD]:
                 aims[f"layer {layer}"] = {"layers": frozenset({layer})}
     return aims
 
 
-def conclude(frame: Frame, results: Results, screened: Screened | None, captured: ChannelAnalysis | None) -> Metrics:
-    looks = len(present_operators(frame)) if "operator" in frame.settings.levels else 1  # as in the operators' table
-    whole = effect(frame, results, model_injection(frame), screened, looks=max(looks, 1))
+def conclude(
+    context: StudyContext, results: Results, screened: Screened | None, captured: ChannelAnalysis | None
+) -> Metrics:
+    looks = (
+        len(present_operators(context)) if "operator" in context.settings.levels else 1
+    )  # as in the operators' table
+    whole = effect(context, results, model_injection(context), screened, looks=max(looks, 1))
     snr_bands = band_range("snr_db", whole.snr_db or NOTHING)
     loss = None if whole.degradation is None else whole.degradation.value
-    aims = {} if frame.settings.effort == "screen" else threshold_aims(frame, screened)
-    thresholds = {name: noise_levels.conclude(frame, results, **aim) for name, aim in aims.items()}
+    aims = {} if context.settings.effort == "screen" else threshold_injections(context, screened)
+    thresholds = {name: noise_levels.conclude(context, results, **aim) for name, aim in aims.items()}
     return Metrics(
         primary=PrimaryMetrics(
             relative_degradation=whole.degradation,
@@ -101,14 +105,14 @@ def conclude(frame: Frame, results: Results, screened: Screened | None, captured
             snr_db=whole.snr_db,
             snr_band=snr_bands[0],
             snr_band_upper=snr_bands[1],
-            nominal_snr_db=-20 * float(np.log10(frame.settings.scale)),
-            gradient_ratio=_gradient_ratio(frame, results),
+            nominal_snr_db=-20 * float(np.log10(context.settings.scale)),
+            gradient_ratio=_gradient_ratio(context, results),
             activation_sparsity=_sparsity(captured),
         ),
         critical_thresholds=thresholds,
-        hessian_trace=_traces(frame, results),
-        fisher=_fisher(frame, screened),
-        baseline=_baseline(frame, results),
+        hessian_trace=_traces(context, results),
+        fisher=_fisher(context, screened),
+        baseline=_baseline(context, results),
         risk=dashboard_risk(loss),
     )
 
@@ -119,24 +123,24 @@ def _tolerance_band(index: stats.Estimate | None) -> QualityBand:
     return band("noise_tolerance_index", math.inf if index.note == stats.UNBOUNDED else index.value)
 
 
-def _baseline(frame: Frame, results: Results) -> Baseline | None:
+def _baseline(context: StudyContext, results: Results) -> Baseline | None:
     """The clean model, metric by metric."""
-    clean = frame.answer(results, None)
+    clean = context.answer(results, None)
     if clean is None or clean.error:
         return None
-    known = clean.values(frame.metric)[0]
+    known = clean.values(context.metric)[0]
     return Baseline(
         metrics={
-            name: clean_score(frame, clean.values(name)[0], name) for name in clean.metrics if name != "nonfinite"
+            name: clean_score(context, clean.values(name)[0], name) for name in clean.metrics if name != "nonfinite"
         },
         nonfinite=clean.nonfinite,
-        measurable=stats.measurable(known[np.isfinite(known)], frame.chance),
-        chance=frame.chance,
+        measurable=stats.measurable(known[np.isfinite(known)], context.chance),
+        chance=context.chance,
     )
 
 
-def _gradient_ratio(frame: Frame, results: Results) -> GradientRatio | None:
-    found = [results.get(trial.id) for trial in gradient_trials(frame)]
+def _gradient_ratio(context: StudyContext, results: Results) -> GradientRatio | None:
+    found = [results.get(trial.id) for trial in gradient_trials(context)]
     if len(found) != 2 or any(result is None or result.failed for result in found):
         return None
     clean, noisy = (result.facts["norms"] for result in found if result is not None)
@@ -144,7 +148,7 @@ def _gradient_ratio(frame: Frame, results: Results) -> GradientRatio | None:
     return GradientRatio(
         value=total,
         point_band=band("gradient_ratio", total),
-        n=0 if frame.few is None else frame.few.stop - frame.few.start,
+        n=0 if context.few is None else context.few.stop - context.few.start,
         seeds=1,
         per_layer={layer: noisy[layer] / clean[layer] if clean[layer] > 0 else None for layer in clean},
     )
@@ -159,8 +163,8 @@ def _sparsity(captured: ChannelAnalysis | None) -> Sparsity | None:
     return Sparsity(float(np.mean([row.sparsity for row in rows])), relative, band("sparsity", relative))
 
 
-def _traces(frame: Frame, results: Results) -> HessianTraces | None:
-    trial = curvature_trial(frame)
+def _traces(context: StudyContext, results: Results) -> HessianTraces | None:
+    trial = curvature_trial(context)
     found = None if trial is None else results.get(trial.id)
     if found is None:
         return None
@@ -168,18 +172,18 @@ def _traces(frame: Frame, results: Results) -> HessianTraces | None:
     return HessianTraces(found.error, layers)
 
 
-def _fisher(frame: Frame, screened: Screened | None) -> dict[str, Divergence] | None:
+def _fisher(context: StudyContext, screened: Screened | None) -> dict[str, Divergence] | None:
     """Predicted KL of each layer: the Fisher information of its activations, weighted by the noise."""
     if screened is None or screened.error:
         return None
-    return {str(layer): divergence(screened.in_layer(layer)) for layer in range(frame.blocks)}
+    return {str(layer): divergence(screened.in_layer(layer)) for layer in range(context.blocks)}
 
 
 # Whether metrics relate as the original method notes expect, over the layers that were measured.
 
 
 def correlations(
-    frame: Frame, found: LayerAnalysis | None, traces: HessianTraces | None, captured: ChannelAnalysis | None
+    context: StudyContext, found: LayerAnalysis | None, traces: HessianTraces | None, captured: ChannelAnalysis | None
 ) -> dict[str, ExpectedCorrelation]:
     """Each expected pair. A layer's sensitivity is its injected KL where all layers have one, else the predicted."""
     against, sensitivity = ("", None) if found is None else _sensitivity(found.layers)
@@ -187,21 +191,21 @@ def correlations(
         return {}
     rows: dict[str, ExpectedCorrelation] = {}
     if traces is not None and traces.layers:
-        values = [traces.layers[str(layer)].trace for layer in range(frame.blocks)]
+        values = [traces.layers[str(layer)].trace for layer in range(context.blocks)]
         rows["hessian_sensitivity"] = _expected("hessian_sensitivity", values, sensitivity, against)
     if captured is not None and captured.per_layer:
-        by_layer = _by_layer(frame, captured.per_layer)
+        by_layer = _by_layer(context, captured.per_layer)
         counts = [sum(row.num_outliers for row in rows) for rows in by_layer]
         sparse = [float(np.mean([row.relative_sparsity for row in rows])) for rows in by_layer]
         rows["outliers_sensitivity"] = _expected("outliers_sensitivity", counts, sensitivity, against)
         rows["sparsity_degradation"] = _expected("sparsity_degradation", sparse, sensitivity, against)
-        windows = channels.correlate_with_layers(frame, found.windows, captured.per_layer.values())
+        windows = channels.correlate_with_layers(context, found.windows, captured.per_layer.values())
         rows["outliers_windows"] = ExpectedCorrelation(windows, "degradation of windows", "", "undecided", None, False)
     return rows
 
 
-def _by_layer(frame: Frame, rows: Mapping[str, ChannelRow]) -> list[list[ChannelRow]]:
-    return [[row for row in rows.values() if row.layer == layer] for layer in range(frame.blocks)]
+def _by_layer(context: StudyContext, rows: Mapping[str, ChannelRow]) -> list[list[ChannelRow]]:
+    return [[row for row in rows.values() if row.layer == layer] for layer in range(context.blocks)]
 
 
 def _sensitivity(layers: Sequence[LayerEffect]) -> tuple[str, list[float] | None]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.context import Answer, Array, Frame
+from noisescope.diagnosis.context import Answer, Array, StudyContext
 from noisescope.diagnosis.rows import Divergence, E, Effect, PointRule
 from noisescope.diagnosis.screen import Screened
 from noisescope.findings import NOT_MEASURABLE, band, band_range
@@ -20,7 +20,7 @@ NOTHING = stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE)
 
 
 def effect(
-    frame: Frame,
+    context: StudyContext,
     results: Results,
     injection: Injection,
     screened: Screened | None = None,
@@ -29,18 +29,18 @@ def effect(
     bands: LossKind = "degradation",
 ) -> Effect:
     """Everything known of an injection. `looks` counts the rows of its table, which intervals and p account for."""
-    scale = frame.scale_of(injection)
-    known = Effect(metric=frame.metric_name)
+    scale = context.scale_of(injection)
+    known = Effect(metric=context.metric_name)
     if screened is not None and not screened.error:
         predicted = divergence(screened.predicted_by(injection, scale), looks)
         known = replace(known, evidence="predicted", predicted_kl=predicted)
-    clean, noisy = frame.answer(results, None), frame.answer(results, injection)
+    clean, noisy = context.answer(results, None), context.answer(results, injection)
     for answer in (clean, noisy):
         if answer is not None and answer.error:
             return replace(known, evidence="failed", error=answer.error)
     if clean is None or noisy is None:
         return known
-    found = replace(task_loss(frame, clean, noisy, scale, looks=looks, bands=bands), predicted_kl=known.predicted_kl)
+    found = replace(task_loss(context, clean, noisy, scale, looks=looks, bands=bands), predicted_kl=known.predicted_kl)
     over = None
     if "kl" in noisy.metrics and screened is not None and not screened.error:
         over = ratio(noisy.mean("kl"), screened.predicted_by(injection, scale))
@@ -50,7 +50,7 @@ def effect(
         total_injections=noisy.injections,
         seeds=noisy.seeds,
         nonfinite=noisy.nonfinite,
-        failed_samples=int((~np.isfinite(noisy.values(frame.metric))).any(0).sum()),
+        failed_samples=int((~np.isfinite(noisy.values(context.metric))).any(0).sum()),
         kl=divergence(noisy.mean("kl"), looks) if "kl" in noisy.metrics else None,
         agreement=mean_of(noisy, "agreement"),
         nll=mean_of(noisy, "nll"),
@@ -60,22 +60,28 @@ def effect(
 
 
 def task_loss(
-    frame: Frame, clean: Answer, noisy: Answer, scale: float, *, looks: int = 1, bands: LossKind = "degradation"
+    context: StudyContext,
+    clean: Answer,
+    noisy: Answer,
+    scale: float,
+    *,
+    looks: int = 1,
+    bands: LossKind = "degradation",
 ) -> Effect:
     """The score before and after, degradation with its intervals and bands, and what could have been detected."""
-    before, after = paired(frame, clean, noisy)
+    before, after = paired(context, clean, noisy)
     if not len(before):
-        return Effect(metric=frame.metric_name, degradation=NOTHING)
-    loss = stats.degradation(before, after, chance=frame.chance, level=stats.simultaneous_level(looks))
-    if frame.measure != "custom" and before.mean() > 0:
+        return Effect(metric=context.metric_name, degradation=NOTHING)
+    loss = stats.degradation(before, after, chance=context.chance, level=stats.simultaneous_level(looks))
+    if context.measure != "custom" and before.mean() > 0:
         loss = loss.within(1 - 1 / float(before.mean()), 1.0)  # a share can't rise above 1, nor fall below 0
     score = None if loss.value is None else loss.value / scale
     lower, upper = band_range(bands, loss)
     return Effect(
-        metric=frame.metric_name,
+        metric=context.metric_name,
         baseline_acc=float(before.mean()),
         noisy_acc=float(after.mean()),
-        noisy_acc_interval=_score(frame, after),
+        noisy_acc_interval=_score(context, after),
         degradation=loss,
         band=lower,
         band_upper=upper,
@@ -87,9 +93,9 @@ def task_loss(
     )
 
 
-def paired(frame: Frame, clean: Answer, noisy: Answer) -> tuple[Array, Array]:
+def paired(context: StudyContext, clean: Answer, noisy: Answer) -> tuple[Array, Array]:
     """Scores [samples] and [samples, seeds]. A sample whose noisy score is not finite has failed: its score is 0."""
-    before, after = clean.values(frame.metric)[0], noisy.values(frame.metric).T
+    before, after = clean.values(context.metric)[0], noisy.values(context.metric).T
     known = np.isfinite(before)
     return before[known], np.nan_to_num(after[known], nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -101,19 +107,21 @@ def correct_looks(rows: Sequence[E]) -> list[E]:
     return [row if row.p is None else replace(row, p_corrected=next(corrected)) for row in rows]
 
 
-def pick_largest(frame: Frame, results: Results, rows: Sequence[E], injections: Sequence[Injection]) -> list[E]:
+def pick_largest(
+    context: StudyContext, results: Results, rows: Sequence[E], injections: Sequence[Injection]
+) -> list[E]:
     """The rows of a table, the one with the largest loss with a size that allows for its having been picked."""
-    clean = frame.answer(results, None)
+    clean = context.answer(results, None)
     measured = [i for i, row in enumerate(rows) if row.degradation is not None and row.degradation.value is not None]
     if clean is None or clean.error or len(measured) < 2:
         return list(rows)
     scores = []
     for i in measured:
-        noisy = frame.answer(results, injections[i])
+        noisy = context.answer(results, injections[i])
         assert noisy is not None
-        before, after = paired(frame, clean, noisy)
+        before, after = paired(context, clean, noisy)
         scores.append(after)
-    found = stats.picked(before, scores, chance=frame.chance)
+    found = stats.picked(before, scores, chance=context.chance)
     largest = measured[found.index]
     return [replace(row, selected=found.estimate) if i == largest else row for i, row in enumerate(rows)]
 
@@ -168,7 +176,7 @@ def ratio(above: Array, below: Array) -> stats.Estimate:
     return stats.typical_ratio(np.maximum(above[known], 0.0), np.maximum(below[known], 0.0)) if known.any() else NOTHING
 
 
-def clean_score(frame: Frame, values: Array, name: str | None = None) -> stats.Estimate:
+def clean_score(context: StudyContext, values: Array, name: str | None = None) -> stats.Estimate:
     """The mean of a column of the clean model; `name` None is the metric."""
     known = values[np.isfinite(values)]
     if not len(known):
@@ -176,10 +184,10 @@ def clean_score(frame: Frame, values: Array, name: str | None = None) -> stats.E
     if name == "nll":
         return stats.nonnegative_mean(np.maximum(known, 0.0))
     found = stats.mean(known)
-    is_share = (frame.metric if name is None else name) in SHARES and frame.measure != "custom"
+    is_share = (context.metric if name is None else name) in SHARES and context.measure != "custom"
     return found.within(0.0, 1.0) if is_share else found
 
 
-def _score(frame: Frame, after: Array) -> stats.Estimate:
+def _score(context: StudyContext, after: Array) -> stats.Estimate:
     found = stats.mean(after)
-    return found if frame.measure == "custom" else found.within(0.0, 1.0)  # a metric of one's own may be anything
+    return found if context.measure == "custom" else found.within(0.0, 1.0)  # a metric of one's own may be anything

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import correct_looks, task_loss
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Effect, WindowEffect, as_row
@@ -87,21 +87,21 @@ class Check:
         layers = frozenset(range(window.start_layer, window.end_layer + 1))
         return Injection(self.fault, operators=frozenset(self.operators), layers=layers, phases=frozenset({"forward"}))
 
-    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+    def propose(self, context: StudyContext, results: Results) -> list[Trial]:
         injections = [None, *(self._injection(window) for window in self.windows)]
-        return [trial for injection in injections for trial in frame.ask(injection, seeds=(0,))]
+        return [trial for injection in injections for trial in context.ask(injection, seeds=(0,))]
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> CheckResult:
-        rows = correct_looks([self._row(frame, results, window) for window in self.windows])
-        samples = frame.test[-1].stop
+    def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> CheckResult:
+        rows = correct_looks([self._row(context, results, window) for window in self.windows])
+        samples = context.test[-1].stop
         return CheckResult(self.name, self.operators, samples, tuple(rows))
 
-    def _row(self, frame: Frame, results: Results, window: ChosenWindow) -> CheckedWindow:
-        clean, noisy = frame.answer(results, None), frame.answer(results, self._injection(window), seeds=(0,))
+    def _row(self, context: StudyContext, results: Results, window: ChosenWindow) -> CheckedWindow:
+        clean, noisy = context.answer(results, None), context.answer(results, self._injection(window), seeds=(0,))
         assert clean is not None and noisy is not None
         failed = clean.error or noisy.error
         if failed:
-            found = Effect(evidence="failed", metric=frame.metric_name, error=failed)
+            found = Effect(evidence="failed", metric=context.metric_name, error=failed)
         else:
-            found = replace(task_loss(frame, clean, noisy, 1.0, looks=len(self.windows)), evidence="injected")
+            found = replace(task_loss(context, clean, noisy, 1.0, looks=len(self.windows)), evidence="injected")
         return as_row(found, CheckedWindow, **vars(window))

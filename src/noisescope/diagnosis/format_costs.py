@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.sections import FormatScore, FormatScores, ModuleScores, UniformScore
 from noisescope.trials import Results, Trial
 
@@ -18,22 +18,22 @@ FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
 SAMPLES = 16  # a second sample tells more than a second draw on the same one, at the same cost
 
 
-def formats_trial(frame: Frame) -> Trial | None:
+def formats_trial(context: StudyContext) -> Trial | None:
     """None in a screen, without the layer level, and where the metric is the caller's own."""
-    if frame.few is None or frame.settings.effort == "screen" or "layer" not in frame.settings.levels:
+    if context.few is None or context.settings.effort == "screen" or "layer" not in context.settings.levels:
         return None
-    part = dataclasses.replace(frame.few, stop=min(SAMPLES, frame.test[-1].stop))
-    return Trial(frame.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})
+    part = dataclasses.replace(context.few, stop=min(SAMPLES, context.test[-1].stop))
+    return Trial(context.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})
 
 
-def propose(frame: Frame) -> list[Trial]:
-    trial = formats_trial(frame)
+def propose(context: StudyContext) -> list[Trial]:
+    trial = formats_trial(context)
     return [] if trial is None else [trial]
 
 
-def conclude(frame: Frame, results: Results) -> FormatScores | None:
+def conclude(context: StudyContext, results: Results) -> FormatScores | None:
     """Predicted KL per token of each format at each linear alone, mean of the samples with its standard error."""
-    trial = formats_trial(frame)
+    trial = formats_trial(context)
     found = None if trial is None else results.get(trial.id)
     if found is None:
         return None

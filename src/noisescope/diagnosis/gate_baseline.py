@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from noisescope.diagnosis import operators, screen
-from noisescope.diagnosis.context import GROUP, Array, Frame
+from noisescope.diagnosis.context import GROUP, Array, StudyContext
 from noisescope.diagnosis.sections import GateNumbers
 from noisescope.trials import Results, Trial
 
@@ -23,50 +23,50 @@ CLEAN = "clean"
 DIGITS = 6
 
 
-def propose(frame: Frame, results: Results) -> list[Trial]:
+def propose(context: StudyContext, results: Results) -> list[Trial]:
     """The screen over whole samples; and where noise is injected at all, that in all products, whole and scored."""
-    if not frame.whole:
+    if not context.whole:
         return []
-    over, products = frame.over_whole, operators.injection(frame, GROUP)
-    trials = frame.ask(None) + over.ask(None) + screen.propose(over, results)
-    if frame.settings.effort != "screen" and GROUP in frame.present:
-        trials += over.ask(products) + frame.ask(products)
+    over, products = context.over_whole, operators.injection(context, GROUP)
+    trials = context.ask(None) + over.ask(None) + screen.propose(over, results)
+    if context.settings.effort != "screen" and GROUP in context.present:
+        trials += over.ask(products) + context.ask(products)
     return trials
 
 
-def conclude(frame: Frame, results: Results) -> GateNumbers | None:
+def conclude(context: StudyContext, results: Results) -> GateNumbers | None:
     """Numbers by operator and sample; None where nothing was asked, or the model itself failed."""
-    if not frame.whole:
+    if not context.whole:
         return None
-    over = frame.over_whole
+    over = context.over_whole
     clean, screened = over.answer(results, None), screen.conclude(over, results)
     if clean is None or clean.error:
         return None
-    present = [name for name in OPERATORS if name in frame.present]
+    present = [name for name in OPERATORS if name in context.present]
     predicted = {}
     if screened is not None and not screened.error:
-        predicted = {name: screened.predicted_by(operators.injection(frame, name)) for name in present}
-    injected = over.answer(results, operators.injection(frame, GROUP)) if GROUP in present else None
+        predicted = {name: screened.predicted_by(operators.injection(context, name)) for name in present}
+    injected = over.answer(results, operators.injection(context, GROUP)) if GROUP in present else None
     measured = injected is not None and not injected.error
     return GateNumbers(
-        samples=frame.names,
-        noise=repr(frame.settings.perturbation),
-        seeds=frame.settings.seeds,
-        metric=frame.metric,
-        chance=frame.chance,
+        samples=context.names,
+        noise=repr(context.settings.perturbation),
+        seeds=context.settings.seeds,
+        metric=context.metric,
+        chance=context.chance,
         predicted_kl={name: _numbers(values) for name, values in predicted.items()},
         kl={GROUP: _numbers(injected.mean("kl"))} if injected is not None and measured else {},
-        accuracy={name: _numbers(values) for name, values in _scores(frame, results, present).items()},
+        accuracy={name: _numbers(values) for name, values in _scores(context, results, present).items()},
         nonfinite=clean.nonfinite + (injected.nonfinite if injected is not None and measured else 0),
     )
 
 
-def _scores(frame: Frame, results: Results, present: list[str]) -> dict[str, Array]:
+def _scores(context: StudyContext, results: Results, present: list[str]) -> dict[str, Array]:
     """The metric of each sample, clean and under noise in each operator that was injected; a broken answer is 0."""
-    injections = {CLEAN: None, **{name: operators.injection(frame, name) for name in present}}
-    answers = {name: frame.answer(results, injection) for name, injection in injections.items()}
+    injections = {CLEAN: None, **{name: operators.injection(context, name) for name in present}}
+    answers = {name: context.answer(results, injection) for name, injection in injections.items()}
     return {
-        name: np.nan_to_num(answer.values(frame.metric), posinf=0.0, neginf=0.0).mean(0)
+        name: np.nan_to_num(answer.values(context.metric), posinf=0.0, neginf=0.0).mean(0)
         for name, answer in answers.items()
         if answer is not None and not answer.error
     }

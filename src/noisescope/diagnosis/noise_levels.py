@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.context import Array, Frame
+from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import clean_score, correct_looks, effect, paired
 from noisescope.diagnosis.report import RobustnessCurve
 from noisescope.diagnosis.rows import Effect, LevelEffect, as_row
@@ -40,23 +40,23 @@ class Bisection:
     error: str = ""
 
 
-def bisect(frame: Frame, results: Results, **aim: Any) -> Bisection:
+def bisect(context: StudyContext, results: Results, **aim: Any) -> Bisection:
     """Walk along what is known. The highest scale comes first: a threshold beyond it needs no bisection."""
-    highest = frame.settings.highest_scale
-    clean = _accuracy(frame, results, None)
-    if clean is None or not stats.measurable(clean[np.isfinite(clean)], frame.chance):
+    highest = context.settings.highest_scale
+    clean = _accuracy(context, results, None)
+    if clean is None or not stats.measurable(clean[np.isfinite(clean)], context.chance):
         return Bisection((), 0.0, None, None)
     tried: list[tuple[float, Array]] = []
     low, high, scale = 0.0, highest, highest
     while high - low > min(TOLERANCE, highest / 100):
-        answer = frame.answer(results, frame.injection(scale=scale, **aim))
+        answer = context.answer(results, context.injection(scale=scale, **aim))
         if answer is None or answer.error:
             failed = "" if answer is None else answer.error
             return Bisection(tuple(tried), low, high if tried else None, scale if answer is None else None, failed)
-        accuracy = np.nan_to_num(answer.values(frame.metric), nan=0.0, posinf=0.0, neginf=0.0).mean(0)
+        accuracy = np.nan_to_num(answer.values(context.metric), nan=0.0, posinf=0.0, neginf=0.0).mean(0)
         tried.append((scale, accuracy))
         lost = 1 - float(np.nanmean(accuracy)) / float(np.nanmean(clean))
-        if lost >= frame.settings.target_degradation:
+        if lost >= context.settings.target_degradation:
             high = scale
         elif scale == highest:
             return Bisection(tuple(tried), highest, None, None)
@@ -66,25 +66,25 @@ def bisect(frame: Frame, results: Results, **aim: Any) -> Bisection:
     return Bisection(tuple(tried), low, high, None)
 
 
-def propose(frame: Frame, results: Results, **aim: Any) -> list[Trial]:
+def propose(context: StudyContext, results: Results, **aim: Any) -> list[Trial]:
     """The next scale's trials; [] when the threshold is known or can't be."""
-    scale = bisect(frame, results, **aim).wanted
-    return [] if scale is None else frame.ask(frame.injection(scale=scale, **aim))
+    scale = bisect(context, results, **aim).wanted
+    return [] if scale is None else context.ask(context.injection(scale=scale, **aim))
 
 
-def conclude(frame: Frame, results: Results, **aim: Any) -> Threshold:
+def conclude(context: StudyContext, results: Results, **aim: Any) -> Threshold:
     """The threshold with its interval; "> 0.20" where it was not reached, "not measurable" at chance."""
-    known = bisect(frame, results, **aim)
-    clean = _accuracy(frame, results, None)
-    target = frame.settings.target_degradation
+    known = bisect(context, results, **aim)
+    clean = _accuracy(context, results, None)
+    target = context.settings.target_degradation
     nothing = Threshold(None, NOT_MEASURABLE, None, None, NOT_MEASURABLE, target, 0, ())
     if clean is None or (not known.tried and not known.error):
         return nothing
     if known.error:
         between = f"between {known.low:g} and {known.high:g}" if known.high is not None else "unknown"
         return dataclasses.replace(nothing, label=f"{between}: a trial failed ({known.error})")
-    highest = frame.settings.highest_scale
-    low, high = _interval(frame, clean, known.tried)
+    highest = context.settings.highest_scale
+    low, high = _interval(context, clean, known.tried)
     return Threshold(
         value=known.high,
         label=f"> {highest:.2f}" if known.high is None else f"{known.high:.3f}",
@@ -97,7 +97,9 @@ def conclude(frame: Frame, results: Results, **aim: Any) -> Threshold:
     )
 
 
-def _interval(frame: Frame, before: Array, tried: tuple[tuple[float, Array], ...]) -> tuple[float | None, float | None]:
+def _interval(
+    context: StudyContext, before: Array, tried: tuple[tuple[float, Array], ...]
+) -> tuple[float | None, float | None]:
     """95 % of the thresholds of resampled samples; None at an end that lies beyond the highest scale."""
     scales = np.array([0.0, *sorted(s for s, _ in tried)])
     by_scale = dict(tried)
@@ -106,7 +108,7 @@ def _interval(frame: Frame, before: Array, tried: tuple[tuple[float, Array], ...
     draw = np.random.default_rng(0).integers(0, table.shape[1], (_RESAMPLES, table.shape[1]))
     means = table[:, draw].mean(-1).T  # [resamples, scales]
     lost = np.maximum.accumulate(1 - means / np.maximum(means[:, :1], 1e-12), axis=1)
-    thresholds = [_crossing(scales, row, frame.settings.target_degradation) for row in lost]
+    thresholds = [_crossing(scales, row, context.settings.target_degradation) for row in lost]
     low, high = np.quantile(thresholds, [0.025, 0.975], method="nearest")
     return _finite(low), _finite(high)
 
@@ -122,9 +124,9 @@ def _crossing(scales: Array, lost: Array, target: float) -> float:
     return float(scales[at - 1] + share * (scales[at] - scales[at - 1]))
 
 
-def _accuracy(frame: Frame, results: Results, injection: Injection | None) -> Array | None:
-    answer = frame.answer(results, injection)
-    return None if answer is None or answer.error else answer.mean(frame.metric)
+def _accuracy(context: StudyContext, results: Results, injection: Injection | None) -> Array | None:
+    answer = context.answer(results, injection)
+    return None if answer is None or answer.error else answer.mean(context.metric)
 
 
 def _finite(value: float) -> float | None:
@@ -156,27 +158,27 @@ class RobustnessQuestion:
 
     levels: tuple[float, ...]
 
-    def propose(self, frame: Frame, results: Results) -> list[Trial]:
-        noisy = [trial for level in self.levels if level for trial in frame.ask(frame.injection(scale=level))]
-        return frame.ask(None) + noisy
+    def propose(self, context: StudyContext, results: Results) -> list[Trial]:
+        noisy = [trial for level in self.levels if level for trial in context.ask(context.injection(scale=level))]
+        return context.ask(None) + noisy
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> RobustnessFound:
-        rows = correct_looks([self._row(frame, results, level) for level in self.levels])
-        return RobustnessFound(RobustnessCurve(frame.settings.layer_operators, tuple(rows)), tuple(notes))
+    def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> RobustnessFound:
+        rows = correct_looks([self._row(context, results, level) for level in self.levels])
+        return RobustnessFound(RobustnessCurve(context.settings.layer_operators, tuple(rows)), tuple(notes))
 
-    def _row(self, frame: Frame, results: Results, level: float) -> LevelEffect:
-        clean = frame.answer(results, None)
+    def _row(self, context: StudyContext, results: Results, level: float) -> LevelEffect:
+        clean = context.answer(results, None)
         assert clean is not None
-        row, score, kept = Effect(metric=frame.metric_name), None, None
+        row, score, kept = Effect(metric=context.metric_name), None, None
         if clean.error:
             row = replace(row, evidence="failed", error=clean.error)
         elif level == 0:
-            score = clean_score(frame, clean.values(frame.metric)[0])
+            score = clean_score(context, clean.values(context.metric)[0])
         else:
-            row = effect(frame, results, frame.injection(scale=level), looks=len(self.levels))
+            row = effect(context, results, context.injection(scale=level), looks=len(self.levels))
             score = row.noisy_acc_interval
-            noisy = frame.answer(results, frame.injection(scale=level))
+            noisy = context.answer(results, context.injection(scale=level))
             if noisy is not None and not noisy.error:
                 together = stats.simultaneous_level(len(self.levels))
-                kept = stats.retention(*paired(frame, clean, noisy), chance=frame.chance, level=together)
+                kept = stats.retention(*paired(context, clean, noisy), chance=context.chance, level=together)
         return as_row(row, LevelEffect, noise_level=level, accuracy=score, retention=kept)

@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.diagnosis.context import Array, Frame
+from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.injection import Injection
 from noisescope.sites import Site
 from noisescope.trials import Results, Trial
 
 
-def screen_injection(frame: Frame) -> Injection:
+def screen_injection(context: StudyContext) -> Injection:
     """Noise of scale 1 on every operator of every place: sums scale with s^2."""
-    unit = dataclasses.replace(frame.settings.perturbation, scale=1.0)
+    unit = dataclasses.replace(context.settings.perturbation, scale=1.0)
     return Injection(unit, phases=frozenset({"forward"}))
 
 
-def propose(frame: Frame, results: Results) -> list[Trial]:
-    where = screen_injection(frame)
-    settings = {"draws": frame.settings.draws, "seed": 0}
-    trials = [Trial(frame.conditions, "screen", part, where, settings) for part in frame.test]
+def propose(context: StudyContext, results: Results) -> list[Trial]:
+    where = screen_injection(context)
+    settings = {"draws": context.settings.draws, "seed": 0}
+    trials = [Trial(context.conditions, "screen", part, where, settings) for part in context.test]
     return [trial for trial in trials if trial.id not in results]
 
 
@@ -66,19 +66,19 @@ def site_of(facts: Mapping[str, Any]) -> Site:
     return Site(facts["operator"], facts["place"], facts["module"], facts["component"], occurrence=facts["occurrence"])
 
 
-def conclude(frame: Frame, results: Results) -> Screened | None:
+def conclude(context: StudyContext, results: Results) -> Screened | None:
     """The screen of all slices put together; None where there is none."""
-    if propose(frame, results):
+    if propose(context, results):
         return None
-    where = screen_injection(frame)
-    settings = {"draws": frame.settings.draws, "seed": 0}
-    found = [results[Trial(frame.conditions, "screen", part, where, settings).id] for part in frame.test]
+    where = screen_injection(context)
+    settings = {"draws": context.settings.draws, "seed": 0}
+    found = [results[Trial(context.conditions, "screen", part, where, settings).id] for part in context.test]
     failed = next((result.error for result in found if result.failed), "")
     if failed:
-        return Screened((), np.zeros((0, 0)), (), frame.settings.scale, failed)
+        return Screened((), np.zeros((0, 0)), (), context.settings.scale, failed)
     sites = tuple(map(site_of, found[0].facts["sites"]))
     samples = np.concatenate([result.arrays["sums"] / result.arrays["tokens"] for result in found], axis=1)
     flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / samples.shape[1]
     ends = np.cumsum([f["channels"] for f in found[0].facts["sites"]])[:-1]
     lost = tuple(sorted({name for result in found for name in result.facts["lost"]}))
-    return Screened(sites, samples, tuple(np.split(np.asarray(flat), ends)), frame.settings.scale, lost=lost)
+    return Screened(sites, samples, tuple(np.split(np.asarray(flat), ends)), context.settings.scale, lost=lost)

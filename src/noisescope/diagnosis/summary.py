@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.ranking import RATED, STANDS_OUT, counted_once, typical_nats, whole_model
 from noisescope.diagnosis.rows import Effect
 from noisescope.diagnosis.sections import ChannelAnalysis, ExecutiveSummary, PlainWords, Sections
@@ -88,12 +88,12 @@ WANTED = 0.05  # half the width of one that is
 
 
 def plain_words(
-    frame: Frame, found: Sections, level: str, wanted: Sequence[Recommendation], next_step: str
+    context: StudyContext, found: Sections, level: str, wanted: Sequence[Recommendation], next_step: str
 ) -> PlainWords:
     """Up to three short paragraphs; every number in them is elsewhere in the report with its interval."""
-    risk = f"{_MEANING[level]} {_loss(frame, found)}".strip()
+    risk = f"{_MEANING[level]} {_loss(context, found)}".strip()
     if level == NOT_MEASURABLE:
-        return PlainWords(risk, next_step, _success(frame, found))
+        return PlainWords(risk, next_step, _success(context, found))
     if not wanted:
         return PlainWords(risk, "Nothing beyond the usual validation.", "")
     urgent = sum(one.priority in ("CRITICAL", "HIGH") for one in wanted)
@@ -101,19 +101,21 @@ def plain_words(
     things = f"{len(wanted)} {'item' if len(wanted) == 1 else 'items'}" + (
         f", {urgent} of them urgent" if urgent else ""
     )
-    return PlainWords(risk, f"Look at {things}: {named}. The recommendations say how.", _success(frame, found))
+    return PlainWords(risk, f"Look at {things}: {named}. The recommendations say how.", _success(context, found))
 
 
-def _success(frame: Frame, found: Sections) -> str:
+def _success(context: StudyContext, found: Sections) -> str:
     """A criterion that a device can pass or fail, or how many samples it would take to have one."""
     baseline = found.metrics.baseline
-    if baseline is None or not baseline.measurable or frame.metric == "agreement":  # the clean model agrees with itself
+    if (
+        baseline is None or not baseline.measurable or context.metric == "agreement"
+    ):  # the clean model agrees with itself
         return ""
-    clean = baseline.metrics.get(frame.metric)
+    clean = baseline.metrics.get(context.metric)
     if clean is None or clean.value is None or clean.low is None or clean.high is None:
         return ""
-    metric = metric_name(frame.metric_name)
-    if frame.measure != "custom" and clean.high - clean.low > WIDEST:
+    metric = metric_name(context.metric_name)
+    if context.measure != "custom" and clean.high - clean.low > WIDEST:
         needed = math.ceil(1.96**2 * max(clean.value * (1 - clean.value), 0.05) / WANTED**2)
         return (
             f"{clean.n} samples are too few for a pass criterion: the {metric} on this data is known to "
@@ -125,14 +127,14 @@ def _success(frame: Frame, found: Sections) -> str:
     )
 
 
-def _loss(frame: Frame, found: Sections) -> str:
+def _loss(context: StudyContext, found: Sections) -> str:
     """What noise everywhere costs, in a sentence."""
     loss = found.metrics.primary.relative_degradation
     if loss is None or loss.value is None or loss.low is None or loss.high is None:
         return ""
     return (
-        f"With errors of {percent(frame.settings.scale, 0)} in its matrix products it loses {percent(loss.value, 0)} "
-        f"of its {metric_name(frame.metric_name)} (95 % interval {percent(loss.low, 0)} to {percent(loss.high, 0)}, "
+        f"With errors of {percent(context.settings.scale, 0)} in its matrix products it loses {percent(loss.value, 0)} "
+        f"of its {metric_name(context.metric_name)} (95 % interval {percent(loss.low, 0)} to {percent(loss.high, 0)}, "
         f"{loss.n} samples)."
     )
 
@@ -145,14 +147,14 @@ LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't
 
 
 def executive_summary(
-    frame: Frame, found: Sections, ranked: Sequence[Finding], wanted: Sequence[Recommendation]
+    context: StudyContext, found: Sections, ranked: Sequence[Finding], wanted: Sequence[Recommendation]
 ) -> ExecutiveSummary:
     operators = {
         name: row
         for name, row in (found.operator_analysis or {}).items()
         if name in counted_once(found.operator_analysis or {}) and row.evidence != "absent"
     }
-    critical = tuple(name for name, row in operators.items() if _critical(row, frame.settings.scale))
+    critical = tuple(name for name, row in operators.items() if _critical(row, context.settings.scale))
     layers = found.layer_analysis
     points = () if layers is None else tuple(point for point in layers.avalanche_points if point.decided)
     measured = layers is not None and any(row.injected for row in layers.windows)
@@ -168,14 +170,14 @@ def executive_summary(
         risk.level, [*ranked, *([] if whole is None else [whole])], smallest_detectable(found)
     )
     if level == NOT_MEASURABLE:
-        meaning = _why_not(frame, found) or meaning
-    step = next_step(frame, found, ranked)
+        meaning = _why_not(context, found) or meaning
+    step = next_step(context, found, ranked)
     return ExecutiveSummary(
         critical_operators=critical,
         borderline_operators=tuple(
             name
             for name, row in operators.items()
-            if name not in critical and _may_be_critical(row, frame.settings.scale)
+            if name not in critical and _may_be_critical(row, context.settings.scale)
         ),
         num_critical_operators=len(critical),
         avalanche_points=points,
@@ -188,7 +190,7 @@ def executive_summary(
         whole_model=whole,
         top_findings=tuple(ranked[:TOP]),
         next_step=step,
-        in_plain_words=plain_words(frame, found, level, list(wanted), step),
+        in_plain_words=plain_words(context, found, level, list(wanted), step),
     )
 
 
@@ -212,14 +214,14 @@ def overall_risk(score_level: RiskLevel, ranked: Sequence[Finding], smallest: fl
     return level, RISK_MEANINGS.get(level, "only a part of the model was measured")
 
 
-def _why_not(frame: Frame, found: Sections) -> str:
+def _why_not(context: StudyContext, found: Sections) -> str:
     """Why no loss could be measured at all; "" where some could."""
     baseline = found.metrics.baseline
-    if frame.settings.effort == "screen":
+    if context.settings.effort == "screen":
         return "a screen predicts divergence and injects nothing, so no loss was measured"
     if baseline is None:
         return "the clean model could not be measured"
-    return "" if baseline.measurable else f"the clean {metric_name(frame.metric_name)} is not clear of chance"
+    return "" if baseline.measurable else f"the clean {metric_name(context.metric_name)} is not clear of chance"
 
 
 def _critical(row: Effect, scale: float) -> bool:
@@ -250,14 +252,14 @@ def smallest_detectable(found: Sections) -> float | None:
     return max(known) if known and len(known) == len(seen) else None
 
 
-def next_step(frame: Frame, found: Sections, ranked: Sequence[Finding]) -> str:
+def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding]) -> str:
     if found.metrics.baseline is None:
         return f"The clean model could not be measured: {found.first_error or 'its trials failed'}"
-    if frame.settings.effort == "screen":
+    if context.settings.effort == "screen":
         return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
     baseline = found.metrics.baseline
     if baseline is not None and not baseline.measurable:
-        return _not_measurable(frame, found)
+        return _not_measurable(context, found)
     urgent = next((finding for finding in ranked if finding.urgent), None)
     if urgent is not None:
         place = next((finding.component for finding in ranked if finding.target.places), None)
@@ -284,27 +286,27 @@ def next_step(frame: Frame, found: Sections, ranked: Sequence[Finding]) -> str:
     return f"No rated loss at this noise scale; {percent(smallest)} in one operator would have been detected.{first}"
 
 
-def _not_measurable(frame: Frame, found: Sections) -> str:
+def _not_measurable(context: StudyContext, found: Sections) -> str:
     baseline = found.metrics.baseline
     assert baseline is not None
-    clean = baseline.metrics[frame.metric]
+    clean = baseline.metrics[context.metric]
     low, high = ("..." if end is None else percent(end) for end in (clean.low, clean.high))
     value = "not finite" if clean.value is None else percent(clean.value)
     return (
-        f"The clean {metric_name(frame.metric_name)} is {value} [{low}, {high}] (n = {clean.n}) and is not clear of "
-        f"chance ({percent(frame.chance)}), so no loss can be measured: raise --samples, or give data on which the "
+        f"The clean {metric_name(context.metric_name)} is {value} [{low}, {high}] (n = {clean.n}) and is not clear of "
+        f"chance ({percent(context.chance)}), so no loss can be measured: raise --samples, or give data on which the "
         "model answers correctly (--data)."
     )
 
 
-def could_not_see(frame: Frame, found: Sections, notes: Sequence[str]) -> list[str]:
+def could_not_see(context: StudyContext, found: Sections, notes: Sequence[str]) -> list[str]:
     """The limits of this run."""
-    limits, metric = list(notes), metric_name(frame.metric_name)
+    limits, metric = list(notes), metric_name(context.metric_name)
     absent = [name for name, row in (found.operator_analysis or {}).items() if row.evidence == "absent"]
     if absent:
         limits.append(f"the model computes no {', '.join(absent)}")
     smallest = smallest_detectable(found)
-    reason = _why_not(frame, found)
+    reason = _why_not(context, found)
     if reason:
         limits.append(reason)
     elif smallest is None and found.operator_analysis:
@@ -320,7 +322,7 @@ def could_not_see(frame: Frame, found: Sections, notes: Sequence[str]) -> list[s
         limits.append(f"a loss of {metric} below {percent(max(seen))} in one window could have been missed")
     elif windows and not reason:
         limits.append(f"too few samples: in no window could a loss of {metric} have been detected")
-    if frame.settings.effort != "full" and found.layer_analysis is not None:
+    if context.settings.effort != "full" and found.layer_analysis is not None:
         limits.append(
             "layers and cells of the layer x operator map that are marked predicted were not injected: predictions "
             "add up over sites and can't show errors that compound (--effort full injects all)"

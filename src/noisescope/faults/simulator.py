@@ -1,6 +1,6 @@
 """`faulty`: a model that computes wrongly at one site, for the length of a `with` block.
 
-The door is opened before whoever looks: every scope opened later, and every hook, sees the faulty values, as it would
+The scope is opened before whoever looks: every scope opened later, and every hook, sees the faulty values, as it would
 on a broken device. The fault's own arithmetic is hidden from all of them.
 """
 
@@ -81,9 +81,9 @@ def _either(first: int | None, second: int | None) -> int | None:
 
 
 class FaultScope(Probe):
-    """A door behind which one operator computes wrongly."""
+    """A scope behind which one operator computes wrongly."""
 
-    early = True  # scopes opened later see what this one did
+    acts_as_device = True  # scopes opened later see what this one did
 
     def __init__(self, model: nn.Module, fault: Fault, where: Where, *, anatomy: Anatomy | None = None) -> None:
         anatomy = anatomy or dissect(unwrap(model))
@@ -113,7 +113,7 @@ class FaultScope(Probe):
     def aim_at(self, unit: Unit, operator: str) -> Any:
         if operator not in self.fault.operators or not self.injection.selects(unit.site(operator)):
             return None
-        return FaultAim(self, unit, operator, self.count_of(unit, operator))
+        return FaultTarget(self, unit, operator, self.count_of(unit, operator))
 
     def check(self) -> None:
         if self.forwards and not self.calls and self.where.occurrence is not None:
@@ -150,7 +150,7 @@ def _aim(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
     )
 
 
-class FaultAim(CallWatcher):
+class FaultTarget(CallWatcher):
     """Gives the faulty output of one operator of one unit in place of the right one."""
 
     def __init__(self, scope: FaultScope, unit: Unit, operator: str, count: SiteCount) -> None:

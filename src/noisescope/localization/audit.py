@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
-from noisescope.localization.audit_log import FUSED, Ledger
+from noisescope.localization.audit_log import FUSED, AuditLog
 from noisescope.localization.audit_verdict import conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.localization.expression_search import Recorder
 from noisescope.localization.host_operators import first_tensor, host_arithmetic
@@ -28,7 +28,7 @@ from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.model.subject import Subject
-from noisescope.probe.scope import PlainDoor
+from noisescope.probe.scope import PlainScope
 from noisescope.probe.target import CallWatcher, Context
 
 PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
@@ -50,34 +50,34 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
     if rows < 2:
         raise InvalidInput(f"rows must be at least 2, got {rows}")
     model, tokenizer, anatomy = parts_of(subject)
-    ledger = Ledger(anatomy, rows=rows, seed=seed)
+    log = AuditLog(anatomy, rows=rows, seed=seed)
     if model is not (subject.model if isinstance(subject, Subject) else subject):
-        ledger.remarks.append("a compiled model is looked at as it runs uncompiled: its own fused kernels are not seen")
+        log.remarks.append("a compiled model is looked at as it runs uncompiled: its own fused kernels are not seen")
     hooked = sum(bool(module._forward_hooks or module._forward_pre_hooks) for module in model.modules())
     if hooked:
-        ledger.remarks.append(
+        log.remarks.append(
             f"modules with forward hooks: {hooked}. What they change is seen only where it enters another operator of "
             "the same block"
         )
     batches = batches_for(model, tokenizer, inputs, seed)
-    ledger.remarks += remarks(model, batches)
+    log.remarks += remarks(model, batches)
     with evaluating(model), torch.no_grad():
         every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         for number, batch in enumerate(batches):
             opened = every if number % 2 else frozenset[str]()
-            _run(ledger, model, anatomy, batch, number, opened=opened, keeping_prints=number == 0)
-        _run(ledger, model, anatomy, batches[0], 0, opened=frozenset(), repeated=True)
+            _run(log, model, anatomy, batch, number, opened=opened, keeping_prints=number == 0)
+        _run(log, model, anatomy, batches[0], 0, opened=frozenset(), repeated=True)
         for attempt in range(_TRIES):  # a fault that always shows is caught at once, if an operator inside has it
-            for number, hidden in hidden_in_attention(ledger, passing_only=attempt > 0).items():
-                _run(ledger, model, anatomy, batches[number], number, opened=hidden)
-        inside = suspects_inside_attention(ledger)
+            for number, hidden in hidden_in_attention(log, passing_only=attempt > 0).items():
+                _run(log, model, anatomy, batches[number], number, opened=hidden)
+        inside = suspects_inside_attention(log)
         if inside:  # was it old data of the first batch? Only these are opened, so that all before them is as it was
-            _run(ledger, model, anatomy, batches[0], 0, opened=inside)
-    return conclude(ledger)
+            _run(log, model, anatomy, batches[0], 0, opened=inside)
+    return conclude(log)
 
 
 def _run(
-    ledger: Ledger,
+    log: AuditLog,
     model: nn.Module,
     anatomy: Anatomy,
     batch: Batch,
@@ -87,26 +87,26 @@ def _run(
     keeping_prints: bool = False,
     repeated: bool = False,
 ) -> None:
-    ledger.begin(number, keeping_prints=keeping_prints, repeated=repeated)
+    log.begin(number, keeping_prints=keeping_prints, repeated=repeated)
     own = {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in batch.items()}
-    with Watch(model, anatomy, ledger, opened=opened):
+    with Watch(model, anatomy, log, opened=opened):
         model(**own)  # a cache that is given grows: each forward gets its own
-    ledger.end()
+    log.end()
 
 
-class Watch(PlainDoor):
-    """A door through which every operator's call is seen whole."""
+class Watch(PlainScope):
+    """A scope through which every operator's call is seen whole."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, ledger: Ledger, *, opened: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, log: AuditLog, *, opened: frozenset[str]) -> None:
         super().__init__(model, _with_parts(model, anatomy))
-        self.ledger = ledger
+        self.log = log
         self.opened = opened
         self.recorder = Recorder(model)
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         return Listener(self, unit, operator)
 
-    def aim_at_fused(self, unit: Unit) -> Any:
+    def target_fused_attention(self, unit: Unit) -> Any:
         return None if unit.module in self.opened else Listener(self, unit, FUSED)
 
 
@@ -130,7 +130,7 @@ class Listener(CallWatcher):
         if self.operator == "residual":
             if isinstance(whole, Tensor) and given is not None:
                 x = first_tensor(args, kwargs)
-                watch.ledger.block(unit, watch.recorder, x, whole, _angles(kwargs.get("position_embeddings"), x))
+                watch.log.block(unit, watch.recorder, x, whole, _angles(kwargs.get("position_embeddings"), x))
             watch.recorder.clear()
             return
         if isinstance(whole, Tensor) and isinstance(unit.place, int):
@@ -140,25 +140,25 @@ class Listener(CallWatcher):
                 watch.recorder.gave(unit.module, whole)
             self._between(callee, args, kwargs, whole, occurrence)
         if self.operator != PART:
-            watch.ledger.call(unit.site(self.operator, occurrence=occurrence), callee, args, kwargs, y)
+            watch.log.call(unit.site(self.operator, occurrence=occurrence), callee, args, kwargs, y)
 
     def _between(self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, occurrence: int) -> None:
-        """The call as the seams need it: which inputs must follow from outputs before it, and its own output."""
-        unit, operator, ledger = self.unit, self.operator, self.watch.ledger
-        role = unit.module.removeprefix(f"{ledger.anatomy.blocks[unit.place]}.")  # type: ignore[index]
+        """The call as the data flow need it: which inputs must follow from outputs before it, and its own output."""
+        unit, operator, log = self.unit, self.operator, self.watch.log
+        role = unit.module.removeprefix(f"{log.anatomy.blocks[unit.place]}.")  # type: ignore[index]
         if operator == FUSED:
             named = {f" {name}": argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value"))}
-            ledger.between(unit, role, FUSED, named, y, heads=True)
+            log.between(unit, role, FUSED, named, y, heads=True)
         elif isinstance(callee, nn.Module):
             follows = operator in _FOLLOWING or (operator == "norm" and unit.component == "attention")
-            ledger.between(unit, role, operator, {"": first_tensor(args, kwargs)} if follows else {}, y)
+            log.between(unit, role, operator, {"": first_tensor(args, kwargs)} if follows else {}, y)
         elif unit.kind == ATTENTION:
             given = {"": first_tensor(args, kwargs)} if operator == "matmul" else {}  # queries, then probabilities
             name = f"{role} {operator} {occurrence}"
-            ledger.between(unit, name, operator, given, y, heads=True, occurrence=occurrence)
+            log.between(unit, name, operator, given, y, heads=True, occurrence=occurrence)
         elif unit.kind == CALLS and operator in _FOLLOWING:
             name, given = f"{role} {operator} {occurrence}", {"": first_tensor(args, kwargs)}
-            ledger.between(unit, name, operator, given, y, occurrence=occurrence)
+            log.between(unit, name, operator, given, y, occurrence=occurrence)
 
 
 def _angles(given: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -173,7 +173,7 @@ def _angles(given: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
 def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
     """The anatomy with the modules between a block and its operators as units of their own (an MLP, a MoE layer).
 
-    Not where a block's own function calls are watched: a stand-in around a part of it would hide the calls made there.
+    Not where a block's own function calls are watched: a wrapper around a part of it would hide the calls made there.
     """
     units = {unit.module for unit in anatomy.units}
     loose = {unit.place for unit in anatomy.units if unit.kind == CALLS}

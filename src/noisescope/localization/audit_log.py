@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.classify import classify, is_stale
-from noisescope.localization.data_flow import Seams, words
+from noisescope.localization.data_flow import DataFlowChecks, words
 from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.expression_search import Recorder, Residuals
 from noisescope.localization.host_operators import Unseen, recompute
@@ -47,7 +47,7 @@ class Origin:
         return f"an overflow of {self.dtype}, whose largest number is {self.largest:.5g}, and no fault"
 
 
-class Strays:
+class NonFiniteOrigin:
     """Watches the outputs of one audit's forwards."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def _all_finite(x: Tensor) -> bool:
     return not plain or bool(torch.isfinite(x).all())
 
 
-# What a ledger holds: alarms, what the looks could have seen, fingerprints of calls.
+# What a log holds: alarms, what the looks could have seen, fingerprints of calls.
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Alarm:
 
 
 @dataclass
-class Power:
+class DetectionLimit:
     """What the looks at one kind of operator could have seen; the worst site counts."""
 
     sites: set[Site] = field(default_factory=set)
@@ -147,7 +147,7 @@ def _finite(number: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class Print:
+class CallHash:
     """A call by the hashes of its bits: the same inputs again must give the same output."""
 
     given: bytes
@@ -155,7 +155,7 @@ class Print:
     weights: tuple[int, ...]
 
     @classmethod
-    def of(cls, given: tuple[Any, ...], y: Tensor, callee: Any) -> Print:
+    def of(cls, given: tuple[Any, ...], y: Tensor, callee: Any) -> CallHash:
         return cls(_hash(given), _hash((y,)), _weights(callee))
 
 
@@ -183,24 +183,24 @@ _MOST_PATTERNS = 24  # alarms of one forward that are looked into
 FUSED = "attention"
 
 
-class Ledger:
+class AuditLog:
     """One audit; conclusions.py draws the verdict from it."""
 
     def __init__(self, anatomy: Anatomy, *, rows: int, seed: int) -> None:
         self.anatomy = anatomy
         self.rows = Rows(rows, seed)
         self.residuals = Residuals()
-        self.seams = Seams()
-        self.strays = Strays()
+        self.data_flow = DataFlowChecks()
+        self.nonfinite = NonFiniteOrigin()
         self.alarms: dict[Site, Alarm] = {}
-        self.power: dict[str, Power] = {}
+        self.power: dict[str, DetectionLimit] = {}
         self.unseen: dict[str, set[Site]] = {}
         self.unsteady: set[Site] = set()
         self.remarks: list[str] = []
         self.checksums = 0
         self.looks = 0
         self.forwards = 0
-        self.prints: dict[Site, Print] = {}
+        self.prints: dict[Site, CallHash] = {}
         self.compared = 0  # calls that had the same inputs again
         self._keeping = False
         self._repeated = False
@@ -215,21 +215,21 @@ class Ledger:
         self._count = self._patterns = 0
         self.forwards += 1
         self.residuals.next_pass()
-        self.seams.next_pass()
-        self.strays.next_pass()
+        self.data_flow.next_pass()
+        self.nonfinite.next_pass()
 
     def end(self) -> None:
         for block, target, form, recomputed in self.residuals.failures():
             self._judge(block.unit.site("residual"), recomputed, block.order, made=f"{target} = {' + '.join(form)}")
-        for block, target, form, recomputed in self.seams.failures():
-            site, order = self.seams.sites[block.unit.place, target]
+        for block, target, form, recomputed in self.data_flow.failures():
+            site, order = self.data_flow.sites[block.unit.place, target]
             self._judge(site, recomputed, order, made=f"input of {target} = {words(form)}")
-        for site, form in self.seams.nearly():
+        for site, form in self.data_flow.nearly():
             self._left_open(
                 site, f"its input is nearly {words(form)}, but bit for bit in no block: other code, or a fault"
             )
-        for block, target, form, usual in self.seams.odd():
-            site = self.seams.sites[block.unit.place, target][0]
+        for block, target, form, usual in self.data_flow.odd():
+            site = self.data_flow.sites[block.unit.place, target][0]
             self._left_open(site, f"its input is {words(form)}, in other blocks {words(usual)}: other code, or a fault")
         for block, target, form, usual in self.residuals.odd():
             sums = f"{target} = {' + '.join(form)}, in other blocks {' + '.join(usual)}"
@@ -246,7 +246,7 @@ class Ledger:
     def call(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         """One call of an operator."""
         self._count += 1
-        arose = self.strays.arise(site, _inputs(site, args, kwargs), y)
+        arose = self.nonfinite.arise(site, _inputs(site, args, kwargs), y)
         if not self._fresh(site, (*args, *kwargs.values()), y, callee):
             return
         try:
@@ -256,7 +256,7 @@ class Ledger:
             return
         self.checksums += recomputed.checksums
         if arose:
-            self.strays.explain(recomputed)
+            self.nonfinite.explain(recomputed)
         if not (recomputed.y.isfinite() | recomputed.reference.values.isfinite()).any():
             self._left_open(site, "it gave no finite number, and neither does the host from the same inputs")
             return
@@ -264,18 +264,18 @@ class Ledger:
 
     def block(self, unit: Unit, recorder: Recorder, x: Tensor, y: Tensor, angles: tuple[Tensor, Tensor] | None) -> None:
         """One call of a block: its adds, and what lay between its operators."""
-        self.seams.end_block(unit, x, angles)
+        self.data_flow.end_block(unit, x, angles)
         if angles is not None and not _on_a_circle(*angles):
             site = Site("matmul", "rotary", "", tensor="input")
             self._left_open(site, "cosines and sines of the positions do not lie on one circle")
         self._count += 1
         site = unit.site("residual")
         found = recorder.block(unit, self._count, x, y)
-        if self.strays.arise(site, (x,), y):
-            self.strays.explain_sum(found.terms.values())
+        if self.nonfinite.arise(site, (x,), y):
+            self.nonfinite.explain_sum(found.terms.values())
         if self._fresh(site, tuple(found.terms.values()), y):
             self.residuals.see(found)
-            power = self.power.setdefault("residual", Power())
+            power = self.power.setdefault("residual", DetectionLimit())
             power.sites.add(site)
             power.element = 0.5
 
@@ -293,14 +293,14 @@ class Ledger:
         """Inputs by name and output of an operator in a block, for what lies between operators."""
         for number, (name, x) in enumerate(given.items()):
             site = unit.site(operator, tensor="input", occurrence=occurrence + number)
-            self.seams.got(f"{role}{name}", site, self._count, x, heads=heads)
-        self.seams.gave(role, y, heads=heads)
+            self.data_flow.got(f"{role}{name}", site, self._count, x, heads=heads)
+        self.data_flow.gave(role, y, heads=heads)
 
     def _fresh(self, site: Site, given: tuple[Any, ...], y: Any, callee: Any = None) -> bool:
         """Whether a call is to be judged: in a repeated forward where its output has changed, or was wrong before."""
         if not (self._keeping or self._repeated) or not isinstance(y, Tensor):
             return not self._repeated
-        now = Print.of(given, y, callee)
+        now = CallHash.of(given, y, callee)
         if self._keeping:
             self.prints[site] = now
             return True
@@ -319,7 +319,7 @@ class Ledger:
         judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.looks += judgement.looks
         if not recomputed.reference.exact or site.operator == "embedding":
-            self.power.setdefault(site.operator, Power()).add(site, judgement)
+            self.power.setdefault(site.operator, DetectionLimit()).add(site, judgement)
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return

@@ -1,4 +1,4 @@
-"""The verdict of an audit, from what its ledger holds: suspects with their evidence, notes on what was not seen."""
+"""The verdict of an audit, from what its log holds: suspects with their evidence, notes on what was not seen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from noisescope.errors import NothingInjected
-from noisescope.localization.audit_log import FUSED, Alarm, Ledger, Origin, Power
+from noisescope.localization.audit_log import FUSED, Alarm, AuditLog, DetectionLimit, Origin
 from noisescope.localization.data_flow import MOST_ROWS
 from noisescope.localization.expression_search import OUT
 from noisescope.localization.verdict import Suspect, Verdict, ranked
@@ -20,38 +20,38 @@ _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of c
 _FIRST = 3.0  # score of what made NaN out of finite numbers: above all alarms, whose inputs may be spoilt by it
 
 
-def conclude(ledger: Ledger) -> Verdict:
-    if not ledger.power:
+def conclude(log: AuditLog) -> Verdict:
+    if not log.power:
         raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
-    suspects = ranked((*_without_a_form(ledger), *_suspects(ledger)))
-    notes = tuple(_notes(ledger))
-    unseen = tuple(site for sites in ledger.unseen.values() for site in sites if site.component != "router")
+    suspects = ranked((*_without_a_form(log), *_suspects(log)))
+    notes = tuple(_notes(log))
+    unseen = tuple(site for sites in log.unseen.values() for site in sites if site.component != "router")
     verdict = "faulty" if suspects else "undecided" if unseen else "healthy"
-    between = {site for (_, role), (site, _) in ledger.seams.sites.items() if role in ledger.seams.forms}
-    powers = ledger.power | ({"between operators": Power(between, element=0.5)} if between else {})
+    between = {site for (_, role), (site, _) in log.data_flow.sites.items() if role in log.data_flow.forms}
+    powers = log.power | ({"between operators": DetectionLimit(between, element=0.5)} if between else {})
     visible = {operator: power.to_dict() for operator, power in powers.items()}
-    return Verdict(verdict, "audit", suspects, visible, float(ledger.forwards), ledger.looks, notes, unseen)
+    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.looks, notes, unseen)
 
 
 # -- inside attention
 
 
-def suspects_inside_attention(ledger: Ledger) -> frozenset[str]:
+def suspects_inside_attention(log: AuditLog) -> frozenset[str]:
     """Attention modules of which an operator inside is under suspicion."""
-    inside = (s for s in ledger.alarms if s.operator in _INSIDE and s.tensor == "output")
+    inside = (s for s in log.alarms if s.operator in _INSIDE and s.tensor == "output")
     return frozenset(site.module for site in inside if site.component == "attention")
 
 
-def hidden_in_attention(ledger: Ledger, *, passing_only: bool) -> dict[int, frozenset[str]]:
+def hidden_in_attention(log: AuditLog, *, passing_only: bool) -> dict[int, frozenset[str]]:
     """By batch, fused attention that was wrong there while no operator inside it was caught yet.
 
     `passing_only`: only where it is not wrong in the same way each time.
     """
-    inside = suspects_inside_attention(ledger)
+    inside = suspects_inside_attention(log)
     found: dict[int, frozenset[str]] = {}
-    for site, alarm in ledger.alarms.items():
+    for site, alarm in log.alarms.items():
         fused = site.operator == FUSED and site.tensor == "output" and site.module not in inside
-        if fused and (site in ledger.unsteady or not passing_only):
+        if fused and (site in log.unsteady or not passing_only):
             found[alarm.batch] = found.get(alarm.batch, frozenset()) | {site.module}
     return found
 
@@ -59,11 +59,11 @@ def hidden_in_attention(ledger: Ledger, *, passing_only: bool) -> dict[int, froz
 # -- suspects
 
 
-def _suspects(ledger: Ledger) -> Iterator[Suspect]:
+def _suspects(log: AuditLog) -> Iterator[Suspect]:
     """One for each call under suspicion, in the order of computation."""
-    opened = suspects_inside_attention(ledger)
-    fused = {site for site in ledger.alarms if site.operator == FUSED and site.tensor == "output"}
-    alarms = [a for a in ledger.alarms.values() if a.site not in fused or a.site.module not in opened]
+    opened = suspects_inside_attention(log)
+    fused = {site for site in log.alarms if site.operator == FUSED and site.tensor == "output"}
+    alarms = [a for a in log.alarms.values() if a.site not in fused or a.site.module not in opened]
     alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
     calls: dict[Site, list[Alarm]] = {}
     for alarm in alarms:
@@ -72,13 +72,13 @@ def _suspects(ledger: Ledger) -> Iterator[Suspect]:
         one = dataclasses.replace(alarm.site, occurrence=0) if shared else alarm.site
         calls.setdefault(one, []).append(alarm)
     for rank, (first, *others) in enumerate(calls.values()):
-        yield _suspect(ledger, first, others, rank)
+        yield _suspect(log, first, others, rank)
 
 
-def _suspect(ledger: Ledger, alarm: Alarm, others: list[Alarm], rank: int) -> Suspect:
+def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Suspect:
     judgement, pattern = alarm.judgement, alarm.pattern
     name, confidence = pattern.fault_class, pattern.confidence
-    unsteady = _unsteady(ledger, alarm.site)
+    unsteady = _unsteady(log, alarm.site)
     if alarm.stale:
         name, confidence = "stale data", 0.95
     elif unsteady and name != "spike":
@@ -107,83 +107,83 @@ def _suspect(ledger: Ledger, alarm: Alarm, others: list[Alarm], rank: int) -> Su
     return Suspect(alarm.site, name, certainty, evidence, score, pattern.channels, pattern.period, details)
 
 
-def _without_a_form(ledger: Ledger) -> Iterator[Suspect]:
+def _without_a_form(log: AuditLog) -> Iterator[Suspect]:
     """A sum that can't be NaN, whatever its form: that may be unknown, since NaN in all later blocks shows none."""
-    origin = ledger.strays.origin
-    if origin is not None and origin.fault and origin.site not in ledger.alarms:
+    origin = log.nonfinite.origin
+    if origin is not None and origin.fault and origin.site not in log.alarms:
         evidence = f"NaN or infinity arises here from finite numbers: {origin.why}"
         yield Suspect(origin.site, "unknown", 0.9, evidence, _FIRST, details={"test": "non-finite"})
 
 
-def _unsteady(ledger: Ledger, site: Site) -> bool:
+def _unsteady(log: AuditLog, site: Site) -> bool:
     """The same input gave another output, at the operator itself or at the fused call that holds it."""
-    fused = {s.module for s in ledger.unsteady if s.operator == FUSED}
-    return site in ledger.unsteady or (site.operator in _INSIDE and site.module in fused)
+    fused = {s.module for s in log.unsteady if s.operator == FUSED}
+    return site in log.unsteady or (site.operator in _INSIDE and site.module in fused)
 
 
 # -- notes
 
 
-def _notes(ledger: Ledger) -> Iterator[str]:
-    yield from ledger.remarks
-    if ledger.strays.origin is not None:
-        origin = ledger.strays.origin
-        yield f"NaN or infinity first arises at {origin.site}: {_cause(ledger, origin)}"
-    for reason, sites in ledger.unseen.items():
+def _notes(log: AuditLog) -> Iterator[str]:
+    yield from log.remarks
+    if log.nonfinite.origin is not None:
+        origin = log.nonfinite.origin
+        yield f"NaN or infinity first arises at {origin.site}: {_cause(log, origin)}"
+    for reason, sites in log.unseen.items():
         first = min(sites, key=lambda site: place_order(site.place))
         more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
         yield f"not looked at: {first}{more}: {reason}"
-    if ledger.prints and not ledger.compared:
+    if log.prints and not log.compared:
         yield "no operator had the same inputs twice: what does not repeat was not looked at"
-    quiet = {site for site in ledger.unsteady if site not in ledger.alarms}
+    quiet = {site for site in log.unsteady if site not in log.alarms}
     if quiet:
         yield f"{len(quiet)} operators differ from run to run, within the round-off floor"
-    if ledger.checksums:
-        yield f"{ledger.checksums} rows of linears were looked at through checksums only: give more rows="
-    if ledger.seams.rows > MOST_ROWS:
-        yield f"between operators {MOST_ROWS} of {ledger.seams.rows} rows were looked at"
-    loose = ledger.seams.unexplained()
+    if log.checksums:
+        yield f"{log.checksums} rows of linears were looked at through checksums only: give more rows="
+    if log.data_flow.rows > MOST_ROWS:
+        yield f"between operators {MOST_ROWS} of {log.data_flow.rows} rows were looked at"
+    loose = log.data_flow.unexplained()
     if loose:
         yield (
             f"left out between operators: what lies before {loose[0]} and {len(loose) - 1} more kinds of inputs, "
             "which are no plain copy, part, product or rotation of outputs in their block"
         )
-    heard = {site.module for power in ledger.power.values() for site in power.sites} | {
-        site.module for sites in ledger.unseen.values() for site in sites
+    recorded = {site.module for power in log.power.values() for site in power.sites} | {
+        site.module for sites in log.unseen.values() for site in sites
     }
-    silent = [u for u in ledger.anatomy.units if u.certain and u.module not in heard and not u.left_alone]
+    silent = [u for u in log.anatomy.units if u.certain and u.module not in recorded and not u.left_alone]
     if silent:
         yield f"{silent[0].module} and {len(silent) - 1} more were not called in these forwards"
     if torch.get_float32_matmul_precision() != "highest":
         yield "float32 products may be shortened here (TF32): their floor is wider"
 
 
-def _cause(ledger: Ledger, origin: Origin) -> str:
+def _cause(log: AuditLog, origin: Origin) -> str:
     """Why it is not finite: a fault, an overflow, or open."""
     place = origin.site.place
     makers = {origin.site}  # what enters a norm is a sum of its block
     if isinstance(place, int) and origin.site.tensor == "input":
-        makers.add(Site("residual", place, ledger.anatomy.blocks[place]))
-    if any(alarm.site in makers and alarm.judgement.strays for alarm in ledger.alarms.values()):
+        makers.add(Site("residual", place, log.anatomy.blocks[place]))
+    if any(alarm.site in makers and alarm.judgement.nonfinite for alarm in log.alarms.values()):
         return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
     if origin.why:
         return origin.why
-    if _as_in_its_form(ledger, origin):
+    if _as_in_its_form(log, origin):
         return f"{origin.overflow}: the host makes the same of the finite numbers before it"
     return "how it is made is not known here, so that it may be an overflow or a fault"
 
 
-def _as_in_its_form(ledger: Ledger, origin: Origin) -> bool:
+def _as_in_its_form(log: AuditLog, origin: Origin) -> bool:
     """Whether a sum, or what lies before an operator, is what the host makes of the same numbers in their dtype."""
     site, place = origin.site, origin.site.place
     if not isinstance(place, int):
         return False
     if site.operator == "residual":
-        return ledger.residuals.held(OUT, place)
+        return log.residuals.held(OUT, place)
     if site.operator == FUSED:
         site = dataclasses.replace(site, occurrence=origin.operand)
     elif origin.operand:
         return False
-    role = site.module.removeprefix(f"{ledger.anatomy.blocks[place]}.")
-    roles = [role for (_, role), (input_site, _) in ledger.seams.sites.items() if input_site == site]
-    return ledger.residuals.held(f"{role}.in", place) or any(ledger.seams.held(role, place) for role in roles)
+    role = site.module.removeprefix(f"{log.anatomy.blocks[place]}.")
+    roles = [role for (_, role), (input_site, _) in log.data_flow.sites.items() if input_site == site]
+    return log.residuals.held(f"{role}.in", place) or any(log.data_flow.held(role, place) for role in roles)

@@ -178,10 +178,10 @@ def _rounding(e: Evidence) -> Pattern | None:
 
 def _not_finite(e: Evidence) -> Pattern | None:
     """NaN or infinity where a number belongs: what made it can't be read from it."""
-    strays = int((e.bad & ~e.y.isfinite()).sum())
-    if strays == 0 or strays < _MOST * int(e.bad.sum()):
+    nonfinite = int((e.bad & ~e.y.isfinite()).sum())
+    if nonfinite == 0 or nonfinite < _MOST * int(e.bad.sum()):
         return None
-    return Pattern("unknown", 0.9, f"{strays} results are NaN or infinite where a finite number belongs")
+    return Pattern("unknown", 0.9, f"{nonfinite} results are NaN or infinite where a finite number belongs")
 
 
 def _spike(e: Evidence) -> Pattern | None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from noisescope.localization.expression_search import Block, Form, Forms
+from noisescope.localization.expression_search import Block, ExpressionSearch, Form
 from noisescope.model.anatomy import Unit
 from noisescope.sites import Place, Site
 
@@ -33,7 +33,7 @@ _WIDE = " in float32"
 _STYLES = tuple(style + width for width in ("", _WIDE) for style in ("half", "pairs"))
 
 
-class Seams(Forms):
+class DataFlowChecks(ExpressionSearch):
     """Collects the inputs and outputs of operators in the block that runs now, and finds how they hang together."""
 
     most_waiting = 4

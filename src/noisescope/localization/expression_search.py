@@ -54,7 +54,7 @@ class Block:
         return Block(self.unit, self.order, terms, {target: given[rows]}, {target: len(terms)})
 
 
-class Forms:
+class ExpressionSearch:
     """Finds the forms, and the blocks where they do not hold."""
 
     most_waiting: float = math.inf  # blocks that are kept in which a target fits no form
@@ -203,7 +203,7 @@ def _factors(block: nn.Module | None) -> list[float]:
     return sorted(value for value in set(held) if math.isfinite(value) and value not in (0.0, 1.0))
 
 
-class Residuals(Forms):
+class Residuals(ExpressionSearch):
     """A form is the roles of the terms of a sum: ((a + b) + c)."""
 
     def unknown(self) -> list[Block]:

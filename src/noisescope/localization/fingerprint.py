@@ -27,11 +27,11 @@ from noisescope.faults import FAMILIES
 from noisescope.localization.fingerprint_match import (
     NOTES_NOISE,
     Array,
-    Bench,
     Candidate,
     Fit,
     Mask,
     Setting,
+    TrialRunner,
     best_by_cosine,
     blind,
     chance,
@@ -92,7 +92,7 @@ def fingerprint(
     said, clean = _logits(suspect), None if good is None else _logits(good)
     faults = tuple(settings(mode, families, sizes, seed))
     chosen = _layers(layers, len(anatomy.blocks))
-    with Bench(model, anatomy, batches_of(suspect), draws=draws) as bench:
+    with TrialRunner(model, anatomy, batches_of(suspect), draws=draws) as bench:
         return explained(bench, said, clean, mode=mode, faults=faults, layers=chosen)
 
 
@@ -102,7 +102,7 @@ def batches_of(record: Record) -> list[Prompts]:
 
 
 def explained(
-    bench: Bench, said: Array, clean: Array | None, *, mode: str, faults: Sequence[Setting], layers: Sequence[int]
+    bench: TrialRunner, said: Array, clean: Array | None, *, mode: str, faults: Sequence[Setting], layers: Sequence[int]
 ) -> Verdict:
     """What a failure's logits `said` [P, V] come from, among faults simulated on the bench."""
     name = f"fingerprint {mode}"
@@ -152,7 +152,7 @@ def _logits(record: Record) -> Array:
 
 
 def _candidate(
-    bench: Bench, layer: int, setting: Setting, observed: Array, said: Array, floor: float, *, blind: bool
+    bench: TrialRunner, layer: int, setting: Setting, observed: Array, said: Array, floor: float, *, blind: bool
 ) -> Candidate:
     logits = bench.faulty_logits(layer, setting, draws=bench.draws if blind and setting.drawn else 1)
     found = np.nan_to_num(logits - bench.clean, nan=0.0, posinf=0.0, neginf=0.0)
@@ -166,7 +166,9 @@ def _may_fit(candidates: list[Candidate], changed: Mask) -> bool:
     return _PROMISING * chance(candidates, changed) < top < _SURE
 
 
-def _refined(bench: Bench, candidates: list[Candidate], observed: Array, said: Array, floor: float) -> list[Candidate]:
+def _refined(
+    bench: TrialRunner, candidates: list[Candidate], observed: Array, said: Array, floor: float
+) -> list[Candidate]:
     """The best fits that are functions of the data, tried with sizes between and beyond the given ones."""
     found: list[Candidate] = []
     best = best_by_cosine([c for c in candidates if not c.setting.drawn and c.setting.size])

@@ -94,7 +94,7 @@ def _sizes(mode: str, family: str) -> tuple[float | None, ...]:
     return (FAMILIES[family].default,)
 
 
-class Bench:
+class TrialRunner:
     """A good system on which faults are simulated; blocks before a fault are computed once.
 
     with Bench(model, anatomy, batches_of(record), draws=8) as bench:
@@ -113,7 +113,7 @@ class Bench:
         self._prefix = Prefix(model, anatomy)
         self._kept: set[int] = set()  # draws of which the blocks' clean outputs are kept
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> TrialRunner:
         self._prefix.__enter__()
         try:
             self.clean = self._without_fault(1)[0]

@@ -56,7 +56,7 @@ class Judgement:
     worst: float = 0.0  # largest error
     worst_ulp: float = 0.0  # in ulps of the reference's own binade; where all must be equal, of its largest value
     bad: int = 0  # elements beyond their tolerance
-    strays: int = 0  # of these, finite on one side only
+    nonfinite: int = 0  # of these, finite on one side only
     elements: int = 0
     mean_ulp: float = 0.0  # along the sign of the value
     offset_ulp: float = 0.0  # along +1
@@ -84,11 +84,11 @@ class Judgement:
         """The errors, for a reader. Means say nothing where nothing may differ."""
         exact = "exact" in self.strengths
         found = f"{self.bad} of {self.elements} elements {'differ, where none may' if exact else 'beyond tolerance'}"
-        found += f", {self.strays} of them NaN or infinite on one side only" if self.strays else ""
+        found += f", {self.nonfinite} of them NaN or infinite on one side only" if self.nonfinite else ""
         most = f", worst {self.worst_ulp:.3g} ulp, mean {self.mean_ulp:+.3g} ulp along the sign"
         if exact:
             most = f", by up to {self.worst:.3g} ({self.worst_ulp:.3g} ulp of the largest element)"
-        return found if self.strays == self.bad > 0 else found + most
+        return found if self.nonfinite == self.bad > 0 else found + most
 
     def raise_to(self, test: str, strength: float) -> None:
         self.strengths[test] = max(self.strengths.get(test, 0.0), strength)
@@ -122,7 +122,7 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
         size = error.abs()
         beyond = (size > limit) | one_sided
         result.bad += int(beyond.sum())
-        result.strays += int(one_sided.sum())
+        result.nonfinite += int(one_sided.sum())
         result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
         result.raise_to("element", float((size / limit).max()))
         result.raise_to("non-finite", math.inf if bool(one_sided.any()) else 0.0)
@@ -183,7 +183,7 @@ def _judge_exact(y: Tensor, reference: Reference, form: Format, result: Judgemen
     result.bad = int(differ.sum())
     result.channels = set(differ.any(0).nonzero().flatten().tolist())
     finite = part.isfinite() & values.isfinite()
-    result.strays = int((differ & ~finite).sum())
+    result.nonfinite = int((differ & ~finite).sum())
     result.worst = float(torch.where(finite, part - values, 0.0).abs().max())
     # Sums that cancel are near 0, and the ulps there say nothing: the largest element's do.
     result.worst_ulp = result.worst / float(form.ulp(torch.where(finite, values, 0.0).abs().max()))

@@ -27,15 +27,15 @@ from noisescope.localization.laws.calls import (
     WHOLES,
     Choice,
     Handler,
-    Heard,
     Listening,
+    RecordedCall,
     function_anatomy,
     module_anatomy,
 )
 from noisescope.localization.laws.dispatcher import Stations, site_of
-from noisescope.localization.laws.evidence import Examined
-from noisescope.localization.laws.law_result import Reading, differing, exact, host, same_bits
-from noisescope.localization.laws.results import MODEL, Book
+from noisescope.localization.laws.evidence import LawEvidence
+from noisescope.localization.laws.law_result import LawResult, differing, exact, host, same_bits
+from noisescope.localization.laws.results import MODEL, RelationResults
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.model.forwards import evaluating
@@ -70,7 +70,7 @@ def relations(
     batches = batches_for(model, tokenizer, inputs, seed)
     with evaluating(model), torch.no_grad():
         search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
-        search.book.notes += remarks(model, batches[:1])
+        search.results.notes += remarks(model, batches[:1])
         return search.verdict(asked)
 
 
@@ -94,13 +94,13 @@ class Search:
         self.model, self.anatomy, self.batch = model, anatomy, batch
         self.turned = {k: v.flip(0) if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
         self.narrowed = places is not None
-        self.book = Book()
+        self.results = RelationResults()
         self.causal = whole_model.looks_back_only(model)
-        self.stations = Stations(anatomy, self.book, causal=self.causal, weights=weights, places=places)
+        self.stations = Stations(anatomy, self.results, causal=self.causal, weights=weights, places=places)
         self.modules = module_anatomy(model, anatomy)
         self.functions, shut = function_anatomy(model, anatomy)
         for why in shut:
-            self.book.skip(why)
+            self.results.skip(why)
         self._naturals: dict[tuple[Site, int], Tensor] = {}  # outputs in a search for old data, by its forward
 
     def verdict(self, asked: tuple[Site, ...]) -> Verdict:
@@ -114,29 +114,29 @@ class Search:
         with host_arithmetic():
             repeats = whole_model.repeatability(first, turned, again)
             self._block_sums()
-            self.book.forgive_the_stack()
+            self.results.forgive_the_stack()
         self._self_test(repeats)
-        if any(reading.broken for reading in repeats.values()) and not self.book.suspects():
+        if any(result.broken for result in repeats.values()) and not self.results.suspects():
             answers = (turned.flip(0), again)
             if any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
                 forwards += self._search_for_old_data()
         if not self.narrowed:
             forwards += self._cache(first)
         with host_arithmetic():
-            return self.book.verdict(forwards + ("_nudged" in self.__dict__), asked)
+            return self.results.verdict(forwards + ("_nudged" in self.__dict__), asked)
 
     @functools.cached_property
     def _nudged(self) -> whole_model.Nudged:
         return whole_model.nudge(self.model, self.anatomy, self.batch)
 
-    def _self_test(self, found: dict[str, Reading]) -> None:
+    def _self_test(self, found: dict[str, LawResult]) -> None:
         """What the whole model says of the stack is told, and left to its modules to explain."""
         if found["R1"].broken:
-            self.book.notes.append(f"self-test: two runs of the model differ by {found['R1'].size:.2g} of the rms")
+            self.results.notes.append(f"self-test: two runs of the model differ by {found['R1'].size:.2g} of the rms")
         if found["R2"].broken:
-            self.book.notes.append(f"self-test: batch order changes the answer by {found['R2'].size:.2g} of the rms")
-        if not any(reading.broken for reading in found.values()):
-            self.book.notes.append("self-test: the model repeats itself bit for bit, in any batch order")
+            self.results.notes.append(f"self-test: batch order changes the answer by {found['R2'].size:.2g} of the rms")
+        if not any(result.broken for result in found.values()):
+            self.results.notes.append("self-test: the model repeats itself bit for bit, in any batch order")
 
     def _block_sums(self) -> None:
         """R25 of blocks, bit for bit."""
@@ -145,24 +145,24 @@ class Search:
             for index, y in self.stations.blocks.items():
                 if not self.stations.wanted(index):
                     continue
-                kept = Examined([Reading("R25", 0.0, elements=y.numel())])
+                kept = LawEvidence([LawResult("R25", 0.0, elements=y.numel())])
                 site = Site("residual", index, self.anatomy.blocks[index])
-                self.book.add(site, kept, kind="residual", width=y.shape[-1])
+                self.results.add(site, kept, kind="residual", width=y.shape[-1])
         for block, target, _, recomputed in residuals.failures():
             if not self.stations.wanted(block.unit.place):
                 continue
-            reading = exact("R25", recomputed.y.double(), recomputed.reference.values)
+            result = exact("R25", recomputed.y.double(), recomputed.reference.values)
             if target != OUT:
-                reading = replace(reading, words=f"the sum that enters {target.removesuffix('.in')} is off")
+                result = replace(result, words=f"the sum that enters {target.removesuffix('.in')} is off")
             facts = replace(self.stations.block_facts(block.unit.place), expected=recomputed)
-            found = Examined([reading], facts)
-            self.book.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
+            found = LawEvidence([result], facts)
+            self.results.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
         unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
         unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
         for block, why in unknown:
             if self.stations.wanted(block.unit.place):
-                skipped = Examined(skipped=[f"R25 of a block: {why}"])
-                self.book.add(block.unit.site("residual"), skipped, kind="residual")
+                skipped = LawEvidence(skipped=[f"R25 of a block: {why}"])
+                self.results.add(block.unit.site("residual"), skipped, kind="residual")
 
     def _cache(self, logits: Tensor) -> float:
         """R4 and R5 of the whole model; the cost in forwards."""
@@ -175,20 +175,20 @@ class Search:
             why = "MoE routing may jump"
         elif self.stations.quantised:
             why = "quantised linears may round by the whole batch"
-        elif self.book.suspects():
+        elif self.results.suspects():
             why = "not tried, since laws inside are broken"
         if why:
-            self.book.skip(f"R4 and R5 of the whole model: {why}")
+            self.results.skip(f"R4 and R5 of the whole model: {why}")
             return 0.0
         try:
             found, site = whole_model.cache_laws(
                 self.model, self.anatomy, self.batch, self.stations.blocks, logits, lambda: self._nudged
             )
         except Exception as error:  # a model's own cache code may raise anything: then there is nothing to judge
-            self.book.skip(f"R4 and R5 of the whole model: its cache can't be used ({type(error).__name__})")
+            self.results.skip(f"R4 and R5 of the whole model: its cache can't be used ({type(error).__name__})")
             return 1.0
         place = site or Site("linear", "lm_head", "")
-        self.book.add(place, Examined(list(found.values())), level=MODEL, kind="model")
+        self.results.add(place, LawEvidence(list(found.values())), level=MODEL, kind="model")
         return 1.0
 
     # -- old data
@@ -204,24 +204,29 @@ class Search:
             for turn, data in enumerate((self.turned, self.batch) * 2):
                 handler = functools.partial(self._made_again, turn)
                 listener = functools.partial(_wherever, choose, handler)
-                with Listening(self.model, anatomy, listener) as door:
+                with Listening(self.model, anatomy, listener) as scope:
                     whole_model.run(self.model, data)
-                cost += 1 + door.extra / max(1, door.natural)
+                cost += 1 + scope.extra / max(1, scope.natural)
         return cost
 
-    def _made_again(self, turn: int, heard: Heard) -> None:
-        x = heard.x
-        if heard.operator in WHOLES or x is None or heard.output is None or not heard.output.is_floating_point():
+    def _made_again(self, turn: int, recorded: RecordedCall) -> None:
+        x = recorded.x
+        if (
+            recorded.operator in WHOLES
+            or x is None
+            or recorded.output is None
+            or not recorded.output.is_floating_point()
+        ):
             return
-        repeat = heard.again(x)
-        site = site_of(heard)
+        repeat = recorded.again(x)
+        site = site_of(recorded)
         with host_arithmetic():
-            y = host(heard.output)
-            reading = exact("R1", host(repeat).double(), y.double())
+            y = host(recorded.output)
+            result = exact("R1", host(repeat).double(), y.double())
             before = self._naturals.get((site, turn - 2))
             self._naturals[site, turn] = y
-            self.stations.add(heard, Examined([reading]))
-            entry = self.book.entry(site)
+            self.stations.add(recorded, LawEvidence([result]))
+            entry = self.results.entry(site)
             if before is not None and entry is not None and entry.broken:
                 random = not same_bits(before, y)
                 share = float(differing(host(repeat).double(), y.double()).double().mean())

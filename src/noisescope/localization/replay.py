@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from noisescope.comparison.records import Batch, Record
 from noisescope.errors import InvalidInput
-from noisescope.localization.audit_log import Ledger
+from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import conclude
 from noisescope.localization.host_operators import Unseen, host_arithmetic, recompute
 from noisescope.localization.host_products import Recomputed, Rows, on_host
@@ -32,7 +32,7 @@ from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import device_of, evaluating, last_of
 from noisescope.model.subject import Subject
 from noisescope.probe.operator_calls import FUSED
-from noisescope.probe.scope import PlainDoor
+from noisescope.probe.scope import PlainScope
 from noisescope.probe.target import CallWatcher, Context, Watcher
 from noisescope.sites import Site
 
@@ -59,13 +59,13 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     if not kept:
         raise InvalidInput(f"{record.path} holds sketches alone: a replay needs whole tensors (record --detail full)")
     units = (unit for unit in anatomy.units if any(unit.site(op) in kept for op in (*unit.operators, FUSED)))
-    ledger = Comparer(dataclasses.replace(anatomy, units=tuple(units)), rows=rows, seed=seed)
+    log = Comparer(dataclasses.replace(anatomy, units=tuple(units)), rows=rows, seed=seed)
     for number, batch in enumerate(record.batches):
         ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
-        ledger.begin(number, keeping_prints=False, repeated=False)
-        with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, ledger):
+        log.begin(number, keeping_prints=False, repeated=False)
+        with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, log):
             last_of(model, ids)
-    found = conclude(ledger)
+    found = conclude(log)
     notes = found.notes
     if len(kept) < len(record.sites):
         partly = f"whole tensors are in the record for {len(kept)} of {len(record.sites)} sites: only those were seen"
@@ -73,8 +73,8 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     return dataclasses.replace(found, method="replay", notes=notes)
 
 
-class Comparer(Ledger):
-    """A ledger that judges outputs against another device's."""
+class Comparer(AuditLog):
+    """A log that judges outputs against another device's."""
 
     def compare(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: Any, y: Tensor, other: Tensor) -> None:
         """One call: what it gave here, and what it gave there on the same arguments."""
@@ -104,18 +104,18 @@ class Comparer(Ledger):
         self._judge(site, Recomputed(out, reference, total_rows=len(out)), self._count)
 
 
-class Replay(PlainDoor):
-    """A door through which every recorded operator gets and gives what it did on the reference."""
+class Replay(PlainScope):
+    """A scope through which every recorded operator gets and gives what it did on the reference."""
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, record: Record, kept: dict[Site, int], batch: Batch, ledger: Comparer
+        self, model: nn.Module, anatomy: Anatomy, record: Record, kept: dict[Site, int], batch: Batch, log: Comparer
     ) -> None:
         super().__init__(model, anatomy)
         self.record = record
         self.kept = kept
         self.batch = batch
-        self.ledger = ledger
-        self.most = ledger.rows.most
+        self.log = log
+        self.most = log.rows.most
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         if not unit.certain or unit.kind == ATTENTION:
@@ -124,7 +124,7 @@ class Replay(PlainDoor):
             return Joint(self, unit, operator) if unit.site(operator) in self.kept else None
         return Player(self, unit, operator) if unit.kind == MODULE and unit.site(operator) in self.kept else None
 
-    def aim_at_fused(self, unit: Unit) -> Any:
+    def target_fused_attention(self, unit: Unit) -> Any:
         return Joint(self, unit, FUSED) if unit.site(FUSED) in self.kept else None
 
     def recorded(self, site: Site, like: Tensor, tensor: str = "output") -> Tensor | None:
@@ -144,19 +144,19 @@ class Player(Watcher):
 
     wants_input = True
 
-    def __init__(self, door: Replay, unit: Unit, operator: str) -> None:
+    def __init__(self, scope: Replay, unit: Unit, operator: str) -> None:
         super().__init__(unit, operator)
-        self.door = door
-        self.module = door.model.get_submodule(unit.module)
+        self.scope = scope
+        self.module = scope.model.get_submodule(unit.module)
         self.x: Tensor | None = None
 
     def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
         site = self.unit.site(self.operator, occurrence=occurrence)
         with host_arithmetic():
-            stored = self.door.recorded(site, x, "input")
+            stored = self.scope.recorded(site, x, "input")
             if stored is not None and stored.shape == x.shape and x.is_floating_point():
-                here, there = _picked(self.door.most, x, stored)
-                self.door.ledger.compare_plainly(dataclasses.replace(site, tensor="input"), here, there, there)
+                here, there = _picked(self.scope.most, x, stored)
+                self.scope.log.compare_plainly(dataclasses.replace(site, tensor="input"), here, there, there)
             self.x = x if stored is None else _in_place_of(x, stored)
         return self.x
 
@@ -167,21 +167,21 @@ class Player(Watcher):
         if not isinstance(y, Tensor) or self.x is None:
             return y
         with host_arithmetic():
-            stored = self.door.recorded(site, y)
+            stored = self.scope.recorded(site, y)
             if stored is None:
                 return y
             last = slice(y.shape[1] - stored.shape[1], None)  # of the head the record keeps the last tokens
-            here, there, given = _picked(self.door.most, y[:, last], stored, self.x[:, last])
-            self.door.ledger.compare(site, self.module, (given,), {}, here, there)
+            here, there, given = _picked(self.scope.most, y[:, last], stored, self.x[:, last])
+            self.scope.log.compare(site, self.module, (given,), {}, here, there)
             return _in_place_of(y, stored)
 
 
 class Joint(CallWatcher):
     """A block's sum, or a fused attention call: its terms are the reference's already."""
 
-    def __init__(self, door: Replay, unit: Unit, operator: str) -> None:
+    def __init__(self, scope: Replay, unit: Unit, operator: str) -> None:
         super().__init__(unit, operator)
-        self.door = door
+        self.scope = scope
 
     def on_call(
         self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
@@ -191,7 +191,7 @@ class Joint(CallWatcher):
             return None
         site = self.unit.site(self.operator, occurrence=occurrence)
         with host_arithmetic():
-            stored = self.door.recorded(site, whole)
+            stored = self.scope.recorded(site, whole)
             if stored is None or stored.shape != whole.shape:
                 return None
             if self.operator == FUSED:
@@ -199,7 +199,7 @@ class Joint(CallWatcher):
             else:
                 x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), whole)
                 size = torch.maximum(stored.abs(), x.abs()) if x.shape == whole.shape else stored.abs()
-                self.door.ledger.compare_plainly(site, *_picked(self.door.most, whole, stored, size))
+                self.scope.log.compare_plainly(site, *_picked(self.scope.most, whole, stored, size))
         return (stored, *y[1:]) if isinstance(y, tuple) else stored
 
     def _attention(self, site: Site, callee: Any, args: Any, kwargs: Any, y: Tensor, stored: Tensor) -> None:
@@ -211,7 +211,7 @@ class Joint(CallWatcher):
             return value[:most] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch else value
 
         few = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
-        self.door.ledger.compare(site, callee, *few, y[:most], stored[:most])
+        self.scope.log.compare(site, callee, *few, y[:most], stored[:most])
 
 
 def _picked(most: int, y: Tensor, other: Tensor, *more: Tensor) -> list[Tensor]:

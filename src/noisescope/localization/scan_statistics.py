@@ -30,7 +30,7 @@ from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed, on_host
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
-from noisescope.probe.scope import Door
+from noisescope.probe.scope import ModelScope
 from noisescope.probe.target import CallWatcher, Context
 
 PROFILES = ("gain", "kurtosis", "pile_up", "mean_shift")  # numbers that can only be compared between layers
@@ -89,13 +89,13 @@ class Readings:
     forwards: float = 0.0
 
 
-class Scanner(Door):
+class Scanner(ModelScope):
     """Looks at one model, a forward at a time."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, *, which: frozenset[str], seed: int) -> None:
         super().__init__(model, _with_parts(model, anatomy))
         self.which = which
-        self.readings = Readings()
+        self.results = Readings()
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._residuals = Residuals()
         self._recorder = Recorder(model)
@@ -116,12 +116,12 @@ class Scanner(Door):
             self.model(**without_cache(self.model), **batch)
         finally:
             self._close()
-        self.readings.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
+        self.results.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
         for block, target, form, recomputed in self._residuals.failures():
             if target == OUT and isinstance(block.unit.place, int):
                 failure = Failure(block.unit.place, " + ".join(form), recomputed)
-                self.readings.failures.setdefault(block.unit.place, failure)
-        self.readings.unknown |= {b.unit.place for b in self._residuals.unknown() if isinstance(b.unit.place, int)}
+                self.results.failures.setdefault(block.unit.place, failure)
+        self.results.unknown |= {b.unit.place for b in self._residuals.unknown() if isinstance(b.unit.place, int)}
 
     def heard_part(self, module: str, y: Tensor) -> None:
         if "bookkeeping" in self.which:
@@ -138,7 +138,7 @@ class Scanner(Door):
         with host_arithmetic():
             if "bookkeeping" in self.which:
                 block = self._recorder.block(unit, len(self._seen), x, y)
-                self.readings.elements += y.numel()
+                self.results.elements += y.numel()
                 self._residuals.see(block)
             self._recorder.clear()
             if self._again:
@@ -161,7 +161,7 @@ class Scanner(Door):
             self._note("mean_shift", layer, mean_shift(x, y))
 
     def _note(self, scan: str, layer: int, value: float) -> None:
-        self.readings.profiles[scan].setdefault(layer, []).append(value)
+        self.results.profiles[scan].setdefault(layer, []).append(value)
 
     def _compare(self, layer: int, x: Tensor, y: Tensor) -> None:
         first_x, first_y = self._kept.get(layer, (x, x[:0]))
@@ -169,9 +169,9 @@ class Scanner(Door):
             return
         difference = _wide(y) - _wide(first_y)
         size = float(difference.std()) / max(float(_wide(first_y).std()), _FLOOR)
-        self.readings.instability[layer] = max(size, self.readings.instability.get(layer, 0.0))
+        self.results.instability[layer] = max(size, self.results.instability.get(layer, 0.0))
         if same(x, first_x) and not same(y, first_y):
-            self.readings.unstable.add(layer)
+            self.results.unstable.add(layer)
 
     def _gain(self, layer: int, call: Call, x: Tensor, y: Tensor) -> None:
         with host_arithmetic():

@@ -87,33 +87,33 @@ def scans(
         for batch in batches[1:]:
             scanner.run(batch)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return conclude(anatomy, scanner.readings, chosen, false_alarms, _ROUNDING * torch.finfo(dtype).eps)
+    return conclude(anatomy, scanner.results, chosen, false_alarms, _ROUNDING * torch.finfo(dtype).eps)
 
 
 def conclude(
-    anatomy: Anatomy, readings: Readings, which: frozenset[str], false_alarms: float, rounding: float
+    anatomy: Anatomy, results: Readings, which: frozenset[str], false_alarms: float, rounding: float
 ) -> Verdict:
     """The verdict of some readings; `rounding` is the relative difference that two healthy runs may have."""
-    layers = {layer for values in readings.profiles.values() for layer in values} | set(readings.instability)
-    if not layers and not readings.elements:
+    layers = {layer for values in results.profiles.values() for layer in values} | set(results.instability)
+    if not layers and not results.elements:
         raise NothingInjected("the model ran, but no block gave a tensor of its input's shape: nothing was scanned")
-    profiles = {name: Profile.of(name, readings.profiles[name]) for name in PROFILES if readings.profiles[name]}
+    profiles = {name: Profile.of(name, results.profiles[name]) for name in PROFILES if results.profiles[name]}
     limit = z_limit(len(layers), sum(len(_SIDES[name]) for name in profiles), false_alarms)
     odd = _odd_layers(profiles, limit)
-    unstable = {layer for layer in readings.unstable if readings.instability[layer] > rounding}
-    certain = unstable | set(readings.failures)
-    unaccounted = {at for at in odd if "bookkeeping" not in which or at in readings.unknown} - certain
+    unstable = {layer for layer in results.unstable if results.instability[layer] > rounding}
+    certain = unstable | set(results.failures)
+    unaccounted = {at for at in odd if "bookkeeping" not in which or at in results.unknown} - certain
     suspects = [
-        *(_broken(anatomy, failure, readings) for failure in readings.failures.values()),
-        *(_unsteady(anatomy, layer, readings) for layer in unstable - set(readings.failures)),
+        *(_broken(anatomy, failure, results) for failure in results.failures.values()),
+        *(_unsteady(anatomy, layer, results) for layer in unstable - set(results.failures)),
         *(_odd(anatomy, layer, odd[layer], limit) for layer in unaccounted),
     ]
-    suspects = [dataclasses.replace(s, details={**s.details, **_numbers(s, profiles, readings)}) for s in suspects]
-    verdict = "faulty" if certain else "undecided" if unaccounted or readings.unknown else "healthy"
-    visible = _visible(readings, which, profiles, limit, rounding)
-    notes = tuple(_notes(readings, odd, certain | unaccounted, limit))
+    suspects = [dataclasses.replace(s, details={**s.details, **_numbers(s, profiles, results)}) for s in suspects]
+    verdict = "faulty" if certain else "undecided" if unaccounted or results.unknown else "healthy"
+    visible = _visible(results, which, profiles, limit, rounding)
+    notes = tuple(_notes(results, odd, certain | unaccounted, limit))
     looks = len(which) * len(anatomy.blocks)
-    return Verdict(verdict, METHOD, ranked(suspects), visible, readings.forwards, looks, notes)
+    return Verdict(verdict, METHOD, ranked(suspects), visible, results.forwards, looks, notes)
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Profile:
     spread: float
 
     @classmethod
-    def of(cls, name: str, readings: Mapping[int, list[float]]) -> Profile:
-        values = {layer: float(np.mean(found)) for layer, found in readings.items()}
+    def of(cls, name: str, results: Mapping[int, list[float]]) -> Profile:
+        values = {layer: float(np.mean(found)) for layer, found in results.items()}
         middle = float(np.median(list(values.values())))
         mad = float(np.median([abs(value - middle) for value in values.values()]))
         spread = 1.4826 * max(mad, 0.01 * abs(middle), _LEAST_SPREAD[name])
@@ -159,11 +159,11 @@ def _odd_layers(profiles: Mapping[str, Profile], limit: float) -> dict[int, tupl
     return odd
 
 
-def _broken(anatomy: Anatomy, failure: Failure, readings: Readings) -> Suspect:
+def _broken(anatomy: Anatomy, failure: Failure, results: Readings) -> Suspect:
     judgement = judge(failure.recomputed.y, failure.recomputed.reference)
     pattern = classify(Evidence.of("residual", failure.recomputed, judgement))
     name = pattern.fault_class
-    if failure.layer in readings.unstable and name != "spike":
+    if failure.layer in results.unstable and name != "spike":
         name = "noise"
     evidence = f"bookkeeping: {judgement.words}; {pattern.text}; should be {failure.form}"
     details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
@@ -172,8 +172,8 @@ def _broken(anatomy: Anatomy, failure: Failure, readings: Readings) -> Suspect:
     return Suspect(site, name, 0.99, evidence, score, pattern.channels, pattern.period, details)
 
 
-def _unsteady(anatomy: Anatomy, layer: int, readings: Readings) -> Suspect:
-    size = readings.instability[layer]
+def _unsteady(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
+    size = results.instability[layer]
     evidence = f"instability: the same input gave outputs that differ by {size:.3g} of their std"
     score = 2 - layer / len(anatomy.blocks)
     return Suspect(_site(anatomy, layer), "noise", 0.95, evidence, score, details={"scan": "instability"})
@@ -191,7 +191,7 @@ def _site(anatomy: Anatomy, layer: int) -> Site:
     return Site("residual", layer, anatomy.blocks[layer])
 
 
-def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], readings: Readings) -> dict[str, Any]:
+def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], results: Readings) -> dict[str, Any]:
     """Every scan's number at a suspect's layer."""
     layer = suspect.site.place
     assert isinstance(layer, int)
@@ -199,18 +199,18 @@ def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], readings: Readin
     for name, found in profiles.items():
         if layer in found.values:
             numbers |= {name: found.values[layer], f"{name}_z": found.z[layer]}
-    if layer in readings.instability:
-        numbers["instability"] = readings.instability[layer]
+    if layer in results.instability:
+        numbers["instability"] = results.instability[layer]
     return numbers
 
 
 def _visible(
-    readings: Readings, which: frozenset[str], profiles: Mapping[str, Profile], limit: float, rounding: float
+    results: Readings, which: frozenset[str], profiles: Mapping[str, Profile], limit: float, rounding: float
 ) -> dict[str, Any]:
     """The smallest fault at a block's output that each scan could have seen; `change` is of the scan's own number."""
     visible: dict[str, Any] = {}
     if "bookkeeping" in which:
-        visible["bookkeeping"] = {"element_ulp": 1.0, "elements": readings.elements, "blind": sorted(readings.unknown)}
+        visible["bookkeeping"] = {"element_ulp": 1.0, "elements": results.elements, "blind": sorted(results.unknown)}
     if "instability" in which:
         visible["instability"] = {"relative_std": rounding}
     for name, found in profiles.items():
@@ -219,7 +219,7 @@ def _visible(
 
 
 def _notes(
-    readings: Readings, odd: Mapping[int, tuple[str, float, float]], told: set[int], limit: float
+    results: Readings, odd: Mapping[int, tuple[str, float, float]], told: set[int], limit: float
 ) -> Iterator[str]:
     quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - told)]
     if quiet:
@@ -227,10 +227,10 @@ def _notes(
             f"layers that stand out among the others but whose books balance: {', '.join(quiet)}; limit of |z| "
             f"{limit:.1f}. Models have such layers by nature, or a branch inside is at fault: see `audit`"
         )
-    if readings.unknown:
-        blind = sorted(readings.unknown)
+    if results.unknown:
+        blind = sorted(results.unknown)
         yield f"bookkeeping is blind at blocks {blind}: their output is no sum of what their modules gave"
-    steady = readings.unstable - told
+    steady = results.unstable - told
     if steady:
         yield f"blocks {sorted(steady)} differ from run to run within rounding: sums in no fixed order"
 

@@ -31,7 +31,7 @@ from noisescope.model.anatomy import EXPERTS, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.probe.draws import mix64, wide_window
 from noisescope.probe.noise import Gaussian, Uniform
-from noisescope.probe.scope import Door
+from noisescope.probe.scope import ModelScope
 from noisescope.probe.target import Context, Watcher
 from noisescope.sites import Site
 
@@ -47,7 +47,7 @@ class SiteSums:
 
 
 @dataclass
-class _Heard:
+class _Recorded:
     """Sums of all sites of one device, side by side: an accelerator is slower at starting kernels than at running them.
 
     widths are the channels of each site; channels [sum of widths] float64.
@@ -69,8 +69,8 @@ class _Heard:
         return {s: SiteSums(total, part) for s, total, part in zip(self.sites, totals, parts, strict=True)}
 
 
-class Listener(Door):
-    """A door behind which gradients of random directions at the logits are heard.
+class Listener(ModelScope):
+    """A scope behind which gradients of random directions at the logits are heard.
 
     Weights are frozen and the model is in evaluation mode meanwhile.
     """
@@ -124,7 +124,7 @@ class Listener(Door):
 
 
 class Screen(Listener):
-    """A door that watches gradients.
+    """A scope that watches gradients.
 
     with Screen(model, injection) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
@@ -138,16 +138,16 @@ class Screen(Listener):
             raise InvalidInput(f"the screen predicts noise on outputs, not on {where.tensor!r}")
         self.where = where
         self.sums: dict[Site, SiteSums] = {}  # after the scope
-        self.heard: list[tuple[Site, Tensor]] = []  # squares [B, C] of each site in the backward that runs now
-        self._sums: dict[tuple[torch.device, tuple[Site, ...]], _Heard] = {}
+        self.recorded: list[tuple[Site, Tensor]] = []  # squares [B, C] of each site in the backward that runs now
+        self._sums: dict[tuple[torch.device, tuple[Site, ...]], _Recorded] = {}
         self.lost: set[Site] = set()  # sites whose value was changed in place before its gradient came
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        for heard in self._sums.values():
-            for site, found in heard.sums().items():
+        for recorded in self._sums.values():
+            for site, found in recorded.sums().items():
                 self.sums[site] = found if site not in self.sums else _added(self.sums[site], found)
         if kind is None and not self.sums:
             raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
@@ -160,9 +160,9 @@ class Screen(Listener):
     def take_in(self) -> None:
         """Add what one backward told, all sites of a device at once."""
         assert self.samples is not None
-        heard, self.heard = self.heard, []
-        for device in dict.fromkeys(squares.device for _, squares in heard):
-            mine = [(site, squares) for site, squares in heard if squares.device == device]
+        recorded, self.recorded = self.recorded, []
+        for device in dict.fromkeys(squares.device for _, squares in recorded):
+            mine = [(site, squares) for site, squares in recorded if squares.device == device]
             sites, widths = tuple(site for site, _ in mine), [squares.shape[1] for _, squares in mine]
             squares = torch.cat([part for _, part in mine], 1)  # [B, sum of widths]
             tokens = self.tokens_of(squares)
@@ -171,7 +171,7 @@ class Screen(Listener):
             table = torch.segment_reduce(squares.T.contiguous(), "sum", lengths=lengths, unsafe=True)  # [sites, B]
             known = self._sums.get((device, sites))
             if known is None:
-                known = self._sums[device, sites] = _Heard(sites, widths, channels)
+                known = self._sums[device, sites] = _Recorded(sites, widths, channels)
             else:
                 known.channels += channels
             known.samples.append((self.samples, table))
@@ -266,7 +266,7 @@ class Tap(Start):
             mine = squares.view(batch, -1, *squares.shape[-2:]).sum((2, 3))
         else:  # [B, T, C] or [B * T, C]
             mine = squares.reshape(batch, -1, squares.shape[-1]).sum(1)
-        self.screen.heard.append((site, mine))
+        self.screen.recorded.append((site, mine))
 
     def _squares(self, site: Site, y: Tensor, g: Tensor) -> Tensor:
         perturbation = self.screen.where.perturbation_at(site)

@@ -139,7 +139,7 @@ def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
 
 
 class FormatScreen(Listener):
-    """A door that holds rounding errors against gradients.
+    """A scope that holds rounding errors against gradients.
 
     with FormatScreen(model, formats) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
@@ -150,7 +150,7 @@ class FormatScreen(Listener):
     def __init__(self, model: nn.Module, formats: Mapping[str, Format], *, anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
         self.formats = dict(formats)
-        self.heard: list[tuple[Site, Tensor]] = []  # KL [B, formats] of each site in the backward that runs now
+        self.recorded: list[tuple[Site, Tensor]] = []  # KL [B, formats] of each site in the backward that runs now
         self.sums: dict[Site, dict[int, Tensor]] = {}
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
@@ -160,8 +160,8 @@ class FormatScreen(Listener):
 
     def take_in(self) -> None:
         assert self.samples is not None
-        heard, self.heard = self.heard, []
-        for site, found in heard:
+        recorded, self.recorded = self.recorded, []
+        for site, found in recorded:
             known = self.sums.setdefault(site, {})
             for sample, row in zip(self.samples.tolist(), found.double().cpu(), strict=True):
                 known[sample] = known[sample] + row if sample in known else row
@@ -190,7 +190,7 @@ class WeightTap(CallWatcher):
         x = next(iter((*args, *kwargs.values()))).detach()  # a linear has one input
 
         def listen(gradient: Tensor) -> None:
-            self.screen.heard.append((site, self._predicted(weight_of(callee), x, gradient)))
+            self.screen.recorded.append((site, self._predicted(weight_of(callee), x, gradient)))
 
         y.register_hook(listen)
         return None

@@ -35,7 +35,7 @@ from noisescope.model.anatomy import MODULE, Anatomy, Unit, dissect
 from noisescope.model.forwards import evaluating
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.inject import inject
-from noisescope.probe.scope import PlainDoor
+from noisescope.probe.scope import PlainScope
 from noisescope.probe.target import CallWatcher, Context
 
 
@@ -104,8 +104,8 @@ def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, tuple
     return {norm: (inputs[norm], linears) for norm, linears in found.items() if norm not in routed}
 
 
-class Calls(PlainDoor):
-    """A door that shows calls of modules: `seen(unit, module, its first tensor, what it gave)`."""
+class Calls(PlainScope):
+    """A scope that shows calls of modules: `seen(unit, module, its first tensor, what it gave)`."""
 
     def __init__(self, model: nn.Module, wanted: Callable[[Unit, str], bool], anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
@@ -117,15 +117,15 @@ class Calls(PlainDoor):
 
 
 class _Call(CallWatcher):
-    def __init__(self, door: Calls, unit: Unit, operator: str) -> None:
+    def __init__(self, scope: Calls, unit: Unit, operator: str) -> None:
         super().__init__(unit, operator)
-        self.door = door
+        self.scope = scope
 
     def on_call(
         self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
     ) -> Any:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self.door.seen(self.unit, callee, x.detach(), y)
+        self.scope.seen(self.unit, callee, x.detach(), y)
         return None
 
 
@@ -366,8 +366,8 @@ def rounded_kl(
         clean = [exact(input_ids=ids, use_cache=False).logits[:, :-1] for ids in batches]
         for tensor, fmt in (("weight", scheme.weight), ("input", scheme.activation)):
             if fmt is not None:
-                aim = Injection(fmt, modules=names, operators={"linear"}, tensor=tensor, phases={"forward"})  # type: ignore[arg-type]
-                scopes.enter_context(inject(model, aim, anatomy=anatomy))
+                target = Injection(fmt, modules=names, operators={"linear"}, tensor=tensor, phases={"forward"})  # type: ignore[arg-type]
+                scopes.enter_context(inject(model, target, anatomy=anatomy))
         for ids, logits in zip(batches, clean, strict=True):
             rounded = model(input_ids=ids, use_cache=False).logits[:, :-1]
             found.append(float(kl_divergence(logits.flatten(0, 1), rounded.flatten(0, 1)).double().mean()))

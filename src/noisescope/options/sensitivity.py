@@ -148,7 +148,7 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaugeOptions(ScoringOptions, ExecutionOptions):
+class GateBaselineOptions(ScoringOptions, ExecutionOptions):
     """One side of a gate."""
 
     seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")

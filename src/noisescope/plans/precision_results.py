@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.context import Array, Frame
+from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import divergence, paired, ratio
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import NONLINEAR, Divergence
@@ -320,15 +320,15 @@ class Verification:
 
     injections: Mapping[str, Injection | None]
 
-    def propose(self, frame: Frame, results: Results) -> list[Trial]:
+    def propose(self, frame: StudyContext, results: Results) -> list[Trial]:
         asked = dict.fromkeys([None, *self.injections.values()])
         return [trial for injection in asked for trial in frame.ask(injection, seeds=(0,))]
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> Verified:
+    def conclude(self, frame: StudyContext, results: Results, notes: Sequence[str] = ()) -> Verified:
         plans = {name: self._carried(frame, results, injection) for name, injection in self.injections.items()}
         return Verified(plans, tuple(notes))
 
-    def _carried(self, frame: Frame, results: Results, injection: Injection | None) -> Carried:
+    def _carried(self, frame: StudyContext, results: Results, injection: Injection | None) -> Carried:
         clean = frame.answer(results, None)
         rounded = clean if injection is None else frame.answer(results, injection, seeds=(0,))
         assert clean is not None and rounded is not None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.scope import Door
+from noisescope.probe.scope import ModelScope
 from noisescope.probe.target import Context, Watcher
 from noisescope.sites import Place, Site
 
@@ -76,7 +76,7 @@ def _quantile(counts: Tensor, q: float) -> Tensor:
 
 # `capture`: what flows through chosen operators, as running statistics per channel or as the tensors themselves.
 #
-# It opens the same door as `inject` and changes nothing. Statistics take memory for the channels only, however many
+# It opens the same scope as `inject` and changes nothing. Statistics take memory for the channels only, however many
 # samples pass. A channel is the last dimension; inside attention (products, softmax) it is the head.
 
 
@@ -175,8 +175,8 @@ def capture(
     return Capture(model, where, keep, device, anatomy, quantiles=quantiles, inputs=inputs)
 
 
-class Capture(Door):
-    """A door that watches."""
+class Capture(ModelScope):
+    """A scope that watches."""
 
     def __init__(
         self,

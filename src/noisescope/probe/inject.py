@@ -13,9 +13,9 @@ from torch import nn
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.scope import Door
+from noisescope.probe.scope import ModelScope
 from noisescope.probe.tally import SiteCount, Tally
-from noisescope.probe.target import Aim
+from noisescope.probe.target import OperatorTarget
 from noisescope.probe.wrapper import in_backward
 from noisescope.sites import GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
 
@@ -35,8 +35,8 @@ def inject(model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = 
     return Probe(model, injection, anatomy=anatomy)
 
 
-class Probe(Door):
-    """A door that injects."""
+class Probe(ModelScope):
+    """A scope that injects."""
 
     def __init__(
         self,
@@ -91,17 +91,17 @@ class Probe(Door):
         if seed == self.injection.seed:
             return
         self.injection = dataclasses.replace(self.injection, seed=seed)
-        for stand_in in self._stand_ins.values():
-            for aims in stand_in.aims.values():
-                for aim in aims.values():
-                    aim.reseed(seed)
+        for wrapper in self._wrappers.values():
+            for targets in wrapper.targets.values():
+                for target in targets.values():
+                    target.reseed(seed)
 
     def sleeps(self) -> bool:
         """Decided where a forward starts: inside it, checkpointing may run blocks without gradients at first."""
         started = self.context is not None or in_backward()
         return self.gradients_only and not started and not torch.is_grad_enabled()
 
-    def aim_at(self, unit: Unit, operator: str) -> Aim | None:
+    def aim_at(self, unit: Unit, operator: str) -> OperatorTarget | None:
         if not self.injection.selects(unit.site(operator)):
             return None
         if unit.packed and self.injection.tensor == "weight":
@@ -110,7 +110,7 @@ class Probe(Door):
             )
         if not self._has_tensor(operator):
             return None
-        return Aim(unit, operator, self.injection, self.count_of(unit, operator))
+        return OperatorTarget(unit, operator, self.injection, self.count_of(unit, operator))
 
     def count_of(self, unit: Unit, operator: str) -> SiteCount:
         """The tally's entry for an operator of a unit, made when first asked for."""
@@ -130,14 +130,14 @@ class Probe(Door):
     def _operators_that_ran(self) -> set[tuple[str, str]]:
         """(operator, module) of units that surely compute them and were called, as far as aims reach now."""
         certain = {(op, unit.module) for unit in self.anatomy.units if unit.certain for op in unit.operators}
-        aims = [
-            (aim.operator, aim.unit.module)
-            for stand_in in self._stand_ins.values()
-            if stand_in.calls and not stand_in.shared
-            for place in stand_in.aims.values()
-            for aim in place.values()
+        targets = [
+            (target.operator, target.unit.module)
+            for wrapper in self._wrappers.values()
+            if wrapper.calls and not wrapper.shared
+            for place in wrapper.targets.values()
+            for target in place.values()
         ]
-        return certain.intersection(aims)
+        return certain.intersection(targets)
 
     # -- checks
 

@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from noisescope.model.anatomy import EXPERTS, ROTARY, ROUTER
 from noisescope.probe.attention import scaled_dot_product
-from noisescope.probe.target import Aim, Context, Once
+from noisescope.probe.target import Context, Once, OperatorTarget
 
 if TYPE_CHECKING:
-    from noisescope.probe.scope import Door
+    from noisescope.probe.scope import ModelScope
 
 _T = torch.Tensor
 _MATMUL = (torch.matmul, torch.mm, torch.einsum, _T.matmul, _T.mm, _T.__matmul__, _T.__rmatmul__)
@@ -68,35 +68,35 @@ class OperatorCalls(TorchFunctionMode):
 
     def __init__(
         self,
-        door: Door,
+        scope: ModelScope,
         kind: str,
-        aims: dict[str, Aim],
+        targets: dict[str, OperatorTarget],
         context: Context,
         *,
         module: nn.Module,
         storage: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self._door = door
+        self._door = scope
         self._table = TABLES.get(kind, _ANYWHERE)
-        self._aims = aims
+        self._targets = targets
         self._context = context
         own = (p for p in module._parameters.values() if p is not None and not p.is_meta)
         self._weights = {p.untyped_storage().data_ptr() for p in own}
         self._storage = storage  # opened attention computes in float32, but what it keeps is of this dtype
-        self._opens_attention = any(operator in aims for operator in ("matmul", "softmax"))
+        self._opens_attention = any(operator in targets for operator in ("matmul", "softmax"))
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._door.owner is self:
-            if func is _FUSED and FUSED in self._aims:
-                return self._perform(self._aims[FUSED], func, list(args), kwargs)
+            if func is _FUSED and FUSED in self._targets:
+                return self._perform(self._targets[FUSED], func, list(args), kwargs)
             if func is _FUSED and self._opens_attention:
                 with self._door.mode or self:
                     return scaled_dot_product(*args, **kwargs)
-            aim = self._aims.get(self._operator(func, args))
-            if aim is not None:
-                return self._perform(aim, func, list(args), kwargs)
+            target = self._targets.get(self._operator(func, args))
+            if target is not None:
+                return self._perform(target, func, list(args), kwargs)
         return func(*args, **kwargs)
 
     def _operator(self, func: Function, args: Any) -> str:
@@ -112,14 +112,14 @@ class OperatorCalls(TorchFunctionMode):
 
     def aims_at(self, operator: str) -> bool:
         """Whether a call of this operator, made here, is perturbed."""
-        return operator in self._aims
+        return operator in self._targets
 
-    def _perform(self, aim: Aim, func: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return perform(aim, self._context, func, args, kwargs, storage=self._storage)
+    def _perform(self, target: OperatorTarget, func: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return perform(target, self._context, func, args, kwargs, storage=self._storage)
 
 
 def perform(
-    aim: Aim,
+    target: OperatorTarget,
     context: Context,
     func: Function,
     args: list[Any],
@@ -128,15 +128,15 @@ def perform(
     storage: torch.dtype | None = None,
 ) -> Any:
     """Run one operator with the aim's perturbation on its inputs, weight, output and gradients."""
-    occurrence = context.occurrence(aim)
-    if aim.wants_call:
+    occurrence = context.occurrence(target)
+    if target.wants_call:
         y = func(*args, **kwargs)
-        other = aim.on_call(func, tuple(args), kwargs, y, context, occurrence)  # type: ignore[attr-defined]
+        other = target.on_call(func, tuple(args), kwargs, y, context, occurrence)  # type: ignore[attr-defined]
         return y if other is None else other
     given: dict[int | str, Any] = dict(enumerate(args))
     given.update(kwargs)
     weight: int | str | None = None
-    if aim.operator == "linear":
+    if target.operator == "linear":
         weight = "weight" if "weight" in kwargs else _WEIGHT.get(func)
     inputs = [at for at in (*_INPUTS.get(func, (0,)), *_INPUT_NAMES) if at != weight and at in given]
     if func is torch.einsum:
@@ -147,30 +147,30 @@ def perform(
         if not isinstance(tensor, Tensor):
             continue
         if at == weight and func in _TRANSPOSED:  # [..., in, out]: formats run along the inputs
-            tensor = aim.on_weight(tensor.transpose(-1, -2), context, occurrence).transpose(-1, -2)
+            tensor = target.on_weight(tensor.transpose(-1, -2), context, occurrence).transpose(-1, -2)
         else:
-            tensor = (aim.on_weight if at == weight else aim.on_input)(tensor, context, occurrence)
+            tensor = (target.on_weight if at == weight else target.on_input)(tensor, context, occurrence)
         if torch.is_grad_enabled() and tensor.requires_grad:
             which = "weight" if at == weight else "input" if at == inputs[0] else "input2"
-            tensor = aim.tap(tensor, context, occurrence, which, once)
+            tensor = target.tap(tensor, context, occurrence, which, once)
         if isinstance(at, int):
             args[at] = tensor
         else:
             kwargs = {**kwargs, at: tensor}
     y = func(*args, **kwargs)
-    return aim.on_output(y, context, occurrence, fresh=not torch.is_grad_enabled(), storage=storage)
+    return target.on_output(y, context, occurrence, fresh=not torch.is_grad_enabled(), storage=storage)
 
 
-class EarlyCalls(TorchFunctionMode):
-    """All function calls while a door is open, handed to the module that makes them.
+class DeviceCallMode(TorchFunctionMode):
+    """All function calls while a scope is open, handed to the module that makes them.
 
-    The mode entered last is asked first. A door whose mode is entered with its scope, and not inside each module, thus
+    The mode entered last is asked first. A scope whose mode is entered with its scope, and not inside each module, thus
     acts before every scope opened later: they see what it did, as they would see what a broken device did.
     """
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, scope: ModelScope) -> None:
         super().__init__()
-        self._door = door
+        self._door = scope
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = self._door.owner
@@ -180,12 +180,12 @@ class EarlyCalls(TorchFunctionMode):
 
 
 class WeightUse(TorchFunctionMode):
-    """Puts a stand-in where a module uses its own weight; the parameter itself is never touched."""
+    """Puts a wrapper where a module uses its own weight; the parameter itself is never touched."""
 
-    def __init__(self, module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, module: nn.Module, wrapper: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._module = module
-        self._make = stand_in
+        self._make = wrapper
         self._made: tuple[Tensor, Tensor] | None = None
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from noisescope.injection import Injection
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
-from noisescope.probe.scope import Door
+from noisescope.probe.scope import ModelScope
 from noisescope.probe.target import Context, Watcher
 from noisescope.probe.wrapper import RUN
 
@@ -34,8 +34,8 @@ def first_noisy_block(injection: Injection, anatomy: Anatomy) -> int:
     return first
 
 
-class Prefix(Door):
-    """A door that keeps block outputs and lets forwards start behind them.
+class Prefix(ModelScope):
+    """A scope that keeps block outputs and lets forwards start behind them.
 
     with Prefix(model) as prefix:
         with prefix.recording("first batch"):
@@ -110,7 +110,7 @@ class Prefix(Door):
         kept = self._kept.get(batch, {})
         return len(kept) == len(self.anatomy.blocks) and all(y is not None for y in kept.values())
 
-    # -- the door's side
+    # -- the scope's side
 
     def aim_at(self, unit: Unit, operator: str) -> Any:
         return _Keeper(self, unit) if operator == "residual" and unit.kind == MODULE else None

@@ -1,8 +1,8 @@
-"""The one door that alters a model: it puts a stand-in before the `forward` of chosen modules, and takes it away again.
+"""The one scope that alters a model: it puts a wrapper before the `forward` of chosen modules, and takes it away again.
 
 An instance attribute `forward` is what works everywhere: forward hooks are ignored by already compiled code and have no
 say over what a module's functions do. What stood in `module.__dict__` before (accelerate keeps its own forward there)
-is called by the stand-in and put back on leaving. State hangs on the door and its stand-ins, never in a thread-local:
+is called by the wrapper and put back on leaving. State hangs on the scope and its wrappers, never in a thread-local:
 on a GPU, backward passes and recomputations run in autograd's own threads. A forward belongs to the thread that started
 it; a recomputation belongs to the forward it repeats, whatever thread it runs in.
 """
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit, dissect
 from noisescope.probe.draws import Rows
-from noisescope.probe.operator_calls import FUSED, EarlyCalls, OperatorCalls
-from noisescope.probe.target import Aim, Context
-from noisescope.probe.wrapper import RUN, StandIn, in_backward
+from noisescope.probe.operator_calls import FUSED, DeviceCallMode, OperatorCalls
+from noisescope.probe.target import Context, OperatorTarget
+from noisescope.probe.wrapper import RUN, ForwardWrapper, in_backward
 from noisescope.sites import Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
@@ -47,21 +47,21 @@ class _Running:
         self.forward = False  # inside for more than a recomputation
 
 
-class Door:
+class ModelScope:
     """Opens a model on `with`, closes it without a trace. Subclasses say what happens at each operator."""
 
-    early = False  # whether scopes opened later see what this one does to functions: see EarlyCalls
-    any_order = False  # whether it may be left before scopes opened inside it; its stand-ins pass everything on then
+    acts_as_device = False  # whether scopes opened later see what this one does to functions: see DeviceCallMode
+    any_order = False  # whether it may be left before scopes opened inside it; its wrappers pass everything on then
     any_thread = False  # whether other threads than the one that opened it may call the model, one at a time
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         self.model = unwrap(model)
-        self.mode: EarlyCalls | None = None
+        self.mode: DeviceCallMode | None = None
         self.anatomy = anatomy or dissect(self.model)
         self._running: dict[int, _Running] = {}  # by thread
         self.thread: int | None = None
         self.compiled = False
-        self._stand_ins: dict[nn.Module, StandIn] = {}
+        self._wrappers: dict[nn.Module, ForwardWrapper] = {}
         self.forwards = 0  # calls of the model so far; unnamed rows are keyed by it
         self._named: tuple[Tensor, Tensor | int | None] | None = None
         self._next_position = 0
@@ -69,11 +69,11 @@ class Door:
 
     # -- for subclasses
 
-    def aim_at(self, unit: Unit, operator: str) -> Aim | None:
+    def aim_at(self, unit: Unit, operator: str) -> OperatorTarget | None:
         """What to do at an operator of a unit; None leaves it alone."""
         raise NotImplementedError
 
-    def aim_at_fused(self, unit: Unit) -> Any:
+    def target_fused_attention(self, unit: Unit) -> Any:
         """What to do at a fused attention call as a whole; None leaves it to the operators in it."""
         return None
 
@@ -82,7 +82,7 @@ class Door:
         return RUN
 
     def sleeps(self) -> bool:
-        """Whether a call that starts now passes by as if the door were shut."""
+        """Whether a call that starts now passes by as if the scope were shut."""
         return False
 
     # -- threads
@@ -150,7 +150,7 @@ class Door:
                 raise ModelHeld("this scope is open already; make a new one for each `with`")
             for module in self.model.modules():
                 held = module.__dict__.get("forward")
-                if isinstance(held, StandIn) and held.door.held_elsewhere:
+                if isinstance(held, ForwardWrapper) and held.scope.held_elsewhere:
                     raise ModelHeld(
                         f"another thread holds a scope on this {type(self.model).__name__}. "
                         "Give each thread its own copy of the model, or wait until that scope is left."
@@ -158,30 +158,32 @@ class Door:
             self.thread = get_ident()
             try:
                 self._install(modules)
-                if self.early:
-                    self.mode = EarlyCalls(self)
+                if self.acts_as_device:
+                    self.mode = DeviceCallMode(self)
                     self.mode.__enter__()  # type: ignore[no-untyped-call]
             except BaseException:
                 self._close()
                 raise
 
     def _install(self, modules: dict[str, nn.Module]) -> None:
-        """Aim at every selected operator; modules that have a stand-in already keep it and get new aims."""
-        aims = [(unit, op, self.aim_at(unit, op)) for unit in self.anatomy.units for op in unit.operators]
-        aims += [(unit, FUSED, self.aim_at_fused(unit)) for unit in self.anatomy.units if unit.kind == ATTENTION]
-        for stand_in in self._stand_ins.values():  # from here on nothing can be refused any more
-            stand_in.aims, stand_in.calls = {}, 0
+        """Aim at every selected operator; modules that have a wrapper already keep it and get new aims."""
+        targets = [(unit, op, self.aim_at(unit, op)) for unit in self.anatomy.units for op in unit.operators]
+        targets += [
+            (unit, FUSED, self.target_fused_attention(unit)) for unit in self.anatomy.units if unit.kind == ATTENTION
+        ]
+        for wrapper in self._wrappers.values():  # from here on nothing can be refused any more
+            wrapper.targets, wrapper.calls = {}, 0
         aimed: set[Place] = set()
         homes: dict[nn.Module, set[Place]] = {}  # a module that two blocks share is at home in both
         for unit in self.anatomy.units:
             homes.setdefault(modules[unit.module], set()).add(unit.place)
-        for unit, operator, aim in aims:
-            if aim is not None:
-                self._stand_in(modules[unit.module], unit.kind).aims.setdefault(unit.place, {})[operator] = aim
+        for unit, operator, target in targets:
+            if target is not None:
+                self._stand_in(modules[unit.module], unit.kind).targets.setdefault(unit.place, {})[operator] = target
                 aimed.add(unit.place)
-        for module, stand_in in self._stand_ins.items():
-            stand_in.shared = len(homes.get(module, ())) > 1
-            aimed |= homes[module] if stand_in.shared and stand_in.aims else set()
+        for module, wrapper in self._wrappers.items():
+            wrapper.shared = len(homes.get(module, ())) > 1
+            aimed |= homes[module] if wrapper.shared and wrapper.targets else set()
         for index, name in enumerate(self.anatomy.blocks):
             if index in aimed:
                 self._stand_in(modules[name], MODULE).block = index
@@ -204,24 +206,24 @@ class Door:
                 self._stand_in(modules[unit.module], unit.kind)
 
     def _watches(self, module: nn.Module) -> bool:
-        stand_in = self._stand_ins.get(module)
-        return stand_in is not None and stand_in.kind != MODULE
+        wrapper = self._wrappers.get(module)
+        return wrapper is not None and wrapper.kind != MODULE
 
-    def _stand_in(self, module: nn.Module, kind: str) -> StandIn:
-        stand_in = self._stand_ins.get(module)
-        if stand_in is None:
-            stand_in = self._stand_ins[module] = StandIn(self, module)
-            module.__dict__["forward"] = stand_in
-        elif module.__dict__.get("forward") is not stand_in and kind != MODULE and stand_in.kind == MODULE:
+    def _stand_in(self, module: nn.Module, kind: str) -> ForwardWrapper:
+        wrapper = self._wrappers.get(module)
+        if wrapper is None:
+            wrapper = self._wrappers[module] = ForwardWrapper(self, module)
+            module.__dict__["forward"] = wrapper
+        elif module.__dict__.get("forward") is not wrapper and kind != MODULE and wrapper.kind == MODULE:
             raise ModelHeld("update() can't reach new functions while an inner scope is open on the same model")
         if kind != MODULE:
-            stand_in.watch(kind)
-        return stand_in
+            wrapper.watch(kind)
+        return wrapper
 
     @property
     def covered(self) -> bool:
         """Whether a scope that was opened inside this one is still open, so that this one can't be left."""
-        return any(module.__dict__.get("forward") is not stand_in for module, stand_in in self._stand_ins.items())
+        return any(module.__dict__.get("forward") is not wrapper for module, wrapper in self._wrappers.items())
 
     def _close(self) -> None:
         """Put back what stood there. Never raises before every module is restored."""
@@ -229,13 +231,13 @@ class Door:
         if self.mode is not None:
             mode, self.mode = self.mode, None
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for module, stand_in in reversed(list(self._stand_ins.items())):
-            if module.__dict__.get("forward") is not stand_in:
-                strangers.append(stand_in)
+        for module, wrapper in reversed(list(self._wrappers.items())):
+            if module.__dict__.get("forward") is not wrapper:
+                strangers.append(wrapper)
             else:
-                stand_in.give_back()
-            stand_in.retire()
-        self._stand_ins.clear()
+                wrapper.give_back()
+            wrapper.retire()
+        self._wrappers.clear()
         self._running = {at: running for at, running in self._running.items() if running.inside}
         self.thread = None
         if strangers and not self.any_order:
@@ -307,26 +309,26 @@ class Door:
             raise InvalidInput(f"rows() names {named.shape[-1]} positions, but the call has {length} tokens")
         return samples, named.reshape(-1, length).expand(batch, length)
 
-    def context_of(self, stand_in: StandIn, x: Any) -> Context:
+    def context_of(self, wrapper: ForwardWrapper, x: Any) -> Context:
         """The forward a module runs in: the model's, a recomputed one, or (called on its own) a new one."""
         if self.context is not None:
             return self.context
-        return self.recalled(stand_in, x) if in_backward() else self.new_context()
+        return self.recalled(wrapper, x) if in_backward() else self.new_context()
 
-    def recalled(self, stand_in: StandIn, x: Any) -> Context:
+    def recalled(self, wrapper: ForwardWrapper, x: Any) -> Context:
         """The forward that autograd recomputes now (gradient checkpointing): the same rows, and no tally."""
-        rows = stand_in.recall(x, None if self._recalled is None else self._recalled.rows)
+        rows = wrapper.recall(x, None if self._recalled is None else self._recalled.rows)
         if rows is None:  # a module that ran in no forward of this scope: nothing to repeat
             return self.new_context()
         self._claim(forward=False)
-        place = stand_in.block if stand_in.block is not None else next(iter(stand_in.aims), None)
+        place = wrapper.block if wrapper.block is not None else next(iter(wrapper.targets), None)
         if self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
             self._recalled = Context(rows, place, recomputing=True, grad=True)
         return self._recalled
 
 
-class PlainDoor(Door):
-    """A door that `with` opens, gives and closes, without a word of its own."""
+class PlainScope(ModelScope):
+    """A scope that `with` opens, gives and closes, without a word of its own."""
 
     def __enter__(self) -> Self:
         self._open()

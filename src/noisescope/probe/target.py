@@ -39,13 +39,13 @@ class Context:
         self.recomputing = recomputing  # gradient checkpointing runs this forward again: same noise, no tally
         self.grad = grad
 
-    def occurrence(self, aim: Aim) -> int:
-        count = self.fired.get(id(aim), 0)
-        self.fired[id(aim)] = count + 1
+    def occurrence(self, target: OperatorTarget) -> int:
+        count = self.fired.get(id(target), 0)
+        self.fired[id(target)] = count + 1
         return count
 
 
-class Aim:
+class OperatorTarget:
     """Applies an injection to one operator of one unit."""
 
     wants_call = False

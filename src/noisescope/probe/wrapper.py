@@ -1,4 +1,4 @@
-"""A stand-in for one module's `forward`: it finds the forward it runs in, then calls the original with the aims on."""
+"""A wrapper for one module's `forward`: it finds the forward it runs in, then calls the original with the aims on."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from noisescope.model.anatomy import ATTENTION, MODULE
 from noisescope.probe.attention import decomposed_config, multihead
 from noisescope.probe.draws import Rows
 from noisescope.probe.operator_calls import OperatorCalls, WeightUse
-from noisescope.probe.target import Aim, Context, Once
+from noisescope.probe.target import Context, Once, OperatorTarget
 from noisescope.sites import Place
 
 if TYPE_CHECKING:
-    from noisescope.probe.scope import Door
+    from noisescope.probe.scope import ModelScope
 
 ABSENT = object()
-RUN = object()  # a door's answer to "what does this block give without being run?": nothing, run it
+RUN = object()  # a scope's answer to "what does this block give without being run?": nothing, run it
 _REMEMBERED = 256  # forwards a module keeps for recomputation (gradient accumulation holds several at once)
 
 
-class StandIn:
-    """Stands in `module.__dict__["forward"]` while a door is open."""
+class ForwardWrapper:
+    """Stands in `module.__dict__["forward"]` while a scope is open."""
 
-    def __init__(self, door: Door, module: nn.Module) -> None:
-        self.door = door
+    def __init__(self, scope: ModelScope, module: nn.Module) -> None:
+        self.scope = scope
         self.module = module
         self.replaced = module.__dict__.get("forward", ABSENT)
         self.original: Callable[..., Any] = module.forward
-        self.aims: dict[Place, dict[str, Aim]] = {}
+        self.targets: dict[Place, dict[str, OperatorTarget]] = {}
         self.kind = MODULE
         self.retired = False
         self.shared = False  # by several blocks: the aims are those of the block that calls
@@ -70,7 +70,7 @@ class StandIn:
     def give_back(self) -> None:
         """Put back what stood here, or what stood before that where it is out of use by now."""
         replaced = self.replaced
-        while isinstance(replaced, StandIn) and replaced.retired:
+        while isinstance(replaced, ForwardWrapper) and replaced.retired:
             replaced = replaced.replaced
         if replaced is ABSENT:
             del self.module.__dict__["forward"]
@@ -81,87 +81,87 @@ class StandIn:
         """Pass everything through from now on, and let go of what was held (a cycle would keep device memory)."""
         self.retired = True
         self._run = self.original  # type: ignore[method-assign]
-        self.aims = {}
+        self.targets = {}
         self._remembered.clear()
 
     # -- running
 
     def _run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        self.door.compiled = True
+        self.scope.compiled = True
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.door.sleeps():
+        if self.scope.sleeps():
             return self.original(*args, **kwargs)
         if self.root:
             return self._run_root(args, kwargs)
         return self._run_inner(args, kwargs)
 
     def _run_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        door = self.door
-        if door.context is not None:  # the model calls itself
+        scope = self.scope
+        if scope.context is not None:  # the model calls itself
             return self._run_inner(args, kwargs)
         x = _first_tensor(args, kwargs)
-        door.context = door.recalled(self, x) if in_backward() else door.new_context(args, kwargs)
-        if not door.context.recomputing:  # also without gradients: a checkpointed model runs so at first
-            self._remember(x, door.context)
+        scope.context = scope.recalled(self, x) if in_backward() else scope.new_context(args, kwargs)
+        if not scope.context.recomputing:  # also without gradients: a checkpointed model runs so at first
+            self._remember(x, scope.context)
         try:
             return self._run_inner(args, kwargs)
         finally:
-            door.context = None
+            scope.context = None
 
     def _run_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.block is None and not self.aims and self.kind == MODULE:
+        if self.block is None and not self.targets and self.kind == MODULE:
             return self._run_shield(args, kwargs) if not self.root else self.original(*args, **kwargs)
-        door = self.door
+        scope = self.scope
         x = _first_tensor(args, kwargs)
         if self.block is not None:
-            given = door.shortcut(self.block, x)
+            given = scope.shortcut(self.block, x)
             if given is not RUN:
                 return given
-        outer = door.context
-        context = door.context_of(self, x)
+        outer = scope.context
+        context = scope.context_of(self, x)
         if context.grad and not context.recomputing and not self.root:
             self._remember(x, context)
         if self.block is not None and context.place is None:
             scratch = context.scratch
             context = Context(context.rows, self.block, recomputing=context.recomputing, grad=context.grad)
             context.scratch = scratch
-        door.context = context
+        scope.context = context
         try:
             return self._run_operator(args, kwargs, context)
         finally:
-            door.context = outer
+            scope.context = outer
 
     def _run_shield(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        door = self.door
-        if door.context is None and in_backward():
+        scope = self.scope
+        if scope.context is None and in_backward():
             raise UnsupportedModel(
                 f"gradient checkpointing recomputes a part of a block that starts inside {type(self.module).__name__}, "
                 "but the functions noised there are watched from outside that part: checkpoint whole blocks instead"
             )
-        owner, door.owner = door.owner, None
+        owner, scope.owner = scope.owner, None
         try:
             return self.original(*args, **kwargs)
         finally:
-            door.owner = owner
+            scope.owner = owner
 
     def _run_operator(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
         """The module as one operator (its own aim), around the functions it calls (the other aims)."""
-        door = self.door
+        scope = self.scope
         self.calls += 1
-        aims = self._aims_here(context)
-        own = aims.get("residual") if self.block is not None else None
+        targets = self._aims_here(context)
+        own = targets.get("residual") if self.block is not None else None
         if self.kind == MODULE and self.block is None:
-            own = next(iter(aims.values()), None)
-        owner = door.owner
-        door.owner = None
+            own = next(iter(targets.values()), None)
+        owner = scope.owner
+        scope.owner = None
         try:
             if own is None:
-                return self._call(args, kwargs, aims, context)
+                return self._call(args, kwargs, targets, context)
             occurrence = context.occurrence(own)
             if own.wants_call:
-                y = self._call(args, kwargs, aims, context)
+                y = self._call(args, kwargs, targets, context)
                 other = own.on_call(self.module, args, kwargs, y, context, occurrence)  # type: ignore[attr-defined]
                 return y if other is None else other
             once = Once()
@@ -170,34 +170,36 @@ class StandIn:
             if own.wants_weight or (grad and own.backward is not None):
                 use = functools.partial(self._on_weight, own, context, occurrence, once)
                 with WeightUse(self.module, use):
-                    y = self._call(args, kwargs, aims, context)
+                    y = self._call(args, kwargs, targets, context)
             else:
-                y = self._call(args, kwargs, aims, context)
+                y = self._call(args, kwargs, targets, context)
             return own.on_output(y, context, occurrence, fresh=not grad and self.block is None)
         finally:
-            door.owner = owner
+            scope.owner = owner
 
-    def _aims_here(self, context: Context) -> dict[str, Aim]:
+    def _aims_here(self, context: Context) -> dict[str, OperatorTarget]:
         """The aims of the block we are in; a module shared by several blocks has aims for each."""
         if self.shared:
-            return self.aims.get(context.place, {})
-        return next(iter(self.aims.values()), {})
+            return self.targets.get(context.place, {})
+        return next(iter(self.targets.values()), {})
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], aims: dict[str, Aim], context: Context) -> Any:
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[str, OperatorTarget], context: Context
+    ) -> Any:
         """The original forward, with its function calls watched where that is asked for."""
         if self.kind == MODULE:
             return self.original(*args, **kwargs)
-        door = self.door
+        scope = self.scope
         storage = None
         if self.kind == ATTENTION:
             x = _first_tensor(args, kwargs)
             storage = x.dtype if isinstance(x, Tensor) and x.is_floating_point() else None
-        calls = OperatorCalls(door, self.kind, aims, context, module=self.module, storage=storage)
-        door.owner = calls
-        with calls if door.mode is None else contextlib.nullcontext():
+        calls = OperatorCalls(scope, self.kind, targets, context, module=self.module, storage=storage)
+        scope.owner = calls
+        with calls if scope.mode is None else contextlib.nullcontext():
             if isinstance(self.module, nn.MultiheadAttention):
                 return multihead(self.module, *args, **kwargs)
-            if self._routed is None or not (aims.keys() & {"matmul", "bmm", "softmax"}):
+            if self._routed is None or not (targets.keys() & {"matmul", "bmm", "softmax"}):
                 return self.original(*args, **kwargs)
             config = self.module.__dict__["config"]
             self.module.__dict__["config"] = self._routed
@@ -207,29 +209,37 @@ class StandIn:
                 self.module.__dict__["config"] = config
 
     def _on_inputs(
-        self, aim: Aim, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, occurrence: int, once: Once
+        self,
+        target: OperatorTarget,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: Context,
+        occurrence: int,
+        once: Once,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first tensor given, perturbed or tapped."""
-        grad = aim.backward is not None and torch.is_grad_enabled()
-        if not aim.wants_input and not grad:
+        grad = target.backward is not None and torch.is_grad_enabled()
+        if not target.wants_input and not grad:
             return args, kwargs
         x = _first_tensor(args, kwargs)
-        if not isinstance(x, Tensor) or not (x.is_floating_point() or aim.wants_input):
+        if not isinstance(x, Tensor) or not (x.is_floating_point() or target.wants_input):
             return args, kwargs
-        new = aim.on_input(x, context, occurrence)
+        new = target.on_input(x, context, occurrence)
         if grad:
-            new = aim.tap(new, context, occurrence, "input", once)
+            new = target.tap(new, context, occurrence, "input", once)
         if new is not x:
             args = tuple(new if arg is x else arg for arg in args)
             kwargs = {k: new if arg is x else arg for k, arg in kwargs.items()}
         return args, kwargs
 
-    def _on_weight(self, aim: Aim, context: Context, occurrence: int, once: Once, weight: Tensor) -> Tensor:
+    def _on_weight(
+        self, target: OperatorTarget, context: Context, occurrence: int, once: Once, weight: Tensor
+    ) -> Tensor:
         if type(self.module).__name__ == "Conv1D":  # [in, out], unlike a Linear's [out, in]
-            weight = aim.on_weight(weight.transpose(0, 1), context, occurrence).transpose(0, 1)
+            weight = target.on_weight(weight.transpose(0, 1), context, occurrence).transpose(0, 1)
         else:
-            weight = aim.on_weight(weight, context, occurrence)
-        return aim.tap(weight, context, occurrence, "weight", once) if torch.is_grad_enabled() else weight
+            weight = target.on_weight(weight, context, occurrence)
+        return target.tap(weight, context, occurrence, "weight", once) if torch.is_grad_enabled() else weight
 
     # -- recomputation
 
@@ -275,5 +285,5 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _uncompiled_run() -> Callable[..., Any]:
-    """`StandIn._run_uncompiled`, which dynamo leaves alone with all that it calls."""
-    return torch.compiler.disable(StandIn._run_uncompiled)  # type: ignore[no-untyped-call,no-any-return]
+    """`ForwardWrapper._run_uncompiled`, which dynamo leaves alone with all that it calls."""
+    return torch.compiler.disable(ForwardWrapper._run_uncompiled)  # type: ignore[no-untyped-call,no-any-return]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from noisescope.runs.runner import Bench, Finish
+from noisescope.runs.runner import Finish, TrialRunner
 from noisescope.runs.store import Store
 from noisescope.trials import Result, Results, Trial, missing
 
@@ -39,15 +39,15 @@ def settle(propose: Propose, store: Store, execute: Executor, progress: Progress
 class InProcess:
     """Runs trials on a bench in this process: slices outside, trials inside, for the clean prefix of one slice."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
+    def __init__(self, runner: TrialRunner) -> None:
+        self.runner = runner
 
     def __call__(self, trials: list[Trial], store: Store, progress: Progress) -> None:
         waiting: deque[Callable[[], None]] = deque()
-        behind = 0 if self.bench.device.type == "cpu" else 1
+        behind = 0 if self.runner.device.type == "cpu" else 1
         for trial in sorted(trials, key=slice_order):
             started = time.perf_counter()
-            finish = self.bench.begin(trial)
+            finish = self.runner.begin(trial)
             waiting.append(functools.partial(_keep, trial, finish, started, store, progress))
             if len(waiting) > behind:  # an accelerator works on this trial while the last one is put away
                 waiting.popleft()()

@@ -28,35 +28,35 @@ from noisescope.sites import Site, place_order
 from noisescope.trials import Result, Slice, Trial
 
 if TYPE_CHECKING:
-    from noisescope.runs.runner import Bench, Finish
+    from noisescope.runs.runner import Finish, TrialRunner
 
 
 SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
 FORMAT_SAMPLES = 8  # rounding errors are projected on the gradients of so many samples at once
 
 
-def screen(bench: Bench, trial: Trial) -> Result:
+def screen(runner: TrialRunner, trial: Trial) -> Result:
     """Fisher sums of every site: see measures/fisher.py. They are of noise at scale 1, summed over scored tokens."""
     assert trial.injection is not None
     part = trial.slice
-    scope = Screen(bench.model, trial.injection, anatomy=bench.anatomy)
-    tokens = _listen(bench, scope, trial, size=max(1, (part.stop - part.start) // SCREEN_PARTS))
-    return _screen_result(scope, bench.materials[part.data], part, tokens, int(trial.settings["draws"]))
+    scope = Screen(runner.model, trial.injection, anatomy=runner.anatomy)
+    tokens = _listen(runner, scope, trial, size=max(1, (part.stop - part.start) // SCREEN_PARTS))
+    return _screen_result(scope, runner.materials[part.data], part, tokens, int(trial.settings["draws"]))
 
 
-def _listen(bench: Bench, scope: Listener, trial: Trial, *, size: int) -> dict[int, int]:
+def _listen(runner: TrialRunner, scope: Listener, trial: Trial, *, size: int) -> dict[int, int]:
     """Send random gradients back through every batch of a slice; scored tokens of each sample."""
     draws, seed = int(trial.settings["draws"]), int(trial.settings["seed"])
     tokens: dict[int, int] = {}
     with scope, torch.enable_grad():
-        for batch in bench.batches(trial.slice, size=size, whole=True):
+        for batch in runner.batches(trial.slice, size=size, whole=True):
             scope.samples = batch.rows
             scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
-            logits = bench.forward(batch)
+            logits = runner.forward(batch)
             scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
             scope.score(logits, scored, keys, draws=draws, seed=seed)
             del logits
-            bench.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
+            runner.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
             for owner in batch.whole.owners.tolist():
                 tokens[owner] = tokens.get(owner, 0) + 1
     return tokens
@@ -81,13 +81,13 @@ def _screen_result(scope: Screen, material: Material, part: Slice, tokens: dict[
     return Result(samples, {}, facts, arrays)
 
 
-def formats(bench: Bench, trial: Trial) -> Result:
+def formats(runner: TrialRunner, trial: Trial) -> Result:
     """Predicted KL of each weight format at each linear of the blocks: see measures/format_costs.py."""
     part = trial.slice
     names = [str(name) for name in trial.settings["formats"]]
-    scope = FormatScreen(bench.model, {name: weight_format(name) for name in names}, anatomy=bench.anatomy)
-    tokens = _listen(bench, scope, trial, size=FORMAT_SAMPLES)
-    groups = bench.materials[part.data].encoded.sequences[part.start : part.stop]
+    scope = FormatScreen(runner.model, {name: weight_format(name) for name in names}, anatomy=runner.anatomy)
+    tokens = _listen(runner, scope, trial, size=FORMAT_SAMPLES)
+    groups = runner.materials[part.data].encoded.sequences[part.start : part.stop]
     samples = tuple(group[0].sample for group in groups)
     position = {sample: i for i, sample in enumerate(samples)}
     sites = sorted(scope.sums, key=site_order)
@@ -96,11 +96,11 @@ def formats(bench: Bench, trial: Trial) -> Result:
         for name, total in scope.sums[site].items():
             predicted[row, :, position[name % (1 << 40)]] += total.numpy()
     predicted /= int(trial.settings["draws"]) * np.array([tokens[i] for i in range(len(samples))])
-    modules = dict(bench.model.named_modules())
+    modules = dict(runner.model.named_modules())
     facts: dict[str, Any] = {
         "modules": [],
         "formats": [[name, weight_format(name).element_bits] for name in names],
-        "block_parameters": count_block_parameters(bench.model, bench.anatomy),
+        "block_parameters": count_block_parameters(runner.model, runner.anatomy),
     }
     for site in sites:
         outputs, inputs = weight_of(modules[site.module]).shape
@@ -134,18 +134,18 @@ def site_facts(site: Site, channels: int) -> dict[str, Any]:
 # What can be measured in a trial, each as (bench, trial) -> result.
 
 
-def score(bench: Bench, trial: Trial) -> Finish:
+def score(runner: TrialRunner, trial: Trial) -> Finish:
     """Teacher-forced: every scored token of every sample, clean against noisy, in one forward."""
     part = trial.slice
-    gathered = Gathered(bench.materials[part.data], part)
+    gathered = Gathered(runner.materials[part.data], part)
     if trial.injection is None:
-        clean = bench.clean(part)
+        clean = runner.clean(part)
         for batch, pieces in zip(clean.batches, clean.logits, strict=True):
             for piece, logits in zip(batch.pieces, pieces, strict=True):
                 gathered.add(piece, tokens_compared(piece, logits, None))
         return lambda: Result(*gathered.settle())
     counted = 0  # in one forward: how many forwards a slice takes is a matter of memory
-    for compared in bench.noisy(part, trial.injection):
+    for compared in runner.noisy(part, trial.injection):
         counted = counted or compared.probe.tally.forward
         gathered.add(compared.piece, tokens_compared(compared.piece, compared.clean, compared.noisy))
         probe = compared.probe
@@ -157,10 +157,10 @@ def score(bench: Bench, trial: Trial) -> Finish:
     return finish
 
 
-def generate(bench: Bench, trial: Trial) -> Result:
+def generate(runner: TrialRunner, trial: Trial) -> Result:
     """Greedy generation from the prompts, judged by exact match: the answers a user would see."""
     part = trial.slice
-    material = bench.materials[part.data]
+    material = runner.materials[part.data]
     prompts, answers = material.prompts[part.start : part.stop], material.answers[part.start : part.stop]
     samples = tuple(group[0].sample for group in material.encoded.sequences[part.start : part.stop])
     if not prompts:
@@ -168,37 +168,37 @@ def generate(bench: Bench, trial: Trial) -> Result:
     facts: dict[str, Any] = {}
     write = functools.partial(
         generation.generate,
-        bench.model,
-        bench.subject.tokenizer,
+        runner.model,
+        runner.subject.tokenizer,
         list(prompts),
         max_new_tokens=int(trial.settings["max_new_tokens"]),
-        batch_size=bench.batch_size(len(prompts)),
-        device=bench.device,
+        batch_size=runner.batch_size(len(prompts)),
+        device=runner.device,
         samples=list(samples),
     )
     if trial.injection is None:
         texts = write()
     else:
-        probe = inject(bench.model, trial.injection, anatomy=bench.anatomy)
+        probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
         with probe:
             texts = write(on_batch=lambda names, length: probe.rows(names))
         facts["injections"] = probe.tally.forward
-    bench.forwards += len(prompts)  # the prompts; what decoding adds depends on the answers
+    runner.forwards += len(prompts)  # the prompts; what decoding adds depends on the answers
     right = tuple(float(answers_match(text, answer)) for text, answer in zip(texts, answers, strict=True))
     return Result(samples, {"accuracy": right}, facts)
 
 
-def custom(bench: Bench, trial: Trial) -> Result:
+def custom(runner: TrialRunner, trial: Trial) -> Result:
     """The user's own metric: (model, batches) -> one score per sample, under the trial's noise."""
-    if bench.metric is None:
+    if runner.metric is None:
         raise InvalidInput("this trial needs the caller's own metric, which this process does not have")
     part = trial.slice
-    groups = bench.materials[part.data].encoded.sequences[part.start : part.stop]
-    batches = bench.batches(part)
+    groups = runner.materials[part.data].encoded.sequences[part.start : part.stop]
+    batches = runner.batches(part)
     if trial.injection is None:
-        scores = bench.metric(bench.model, ({"input_ids": batch.ids} for batch in batches))
+        scores = runner.metric(runner.model, ({"input_ids": batch.ids} for batch in batches))
     else:
-        probe = inject(bench.model, trial.injection, anatomy=bench.anatomy)
+        probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
 
         def named() -> Any:
             for batch in batches:
@@ -206,28 +206,28 @@ def custom(bench: Bench, trial: Trial) -> Result:
                 yield {"input_ids": batch.ids}
 
         with probe:
-            scores = bench.metric(bench.model, named())
-    bench.forwards += sum(len(batch.ids) for batch in batches)
+            scores = runner.metric(runner.model, named())
+    runner.forwards += sum(len(batch.ids) for batch in batches)
     numbers = [float(s) for s in scores]
     if len(numbers) != len(groups):
         raise InvalidInput(f"the metric gave {len(numbers)} scores for {len(groups)} samples: one per sample is needed")
     return Result(tuple(group[0].sample for group in groups), {"accuracy": tuple(numbers)})
 
 
-def capture_channels(bench: Bench, trial: Trial) -> Result:
+def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     """Statistics of every channel over the slice, in memory for the channels alone."""
     part = trial.slice
     where = trial.injection
     assert where is not None
-    scope = Capture(bench.model, where, "statistics", None, bench.anatomy, quantiles=True)
+    scope = Capture(runner.model, where, "statistics", None, runner.anatomy, quantiles=True)
     count = part.stop - part.start
     stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
     with scope as captured, torch.no_grad():
-        for batch in bench.batches(part, size=int(trial.settings.get("batch", 16)), whole=True):
-            scope.tokens(_real_tokens(bench.materials[part.data], part, batch))
+        for batch in runner.batches(part, size=int(trial.settings.get("batch", 16)), whole=True):
+            scope.tokens(_real_tokens(runner.materials[part.data], part, batch))
             scope.quantile_rows((batch.rows % (1 << 40)) % stride == 0)
-            bench.forward(batch)
-            bench.forwards += len(batch.ids)
+            runner.forward(batch)
+            runner.forwards += len(batch.ids)
     facts: dict[str, Any] = {"sites": []}
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in ("max", "mean", "mean_abs", "std", "q50", "q99")}
     for site in sorted(captured.statistics, key=site_order):
@@ -263,9 +263,9 @@ def _real_tokens(material: Material, part: Slice, batch: Batch) -> Tensor:
     return mask.to(batch.ids.device)
 
 
-def loss_of(bench: Bench, batch: Batch) -> Tensor:
+def loss_of(runner: TrialRunner, batch: Batch) -> Tensor:
     """Mean negative log-likelihood of the scored tokens."""
-    logits = bench.forward(batch)
+    logits = runner.forward(batch)
     piece = batch.whole
     picked = logits.index_select(0, piece.scored.to(logits.device))
     return torch.nn.functional.cross_entropy(picked.float(), piece.targets.to(picked.device))
@@ -278,24 +278,24 @@ def _only(batches: list[Batch]) -> Batch:
     return batches[0]
 
 
-def block_parameters(bench: Bench) -> dict[str, list[torch.nn.Parameter]]:
+def block_parameters(runner: TrialRunner) -> dict[str, list[torch.nn.Parameter]]:
     """Weights of each block by its index as text."""
-    modules = dict(bench.model.named_modules())
+    modules = dict(runner.model.named_modules())
     return {
         str(index): [p for p in modules[name].parameters() if p.dim() >= 2]
-        for index, name in enumerate(bench.anatomy.blocks)
+        for index, name in enumerate(runner.anatomy.blocks)
     }
 
 
-def curvature(bench: Bench, trial: Trial) -> Result:
+def curvature(runner: TrialRunner, trial: Trial) -> Result:
     """Hessian trace of the loss with respect to each block's weights, with an interval."""
     from noisescope.measures.curvature import hessian_traces
 
-    batch = _only(bench.batches(trial.slice, whole=True))
+    batch = _only(runner.batches(trial.slice, whole=True))
     traces = hessian_traces(
-        bench.model,
-        lambda model: loss_of(bench, batch),
-        block_parameters(bench),
+        runner.model,
+        lambda model: loss_of(runner, batch),
+        block_parameters(runner),
         probes=int(trial.settings["probes"]),
         method=str(trial.settings.get("method", "hutchinson")),
         seed=int(trial.settings["seed"]),
@@ -307,23 +307,23 @@ def curvature(bench: Bench, trial: Trial) -> Result:
     return Result((), {}, {"traces": facts})
 
 
-def gradients(bench: Bench, trial: Trial) -> Result:
+def gradients(runner: TrialRunner, trial: Trial) -> Result:
     """Norm of the loss gradient in each block's weights, clean or under the trial's noise (both phases)."""
     from noisescope.measures.curvature import gradient_norms
 
-    batch = _only(bench.batches(trial.slice, whole=True))
-    groups = block_parameters(bench)
+    batch = _only(runner.batches(trial.slice, whole=True))
+    groups = block_parameters(runner)
     if trial.injection is None:
-        norms = gradient_norms(bench.model, lambda model: loss_of(bench, batch), groups)
+        norms = gradient_norms(runner.model, lambda model: loss_of(runner, batch), groups)
     else:
-        probe = inject(bench.model, trial.injection, anatomy=bench.anatomy)
+        probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
         with probe:
             probe.rows(batch.rows)
-            norms = gradient_norms(bench.model, lambda model: loss_of(bench, batch), groups)
+            norms = gradient_norms(runner.model, lambda model: loss_of(runner, batch), groups)
     return Result((), {}, {"norms": norms})
 
 
-MEASURES: dict[str, Callable[[Bench, Trial], Result | Finish]] = {
+MEASURES: dict[str, Callable[[TrialRunner, Trial], Result | Finish]] = {
     "score": score,
     "generate": generate,
     "custom": custom,

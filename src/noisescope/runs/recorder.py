@@ -23,7 +23,7 @@ from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_of
 from noisescope.model.source import model_fingerprint
 from noisescope.probe.operator_calls import FUSED
-from noisescope.probe.scope import PlainDoor, unwrap
+from noisescope.probe.scope import PlainScope, unwrap
 from noisescope.probe.target import CallWatcher, Context
 from noisescope.sites import Place, Site
 
@@ -44,8 +44,8 @@ class Detail:
         return self.full or place in self.full_layers
 
 
-class Recording(PlainDoor):
-    """A door through which the outputs of one batch are sketched, and kept whole where that is asked for."""
+class Recording(PlainScope):
+    """A scope through which the outputs of one batch are sketched, and kept whole where that is asked for."""
 
     def __init__(
         self, model: nn.Module, anatomy: Anatomy, shape: tuple[int, ...], first: int, detail: Detail, stem: Path
@@ -71,7 +71,7 @@ class Recording(PlainDoor):
             return None  # aiming at the operators inside would take fused attention apart
         return Listener(self, unit, operator)
 
-    def aim_at_fused(self, unit: Unit) -> Any:
+    def target_fused_attention(self, unit: Unit) -> Any:
         return Listener(self, unit, FUSED)
 
     def hear(self, site: Site, y: Tensor, x: Tensor | None, *, heads: bool) -> None:

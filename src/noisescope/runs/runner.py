@@ -54,7 +54,7 @@ class Compared:
     first: bool  # of its batch: the pieces after it repeat the end of the forward, and are not counted again
 
 
-class Bench:
+class TrialRunner:
     """Runs trials on a subject; `with` it, for it holds the model open."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Bench:
         self._scopes = contextlib.ExitStack()
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> TrialRunner:
         with contextlib.ExitStack() as entered:
             entered.enter_context(evaluating(self.model))
             entered.enter_context(self.prefix)

@@ -16,7 +16,7 @@ from noisescope.errors import NoisescopeError
 from noisescope.model.source import Source
 from noisescope.model.subject import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import Bench, conditions
+from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.trials import Conditions, Result, Trial, content_id
 
 
@@ -85,16 +85,16 @@ class Worker:
             subject = job.source.load()
         except NoisescopeError as error:
             return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model under that path)")
-        self.bench = Bench(subject, job.materials, metric=job.metric).__enter__()
+        self.runner = TrialRunner(subject, job.materials, metric=job.metric).__enter__()
         return Ready(*who, conditions(subject), tokens_of(subject, job.materials))
 
     def run(self, packed: bytes) -> Answer:
         trial: Trial = pickle.loads(packed)
-        forwards, notes, started = self.bench.forwards, len(self.bench.notes), time.perf_counter()
-        result = self.bench.run(trial)
+        forwards, notes, started = self.runner.forwards, len(self.runner.notes), time.perf_counter()
+        result = self.runner.run(trial)
         seconds = time.perf_counter() - started
-        news = tuple(self.bench.notes[notes:])
-        return Answer(content_id(trial), result, seconds, self.bench.forwards - forwards, news)
+        news = tuple(self.runner.notes[notes:])
+        return Answer(content_id(trial), result, seconds, self.runner.forwards - forwards, news)
 
 
 def tokens_of(subject: Subject, materials: Iterable[Material]) -> str:

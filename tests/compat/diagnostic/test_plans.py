@@ -60,7 +60,7 @@ def test_it_is_the_noise_of_noisy_ops(llama: Any, tokens: torch.Tensor) -> None:
         assert torch.equal(llama(tokens).logits, clean)
     llama(tokens, labels=tokens).loss.backward()
     (probe,) = state.probes
-    assert {aim.unit.place: aim.forward.scale for aim in aims_of(probe)} == pytest.approx(
+    assert {target.unit.place: target.forward.scale for target in aims_of(probe)} == pytest.approx(
         {0: 0.02, 1: 0.08, 2: 0.04, "lm_head": 0.04}
     )
     assert noisy_ops.disable_noisy_ops()["total_backward"] == 0
@@ -70,7 +70,7 @@ def test_it_is_the_noise_of_noisy_ops(llama: Any, tokens: torch.Tensor) -> None:
 
 
 def aims_of(probe: Any) -> list[Any]:
-    return [aim for one in probe._stand_ins.values() for here in one.aims.values() for aim in here.values()]
+    return [target for one in probe._stand_ins.values() for here in one.targets.values() for target in here.values()]
 
 
 def test_a_class_written_over_noisy_ops(llama: Any, tokens: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ def test_a_class_written_over_noisy_ops(llama: Any, tokens: torch.Tensor) -> Non
     noisy_ops.set_per_layer_scales(scales)
     noisy_ops.enable_noisy_ops(error_scale=original)
     llama(tokens)
-    assert {aim.unit.place: aim.forward.scale for aim in aims_of(state.probes[0])} == pytest.approx(
+    assert {target.unit.place: target.forward.scale for target in aims_of(state.probes[0])} == pytest.approx(
         {0: 0.015, 1: 0.03, 2: 0.06, "lm_head": 0.03}
     )
     assert [layer for layer, scale in scales.items() if scale < original] == [0]

@@ -264,7 +264,7 @@ def test_backward_and_checkpointing(reentrant):
 
 
 def test_noise_is_that_of_inject_and_follows_the_seed(model):
-    """The same door, the same draws; without a seed torch's initial seed is read and left alone."""
+    """The same scope, the same draws; without a seed torch's initial seed is read and left alone."""
     with ns.inject(model, ns.Injection(ns.Gaussian(0.05), operators={"gemm"}, seed=4)):
         expected = logits(model)
     no.enable_noisy_ops(seed=4)

@@ -15,7 +15,7 @@ from noisescope.api.records import linears
 from noisescope.compat.diagnostic.questions import Question, Row, ask, batches_of, subject_of
 from noisescope.diagnosis import channels, screen
 from noisescope.diagnosis.channels import over_median as over_median
-from noisescope.diagnosis.context import Array, Frame
+from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.screen import Screened
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.findings import LIMITS
@@ -229,8 +229,8 @@ def site_label(site: Site) -> str:
     return name if site.occurrence == 0 else f"{name} #{site.occurrence}"
 
 
-def _screened(frame: Frame, results: Results) -> Screened:
-    found = screen.conclude(frame, results)
+def _screened(context: StudyContext, results: Results) -> Screened:
+    found = screen.conclude(context, results)
     assert found is not None  # nothing more was proposed, so all is known
     return found
 
@@ -337,15 +337,15 @@ def _of_sizes(columns: dict[str, Array]) -> dict[str, list[Tensor]]:
     return {name: [torch.from_numpy(column.copy())] for name, column in found.items()}
 
 
-def _propose_capture(frame: Frame, results: Results) -> list[Trial]:
-    trial = channels.capture_trial(frame)
+def _propose_capture(context: StudyContext, results: Results) -> list[Trial]:
+    trial = channels.capture_trial(context)
     assert trial is not None  # the level asked for is "channel"
     return [trial]
 
 
-def _captured(frame: Frame, results: Results) -> dict[str, tuple[Row, dict[str, Array]]]:
+def _captured(context: StudyContext, results: Results) -> dict[str, tuple[Row, dict[str, Array]]]:
     """Facts and statistics [C] of every module captured."""
-    result: Result = results[_propose_capture(frame, results)[0].id]
+    result: Result = results[_propose_capture(context, results)[0].id]
     if result.failed:
         raise NoisescopeError(f"the capture failed: {result.error}")
     facts = result.facts["sites"]

@@ -16,7 +16,7 @@ from noisescope.compat.diagnostic.formulas import check_activations, compute_spa
 from noisescope.compat.diagnostic.levels import loss_of, threshold_value
 from noisescope.compat.diagnostic.questions import Question, Row, ask, ends_of, layer_of
 from noisescope.diagnosis import channels, dashboard
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput
 from noisescope.findings import (
     EXPECTED_CORRELATIONS,
@@ -333,13 +333,13 @@ def _threshold(value: float | None, full: Row) -> str:
     return _percent(value)
 
 
-def _propose(frame: Frame, results: Results) -> list[Trial]:
-    captured = channels.capture_trial(frame)
-    return frame.ask(None) + dashboard.propose(frame, results, None) + ([] if captured is None else [captured])
+def _propose(context: StudyContext, results: Results) -> list[Trial]:
+    captured = channels.capture_trial(context)
+    return context.ask(None) + dashboard.propose(context, results, None) + ([] if captured is None else [captured])
 
 
-def _conclude(frame: Frame, results: Results) -> Row:
-    found: Row = to_json(dashboard.conclude(frame, results, None, channels.conclude(frame, results, None)))
+def _conclude(context: StudyContext, results: Results) -> Row:
+    found: Row = to_json(dashboard.conclude(context, results, None, channels.conclude(context, results, None)))
     return found
 
 

@@ -22,7 +22,7 @@ from noisescope.compat.diagnostic.questions import (
     window_rows,
 )
 from noisescope.diagnosis import layers, noise_levels, operators
-from noisescope.diagnosis.context import Frame
+from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput, NoisescopeError, NothingInjected
 from noisescope.findings import BANDS, LIMITS, NOT_MEASURABLE, Window, avalanche_points, band
 from noisescope.jsonform import to_json
@@ -137,22 +137,22 @@ def loss_of(row: Mapping[str, Any]) -> float | None:
     return value
 
 
-def _propose_operators(frame: Frame, results: Results) -> list[Trial]:
-    return frame.ask(None) + operators.propose(frame, results)
+def _propose_operators(context: StudyContext, results: Results) -> list[Trial]:
+    return context.ask(None) + operators.propose(context, results)
 
 
-def _propose_windows(frame: Frame, results: Results) -> list[Trial]:
-    noisy = [trial for window in frame.windows for trial in frame.ask(layers.window_injection(frame, window))]
-    return frame.ask(None) + noisy
+def _propose_windows(context: StudyContext, results: Results) -> list[Trial]:
+    noisy = [trial for window in context.windows for trial in context.ask(layers.window_injection(context, window))]
+    return context.ask(None) + noisy
 
 
-def _propose_threshold(frame: Frame, results: Results) -> list[Trial]:
-    return frame.ask(None) + noise_levels.propose(frame, results)
+def _propose_threshold(context: StudyContext, results: Results) -> list[Trial]:
+    return context.ask(None) + noise_levels.propose(context, results)
 
 
-_OPERATORS = Question(_propose_operators, lambda frame, results: to_json(operators.conclude(frame, results, None)))
-_WINDOWS = Question(_propose_windows, lambda frame, results: to_json(layers.conclude(frame, results, None).windows))
-_THRESHOLD = Question(_propose_threshold, lambda frame, results: to_json(noise_levels.conclude(frame, results)))
+_OPERATORS = Question(_propose_operators, lambda context, results: to_json(operators.conclude(context, results, None)))
+_WINDOWS = Question(_propose_windows, lambda context, results: to_json(layers.conclude(context, results, None).windows))
+_THRESHOLD = Question(_propose_threshold, lambda context, results: to_json(noise_levels.conclude(context, results)))
 
 
 # All three levels in one call and one report, in the shape of the original method notes.

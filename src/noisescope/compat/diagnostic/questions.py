@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from noisescope import api
 from noisescope.data.dataset import DataSet
-from noisescope.diagnosis.context import GROUP, Frame
+from noisescope.diagnosis.context import GROUP, StudyContext
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model.subject import Subject, wrap
@@ -31,14 +31,14 @@ ROW_KEYS = ("degradation", "sensitivity_score", "baseline_acc", "noisy_acc", "to
 class Question:
     """A part of a diagnosis: which trials it wants, and what it makes of them."""
 
-    asked: Callable[[Frame, Results], list[Trial]]
-    answer: Callable[[Frame, Results], Any]
+    asked: Callable[[StudyContext, Results], list[Trial]]
+    answer: Callable[[StudyContext, Results], Any]
 
-    def propose(self, frame: Frame, results: Results) -> list[Trial]:
-        return self.asked(frame, results)
+    def propose(self, context: StudyContext, results: Results) -> list[Trial]:
+        return self.asked(context, results)
 
-    def conclude(self, frame: Frame, results: Results, notes: Sequence[str] = ()) -> Any:
-        return self.answer(frame, results)
+    def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> Any:
+        return self.answer(context, results)
 
 
 def ask(
@@ -52,10 +52,10 @@ def ask(
 ) -> Any:
     """The answer of a model on data; `asked` are keywords of `diagnose`, `settings` fields of Settings it has not."""
     prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **asked)
-    frame = prepared.frame
+    context = prepared.context
     if settings:
-        frame = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, **settings))
-    prepared = dataclasses.replace(prepared, frame=frame)
+        context = dataclasses.replace(context, settings=dataclasses.replace(context.settings, **settings))
+    prepared = dataclasses.replace(prepared, context=context)
     return prepared.run(question, options or api.Options())[1]
 
 

@@ -22,8 +22,8 @@ from noisescope.probe.inject import Probe
 from noisescope.probe.operator_calls import Function, perform
 from noisescope.probe.scope import unwrap
 from noisescope.probe.tally import SiteCount
-from noisescope.probe.target import Aim, Context
-from noisescope.probe.wrapper import StandIn, in_backward
+from noisescope.probe.target import Context, OperatorTarget
+from noisescope.probe.wrapper import ForwardWrapper, in_backward
 from noisescope.sites import GROUPS, PHASES, Place, matches_operator
 
 _OUTSIDE = ""  # the place of a call that is made in no block
@@ -33,7 +33,7 @@ class DirectCalls:
     """Aims at such calls, one for each operator and block, and their counts."""
 
     def __init__(self) -> None:
-        self._aims: dict[tuple[str, Place], Aim | None] = {}
+        self._aims: dict[tuple[str, Place], OperatorTarget | None] = {}
         self._counts: dict[tuple[str, Place], SiteCount] = {}
         self._looked: set[tuple[str, str, Place]] = set()
         self._calls = 0
@@ -46,7 +46,7 @@ class DirectCalls:
         """The settings changed: aims are made anew, counts go on."""
         self._aims.clear()
 
-    def aim(self, settings: Settings, name: str, operator: str, layer: int | None) -> Aim | None:
+    def target(self, settings: Settings, name: str, operator: str, layer: int | None) -> OperatorTarget | None:
         """What falls on a call; None where the settings leave it alone."""
         place: Place = _OUTSIDE if layer is None else layer
         key = (name, place)
@@ -55,7 +55,7 @@ class DirectCalls:
             injection = settings.anywhere(places, numbered=layer is not None)
             unit = Unit(name, CALLS, place, "", (operator,))
             chosen = settings.noisy_phases and injection.selects(unit.site(operator))
-            self._aims[key] = Aim(unit, operator, injection, self._count(key, operator)) if chosen else None
+            self._aims[key] = OperatorTarget(unit, operator, injection, self._count(key, operator)) if chosen else None
         return self._aims[key]
 
     def context(self) -> Context:
@@ -89,7 +89,7 @@ class DirectCalls:
 # The global state of noisescope, all of it: `state`, guarded by its lock.
 #
 # While enabled it also replaces `torch.nn.Module.__call__`: torch binds `forward` before it runs forward pre-hooks,
-# so a door opened from a pre-hook would miss the very call it was opened for.
+# so a scope opened from a pre-hook would miss the very call it was opened for.
 
 
 class _OpenModel(Probe):
@@ -232,14 +232,14 @@ class State:
             probe, context = self.running()
             watched = probe is not None and probe.owner is not None and probe.owner.aims_at(operator)
             asleep = self.settings.training_only and context is None and not torch.is_grad_enabled()
-            aim = None
+            target = None
             if self.call is not None and not self.settings.off and not watched and not asleep:
-                aim = self.direct.aim(self.settings, name, operator, self.layer())
-            if aim is not None and context is None:
+                target = self.direct.target(self.settings, name, operator, self.layer())
+            if target is not None and context is None:
                 context = self.direct.context()
-        if aim is None or context is None:
+        if target is None or context is None:
             return function(*args, **kwargs)
-        return perform(aim, context, function, args, kwargs)
+        return perform(target, context, function, args, kwargs)
 
     def close(self, probe: _OpenModel) -> None:
         self.probes.remove(probe)
@@ -322,8 +322,8 @@ def _counts(sites: list[SiteCount], *, blocks: bool = True) -> Counter[tuple[str
 
 def _left_in_reverse(forward: object) -> bool:
     """Whether a scope on a module must be left after all that were opened on it later."""
-    while isinstance(forward, StandIn):
-        if not forward.retired and not forward.door.any_order:
+    while isinstance(forward, ForwardWrapper):
+        if not forward.retired and not forward.scope.any_order:
             return True
         forward = forward.replaced
     return False

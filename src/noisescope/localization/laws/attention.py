@@ -18,8 +18,8 @@ from torch import Tensor
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import linear as linear_laws
-from noisescope.localization.laws.calls import Heard
-from noisescope.localization.laws.evidence import Examined
+from noisescope.localization.laws.calls import RecordedCall
+from noisescope.localization.laws.evidence import LawEvidence
 from noisescope.localization.laws.functions import log_odds
 from noisescope.localization.laws.law_result import exact, floored, host
 from noisescope.localization.laws.linear import Linear
@@ -44,14 +44,14 @@ class Attention:
     scale: float
 
     @classmethod
-    def heard(cls, heard: Heard) -> Attention:
-        given = dict(zip(_NAMES, heard.args, strict=False)) | heard.kwargs
-        q, k, v = (as_multiplied(given[name], heard.y) for name in ("query", "key", "value"))
+    def recorded(cls, recorded: RecordedCall) -> Attention:
+        given = dict(zip(_NAMES, recorded.args, strict=False)) | recorded.kwargs
+        q, k, v = (as_multiplied(given[name], recorded.y) for name in ("query", "key", "value"))
         if k.shape[-3] != q.shape[-3]:
             k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
         scale = given.get("scale")
         return cls(
-            heard.call,
+            recorded.call,
             q,
             k,
             v,
@@ -85,13 +85,13 @@ def shut_out(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask < _SHUT
 
 
-def examine(heard: Heard) -> Examined:
+def examine(recorded: RecordedCall) -> LawEvidence:
     """All laws of one fused call."""
-    call = Attention.heard(heard)
+    call = Attention.recorded(recorded)
     if call.q.dim() != 4 or not call.q.is_floating_point() or call.q.numel() == 0:
-        return Examined(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
+        return LawEvidence(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
     # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
-    unlike = call.k is not given_key(heard)
+    unlike = call.k is not given_key(recorded)
     if call.looks_nowhere:  # padding: what such rows give is anybody's guess
         call, unlike = replace(call, mask=None, causal=False), True
     # Linear in V: rows of V^T [B, H, D, S] are independent, and S is the length of the sums.
@@ -103,22 +103,22 @@ def examine(heard: Heard) -> Examined:
         channels=False,
         view=lambda out: host(out.permute(0, 3, 1, 2).flatten(-2)),  # [B, H, D, T] -> rows B T, channels H D
     )
-    found, base = linear_laws.examine(linear, None if unlike else heard.y.transpose(-1, -2))
+    found, base = linear_laws.examine(linear, None if unlike else recorded.y.transpose(-1, -2))
     if found.broken:
         look_closer(linear, base, found)
     for drive in (call, *_wider(call)):
         _ones(drive, found)
         _single_key(drive, found)
         _probabilities(drive, found)
-    _later_keys(call, heard.y, found)
+    _later_keys(call, recorded.y, found)
     if unlike:
-        again = heard.again(call.q)
+        again = recorded.again(call.q)
         with host_arithmetic():
-            first = host(heard.y).double()
-            limit = 8 * number_format(heard.y.dtype).ulp(first)
-            found.readings.append(exact("R1", host(again).double(), first, round_off=limit))
+            first = host(recorded.y).double()
+            limit = 8 * number_format(recorded.y.dtype).ulp(first)
+            found.results.append(exact("R1", host(again).double(), first, round_off=limit))
     if found.broken:
-        steadiness(heard.again, call.q, heard.y, call.q.roll(1, -2), found.facts)
+        steadiness(recorded.again, call.q, recorded.y, call.q.roll(1, -2), found.facts)
     return found
 
 
@@ -138,11 +138,11 @@ def _one_key(call: Attention) -> Tensor:
     return call(q=q, k=k, v=v, mask=None, causal=False)
 
 
-def given_key(heard: Heard) -> Tensor:
-    return heard.args[1] if len(heard.args) > 1 else heard.kwargs["key"]  # type: ignore[no-any-return]
+def given_key(recorded: RecordedCall) -> Tensor:
+    return recorded.args[1] if len(recorded.args) > 1 else recorded.kwargs["key"]  # type: ignore[no-any-return]
 
 
-def _ones(call: Attention, found: Examined) -> None:
+def _ones(call: Attention, found: LawEvidence) -> None:
     """R11: the rows of P sum to 1."""
     out = call(v=torch.ones_like(call.v))
     with host_arithmetic():
@@ -154,26 +154,26 @@ def _ones(call: Attention, found: Examined) -> None:
             got, 2 * form.ulp(torch.ones(1, dtype=torch.float64)).item() + 4 * u * (8 + math.sqrt(keys))
         )
         flat = (got - 1).transpose(1, 2).flatten(-2)  # [B, T, H * D]
-        reading = floored("R11", flat, limit.transpose(1, 2).flatten(-2), 1.0, "")
-        found.readings.append(reading)
-        if reading.broken:
+        result = floored("R11", flat, limit.transpose(1, 2).flatten(-2), 1.0, "")
+        found.results.append(result)
+        if result.broken:
             within = got.amax(-1) - got.amin(-1)
             found.facts.ones = "channels" if float(within.max()) > 2 * float(limit.max()) else "rows"
             found.facts.ones_size = float((got - 1).median())
             found.facts.ones_spread = float((got - 1).std())
 
 
-def _single_key(call: Attention, found: Examined) -> None:
+def _single_key(call: Attention, found: LawEvidence) -> None:
     """R9: exp(0) / exp(0) = 1, so one key gives its value."""
     out = _one_key(call)
     with host_arithmetic():
         expected = call.v[..., :1, :].detach().cpu().double().flatten(1)
         got = out.detach().cpu().double().flatten(1)
         limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * WORK_ROUNDOFF * expected.abs()
-        found.readings.append(floored("R9", got - expected, limit, float(expected.square().mean().sqrt())))
+        found.results.append(floored("R9", got - expected, limit, float(expected.square().mean().sqrt())))
 
 
-def _probabilities(call: Attention, found: Examined) -> None:
+def _probabilities(call: Attention, found: LawEvidence) -> None:
     """R12 and R13 on as many keys as fit, and R2: keys in another order."""
     keys = min(call.k.shape[-2], call.v.shape[-1])
     if keys < 2:
@@ -187,13 +187,13 @@ def _probabilities(call: Attention, found: Examined) -> None:
     turned = call.read(q, k.roll(1, -2))
     with host_arithmetic():
         sizes = [_score_size(q, keys_, call.scale) for keys_ in (k, grid, moved)]
-        found.readings.append(log_odds("R13", p, doubled, 2.0, 3 * sizes[0]))
-        found.readings.append(log_odds("R12", plain, shifted, 1.0, sizes[1] + sizes[2]))
+        found.results.append(log_odds("R13", p, doubled, 2.0, 3 * sizes[0]))
+        found.results.append(log_odds("R12", plain, shifted, 1.0, sizes[1] + sizes[2]))
         found.facts.shift_overflows |= bool(shifted.isnan().any())
         if call.q.dtype.itemsize >= 4:
             found.facts.read = (p, q, k, call.scale)
         order = log_odds("R2", p.roll(1, -1), turned, 1.0, 2 * sizes[0].roll(1, -1))
-        found.readings.append(order)
+        found.results.append(order)
 
 
 def _shifted_keys(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ def _score_size(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (a @ b.transpose(-1, -2)) * abs(scale)
 
 
-def _later_keys(call: Attention, y: Tensor, found: Examined) -> None:
+def _later_keys(call: Attention, y: Tensor, found: LawEvidence) -> None:
     """R4: keys and values that a query may not see are changed, and its output stays."""
     total, length = call.k.shape[-2], call.q.shape[-2]
     late = total - total // 3
@@ -239,4 +239,4 @@ def _later_keys(call: Attention, y: Tensor, found: Examined) -> None:
         scale = float(b.square().mean().sqrt())
         form = number_format(y.dtype)
         limit = 8 * form.ulp(b) + 8 * form.u * scale + 64 * WORK_ROUNDOFF * scale
-        found.readings.append(floored("R4", a - b, limit, scale))
+        found.results.append(floored("R4", a - b, limit, scale))

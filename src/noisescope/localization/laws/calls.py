@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.anatomy import ROTARY as ROTARY_KIND
 from noisescope.probe.attention import decomposed_config
-from noisescope.probe.scope import Door, PlainDoor
+from noisescope.probe.scope import ModelScope, PlainScope
 from noisescope.probe.target import CallWatcher, Context
-from noisescope.probe.wrapper import StandIn
+from noisescope.probe.wrapper import ForwardWrapper
 
 FUSED = "attention"  # what a fused attention call, and whole modules, are called where operators have their names
 ATTENTION_MODULE = "attention module"
@@ -28,7 +28,7 @@ _ADDED = {"linear": ((2, "bias"),), "layer_norm": ((3, "bias"),)}  # arguments t
 
 
 @dataclass(frozen=True)
-class Heard:
+class RecordedCall:
     """One call of a module or function, as it was made."""
 
     unit: Unit
@@ -38,13 +38,13 @@ class Heard:
     kwargs: dict[str, Any]
     y: Any
     occurrence: int
-    door: Listening
+    scope: Listening
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module or function itself, as if for the first time in its forward."""
-        y = self.door.afresh(self.callee)(*args, **kwargs)
+        y = self.scope.afresh(self.callee)(*args, **kwargs)
         if not isinstance(self.callee, nn.Module):  # no listener hears it
-            self.door.extra += work(self.operator, (*args, *kwargs.values()), y)
+            self.scope.extra += work(self.operator, (*args, *kwargs.values()), y)
         return y
 
     @property
@@ -70,7 +70,7 @@ class Heard:
         assert x is not None and y is not None
         return x, y
 
-    def alone(self) -> Heard:
+    def alone(self) -> RecordedCall:
         """The same call with zeros for whatever else of x's shape it was given: some modules add the residual."""
         x = self.x
 
@@ -120,24 +120,24 @@ def parameters_replaced(replaced: list[tuple[nn.Module, str, Tensor]]) -> Iterat
             module._parameters[name] = parameter
 
 
-def unbiased(heard: Heard) -> tuple[Callable[[Tensor], Tensor], bool]:
+def unbiased(recorded: RecordedCall) -> tuple[Callable[[Tensor], Tensor], bool]:
     """A call made again without the bias it adds, and whether it adds one."""
-    callee = heard.callee
+    callee = recorded.callee
     if isinstance(callee, nn.Module):
         zeros = biases(callee)
 
         def call(x: Tensor) -> Tensor:
             with parameters_replaced(zeros):
-                return heard.again(x)
+                return recorded.again(x)
 
         return call, bool(zeros)
-    args, named, added = list(heard.args), {}, False
+    args, named, added = list(recorded.args), {}, False
     for at, name in _ADDED.get(getattr(callee, "__name__", ""), ()):
         if at < len(args) and isinstance(args[at], Tensor):
             args[at], added = torch.zeros_like(args[at]), True
-        elif isinstance(heard.kwargs.get(name), Tensor):
-            named[name], added = torch.zeros_like(heard.kwargs[name]), True
-    plain = replace(heard, args=tuple(args))
+        elif isinstance(recorded.kwargs.get(name), Tensor):
+            named[name], added = torch.zeros_like(recorded.kwargs[name]), True
+    plain = replace(recorded, args=tuple(args))
     return (lambda x: plain.again(x, **named)), added
 
 
@@ -160,12 +160,12 @@ def biases(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 # first output.
 
 
-Handler = Callable[[Heard], None]
+Handler = Callable[[RecordedCall], None]
 Choice = Callable[[Unit, str], Handler | None]
 
 
-class Listening(PlainDoor):
-    """A door that hands whole calls to handlers, and counts the work of the calls they make."""
+class Listening(PlainScope):
+    """A scope that hands whole calls to handlers, and counts the work of the calls they make."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, choose: Choice) -> None:
         super().__init__(model, anatomy)
@@ -176,15 +176,15 @@ class Listening(PlainDoor):
         self.extra = 0
 
     def afresh(self, callee: Callable[..., Any]) -> Callable[..., Any]:
-        """A callable whose operators count from the start again, for doors that stand for a device.
+        """A callable whose operators count from the start again, for scopes that stand for a device.
 
-        Such a door knows the calls inside one module by their number (0 is q k^T, 1 is P v). A call that is made again
+        Such a scope knows the calls inside one module by their number (0 is q k^T, 1 is P v). A call that is made again
         must have the numbers of the first one, or a simulated fault would not be where it was.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            contexts = [door.context for door in self._devices]
-            contexts += [getattr(door.owner, "_context", None) for door in self._devices]
+            contexts = [scope.context for scope in self._devices]
+            contexts += [getattr(scope.owner, "_context", None) for scope in self._devices]
             kept = [(context, context.fired) for context in contexts if context is not None]
             try:
                 for context, _ in kept:
@@ -200,43 +200,43 @@ class Listening(PlainDoor):
         handler = self._choose(unit, operator)
         return None if handler is None else _Listener(self, unit, operator, handler)
 
-    def aim_at_fused(self, unit: Unit) -> Any:
+    def target_fused_attention(self, unit: Unit) -> Any:
         return self.aim_at(unit, FUSED)
 
 
-def _doors_of_devices(model: nn.Module) -> list[Door]:
-    """The doors open on a model that act before all others, as a broken device does: simulated faults."""
-    found: dict[int, Door] = {}
+def _doors_of_devices(model: nn.Module) -> list[ModelScope]:
+    """The scopes open on a model that act before all others, as a broken device does: simulated faults."""
+    found: dict[int, ModelScope] = {}
     for module in model.modules():
         held = module.__dict__.get("forward")
-        while isinstance(held, StandIn):
-            if held.door.early and not held.retired:
-                found[id(held.door)] = held.door
+        while isinstance(held, ForwardWrapper):
+            if held.scope.acts_as_device and not held.retired:
+                found[id(held.scope)] = held.scope
             held = held.replaced
     return list(found.values())
 
 
 class _Listener(CallWatcher):
-    def __init__(self, door: Listening, unit: Unit, operator: str, handler: Handler) -> None:
+    def __init__(self, scope: Listening, unit: Unit, operator: str, handler: Handler) -> None:
         super().__init__(unit, operator)
-        self.door = door
+        self.scope = scope
         self.handler = handler
 
     def on_call(
         self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
     ) -> None:
-        door = self.door
-        heard = Heard(self.unit, self.operator, callee, args, kwargs, y, occurrence, door)
+        scope = self.scope
+        recorded = RecordedCall(self.unit, self.operator, callee, args, kwargs, y, occurrence, scope)
         done = work(self.operator, (*args, *kwargs.values()), y)
-        if door.busy:
-            door.extra += done
+        if scope.busy:
+            scope.extra += done
             return
-        door.natural += done
-        door.busy = True
+        scope.natural += done
+        scope.busy = True
         try:
-            self.handler(heard)
+            self.handler(recorded)
         finally:
-            door.busy = False
+            scope.busy = False
 
 
 # -- what is listened to

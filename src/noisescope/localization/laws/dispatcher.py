@@ -11,10 +11,19 @@ from noisescope.localization.expression_search import Recorder, Residuals
 from noisescope.localization.host_operators import first_tensor, host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import attention, functions, linear, norms, roundoff, sublayers
-from noisescope.localization.laws.calls import ATTENTION_MODULE, FUSED, MLP, PART, ROTARY, Handler, Heard, unbiased
-from noisescope.localization.laws.evidence import Examined, Facts
+from noisescope.localization.laws.calls import (
+    ATTENTION_MODULE,
+    FUSED,
+    MLP,
+    PART,
+    ROTARY,
+    Handler,
+    RecordedCall,
+    unbiased,
+)
+from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.law_result import differing, host, same_bits
-from noisescope.localization.laws.results import OPERATOR, SUBLAYER, Book, count_changes, look_closer
+from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationResults, count_changes, look_closer
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
 from noisescope.sites import Place, Site
 
@@ -28,13 +37,13 @@ class Stations:
     def __init__(
         self,
         anatomy: Anatomy,
-        book: Book,
+        results: RelationResults,
         *,
         causal: bool,
         weights: bool,
         places: frozenset[Place] | None,
     ) -> None:
-        self.anatomy, self.book = anatomy, book
+        self.anatomy, self.results = anatomy, results
         self.causal, self.weights, self.places = causal, weights, places
         self.mixture = any(unit.kind in (EXPERTS, ROUTER) or unit.component == "router" for unit in anatomy.units)
         self.quantised = False  # a linear was met that may round its input by what else is in the batch
@@ -85,114 +94,114 @@ class Stations:
 
     # -- modules
 
-    def _record(self, heard: Heard) -> None:
+    def _record(self, recorded: RecordedCall) -> None:
         """For the sums of a block."""
-        if heard.output is None or not isinstance(heard.unit.place, int):
+        if recorded.output is None or not isinstance(recorded.unit.place, int):
             return
-        if heard.operator == "norm" and heard.x is not None:
-            self.recorder.got(heard.unit.module, heard.x)
-        self.recorder.gave(heard.unit.module, heard.output)
+        if recorded.operator == "norm" and recorded.x is not None:
+            self.recorder.got(recorded.unit.module, recorded.x)
+        self.recorder.gave(recorded.unit.module, recorded.output)
 
-    def _can_judge(self, heard: Heard, *others: Tensor, room: float = 4.0) -> bool:
+    def _can_judge(self, recorded: RecordedCall, *others: Tensor, room: float = 4.0) -> bool:
         """Whether the input, and what else it meets, is finite and not so large that a healthy module overflows."""
-        x = heard.x
-        if x is None or heard.output is None or not x.is_floating_point() or x.numel() == 0:
+        x = recorded.x
+        if x is None or recorded.output is None or not x.is_floating_point() or x.numel() == 0:
             return False
-        largest = min(torch.finfo(t.dtype).max for t in (x, heard.output))  # unlike under autocast
+        largest = min(torch.finfo(t.dtype).max for t in (x, recorded.output))  # unlike under autocast
         if all(float(t.detach().abs().max()) < min(_HUGE, largest / room) for t in (x, *others)):
             return True
-        self.add(heard, Examined(skipped=[_TOO_LARGE]))
+        self.add(recorded, LawEvidence(skipped=[_TOO_LARGE]))
         return False
 
-    def _lawful(self, heard: Heard) -> bool:
+    def _lawful(self, recorded: RecordedCall) -> bool:
         """Whether every linear inside a module is one."""
-        if not any(name.startswith(f"{heard.unit.module}.") for name in self.lawless):
+        if not any(name.startswith(f"{recorded.unit.module}.") for name in self.lawless):
             return True
-        self.add(heard, Examined(skipped=["laws of a part with a linear that need not be linear"]))
+        self.add(recorded, LawEvidence(skipped=["laws of a part with a linear that need not be linear"]))
         return False
 
-    def _linear(self, heard: Heard) -> None:
-        self._record(heard)
-        if heard.unit.component == "mlp" and heard.output is not None:
-            self._parts[heard.unit.module] = heard.output.detach()
-        packed = heard.unit.packed
+    def _linear(self, recorded: RecordedCall) -> None:
+        self._record(recorded)
+        if recorded.unit.component == "mlp" and recorded.output is not None:
+            self._parts[recorded.unit.module] = recorded.output.detach()
+        packed = recorded.unit.packed
         self.quantised |= bool(packed)
-        why = _no_linear(heard)
+        why = _no_linear(recorded)
         if why:
             self.quantised = True
-            self.lawless.add(heard.unit.module)
-            self.add(heard, Examined(skipped=[f"laws of a linear: {why}"]))
+            self.lawless.add(recorded.unit.module)
+            self.add(recorded, LawEvidence(skipped=[f"laws of a linear: {why}"]))
             return
-        if not self._can_judge(heard):
+        if not self._can_judge(recorded):
             return
-        call, biased = unbiased(heard)
-        x, y = heard.tensors
+        call, biased = unbiased(recorded)
+        x, y = recorded.tensors
         given = as_multiplied(x, y)
         own = linear.Linear(
-            call, given, x.shape[-1], additive=not packed, zero_channels=lambda c: roundoff.silent(heard.callee, c)
+            call, given, x.shape[-1], additive=not packed, zero_channels=lambda c: roundoff.silent(recorded.callee, c)
         )
         found, base = linear.examine(own, y if given is x and not biased else None)
         if packed:
             found.skipped.append(f"R18, R26: {packed} may quantise what it is given")
         if self.weights:
-            roundoff.freivalds(heard, found)
+            roundoff.freivalds(recorded, found)
         if found.broken:
             look_closer(own, base, found)
             if self.weights:
-                roundoff.look_closer(heard, found)
-        self.add(heard, found)
+                roundoff.look_closer(recorded, found)
+        self.add(recorded, found)
 
-    def _norm(self, heard: Heard) -> None:
-        if isinstance(heard.callee, nn.Module):
-            self._record(heard)
-        if self._can_judge(heard, room=1.0):  # its sums are kept in float32
-            self.add(heard, norms.examine(heard, weights=self.weights))
+    def _norm(self, recorded: RecordedCall) -> None:
+        if isinstance(recorded.callee, nn.Module):
+            self._record(recorded)
+        if self._can_judge(recorded, room=1.0):  # its sums are kept in float32
+            self.add(recorded, norms.examine(recorded, weights=self.weights))
 
-    def _activation(self, heard: Heard) -> None:
-        if self._can_judge(heard):
-            self.add(heard, functions.examine_activation(heard))
+    def _activation(self, recorded: RecordedCall) -> None:
+        if self._can_judge(recorded):
+            self.add(recorded, functions.examine_activation(recorded))
 
-    def _embedding(self, heard: Heard) -> None:
-        if heard.x is not None and heard.output is not None and not heard.x.is_floating_point():
-            self.add(heard, functions.examine_embedding(heard, weights=self.weights))
+    def _embedding(self, recorded: RecordedCall) -> None:
+        if recorded.x is not None and recorded.output is not None and not recorded.x.is_floating_point():
+            self.add(recorded, functions.examine_embedding(recorded, weights=self.weights))
 
-    def _mlp(self, heard: Heard) -> None:
-        self._record(heard)
-        prefix = f"{heard.unit.module}."
+    def _mlp(self, recorded: RecordedCall) -> None:
+        self._record(recorded)
+        prefix = f"{recorded.unit.module}."
         parts = {name.removeprefix(prefix): y for name, y in self._parts.items() if name.startswith(prefix)}
         self._parts.clear()
-        if parts and not self.mixture and self._lawful(heard) and self._can_judge(heard):
-            found = sublayers.examine_mlp(heard, parts)
-            inside = {op for unit in self.anatomy.units if unit.place == heard.unit.place for op in unit.operators}
+        if parts and not self.mixture and self._lawful(recorded) and self._can_judge(recorded):
+            found = sublayers.examine_mlp(recorded, parts)
+            inside = {op for unit in self.anatomy.units if unit.place == recorded.unit.place for op in unit.operators}
             found.facts.activation = "gelu" if "gelu" in inside else "silu"
-            self.add(heard, found)
+            self.add(recorded, found)
 
-    def _attention_module(self, heard: Heard) -> None:
-        self._record(heard)
-        if self._lawful(heard) and self._can_judge(heard):
-            self.add(heard, sublayers.examine_attention(heard, self.rotary, causal=self.causal))
+    def _attention_module(self, recorded: RecordedCall) -> None:
+        self._record(recorded)
+        if self._lawful(recorded) and self._can_judge(recorded):
+            self.add(recorded, sublayers.examine_attention(recorded, self.rotary, causal=self.causal))
 
-    def _rotary(self, heard: Heard) -> None:
-        self.add(replace(heard, operator="matmul"), self.rotary.examine(heard))
+    def _rotary(self, recorded: RecordedCall) -> None:
+        self.add(replace(recorded, operator="matmul"), self.rotary.examine(recorded))
 
-    def _block(self, heard: Heard) -> None:
-        y = heard.output
-        if y is not None and isinstance(heard.unit.place, int):
-            self.blocks[heard.unit.place] = y.detach().cpu()
+    def _block(self, recorded: RecordedCall) -> None:
+        y = recorded.output
+        if y is not None and isinstance(recorded.unit.place, int):
+            self.blocks[recorded.unit.place] = y.detach().cpu()
             with host_arithmetic():
-                x = first_tensor(heard.args, heard.kwargs)
-                self._given[heard.unit.place] = x.detach().cpu()
-                self.residuals.see(self.recorder.block(heard.unit, len(self.blocks), x, y))
+                x = first_tensor(recorded.args, recorded.kwargs)
+                self._given[recorded.unit.place] = x.detach().cpu()
+                self.residuals.see(self.recorder.block(recorded.unit, len(self.blocks), x, y))
         self.recorder.clear()
 
-    def _block_again(self, heard: Heard) -> None:
-        x, y = heard.x, heard.output
-        if x is not None and y is not None and isinstance(heard.unit.place, int):
-            self._second[heard.unit.place] = (x.detach().cpu(), y.detach().cpu())
+    def _block_again(self, recorded: RecordedCall) -> None:
+        x, y = recorded.x, recorded.output
+        if x is not None and y is not None and isinstance(recorded.unit.place, int):
+            self._second[recorded.unit.place] = (x.detach().cpu(), y.detach().cpu())
 
-    def block_facts(self, place: Place) -> Facts:
+    def block_facts(self, place: Place) -> EvidenceFacts:
         """Whether a block gave something else for the same input in the second forward."""
-        facts = Facts()
+        facts = EvidenceFacts()
         if not isinstance(place, int) or place not in self._second or place not in self._given:
             return facts
         x, y = self._second[place]
@@ -204,30 +213,30 @@ class Stations:
 
     # -- functions
 
-    def _product(self, heard: Heard) -> None:
+    def _product(self, recorded: RecordedCall) -> None:
         """A product as a linear function of its first factor; the other one is held, what is added is left out."""
-        name = getattr(heard.callee, "__name__", "")
+        name = getattr(recorded.callee, "__name__", "")
         added = name in ("baddbmm", "addmm")
-        args = list(heard.args)
+        args = list(recorded.args)
         if added and isinstance(args[0], Tensor):
             args[0] = torch.zeros_like(args[0])
         x = args[added] if len(args) > added else None
-        factors = [arg for arg in heard.args if isinstance(arg, Tensor) and arg.is_floating_point()]
-        if not self._can_judge(heard, *factors) or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
+        factors = [arg for arg in recorded.args if isinstance(arg, Tensor) and arg.is_floating_point()]
+        if not self._can_judge(recorded, *factors) or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
             return
         if name in ("einsum", "__rmatmul__"):
-            self.add(heard, Examined(skipped=[f"laws of products: {name}"]))
+            self.add(recorded, LawEvidence(skipped=[f"laws of products: {name}"]))
             return
-        y = heard.tensors[1]
+        y = recorded.tensors[1]
         if y.dim() < x.dim() or y.shape[-2] != x.shape[-2]:
-            self.add(heard, Examined(skipped=["laws of products: a matrix times a vector"]))
+            self.add(recorded, LawEvidence(skipped=["laws of products: a matrix times a vector"]))
             return
-        plain, biased = unbiased(replace(heard, args=tuple(args)))
+        plain, biased = unbiased(replace(recorded, args=tuple(args)))
 
         def call(z: Tensor) -> Tensor:
             if not added:
                 return plain(z)
-            out: Tensor = heard.call(*(z if arg is x else arg for arg in args), **heard.kwargs)
+            out: Tensor = recorded.call(*(z if arg is x else arg for arg in args), **recorded.kwargs)
             return out
 
         # Rows of a plain linear are free; those of grouped products belong to an expert, of a batch to its matrix.
@@ -238,36 +247,36 @@ class Stations:
         found, base = linear.examine(own, y if given is x and not (biased or added) else None)
         if found.broken:
             look_closer(own, base, found)
-        self.add(heard, found)
+        self.add(recorded, found)
 
-    def _softmax(self, heard: Heard) -> None:
-        if heard.x is not None and heard.x.is_floating_point():
-            self.add(heard, functions.examine_softmax(heard))
+    def _softmax(self, recorded: RecordedCall) -> None:
+        if recorded.x is not None and recorded.x.is_floating_point():
+            self.add(recorded, functions.examine_softmax(recorded))
 
-    def _fused(self, heard: Heard) -> None:
-        if self._can_judge(heard):
-            self.add(heard, attention.examine(heard))
+    def _fused(self, recorded: RecordedCall) -> None:
+        if self._can_judge(recorded):
+            self.add(recorded, attention.examine(recorded))
 
-    def add(self, heard: Heard, found: Examined) -> None:
-        x, y = heard.x, heard.output
-        level = SUBLAYER if heard.operator in (ATTENTION_MODULE, MLP) else OPERATOR
+    def add(self, recorded: RecordedCall, found: LawEvidence) -> None:
+        x, y = recorded.x, recorded.output
+        level = SUBLAYER if recorded.operator in (ATTENTION_MODULE, MLP) else OPERATOR
         widths = [0 if t is None else t.shape[-1] for t in (x, y)]
-        kind = f"{heard.operator}, {widths[0]} to {widths[1]}"
-        self.book.add(site_of(heard), found, level=level, kind=kind, width=widths[1])
+        kind = f"{recorded.operator}, {widths[0]} to {widths[1]}"
+        self.results.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
 
 
-def site_of(heard: Heard) -> Site:
+def site_of(recorded: RecordedCall) -> Site:
     """Within an attention module the n-th product is a site of its own; experts are one site each."""
-    apart = heard.unit.kind == ATTENTION and heard.operator != FUSED
-    return heard.unit.site(heard.operator, occurrence=heard.occurrence if apart else 0)
+    apart = recorded.unit.kind == ATTENTION and recorded.operator != FUSED
+    return recorded.unit.site(recorded.operator, occurrence=recorded.occurrence if apart else 0)
 
 
-def _no_linear(heard: Heard) -> str:
+def _no_linear(recorded: RecordedCall) -> str:
     """Why a module of that name need not be a linear function of its input; "" where nothing speaks for it."""
-    if not isinstance(heard.callee, nn.Module) or heard.unit.packed:
+    if not isinstance(recorded.callee, nn.Module) or recorded.unit.packed:
         return ""
-    weight = getattr(heard.callee, "weight", None)
+    weight = getattr(recorded.callee, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter):
         return f"a weight of the kind {type(weight).__name__} may round what it is given"
-    given = sum(isinstance(value, Tensor) for value in (*heard.args, *heard.kwargs.values()))
+    given = sum(isinstance(value, Tensor) for value in (*recorded.args, *recorded.kwargs.values()))
     return "it is given more than one tensor" if given > 1 else ""

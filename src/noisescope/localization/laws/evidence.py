@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.laws.law_result import Reading
+from noisescope.localization.laws.law_result import LawResult
 from noisescope.localization.laws.statistics import Statistics
 
 Known = Recomputed | tuple[Tensor, Tensor, Tensor]  # or (output, expected, limit), [R, C]
 
 
 @dataclass
-class Facts:
+class EvidenceFacts:
     """Found mostly by further calls of a suspect; the defaults say nothing."""
 
     # does it repeat itself?
@@ -61,13 +61,13 @@ class Facts:
 
 
 @dataclass
-class Examined:
+class LawEvidence:
     """The readings of one call of an operator, facts, and laws that could not be tried."""
 
-    readings: list[Reading] = field(default_factory=list)
-    facts: Facts = field(default_factory=Facts)
+    results: list[LawResult] = field(default_factory=list)
+    facts: EvidenceFacts = field(default_factory=EvidenceFacts)
     skipped: list[str] = field(default_factory=list)
 
     @property
     def broken(self) -> bool:
-        return any(reading.broken for reading in self.readings)
+        return any(result.broken for result in self.results)

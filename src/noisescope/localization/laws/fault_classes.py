@@ -33,8 +33,8 @@ from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import judge
 from noisescope.localization.laws.calls import ATTENTION_MODULE, FUSED, MLP
-from noisescope.localization.laws.evidence import Facts, Known
-from noisescope.localization.laws.law_result import Reading
+from noisescope.localization.laws.evidence import EvidenceFacts, Known
+from noisescope.localization.laws.law_result import LawResult
 from noisescope.localization.laws.statistics import Statistics
 from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.sites import Site
@@ -53,7 +53,7 @@ class Named:
     text: str = ""
 
 
-def place_and_class(site: Site, broken: Mapping[str, Reading], facts: Facts) -> tuple[Site, Named]:
+def place_and_class(site: Site, broken: Mapping[str, LawResult], facts: EvidenceFacts) -> tuple[Site, Named]:
     """A fused call or a whole sub-layer is narrowed down to an operator by its pattern."""
     if site.operator == MLP:
         return replace(site, operator=facts.activation), _name(MLP, broken, facts)
@@ -69,7 +69,7 @@ def place_and_class(site: Site, broken: Mapping[str, Reading], facts: Facts) -> 
     if after_softmax or not broken.keys() & {"R4", "R11", "R12", "R13", "R2"}:
         return replace(site, operator="matmul", occurrence=1), _name("matmul", broken, facts)
     if "R11" in broken or not _in_scores(broken, facts):
-        softmax = {law: reading for law, reading in broken.items() if law not in ("R7", "R17", "R18")}
+        softmax = {law: result for law, result in broken.items() if law not in ("R7", "R17", "R18")}
         return replace(site, operator="softmax", occurrence=0), _softmax(softmax or broken, facts)
     named = _name(FUSED, broken, facts)
     if named.fault_class not in ("noise", "spike", "stale data") and facts.read is not None:
@@ -77,14 +77,14 @@ def place_and_class(site: Site, broken: Mapping[str, Reading], facts: Facts) -> 
     return replace(site, operator="matmul", occurrence=0), named
 
 
-def _in_scores(broken: Mapping[str, Reading], facts: Facts) -> bool:
+def _in_scores(broken: Mapping[str, LawResult], facts: EvidenceFacts) -> bool:
     """A table of exp breaks R12 only where a step lies between two roundings, wrong scores nearly everywhere."""
     if "R12" not in broken or facts.shift_overflows:
         return False
     return "R13" not in broken or broken["R12"].share > 0.2 * broken["R13"].share
 
 
-def _softmax(broken: Mapping[str, Reading], facts: Facts) -> Named:
+def _softmax(broken: Mapping[str, LawResult], facts: EvidenceFacts) -> Named:
     named = _name("softmax", broken, facts)
     if named.fault_class in ("noise", "spike", "stale data"):
         return named
@@ -104,7 +104,7 @@ def _softmax(broken: Mapping[str, Reading], facts: Facts) -> Named:
     return named
 
 
-def _name(operator: str, broken: Mapping[str, Reading], facts: Facts) -> Named:
+def _name(operator: str, broken: Mapping[str, LawResult], facts: EvidenceFacts) -> Named:
     """The likeliest class of a suspect's fault."""
     channels = next((r.channels for r in broken.values() if r.channels), ())
     unsteady = _unsteady(broken, facts)
@@ -150,7 +150,7 @@ _BY_LAW = {
 }
 
 
-def _unsteady(broken: Mapping[str, Reading], facts: Facts) -> tuple[str, float] | None:
+def _unsteady(broken: Mapping[str, LawResult], facts: EvidenceFacts) -> tuple[str, float] | None:
     if facts.random:
         few = facts.changed_in_channels <= 0.25 and facts.changed_share < 0.1
         return ("spike" if few else "noise"), 0.9
@@ -162,7 +162,7 @@ def _unsteady(broken: Mapping[str, Reading], facts: Facts) -> tuple[str, float] 
     return None
 
 
-def _offset(broken: Mapping[str, Reading], facts: Facts) -> tuple[str, float] | None:
+def _offset(broken: Mapping[str, LawResult], facts: EvidenceFacts) -> tuple[str, float] | None:
     if "R8" not in broken:
         return None
     if facts.at_zero == "one bit":
@@ -172,7 +172,7 @@ def _offset(broken: Mapping[str, Reading], facts: Facts) -> tuple[str, float] | 
     return ("unknown", 0.3) if facts.at_zero == "varied" else ("bias", 0.9)
 
 
-def _linear(broken: Mapping[str, Reading], facts: Facts) -> tuple[str, float] | None:
+def _linear(broken: Mapping[str, LawResult], facts: EvidenceFacts) -> tuple[str, float] | None:
     """The table above, narrow patterns first."""
     seen = facts.statistics
     if seen.stuck and ("R24" in broken or "R18" in broken):

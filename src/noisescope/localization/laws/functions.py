@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.calls import Heard
-from noisescope.localization.laws.evidence import Examined
-from noisescope.localization.laws.law_result import Reading, exact, floored, host, rms
+from noisescope.localization.laws.calls import RecordedCall
+from noisescope.localization.laws.evidence import LawEvidence
+from noisescope.localization.laws.law_result import LawResult, exact, floored, host, rms
 from noisescope.localization.laws.results import steadiness
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
 
@@ -32,14 +32,14 @@ _SCORE = 8.0  # units of round-off, relative to sum |q k|, that a score may be o
 _LEAST_LOG = 8.0  # natural logarithms above the smallest number of the dtype down to which probabilities are read
 
 
-def examine_activation(heard: Heard) -> Examined:
+def examine_activation(recorded: RecordedCall) -> LawEvidence:
     """R15 and what every function must do."""
-    found = Examined()
-    z, y = heard.x, heard.output
+    found = LawEvidence()
+    z, y = recorded.x, recorded.output
     if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
         return found
-    call = heard.again
-    elsewhere = _on_host(heard)
+    call = recorded.again
+    elsewhere = _on_host(recorded)
     flat = z.reshape(-1)
     turned = call(flat.roll(1).reshape(z.shape))
     repeat, minus = call(z), call(-z)
@@ -51,26 +51,26 @@ def examine_activation(heard: Heard) -> Examined:
     with host_arithmetic():
         first = host(y).double()
         limit = 4 * number_format(y.dtype).ulp(first)
-        found.readings.append(exact("R1", host(repeat).double(), first, round_off=limit))
+        found.results.append(exact("R1", host(repeat).double(), first, round_off=limit))
         got, expected = host(turned).double().flatten(), first.flatten().roll(1)
         gap = torch.where(got.isnan() & expected.isnan(), 0.0, got - expected)
-        found.readings.append(floored("R2", gap[None], limit.flatten().roll(1)[None], rms(first)))
+        found.results.append(floored("R2", gap[None], limit.flatten().roll(1)[None], rms(first)))
         out = special.detach().cpu().double()[None]
-        found.readings.append(exact("R26", out[:, :1], torch.full_like(out[:, :1], math.nan)))
-        found.readings.append(exact("R8", out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first)))
+        found.results.append(exact("R26", out[:, :1], torch.full_like(out[:, :1], math.nan)))
+        found.results.append(exact("R8", out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first)))
         for inputs, forth, back in (
             (z, y, minus),
             (grid, swept, swept_back),
             *(() if fine is None or fine_swept is None else ((fine, *fine_swept),)),
         ):
-            reading = _identity(host(inputs), host(forth), host(back), elsewhere)
-            if reading is None:
+            result = _identity(host(inputs), host(forth), host(back), elsewhere)
+            if result is None:
                 found.skipped.append("R15: this activation is not of the kind z g(z) with g(z) + g(-z) = 1")
                 break
-            found.readings.append(reading)
+            found.results.append(result)
         else:
             best = (fine, fine_swept[0]) if fine is not None and fine_swept is not None else (grid, swept)
-            found.readings.append(_shape(heard.operator, host(best[0]), host(best[1])))
+            found.results.append(_shape(recorded.operator, host(best[0]), host(best[1])))
     if found.broken:
         steadiness(call, z, y, flat.roll(1).reshape(z.shape), found.facts)
         with host_arithmetic():  # what the host's code makes of the same numbers: for the class only
@@ -87,20 +87,20 @@ def _grid(z: Tensor) -> Tensor:
     return repeated.reshape(z.shape).to(z.device, z.dtype)
 
 
-def _on_host(heard: Heard) -> Callable[[Tensor], Tensor]:
+def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
     """The same code on the host, apart from every scope."""
-    callee: Any = heard.callee
+    callee: Any = recorded.callee
     if isinstance(callee, nn.Module):
         bare = copy.copy(callee)
         bare.__dict__.pop("forward", None)
         return lambda x: type(callee).forward(bare, x)
-    own = heard.x
-    extra = {name: value for name, value in heard.kwargs.items() if value is not own}
-    rest = tuple(value for value in heard.args if value is not own)
+    own = recorded.x
+    extra = {name: value for name, value in recorded.kwargs.items() if value is not own}
+    rest = tuple(value for value in recorded.args if value is not own)
     return lambda x: callee(x, *rest, **extra)
 
 
-def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> Reading | None:
+def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> LawResult | None:
     """R15 in units of an ulp of the largest number involved; None where the host breaks it too."""
     unit = number_format(z.dtype).ulp(z.double().abs())
     usable = z.double().isfinite()
@@ -112,7 +112,7 @@ def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tenso
     return floored("R15", error, 4 * max(1.0, healthy) * unit, rms(forth.double()))
 
 
-def _shape(operator: str, z: Tensor, y: Tensor) -> Reading:
+def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
     """Never below its minimum, growing to the right of it, and nowhere steeper than it may be."""
     values, order = z.double().flatten().sort()
     out = y.double().flatten()[order]
@@ -130,7 +130,7 @@ def _shape(operator: str, z: Tensor, y: Tensor) -> Reading:
 # -- softmax
 
 
-def log_odds(law: str, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> Reading:
+def log_odds(law: str, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> LawResult:
     """log(p'_j / p'_max) = factor log(p_j / p_max), within the rounding of probabilities and scores."""
     form, u = number_format(p.dtype), WORK_ROUNDOFF
     a, b = p.detach().cpu().double(), other.detach().cpu().double()
@@ -150,42 +150,44 @@ def log_odds(law: str, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -
     return floored(law, error.transpose(1, 2).flatten(-2), limit.transpose(1, 2).flatten(-2), 1.0, "nats")
 
 
-def examine_softmax(heard: Heard) -> Examined:
+def examine_softmax(recorded: RecordedCall) -> LawEvidence:
     """The laws of a softmax call over the last dimension: its input is ours to choose."""
-    found = Examined()
-    x, y = heard.x, heard.output
-    dim = heard.kwargs.get("dim", heard.args[1] if len(heard.args) > 1 and isinstance(heard.args[1], int) else -1)
+    found = LawEvidence()
+    x, y = recorded.x, recorded.output
+    dim = recorded.kwargs.get(
+        "dim", recorded.args[1] if len(recorded.args) > 1 and isinstance(recorded.args[1], int) else -1
+    )
     if x is None or y is None or x.shape != y.shape or dim not in (-1, x.dim() - 1) or x.shape[-1] < 2:
-        return Examined(skipped=["softmax laws: not over the last dimension"])
+        return LawEvidence(skipped=["softmax laws: not over the last dimension"])
     u, form = WORK_ROUNDOFF, number_format(y.dtype)
     finite = x.clamp(-1e4, 1e4) if x.is_floating_point() else x
     top = finite.amax(-1, keepdim=True)
     low = (finite - top).clamp_min(-24.0)
     step = 2.0 ** -(number_format(x.dtype).bits - 7)  # |scores| stay below 64, so this grid is exact in the dtype
     grid = (low / step).round() * step
-    repeat = heard.again(x)
-    plain, shifted, doubled = heard.again(grid), heard.again(grid + 16.0), heard.again(grid / 2)
-    single = heard.again(grid[..., :1].contiguous())
+    repeat = recorded.again(x)
+    plain, shifted, doubled = recorded.again(grid), recorded.again(grid + 16.0), recorded.again(grid / 2)
+    single = recorded.again(grid[..., :1].contiguous())
     with host_arithmetic():
         first = y.detach().cpu().double()
         again = repeat.detach().cpu().double()
-        found.readings.append(exact("R1", again, first, round_off=8 * form.ulp(first)))
+        found.results.append(exact("R1", again, first, round_off=8 * form.ulp(first)))
         sizes = torch.zeros_like(first)
-        found.readings.append(log_odds("R12", _four(plain), _four(shifted), 1.0, _four(sizes)))
-        found.readings.append(log_odds("R13", _four(doubled), _four(plain), 2.0, _four(sizes)))
+        found.results.append(log_odds("R12", _four(plain), _four(shifted), 1.0, _four(sizes)))
+        found.results.append(log_odds("R13", _four(doubled), _four(plain), 2.0, _four(sizes)))
         keys = x.shape[-1]
         for out in (y, plain):
             total = out.detach().cpu().double().sum(-1, keepdim=True)
             total = torch.where(total.isnan() | (total == 0), 1.0, total)
             slack = 2 * form.u * math.sqrt(keys) if form.bits < 20 else 0.0
             limit = torch.full_like(total, 4 * u * (8 + math.sqrt(keys)) + 2 * form.u + slack)
-            found.readings.append(floored("R11", (total - 1).flatten(1), limit.flatten(1), 1.0, ""))
+            found.results.append(floored("R11", (total - 1).flatten(1), limit.flatten(1), 1.0, ""))
             found.facts.ones_size = float((total - 1).median())
             found.facts.ones_spread = float((total - 1).std()) if total.numel() > 1 else 0.0
         one = single.detach().cpu().double().flatten(1)
-        found.readings.append(floored("R9", one - 1, torch.full_like(one, 4 * form.u), 1.0, ""))
+        found.results.append(floored("R9", one - 1, torch.full_like(one, 4 * form.u), 1.0, ""))
     if found.broken:
-        steadiness(heard.again, x, y, x.roll(1, -2) if x.dim() > 1 else None, found.facts)
+        steadiness(recorded.again, x, y, x.roll(1, -2) if x.dim() > 1 else None, found.facts)
         with host_arithmetic():
             wide = x.detach().cpu().double().softmax(-1)
             limit = 8 * form.ulp(wide) + 8 * u * wide
@@ -199,22 +201,22 @@ def _four(x: Tensor) -> Tensor:
     return x.reshape(-1, 1, *x.shape[-2:]) if x.dim() != 4 else x
 
 
-def examine_embedding(heard: Heard, *, weights: bool) -> Examined:
+def examine_embedding(recorded: RecordedCall, *, weights: bool) -> LawEvidence:
     """R1, R2, and R27 where weights are read."""
-    found = Examined()
-    x, y = heard.tensors
-    plain = type(heard.callee).forward is nn.Embedding.forward and heard.callee.max_norm is None
-    turned = heard.again(x.flip(-1)) if plain and x.dim() else None
-    repeat = heard.again(x)
+    found = LawEvidence()
+    x, y = recorded.tensors
+    plain = type(recorded.callee).forward is nn.Embedding.forward and recorded.callee.max_norm is None
+    turned = recorded.again(x.flip(-1)) if plain and x.dim() else None
+    repeat = recorded.again(x)
     with host_arithmetic():
         first = host(y).double()
-        found.readings.append(exact("R1", host(repeat).double(), first))
+        found.results.append(exact("R1", host(repeat).double(), first))
         if turned is not None:
-            found.readings.append(exact("R2", host(turned.flip(-2)).double(), first))
+            found.results.append(exact("R2", host(turned.flip(-2)).double(), first))
         if weights and plain:
-            table = heard.callee.weight.detach().cpu()[x.detach().cpu().flatten()].double()
-            found.readings.append(exact("R27", first, table))
+            table = recorded.callee.weight.detach().cpu()[x.detach().cpu().flatten()].double()
+            found.results.append(exact("R27", first, table))
             found.facts.expected = (host(y), table, torch.zeros_like(first))
     if found.broken:
-        steadiness(heard.again, x, y, x.flip(-1), found.facts)
+        steadiness(recorded.again, x, y, x.flip(-1), found.facts)
     return found

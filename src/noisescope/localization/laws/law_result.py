@@ -17,7 +17,7 @@ _TINY = 1e-300
 
 
 @dataclass(frozen=True)
-class Reading:
+class LawResult:
     """One law at one operator. `strength` above 1 is broken; an exact law that is broken has inf."""
 
     law: str
@@ -55,7 +55,7 @@ def exact(
     allowed: Tensor | float = 0.0,
     scale: float | None = None,
     round_off: Tensor | None = None,
-) -> Reading:
+) -> LawResult:
     """A law that holds bit for bit, on float64 tensors [R, C].
 
     allowed: for numbers under the normal range of the dtype
@@ -66,24 +66,24 @@ def exact(
     if isinstance(allowed, Tensor) or allowed > 0:
         off &= ~((got - expected).abs() <= allowed)
     if not bool(off.any()):
-        return Reading(law, 0.0, elements=got.numel())
+        return LawResult(law, 0.0, elements=got.numel())
     gap = (got - expected).abs()
     size = float(gap[off].max()) / max(rms(expected) if scale is None else scale, _TINY)
     within = round_off is not None and bool((gap <= round_off)[off].all())
     share = float(off.double().mean())
     finite = size if math.isfinite(size) else math.inf
-    return Reading(law, math.inf, finite, 0.0, share, columns(off), got.numel(), within)
+    return LawResult(law, math.inf, finite, 0.0, share, columns(off), got.numel(), within)
 
 
-def floored(law: str, error: Tensor, limit: Tensor, scale: float, unit: str = "of the rms") -> Reading:
+def floored(law: str, error: Tensor, limit: Tensor, scale: float, unit: str = "of the rms") -> LawResult:
     """A law that holds within a limit for each element [R, C]; sizes are told relative to `scale`."""
     if not error.numel():
-        return Reading(law, 0.0)
+        return LawResult(law, 0.0)
     bad = ~(error.abs() <= limit)  # NaN is beyond every limit
     size = error.abs().nan_to_num(math.inf, posinf=math.inf)
     strength = float((size / limit.clamp_min(_TINY)).nan_to_num(math.inf, posinf=math.inf).max())
     scale = max(scale, _TINY)
-    return Reading(
+    return LawResult(
         law,
         strength,
         float(size.max()) / scale,
@@ -95,7 +95,7 @@ def floored(law: str, error: Tensor, limit: Tensor, scale: float, unit: str = "o
     )
 
 
-def worse(first: Reading, second: Reading) -> Reading:
+def worse(first: LawResult, second: LawResult) -> LawResult:
     """Of two readings of one law at one site (several calls): the stronger one, with the larger floor."""
     one, other = (second, first) if second.strength > first.strength else (first, second)
     return replace(one, floor=max(one.floor, other.floor), elements=one.elements + other.elements)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws import statistics
-from noisescope.localization.laws.evidence import Examined
-from noisescope.localization.laws.law_result import Reading, exact, floored, host, looked_at, rms, same_bits
+from noisescope.localization.laws.evidence import LawEvidence
+from noisescope.localization.laws.law_result import LawResult, exact, floored, host, looked_at, rms, same_bits
 from noisescope.localization.laws.roundoff import (
     Floor,
     combination,
@@ -62,9 +62,9 @@ class Linear:
         return rows.roll(1, 0).reshape(self.x.shape) if self.free_rows and len(rows) > 1 else None
 
 
-def examine(linear: Linear, y: Tensor | None) -> tuple[Examined, Tensor]:
+def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
     """All laws, and the output without bias; `y` is the output for x as it came, None where a bias was added to it."""
-    found, x, call = Examined(), linear.x, linear.call
+    found, x, call = LawEvidence(), linear.x, linear.call
     base = call(x) if y is None else y
     turned = None if linear.turned is None else call(linear.turned)
     repeat = call(x)
@@ -82,14 +82,14 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[Examined, Tensor]:
         else:
             squares = _additivity(linear, base, *parts, found)
         floor = combination([b, b], [_CARRIED * squares[rows]] * 2, linear.terms, base.dtype).limit
-        found.readings.append(exact("R1", host(repeat)[rows].double(), b, round_off=floor))
+        found.results.append(exact("R1", host(repeat)[rows].double(), b, round_off=floor))
         got = host(scaled)[rows].double() / -factor
         # Stands for R7 as well until it breaks.
         law = "R7" if factor == 1 else "R17"
-        found.readings.append(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
+        found.results.append(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
         if factor == 1:
             found.skipped.append("R17: inputs so large and so small that neither twice nor half of them fits the dtype")
-        found.readings.append(exact("R8", host(zero).double(), torch.zeros_like(host(zero).double()), scale=size))
+        found.results.append(exact("R8", host(zero).double(), torch.zeros_like(host(zero).double()), scale=size))
         if nan is not None:
             _nan_passes(host(nan).double(), found)
         if turned is not None and alone is not None:
@@ -98,7 +98,7 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[Examined, Tensor]:
         if linear.channels:
             _statistics(linear, base, found)
         if not found.broken:
-            found.readings.append(Reading("R7", 0.0, elements=b.numel()))
+            found.results.append(LawResult("R7", 0.0, elements=b.numel()))
     return found, base
 
 
@@ -165,17 +165,19 @@ def _zero_and_nan(linear: Linear) -> tuple[Tensor, Tensor | None]:
     return zero, linear.call(nans)
 
 
-def _nan_passes(out: Tensor, found: Examined) -> None:
+def _nan_passes(out: Tensor, found: LawEvidence) -> None:
     """R26; an inner index whose NaN reaches no output is not summed at all."""
-    reading = exact("R26", out, torch.full_like(out, math.nan))
+    result = exact("R26", out, torch.full_like(out, math.nan))
     lost = (~out.isnan()).all(-1)
     if bool(lost.any()) and not bool(lost.all()):
         found.facts.lost_inputs = tuple(lost.nonzero().flatten().tolist())
-    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are numbers" if reading.broken else ""
-    found.readings.append(replace(reading, words=words))
+    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are numbers" if result.broken else ""
+    found.results.append(replace(result, words=words))
 
 
-def _additivity(linear: Linear, base: Tensor, first: Tensor, second: Tensor, where: Tensor, found: Examined) -> Tensor:
+def _additivity(
+    linear: Linear, base: Tensor, first: Tensor, second: Tensor, where: Tensor, found: LawEvidence
+) -> Tensor:
     """R18, and S^2 of every row for the other floors."""
     keep = looked_at(first)
     top = where[keep]
@@ -185,23 +187,21 @@ def _additivity(linear: Linear, base: Tensor, first: Tensor, second: Tensor, whe
     here = squares[top]
     floor = combination(outputs, [here / 2, here / 2, here], linear.terms, base.dtype, short=here)
     error, scale = a + b - y, max(rms(y), 1e-300)
-    reading = floored("R18", error, floor.limit, scale)
+    result = floored("R18", error, floor.limit, scale)
     usable = error.isfinite() & (floor.variance > 0) & _full_precision(outputs, base.dtype)
     if bool(usable.any()):
         means = _Means.of(error, outputs, floor, usable, base.dtype)
         if means.strength > 1:  # a sort that only a suspect pays for
             means = _Means.of(error, outputs, floor, usable & ~statistics.copies(outputs), base.dtype)
-        reading = replace(
-            reading, strength=max(reading.strength, means.strength), floor=math.sqrt(means.visible) / scale
-        )
+        result = replace(result, strength=max(result.strength, means.strength), floor=math.sqrt(means.visible) / scale)
         found.facts.truncates = means.truncates
         found.facts.mean_square = means.square
         found.facts.additivity = (torch.where(usable, error, 0.0), outputs)
-    found.readings.append(reading)
-    if reading.broken:
+    found.results.append(result)
+    if result.broken:
         bad = ~(error.abs() <= floor.limit)
         found.facts.at_top = _at_top(bad, outputs, error)
-        found.facts.few = float(bad.double().mean()) < 0.02 and reading.strength > 4
+        found.facts.few = float(bad.double().mean()) < 0.02 and result.strength > 4
     return squares
 
 
@@ -246,20 +246,20 @@ def _at_top(bad: Tensor, outputs: list[Tensor], error: Tensor) -> str:
     return "beyond" if float(excess.sign().mean()) > 0 else "short"
 
 
-def _same_rows(law: str, got: Tensor, expected: Tensor, squares: Tensor, terms: int, found: Examined) -> None:
+def _same_rows(law: str, got: Tensor, expected: Tensor, squares: Tensor, terms: int, found: LawEvidence) -> None:
     """Two outputs of the same rows, summed perhaps in another order."""
     rows = looked_at(expected)
     a, b = got[rows].double(), expected[rows].double()
     if same_bits(a, b):
-        found.readings.append(Reading(law, 0.0, elements=a.numel()))
+        found.results.append(LawResult(law, 0.0, elements=a.numel()))
         return
     own = squares[rows] * _CARRIED
     floor = combination([a, b], [own, own], terms, got.dtype)
     both_nan = a.isnan() & b.isnan()
-    found.readings.append(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
+    found.results.append(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
 
 
-def _statistics(linear: Linear, base: Tensor, found: Examined) -> None:
+def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
     """R24 on rows whose inputs differ."""
     rows = looked_at(base)
     different = statistics.different_rows(host(linear.x)[rows])
@@ -270,4 +270,4 @@ def _statistics(linear: Linear, base: Tensor, found: Examined) -> None:
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
     found.facts.statistics = seen
     found.facts.gap_size = seen.gap / max(rms(values.double()), 1e-300)
-    found.readings.append(statistics.reading(seen, values))
+    found.results.append(statistics.result(seen, values))

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from noisescope.localization.formulas import NormFormula, norm_formula
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws import statistics
-from noisescope.localization.laws.calls import Heard, unbiased
-from noisescope.localization.laws.evidence import Examined
-from noisescope.localization.laws.law_result import Reading, exact, floored, host, looked_at, rms
+from noisescope.localization.laws.calls import RecordedCall, unbiased
+from noisescope.localization.laws.evidence import LawEvidence
+from noisescope.localization.laws.law_result import LawResult, exact, floored, host, looked_at, rms
 from noisescope.localization.laws.results import steadiness
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format
 
@@ -28,14 +28,14 @@ _FACTORS = (1.19, 1.41, 1.7, 1.83)  # spread over an octave of the variance
 _FEWEST_ROWS = 8  # for a median that a few wrong rows do not move
 
 
-def examine(heard: Heard, *, weights: bool = False) -> Examined:
+def examine(recorded: RecordedCall, *, weights: bool = False) -> LawEvidence:
     """All laws of one call of a norm."""
-    found = Examined()
-    x, y = heard.tensors
+    found = LawEvidence()
+    x, y = recorded.tensors
     if y.shape != x.shape:
         found.skipped.append("norm laws: its output has another shape than its input")
         return found
-    call, biased = unbiased(heard)
+    call, biased = unbiased(recorded)
     base = call(x) if biased else y
     flat = x.reshape(-1, x.shape[-1])
     turned_x = flat.roll(1, 0).reshape(x.shape)
@@ -43,18 +43,18 @@ def examine(heard: Heard, *, weights: bool = False) -> Examined:
     few = torch.zeros_like(flat[:4])
     few[0, 0] = math.nan
     special = call(few)
-    formula = _formula(heard)
+    formula = _formula(recorded)
     drives = [] if formula is None else _drives(call, x, base)
     with host_arithmetic():
         rows = looked_at(base, _FEWEST_ROWS)
         whole, y0 = host(base), host(base)[rows].double()
-        found.readings.append(exact("R1", host(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
-        found.readings.append(exact("R7", host(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
+        found.results.append(exact("R1", host(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
+        found.results.append(exact("R7", host(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
         out = host(special).double()
-        found.readings.append(exact("R26", out[:1], torch.full_like(out[:1], math.nan)))
-        found.readings.append(exact("R8", out[1:], torch.zeros_like(out[1:]), scale=rms(y0)))
-        found.readings.append(_moved(x, host(turned)[rows], whole.roll(1, 0)[rows]))
-        _statistics(heard, host(x)[rows], whole[rows], found)
+        found.results.append(exact("R26", out[:1], torch.full_like(out[:1], math.nan)))
+        found.results.append(exact("R8", out[1:], torch.zeros_like(out[1:]), scale=rms(y0)))
+        found.results.append(_moved(x, host(turned)[rows], whole.roll(1, 0)[rows]))
+        _statistics(recorded, host(x)[rows], whole[rows], found)
         if formula is None:
             found.skipped.append("R25, R6, R6' of norms: no known formula")
         elif len(rows) < _FEWEST_ROWS:
@@ -62,23 +62,23 @@ def examine(heard: Heard, *, weights: bool = False) -> Examined:
         else:
             for drive in drives:
                 _one_gain([(law, host(z)[rows], host(out)[rows]) for law, z, out in drive], formula, found)
-            _right_numbers(heard, host(x)[rows], whole[rows], formula, found, weights=weights)
+            _right_numbers(recorded, host(x)[rows], whole[rows], formula, found, weights=weights)
     if found.broken:
         steadiness(call, x, base, turned_x, found.facts)
     return found
 
 
-def _formula(heard: Heard) -> NormFormula | None:
+def _formula(recorded: RecordedCall) -> NormFormula | None:
     """None where it is not one of those known."""
-    callee = heard.callee
+    callee = recorded.callee
     if isinstance(callee, nn.Module):
-        return norm_formula(callee, heard.tensors[0].shape[-1])
-    given = [value for value in (*heard.args[1:], heard.kwargs.get("eps")) if isinstance(value, float)]
+        return norm_formula(callee, recorded.tensors[0].shape[-1])
+    given = [value for value in (*recorded.args[1:], recorded.kwargs.get("eps")) if isinstance(value, float)]
     name = getattr(callee, "__name__", "")
     if name not in ("layer_norm", "rms_norm"):
         return None
     centred = name == "layer_norm"
-    eps = 1e-5 if centred else torch.finfo(heard.y.dtype).eps
+    eps = 1e-5 if centred else torch.finfo(recorded.y.dtype).eps
     return NormFormula(centred, given[-1] if given else eps, "weight", centred)
 
 
@@ -98,7 +98,7 @@ def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[l
     return drives
 
 
-def _moved(x: Tensor, got: Tensor, expected: Tensor) -> Reading:
+def _moved(x: Tensor, got: Tensor, expected: Tensor) -> LawResult:
     """The same rows in other places: at most two roundings apart."""
     a, b = got.double(), expected.double()
     return floored("R2", torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(x, expected), rms(b))
@@ -110,11 +110,11 @@ def _roundings(x: Tensor, y: Tensor) -> Tensor:
     return 4 * number_format(dtype).ulp(values) + 32 * WORK_ROUNDOFF * values.abs()
 
 
-def _statistics(heard: Heard, x: Tensor, y: Tensor, found: Examined) -> None:
+def _statistics(recorded: RecordedCall, x: Tensor, y: Tensor, found: LawEvidence) -> None:
     y = y.to(narrower(x.dtype, y.dtype))  # a norm that rounds before a gain of 1 has no more bits than that
     different = statistics.different_rows(x)
     seen = statistics.look(y[different])
-    weight = getattr(heard.callee, "weight", None)
+    weight = getattr(recorded.callee, "weight", None)
     if seen.dead:  # a gain of 0 (or 1 + -1) is no fault, nor is an input that is 0
         excused = set((x.double() == 0).all(0).nonzero().flatten().tolist())
         if isinstance(weight, Tensor) and weight.numel() == y.shape[-1]:
@@ -123,7 +123,7 @@ def _statistics(heard: Heard, x: Tensor, y: Tensor, found: Examined) -> None:
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
     plain = statistics.Statistics(seen.stuck, seen.stuck_channels, seen.dead)  # gaps and ties: R25 is sharper
     found.facts.statistics = seen
-    found.readings.append(statistics.reading(plain, y))
+    found.results.append(statistics.result(plain, y))
 
 
 def normalised(x: Tensor, formula: NormFormula) -> tuple[Tensor, Tensor]:
@@ -150,20 +150,22 @@ def _gains(y: Tensor, n: Tensor) -> Tensor:
     return best
 
 
-def _one_gain(drive: list[tuple[str, Tensor, Tensor]], formula: NormFormula, found: Examined) -> None:
+def _one_gain(drive: list[tuple[str, Tensor, Tensor]], formula: NormFormula, found: LawEvidence) -> None:
     """R25, R6 and R6': gains found from the first must explain all."""
     _, x, y = drive[0]
     gains = _gains(y.double(), normalised(x, formula)[0])
     for law, z, out in drive:
-        found.readings.append(_explained(law, z, out, gains, formula))
+        found.results.append(_explained(law, z, out, gains, formula))
 
 
-def _right_numbers(heard: Heard, x: Tensor, y: Tensor, formula: NormFormula, found: Examined, *, weights: bool) -> None:
+def _right_numbers(
+    recorded: RecordedCall, x: Tensor, y: Tensor, formula: NormFormula, found: LawEvidence, *, weights: bool
+) -> None:
     """What should have come out, by the gains found or, where weights are read, by those stored (R27)."""
     n, _ = normalised(x, formula)
     gains = _gains(y.double(), n)
     if weights:
-        gains = _stored_gains(heard, gains, n, narrower(x.dtype, y.dtype), found)
+        gains = _stored_gains(recorded, gains, n, narrower(x.dtype, y.dtype), found)
     found.facts.expected = (y, gains * n, _limit(x, n, gains, narrower(x.dtype, y.dtype), formula))
 
 
@@ -179,13 +181,13 @@ def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: Nor
     return limit + (4 * 2.0**form.least if form.least <= -126 else 0.0)
 
 
-def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> Reading:
+def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> LawResult:
     """y against w n: element by element, and a factor for each row, in which roundings average out."""
     n, _ = normalised(x, formula)
     expected, values = gains * n, y.double()
     dtype = narrower(x.dtype, y.dtype)
     limit = _limit(x, n, gains, dtype, formula)
-    reading = floored(law, values - expected, limit, rms(expected))
+    result = floored(law, values - expected, limit, rms(expected))
     energy = expected.square().sum(-1)
     factor = torch.where(energy > 0, (values * expected).sum(-1) / energy.clamp_min(1e-300) - 1, 0.0)
     form = number_format(dtype)
@@ -194,16 +196,16 @@ def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
     floor = Z_ELEMENT * form.u * few  # two roundings and those of the gains: below u together
     floor = floor + WORK_ROUNDOFF * (16 + math.sqrt(n.shape[-1]))
     strength = float((factor.abs() / floor).nan_to_num(math.inf).max())
-    if strength <= reading.strength:
-        return reading
-    size = max(reading.size, float(factor.abs().max()))
-    return replace(reading, strength=strength, size=size, floor=float(floor.median()))
+    if strength <= result.strength:
+        return result
+    size = max(result.size, float(factor.abs().max()))
+    return replace(result, strength=strength, size=size, floor=float(floor.median()))
 
 
-def _stored_gains(heard: Heard, gains: Tensor, n: Tensor, dtype: torch.dtype, found: Examined) -> Tensor:
+def _stored_gains(recorded: RecordedCall, gains: Tensor, n: Tensor, dtype: torch.dtype, found: LawEvidence) -> Tensor:
     """R27: the gains found against those stored, which are given back; those found where none can be read."""
-    weight = getattr(heard.callee, "weight", None)
-    formula = norm_formula(heard.callee, gains.numel()) if isinstance(heard.callee, nn.Module) else None
+    weight = getattr(recorded.callee, "weight", None)
+    formula = norm_formula(recorded.callee, gains.numel()) if isinstance(recorded.callee, nn.Module) else None
     if not isinstance(weight, Tensor) or weight.numel() != gains.numel() or formula is None:
         return gains
     stored = host(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
@@ -211,9 +213,9 @@ def _stored_gains(heard: Heard, gains: Tensor, n: Tensor, dtype: torch.dtype, fo
     # An input that is always 0 says nothing of its gain, nor does an output with few bits.
     gains = torch.where((n != 0).any(0) & ((stored * n).abs().amax(0) >= 2.0**form.least), gains, stored)
     limit = (8 * form.u + u * (16 + math.sqrt(gains.numel()))) * stored.abs() + 1e-30
-    reading = floored("R27", (gains - stored)[None], limit[None], rms(stored))
+    result = floored("R27", (gains - stored)[None], limit[None], rms(stored))
     slope = float((gains * stored).sum() / stored.square().sum().clamp_min(1e-300)) - 1
     floor = 8 * form.u / math.sqrt(gains.numel()) + u * (16 + math.sqrt(gains.numel()))
-    strength = max(reading.strength, abs(slope) / floor)
-    found.readings.append(replace(reading, strength=strength, floor=floor))
+    strength = max(result.strength, abs(slope) / floor)
+    found.results.append(replace(result, strength=strength, floor=floor))
     return stored

@@ -17,9 +17,9 @@ from torch import Tensor
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws import statistics
 from noisescope.localization.laws.calls import FUSED
-from noisescope.localization.laws.evidence import Examined, Facts
+from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.fault_classes import place_and_class
-from noisescope.localization.laws.law_result import Reading, differing, exact, host, looked_at, period, rms, worse
+from noisescope.localization.laws.law_result import LawResult, differing, exact, host, looked_at, period, rms, worse
 from noisescope.localization.laws.linear import SEED, Linear, allowed, random_half, scale_factor, split
 from noisescope.localization.laws.roundoff import combination, mean_square_limit, squares_from_split
 from noisescope.localization.laws.table import LAWS, NO_PROMISE, UNSEEN
@@ -31,7 +31,9 @@ _RUNS = 4
 _ODD_ULPS = 1.0  # what a directed rounding leaves of f(x) + f(-x), halved
 
 
-def steadiness(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor, other: Tensor | None, facts: Facts) -> Tensor:
+def steadiness(
+    call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor, other: Tensor | None, facts: EvidenceFacts
+) -> Tensor:
     """Repeated calls: is it `random`, is it `stale`, how many elements change. Gives what it settles on.
 
     `other` is another input (rows moved by one) that is called in between: a call after it that differs from those
@@ -53,7 +55,7 @@ def steadiness(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor, other:
         return y
 
 
-def count_changes(changed: Tensor, facts: Facts) -> None:
+def count_changes(changed: Tensor, facts: EvidenceFacts) -> None:
     """How many elements [R, C] changed, of all and of the channels in which any did."""
     hit = changed.any(0)
     if bool(hit.any()):
@@ -61,7 +63,7 @@ def count_changes(changed: Tensor, facts: Facts) -> None:
         facts.changed_in_channels = float(changed[:, hit].double().mean())
 
 
-def look_closer(linear: Linear, base: Tensor, found: Examined) -> None:
+def look_closer(linear: Linear, base: Tensor, found: LawEvidence) -> None:
     """Does the fault repeat itself, is it odd, does it scale, has it an offset, does it mind the bits of its input?"""
     x, call, facts = linear.x, linear.call, found.facts
     steady = steadiness(call, x, base, linear.turned, facts)
@@ -72,11 +74,11 @@ def look_closer(linear: Linear, base: Tensor, found: Examined) -> None:
     with host_arithmetic():
         rows = looked_at(base)
         y = steady[rows]
-        both = next(r for r in found.readings if r.law in ("R17", "R7"))  # f(-2 x): now each law by itself
-        found.readings.remove(both)
+        both = next(r for r in found.results if r.law in ("R17", "R7"))  # f(-2 x): now each law by itself
+        found.results.remove(both)
         for law, out, sign in ((both.law, double, factor), ("R7", minus, -1.0)):
-            reading = exact(law, host(out)[rows].double() / sign, y, allowed=allowed(y, base.dtype))
-            found.readings.append(replace(both, law=law) if facts.random else reading)
+            result = exact(law, host(out)[rows].double() / sign, y, allowed=allowed(y, base.dtype))
+            found.results.append(replace(both, law=law) if facts.random else result)
         seen, odd, null = (linear.view(t).double() for t in (again, minus, zero))
         facts.even = _even_part(seen, odd, base.dtype)
         facts.at_zero = _at_zero(null, seen, base.dtype)
@@ -170,31 +172,31 @@ class Entry:
     order: int
     kind: str  # modules of one kind are alike: operator and shapes
     width: int = 0
-    readings: dict[str, Reading] = field(default_factory=dict)
-    facts: Facts = field(default_factory=Facts)
+    results: dict[str, LawResult] = field(default_factory=dict)
+    facts: EvidenceFacts = field(default_factory=EvidenceFacts)
 
     @property
-    def broken(self) -> dict[str, Reading]:
-        return {law: reading for law, reading in self.readings.items() if reading.broken}
+    def broken(self) -> dict[str, LawResult]:
+        return {law: result for law, result in self.results.items() if result.broken}
 
 
-class Book:
+class RelationResults:
     """Collects readings by site."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[Any, ...], Entry] = {}
+        self.alarms: dict[tuple[Any, ...], Entry] = {}
         self.skipped: dict[str, int] = {}
         self.notes: list[str] = []
         self.elements = 0
 
-    def add(self, site: Site, found: Examined, *, level: int = OPERATOR, kind: str = "", width: int = 0) -> Entry:
+    def add(self, site: Site, found: LawEvidence, *, level: int = OPERATOR, kind: str = "", width: int = 0) -> Entry:
         key = (site.operator, site.place, site.module, site.occurrence)
-        entry = self.entries.setdefault(key, Entry(site, level, len(self.entries), kind, width))
+        entry = self.alarms.setdefault(key, Entry(site, level, len(self.alarms), kind, width))
         was_broken = bool(entry.broken)
-        for reading in found.readings:
-            known = entry.readings.get(reading.law)
-            entry.readings[reading.law] = reading if known is None else worse(known, reading)
-            self.elements += reading.elements
+        for result in found.results:
+            known = entry.results.get(result.law)
+            entry.results[result.law] = result if known is None else worse(known, result)
+            self.elements += result.elements
         if found.broken and not was_broken:
             entry.facts = found.facts
         for text in found.skipped:
@@ -206,7 +208,7 @@ class Book:
         self.skipped[what] = self.skipped.get(what, 0) + 1
 
     def entry(self, site: Site) -> Entry | None:
-        return self.entries.get((site.operator, site.place, site.module, site.occurrence))
+        return self.alarms.get((site.operator, site.place, site.module, site.occurrence))
 
     # -- conclusions
 
@@ -216,17 +218,17 @@ class Book:
         Laws that are exact only if it does are then taken as kept there, unless they are off by more than round-off.
         """
         kinds: dict[str, list[Entry]] = {}
-        for entry in self.entries.values():
-            if "R1" in entry.readings:
+        for entry in self.alarms.values():
+            if "R1" in entry.results:
                 kinds.setdefault(entry.kind, []).append(entry)
         for kind, alike in kinds.items():
-            loose = [e for e in alike if e.readings["R1"].broken and e.readings["R1"].within_round_off]
+            loose = [e for e in alike if e.results["R1"].broken and e.results["R1"].within_round_off]
             if len(loose) < max(2, _UNREPEATABLE * len(alike)):
                 continue
-            for entry in alike + [entry for entry in self.entries.values() if entry.level == SUBLAYER]:
-                for law, reading in entry.readings.items():
-                    if reading.within_round_off:
-                        entry.readings[law] = replace(reading, strength=1.0)
+            for entry in alike + [entry for entry in self.alarms.values() if entry.level == SUBLAYER]:
+                for law, result in entry.results.items():
+                    if result.within_round_off:
+                        entry.results[law] = replace(result, strength=1.0)
             self.notes.append(
                 f"{len(loose)} of {len(alike)} modules alike ({kind}) differ from run to run within round-off: this "
                 "stack does not repeat itself, so laws that rest on that were judged within round-off"
@@ -234,7 +236,7 @@ class Book:
 
     def suspects(self) -> list[Entry]:
         """Broken entries that no inner one explains."""
-        broken = [entry for entry in self.entries.values() if entry.broken]
+        broken = [entry for entry in self.alarms.values() if entry.broken]
         operators = [entry for entry in broken if entry.level == OPERATOR]
         places = {entry.site.place for entry in operators}
         layers = [
@@ -250,15 +252,15 @@ class Book:
     def verdict(self, forwards: float, asked: tuple[Site, ...] = ()) -> Verdict:
         found = self.suspects()
         suspects = ranked(_suspect(entry) for entry in sorted(found, key=lambda e: e.order))
-        tried = sum(len(entry.readings) for entry in self.entries.values())
-        heard = {entry.site.module for entry in self.entries.values() if entry.readings}
-        untried = [entry.site for entry in self.entries.values() if entry.level == OPERATOR and not entry.readings]
-        untried += [site for site in asked if site.module not in heard]
+        tried = sum(len(entry.results) for entry in self.alarms.values())
+        recorded = {entry.site.module for entry in self.alarms.values() if entry.results}
+        untried = [entry.site for entry in self.alarms.values() if entry.level == OPERATOR and not entry.results]
+        untried += [site for site in asked if site.module not in recorded]
         unseen = tuple(dict.fromkeys(site for site in untried if site.component != "router"))
         outcome = "faulty" if suspects else ("healthy" if tried and not unseen else "undecided")
         notes = [*self.notes, *(f"{text} ({count} x)" for text, count in sorted(self.skipped.items()))]
         notes.append(
-            f"{tried} laws tried at {len(self.entries)} places on {self.elements:,} numbers; limits of floored laws "
+            f"{tried} laws tried at {len(self.alarms)} places on {self.elements:,} numbers; limits of floored laws "
             "are 7 standard deviations for an element and 6.5 for a mean, so that many looks cost under 0.01 alarms"
         )
         return Verdict(outcome, "relations", suspects, self.smallest_visible(), forwards, tried, tuple(notes), unseen)
@@ -269,7 +271,7 @@ class Book:
         Sizes are relative to the output's rms; 0 means a single bit; None means not visible by the laws tried.
         """
         sizes: dict[str, dict[str, dict[str, Any]]] = {}
-        for entry in self.entries.values():
+        for entry in self.alarms.values():
             if entry.level != OPERATOR:
                 continue
             for operator, best in _best(entry).items():
@@ -286,28 +288,28 @@ class Book:
 def _best(entry: Entry) -> dict[str, dict[str, tuple[float, str]]]:
     """The smallest floor of each class at one site, by operator: a fused call is several."""
     found: dict[str, dict[str, tuple[float, str]]] = {}
-    for law, reading in entry.readings.items():
+    for law, result in entry.results.items():
         operator = entry.site.operator
         if operator == FUSED:
             operator = "softmax" if law in ("R9", "R11", "R13") else "matmul"
         best = found.setdefault(operator, {})
         hidden = NO_PROMISE.get(law, frozenset()) | NO_PROMISE.get(f"{law} {operator}", frozenset())
         for name in LAWS[law].catches:
-            if name not in hidden and reading.floor < best.get(name, (math.inf, ""))[0]:
-                best[name] = (reading.floor, law)
+            if name not in hidden and result.floor < best.get(name, (math.inf, ""))[0]:
+                best[name] = (result.floor, law)
     return found
 
 
 def _suspect(entry: Entry) -> Suspect:
     broken, facts = entry.broken, entry.facts
     site, named = place_and_class(entry.site, broken, facts)
-    kept = [law for law, reading in entry.readings.items() if not reading.broken]
-    sure = any(math.isinf(reading.strength) or reading.strength > 4 for reading in broken.values())
-    said = "; ".join(str(reading) for reading in sorted(broken.values(), key=lambda r: -r.strength))
+    kept = [law for law, result in entry.results.items() if not result.broken]
+    sure = any(math.isinf(result.strength) or result.strength > 4 for result in broken.values())
+    said = "; ".join(str(result) for result in sorted(broken.values(), key=lambda r: -r.strength))
     evidence = f"{said}; kept: {', '.join(kept) if kept else 'none'}"
     if named.text:
         evidence = f"{evidence}; {named.text}"
-    strongest = max(min(math.log10(max(reading.strength, 1.0)), 12.0) for reading in broken.values())
+    strongest = max(min(math.log10(max(result.strength, 1.0)), 12.0) for result in broken.values())
     return Suspect(
         site,
         named.fault_class,

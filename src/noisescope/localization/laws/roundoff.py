@@ -22,9 +22,9 @@ from noisescope.localization import host_products
 from noisescope.localization.checksums import BLOCK, checksums
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws import statistics
-from noisescope.localization.laws.calls import Heard, parameters_replaced, unbiased
-from noisescope.localization.laws.evidence import Examined
-from noisescope.localization.laws.law_result import Reading, columns, differing, exact, floored, host, looked_at, rms
+from noisescope.localization.laws.calls import RecordedCall, parameters_replaced, unbiased
+from noisescope.localization.laws.evidence import LawEvidence
+from noisescope.localization.laws.law_result import LawResult, columns, differing, exact, floored, host, looked_at, rms
 from noisescope.localization.roundoff_floors import (
     SLACK,
     WORK_ROUNDOFF,
@@ -137,15 +137,15 @@ def silent(module: Any, channels: tuple[int, ...]) -> set[int]:
     return set() if weight is None else {c for c in channels if not bool(weight[c].any())}
 
 
-def freivalds(heard: Heard, found: Examined) -> None:
+def freivalds(recorded: RecordedCall, found: LawEvidence) -> None:
     """R21: checksums of every row over blocks of 64 outputs."""
-    x, module = heard.x, heard.callee
+    x, module = recorded.x, recorded.callee
     weight = weight_of(module) if isinstance(module, nn.Module) else None
     if weight is None or x is None:
         found.skipped.append("R19 to R21: a packed weight")
         return
-    call, biased = unbiased(heard)
-    out = call(x) if biased else heard.y
+    call, biased = unbiased(recorded)
+    out = call(x) if biased else recorded.y
     with host_arithmetic():
         rows = looked_at(out)
         a, y = host_products.as_multiplied(host(x)[rows], out), host(out)[rows]
@@ -159,7 +159,7 @@ def freivalds(heard: Heard, found: Examined) -> None:
         size = float(sums.error.square().mean().sqrt()) / scale
         floor = math.sqrt(limit * float(sums.variance.mean())) / scale
         share = float((sums.z > Z_ELEMENT).double().mean())
-        found.readings.append(Reading("R21", strength, size, floor, share, (), y.numel()))
+        found.results.append(LawResult("R21", strength, size, floor, share, (), y.numel()))
 
 
 def _mean_strength(z: Tensor) -> float:
@@ -168,14 +168,14 @@ def _mean_strength(z: Tensor) -> float:
     return math.sqrt(float(z.square().mean()) / mean_square_limit(z.numel())) if enough else 0.0
 
 
-def look_closer(heard: Heard, found: Examined) -> None:
+def look_closer(recorded: RecordedCall, found: LawEvidence) -> None:
     """R20 and R19 of a suspect, and its output recomputed whole for the class of its fault."""
-    x, module = heard.x, heard.callee
+    x, module = recorded.x, recorded.callee
     weight = weight_of(module)
     if weight is None or x is None:
         return
-    call, _ = unbiased(heard)
-    weight, width = host_products.as_multiplied(weight, heard.y), x.shape[-1]
+    call, _ = unbiased(recorded)
+    weight, width = host_products.as_multiplied(weight, recorded.y), x.shape[-1]
     read = min(width, _READ_BACK)
     rows = x.numel() // width
     units = torch.eye(width, dtype=x.dtype, device=x.device)[:read]
@@ -192,7 +192,7 @@ def look_closer(heard: Heard, found: Examined) -> None:
         with parameters_replaced([(module, "weight", other.contiguous())]):
             permuted = call(x)
     with host_arithmetic():
-        found.readings.append(exact("R20", read_back.double(), weight.T[:read].double()))
+        found.results.append(exact("R20", read_back.double(), weight.T[:read].double()))
         wrong = differing(read_back.double(), weight.T[:read].double())
         found.facts.wrong_columns = columns(wrong.T)
         if permuted is not None:
@@ -200,7 +200,7 @@ def look_closer(heard: Heard, found: Examined) -> None:
             scale = rms(expected)
             squares = torch.full_like(expected, 16 * scale**2)
             floor = combination([got, expected], [squares, squares], width, base.dtype)
-            found.readings.append(floored("R19", got - expected, floor.limit, scale))
+            found.results.append(floored("R19", got - expected, floor.limit, scale))
         wide = x.detach().cpu()
         found.facts.expected = host_products.linear(
             wide, weight, None, base.detach().cpu(), host_products.Rows(256, _SEED)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.localization.laws.law_result import Reading, columns, rms
+from noisescope.localization.laws.law_result import LawResult, columns, rms
 from noisescope.localization.roundoff_floors import INTEGERS, Format, as_judged, number_format
 
 _CELLS = 40  # different settings of the higher bits under which a bit must stay the same: 2^-39 by chance
@@ -80,7 +80,7 @@ def look(y: Tensor) -> Statistics:
     return Statistics(stuck, stuck_channels, dead, gap, share, gap_channels, limit, ties, clear)
 
 
-def reading(found: Statistics, y: Tensor) -> Reading:
+def result(found: Statistics, y: Tensor) -> LawResult:
     """Broken where something was found that never happens by chance."""
     told = []
     channels: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ def reading(found: Statistics, y: Tensor) -> Reading:
     size = found.gap / max(rms(y.double()), 1e-300)
     strength = math.inf if told else 0.0
     share = found.gap_share
-    return Reading("R24", strength, size, 0.0, share, channels, y.numel(), words="; ".join(told))
+    return LawResult("R24", strength, size, 0.0, share, channels, y.numel(), words="; ".join(told))
 
 
 def _spread(values: Tensor) -> float:

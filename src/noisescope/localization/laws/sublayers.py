@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from noisescope.localization.formulas import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.attention import shut_out
-from noisescope.localization.laws.calls import Heard, biases, parameters_replaced
-from noisescope.localization.laws.evidence import Examined
-from noisescope.localization.laws.law_result import Reading, exact, floored, host, rms
+from noisescope.localization.laws.calls import RecordedCall, biases, parameters_replaced
+from noisescope.localization.laws.evidence import LawEvidence
+from noisescope.localization.laws.law_result import LawResult, exact, floored, host, rms
 from noisescope.localization.laws.roundoff import squares_from_split
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
 
@@ -35,59 +35,59 @@ _SHIFT = 17  # positions
 Again = Callable[..., Tensor]
 
 
-def examine_attention(heard: Heard, rotary: Rotary, *, causal: bool) -> Examined:
+def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -> LawEvidence:
     """R4, R7, R8, R10 and R14 of one attention module."""
-    found = Examined()
-    x, y = heard.x, heard.output
-    if any(isinstance(heard.kwargs.get(name), Tensor) for name in _CROSS):
+    found = LawEvidence()
+    x, y = recorded.x, recorded.output
+    if any(isinstance(recorded.kwargs.get(name), Tensor) for name in _CROSS):
         found.skipped.append("R4, R7, R8, R10 of cross attention: its keys come from elsewhere")
         return found
     if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
         found.skipped.append("attention sub-layer laws: its input has not the shape [batch, 3 tokens or more, width]")
         return found
-    looking = _looking(heard, x)
+    looking = _looking(recorded, x)
     if not bool(looking.any()):
         found.skipped.append("attention sub-layer laws: a mask shuts out every token")
         return found
-    zeros = biases(heard.callee)
-    plain = heard if isinstance(heard.callee, nn.MultiheadAttention) else heard.alone()
+    zeros = biases(recorded.callee)
+    plain = recorded if isinstance(recorded.callee, nn.MultiheadAttention) else recorded.alone()
 
     def call(z: Tensor, **changed: Any) -> Tensor:
         with parameters_replaced(zeros):
             return plain.again(z, **changed)
 
     def without_sinks(z: Tensor) -> Tensor:
-        with parameters_replaced(_shut_sinks(heard.callee)):
+        with parameters_replaced(_shut_sinks(recorded.callee)):
             return call(z)
 
-    base = call(x) if zeros or (plain is not heard and heard.adds) else y
+    base = call(x) if zeros or (plain is not recorded and recorded.adds) else y
     minus, zero = call(-x), call(torch.zeros_like(x))
     with host_arithmetic():
         b, odd, null = (_rows(t, looking) for t in (base, minus, zero))
         u, scale = number_format(y.dtype).u, rms(b)
         limit = _LOOSE * u * (b.abs() + scale)
-        found.readings.append(exact("R7", odd, -b, round_off=limit))
-        found.readings.append(exact("R8", null, torch.zeros_like(null), scale=scale))
-    if _own_keys(heard.callee):
+        found.results.append(exact("R7", odd, -b, round_off=limit))
+        found.results.append(exact("R8", null, torch.zeros_like(null), scale=scale))
+    if _own_keys(recorded.callee):
         found.skipped.append("R10: the module adds keys of its own, which take a share")
     else:
-        found.readings.append(_repeated_token(without_sinks, x, looking))
+        found.results.append(_repeated_token(without_sinks, x, looking))
     if causal:
-        found.readings.append(_later_tokens(call, x, base, looking))
-    shifted = rotary.shifted(heard.kwargs.get("position_embeddings"))
+        found.results.append(_later_tokens(call, x, base, looking))
+    shifted = rotary.shifted(recorded.kwargs.get("position_embeddings"))
     if shifted is not None:
-        found.readings.append(_positions(call, x, base, heard.kwargs["position_embeddings"], *shifted))
+        found.results.append(_positions(call, x, base, recorded.kwargs["position_embeddings"], *shifted))
     return found
 
 
-def _looking(heard: Heard, x: Tensor) -> Tensor:
+def _looking(recorded: RecordedCall, x: Tensor) -> Tensor:
     """Tokens [B, T] that may look at something: what padding gives, which looks nowhere, is anybody's guess."""
     looking = torch.ones(x.shape[:2], dtype=torch.bool)
-    for value in (*heard.args, *heard.kwargs.values()):
+    for value in (*recorded.args, *recorded.kwargs.values()):
         # [B, H, T, S], B and H perhaps 1
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[::2] in ((1, x.shape[1]), x.shape[:2]):
             looking &= ~shut_out(value).all(-1).all(1).cpu()
-    padding = heard.kwargs.get("attention_mask")
+    padding = recorded.kwargs.get("attention_mask")
     if isinstance(padding, Tensor) and padding.shape == x.shape[:2] and not padding.is_floating_point():  # 1 and 0
         looking &= (padding != 0).cpu()
     return looking
@@ -110,7 +110,7 @@ def _shut_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     return [] if lowest is None else [(module, "sinks", lowest)]
 
 
-def _repeated_token(call: Again, x: Tensor, looking: Tensor) -> Reading:
+def _repeated_token(call: Again, x: Tensor, looking: Tensor) -> LawResult:
     """R10."""
     one = x[:, 1:2].expand_as(x).contiguous()
     out = call(one)
@@ -124,19 +124,19 @@ def _repeated_token(call: Again, x: Tensor, looking: Tensor) -> Reading:
     return floored("R10", error, torch.full_like(error, limit) + 2.0**-60, size)
 
 
-def _later_tokens(call: Again, x: Tensor, base: Tensor, looking: Tensor) -> Reading:
+def _later_tokens(call: Again, x: Tensor, base: Tensor, looking: Tensor) -> LawResult:
     """R4."""
     late = x.shape[1] - x.shape[1] // 3
     changed = x.clone()
     changed[:, late:] = -2 * x[:, late:].flip(-1)
-    early = looking & (torch.arange(x.shape[1]) < late)
-    ahead, kept = (_rows(t, early) for t in (call(changed), base))
+    acts_as_device = looking & (torch.arange(x.shape[1]) < late)
+    ahead, kept = (_rows(t, acts_as_device) for t in (call(changed), base))
     u = number_format(base.dtype).u
     limit = _LOOSE * u * (kept.square().mean(-1, keepdim=True).sqrt() + kept.abs())
     return floored("R4", ahead - kept, limit, rms(kept))
 
 
-def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> Reading:
+def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> LawResult:
     """R14: all positions moved on."""
     b = host(base).double()
     u, scale = number_format(base.dtype).u, max(rms(b), 1e-300)
@@ -145,7 +145,7 @@ def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, la
     if error > _ANSWERS * floor:  # what angles that are off by one rounding cost here
         size = max(u, last * 2.0**-24)
         floor += rms(host(call(x, position_embeddings=tuple(_jitter(t, size) for t in pair))).double() - b)
-    return Reading("R14", error / (_ANSWERS * floor), error / scale, _ANSWERS * floor / scale, 1.0, (), b.numel())
+    return LawResult("R14", error / (_ANSWERS * floor), error / scale, _ANSWERS * floor / scale, 1.0, (), b.numel())
 
 
 def _jitter(t: Tensor, size: float) -> Tensor:
@@ -155,11 +155,11 @@ def _jitter(t: Tensor, size: float) -> Tensor:
     return (t.float() * (1 + step * signs.to(t.device))).to(t.dtype)
 
 
-def examine_mlp(heard: Heard, parts: dict[str, Tensor]) -> Examined:
+def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence:
     """R16; `parts` are outputs of the linears inside, by their last name, from this same call."""
-    found = Examined()
-    x, y = heard.tensors
-    children = dict(heard.callee.named_children())
+    found = LawEvidence()
+    x, y = recorded.tensors
+    children = dict(recorded.callee.named_children())
     gate, up, down = _roles([name for name in children if name in parts], parts)
     if down is None or gate is None:
         found.skipped.append("R16: an MLP of another form than down(act(gate) up) or down(act(up))")
@@ -168,15 +168,15 @@ def examine_mlp(heard: Heard, parts: dict[str, Tensor]) -> Examined:
     if len(others) != 1 or not _halves_its_input(others[0]):
         found.skipped.append("R16: the MLP's activation is not known to be one with a(z) - a(-z) = z")
         return found
-    if biases(heard.callee) or heard.adds:
+    if biases(recorded.callee) or recorded.adds:
         found.skipped.append("R16: the MLP adds biases or a residual")
         return found
     product = (gate if up is None else gate * up).reshape(*x.shape[:-1], -1)
     if not bool(product.isfinite().all()):
         found.skipped.append("R16: its products overflow")
         return found
-    through: Again = heard.door.afresh(children[down])
-    minus, expected = heard.again(-x), through(product)
+    through: Again = recorded.scope.afresh(children[down])
+    minus, expected = recorded.again(-x), through(product)
     coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
     spread = through(product * (2 * coins - 1).to(product.device, product.dtype))  # the same terms with random signs
     with host_arithmetic():
@@ -191,7 +191,7 @@ def examine_mlp(heard: Heard, parts: dict[str, Tensor]) -> Examined:
         # Each term is off by the roundings of activation and product, in three outputs, and by their sums.
         deviation = (_TERM * u + work * math.sqrt(flat.shape[-1])) * squares.sqrt()
         limit = Z_ELEMENT * deviation + 2 * (form.ulp(a) + form.ulp(b) + form.ulp(e))
-        found.readings.append(floored("R16", error, limit, rms(a)))
+        found.results.append(floored("R16", error, limit, rms(a)))
     return found
 
 
@@ -230,21 +230,21 @@ class Rotary:
         known = self._shifted.get(id(pair[0]))
         return None if known is None or known[0] is not pair[0] else (known[1], known[2])
 
-    def examine(self, heard: Heard) -> Examined:
+    def examine(self, recorded: RecordedCall) -> LawEvidence:
         """R14: the rotation from a position to one 17 further on is the same everywhere."""
-        found = Examined()
-        given = [*heard.args, *heard.kwargs.values()]
+        found = LawEvidence()
+        given = [*recorded.args, *recorded.kwargs.values()]
         positions = next((t for t in given if isinstance(t, Tensor) and not t.is_floating_point()), None)
-        like, pair = heard.x, heard.y
+        like, pair = recorded.x, recorded.y
         if positions is None or like is None or not isinstance(pair, (tuple, list)) or len(pair) != 2:
             found.skipped.append("R14: rotary angles that are not (cos, sin) of positions")
             return found
 
         def call(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
             swapped = {id(positions): where, id(like): x}
-            args = tuple(swapped.get(id(arg), arg) for arg in heard.args)
-            kwargs = {name: swapped.get(id(value), value) for name, value in heard.kwargs.items()}
-            cos, sin = heard.call(*args, **kwargs)
+            args = tuple(swapped.get(id(arg), arg) for arg in recorded.args)
+            kwargs = {name: swapped.get(id(value), value) for name, value in recorded.kwargs.items()}
+            cos, sin = recorded.call(*args, **kwargs)
             return cos, sin
 
         further = call(like, positions + _SHIFT)
@@ -257,14 +257,14 @@ class Rotary:
         )
         with host_arithmetic():
             for one, two in zip(again, pair, strict=True):
-                found.readings.append(exact("R1", host(one).double(), host(two).double()))
-            found.readings.append(_turning(pair, further, last))
+                found.results.append(exact("R1", host(one).double(), host(two).double()))
+            found.results.append(_turning(pair, further, last))
             if wide is not like:
-                found.readings.append(_turning(fine, fine_further, last))
+                found.results.append(_turning(fine, fine_further, last))
         return found
 
 
-def _turning(here: Any, there: Any, last: int) -> Reading:
+def _turning(here: Any, there: Any, last: int) -> LawResult:
     """c c' + s s' and s' c - c' s, [.., T, D], must not depend on the position."""
     form = number_format(here[0].dtype)
     c, s, c2, s2 = (t.detach().cpu().double() for t in (*here, *there))

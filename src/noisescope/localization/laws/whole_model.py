@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch
-from noisescope.localization.laws.law_result import Reading, differing, rms, same_bits
+from noisescope.localization.laws.law_result import LawResult, differing, rms, same_bits
 from noisescope.localization.roundoff_floors import number_format
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
-from noisescope.probe.scope import PlainDoor
+from noisescope.probe.scope import PlainScope
 from noisescope.probe.target import CallWatcher, Context
 from noisescope.sites import Site
 
@@ -55,7 +55,7 @@ def looks_back_only(model: nn.Module) -> bool:
     return not getattr(config, "is_encoder_decoder", False) and ("ForCausalLM" in name or "LMHeadModel" in name)
 
 
-class Blocks(PlainDoor):
+class Blocks(PlainScope):
     """Keeps what the blocks gave; with `jitter` it moves the outputs of operators by one unit in the last place."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, *, jitter: bool = False) -> None:
@@ -71,9 +71,9 @@ class Blocks(PlainDoor):
 
 
 class _Keeper(CallWatcher):
-    def __init__(self, door: Blocks, unit: Unit, operator: str) -> None:
+    def __init__(self, scope: Blocks, unit: Unit, operator: str) -> None:
         super().__init__(unit, operator)
-        self.door = door
+        self.scope = scope
 
     def on_call(
         self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
@@ -81,22 +81,24 @@ class _Keeper(CallWatcher):
         first = y[0] if isinstance(y, (tuple, list)) and y else y
         if self.operator == "residual":
             if isinstance(first, Tensor) and isinstance(self.unit.place, int):
-                self.door.outputs[self.unit.place] = first.detach().cpu()
+                self.scope.outputs[self.unit.place] = first.detach().cpu()
             return None
-        if not isinstance(y, Tensor) or not y.is_floating_point() or self.door.jitter is None:
+        if not isinstance(y, Tensor) or not y.is_floating_point() or self.scope.jitter is None:
             return None
-        signs = torch.randint(0, 2, y.shape, generator=self.door.jitter, device="cpu") * 2 - 1
+        signs = torch.randint(0, 2, y.shape, generator=self.scope.jitter, device="cpu") * 2 - 1
         with torch._C.DisableTorchFunction():
             return y * (1 + 2 * number_format(y.dtype).u * signs.to(y.device)).to(y.dtype)
 
 
-def repeatability(first: Tensor, turned: Tensor, again: Tensor) -> dict[str, Reading]:
+def repeatability(first: Tensor, turned: Tensor, again: Tensor) -> dict[str, LawResult]:
     """R1 and R2 of the whole model: bit for bit, sizes relative to the rms."""
     found = {}
     for law, other in (("R1", again), ("R2", turned.flip(0))):
         off = differing(first.double(), other.double())
         size = rms((first - other).double()) / max(rms(first.double()), 1e-300)
-        found[law] = Reading(law, float(bool(off.any())) * 2, size, 0.0, float(off.double().mean()), (), first.numel())
+        found[law] = LawResult(
+            law, float(bool(off.any())) * 2, size, 0.0, float(off.double().mean()), (), first.numel()
+        )
     return found
 
 
@@ -125,7 +127,7 @@ def cache_laws(
     whole: Mapping[int, Tensor],
     logits: Tensor,
     nudged: Callable[[], Nudged],
-) -> tuple[dict[str, Reading], Site | None]:
+) -> tuple[dict[str, LawResult], Site | None]:
     """R4 and R5: the prompt without its last token, then that token through the cache.
 
     Gives the readings and the first block that is off; `nudged` is asked only where something differs at all.
@@ -136,14 +138,14 @@ def cache_laws(
         output = model(input_ids=ids[:, :late], use_cache=True)
     with Blocks(model, anatomy) as decode:
         last = model(input_ids=ids[:, late:], past_key_values=output.past_key_values, use_cache=True)
-    early, step = answer(output), answer(last)
-    if same_bits(early, logits[:, :late]) and same_bits(step, logits[:, late:]):
-        return {law: Reading(law, 0.0, elements=logits.numel()) for law in ("R4", "R5")}, None
+    acts_as_device, step = answer(output), answer(last)
+    if same_bits(acts_as_device, logits[:, :late]) and same_bits(step, logits[:, late:]):
+        return {law: LawResult(law, 0.0, elements=logits.numel()) for law in ("R4", "R5")}, None
     near = nudged()
     moved = near.answer
     with host_arithmetic():
         found = {
-            "R4": _within("R4", early, logits[:, :late], moved[:, :late]),
+            "R4": _within("R4", acts_as_device, logits[:, :late], moved[:, :late]),
             "R5": _within("R5", step, logits[:, late:], moved[:, late:]),
         }
         site = None
@@ -156,11 +158,11 @@ def cache_laws(
     return found, site
 
 
-def _within(law: str, got: Tensor, expected: Tensor, moved: Tensor) -> Reading:
+def _within(law: str, got: Tensor, expected: Tensor, moved: Tensor) -> LawResult:
     """Token by token, against the answer to round-off of the token that minds it most."""
     got, expected, moved = got.double(), expected.double(), moved.double()
     error = (got - expected).square().mean(-1).sqrt()
     floor = _SAFETY * float((moved - expected).square().mean(-1).sqrt().amax().clamp_min(1e-30))
     scale = max(rms(expected), 1e-300)
     worst = float(error.nan_to_num(torch.inf).max())
-    return Reading(law, worst / floor, worst / scale, floor / scale, 1.0, (), got.numel())
+    return LawResult(law, worst / floor, worst / scale, floor / scale, 1.0, (), got.numel())
