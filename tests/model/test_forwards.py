@@ -241,4 +241,4 @@ def test_no_other_code_sets_modes() -> None:
                 found.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.Attribute) and node.attr == "training" and isinstance(node.ctx, ast.Store):
                 found.add(path.relative_to(SOURCE).as_posix())
-    assert found == {"evaluation.py", "model.py", "testing.py", "training/grpo.py", "training/phases.py"}
+    assert found == {"model/forwards.py", "model/subject.py", "testing.py", "training/grpo.py", "training/phases.py"}
