@@ -23,7 +23,7 @@ from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.tally import Tally
 from noisescope.sites import PHASES, Place
-from noisescope.training.distributed import data_rank
+from noisescope.training.launch import data_rank
 from noisescope.training.schedules import Schedule
 
 

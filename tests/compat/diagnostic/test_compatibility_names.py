@@ -104,7 +104,7 @@ USES: dict[str, Callable[[Kit], Any]] = {
     f"{D}.estimate_hessian_trace": lambda k: diagnostic.estimate_hessian_trace(
         k.model, k.loss, k.tokens, num_samples=2
     ),
-    f"{D}.asking.layer_of": lambda k: layer_of("model.layers.9.mlp") == 9,
+    "noisescope.compat.diagnostic.questions.layer_of": lambda k: layer_of("model.layers.9.mlp") == 9,
     f"{N}.enable_noisy_ops": lambda k: k.inside_noise(lambda: noisy_ops._NOISY_OPS_ENABLED),
     f"{N}.disable_noisy_ops": lambda k: k.inside_noise(lambda: True) and not noisy_ops._NOISY_OPS_ENABLED,
     f"{N}.set_noise_phases": lambda k: noisy_ops.set_noise_phases(forward=True, backward=True) or True,
@@ -180,7 +180,7 @@ def test_every_python_name_is_used(page):
 def test_python_names(kit, name):
     """It is importable where the page says, and using it gives something."""
     parts = name.split(".")
-    depth = 3 if parts[2] == "asking" else 2
+    depth = len(parts) - 1
     found = getattr(importlib.import_module(".".join(parts[:depth])), parts[depth])
     assert found is not None or name.endswith("_SELECTIVE_OPERATORS")
     result = USES[name](kit)
