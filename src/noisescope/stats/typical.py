@@ -195,6 +195,7 @@ def _of_sorted(ordered: Array, level: float, method: str, note: str = "") -> Est
 
 
 TRIM = 0.2  # at either end: Yuen's and Wilcox's choice
+_WIDENED = 2  # of few skewed logarithms Yuen's 95 % intervals cover 91 to 95 %; 1 + 2 / n times as wide, 93 to 97 %
 ZEROS = "more than a fifth of the samples are exactly 0: the median is given"
 
 
@@ -247,7 +248,7 @@ def typical(values: ArrayLike, level: float = 0.95) -> Estimate:
         centre, variance, kept = _trimmed(np.log(y))
     if variance < 1e-24:  # of logarithms: nothing varied but rounding
         return Estimate(math.exp(centre), None, None, n, level)
-    half = float(special.stdtrit(kept - 1, (1 + level) / 2)) * math.sqrt(variance)
+    half = (1 + _WIDENED / n) * float(special.stdtrit(kept - 1, (1 + level) / 2)) * math.sqrt(variance)
     low, high = math.exp(centre - half), min(math.exp(min(centre + half, 700.0)), 1e300)
     return Estimate(math.exp(centre), low, high, n, level, "", "typical")
 
