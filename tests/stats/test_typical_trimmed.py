@@ -77,7 +77,7 @@ def test_typical_is_yuens_interval_of_the_logs() -> None:
 
 
 def test_typical_value_by_hand() -> None:
-    """Ten values, two cut at either end: the geometric mean of six, t with five degrees of freedom, widened by 2 / 10."""
+    """Ten values, two cut at either end: the geometric mean of six, t of five degrees of freedom, 1 + 2 / 10."""
     logs = np.array([-9.0, -2, -1, -1, 0, 0, 1, 1, 3, 50])
     found = stats.typical(np.exp(logs))
     winsorised = np.array([-1.0, -1, -1, -1, 0, 0, 1, 1, 1, 1])
@@ -111,14 +111,14 @@ def test_typical_of_few_or_equal_values() -> None:
         stats.typical([1.0, -1.0])
 
 
-@pytest.mark.parametrize("skewed", [1, -1])
-def test_few_skewed_values_are_covered(skewed: int) -> None:
-    """Sixteen exponential logarithms of either sign: without widening 92 % of 4,000 intervals hold the truth."""
-    shares = (np.arange(200_000) + 0.5) / 200_000 * 0.6 + 0.2
-    truth = math.exp(skewed * float(np.mean(-np.log1p(-shares))))
-    runs = np.exp(skewed * np.random.default_rng(3).exponential(size=(4000, 16)))
-    found = [stats.typical(values) for values in runs]
-    assert 0.935 <= np.mean([f.low <= truth <= f.high for f in found]) <= 0.97  # type: ignore[operator]
+def test_few_skewed_values_are_covered() -> None:
+    """Sixteen logarithms of which one in seven is far lower: plain Yuen intervals hold the truth in 91 % of 4,000 runs."""
+    draw = np.random.default_rng(3)
+    drawn = draw.normal(size=(4000, 16)) - 6 * (draw.random((4000, 16)) < 0.15)
+    many = draw.normal(size=1_000_000) - 6 * (draw.random(1_000_000) < 0.15)
+    truth = float(typical_values(np.exp(many[None]))[0])
+    found = [stats.typical(values) for values in np.exp(drawn)]
+    assert 0.93 <= np.mean([f.low <= truth <= f.high for f in found]) <= 0.98  # type: ignore[operator]
 
 
 @pytest.mark.slow
