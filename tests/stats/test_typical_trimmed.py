@@ -111,14 +111,16 @@ def test_typical_of_few_or_equal_values() -> None:
         stats.typical([1.0, -1.0])
 
 
-def test_few_skewed_values_are_covered() -> None:
-    """Sixteen logarithms of which one in seven is far lower: plain Yuen intervals hold the truth in 91 % of 4,000 runs."""
+def test_few_values_of_two_groups_are_covered() -> None:
+    """Sixteen logarithms, three in ten of them far higher: plain Yuen intervals hold the truth in 90.6 % of runs."""
     draw = np.random.default_rng(3)
-    drawn = draw.normal(size=(4000, 16)) - 6 * (draw.random((4000, 16)) < 0.15)
-    many = draw.normal(size=1_000_000) - 6 * (draw.random(1_000_000) < 0.15)
-    truth = float(typical_values(np.exp(many[None]))[0])
-    found = [stats.typical(values) for values in np.exp(drawn)]
-    assert 0.93 <= np.mean([f.low <= truth <= f.high for f in found]) <= 0.98  # type: ignore[operator]
+
+    def logs(*shape: int) -> np.ndarray:
+        return draw.normal(size=shape) + 4 * (draw.random(shape) < 0.3)
+
+    truth = float(typical_values(np.exp(logs(1, 1_000_000)))[0])
+    found = [stats.typical(values) for values in np.exp(logs(4000, 16))]
+    assert 0.92 <= np.mean([f.low <= truth <= f.high for f in found]) <= 0.97  # type: ignore[operator]
 
 
 @pytest.mark.slow
