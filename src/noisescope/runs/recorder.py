@@ -278,7 +278,7 @@ def write_record(
         "sketch": {"seed": sketches.SEED, "version": sketches.VERSION},
         "prompts": ordered,
         "prompts_sha256": prompts_digest(ordered),
-        "sites": [_facts(site) for site in sites],
+        "sites": [site.facts() for site in sites],
         "batches": written,
         "notes": sorted(notes.union(about.get("notes", ()))),
     }
@@ -310,8 +310,3 @@ def _batches(prompts: Prompts, most: int) -> Iterator[tuple[int, int]]:
             count += 1
         yield first, count
         first += count
-
-
-def _facts(site: Site) -> dict[str, Any]:
-    names = ("operator", "place", "module", "component", "occurrence")
-    return {name: getattr(site, name) for name in names}

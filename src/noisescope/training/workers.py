@@ -16,8 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
-from noisescope.runs.ray_executor import first_line, joined
+from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.runs.ray_executor import first_line, import_ray, ray_cluster
 from noisescope.training.phases import Job, run, seconds_before
 from noisescope.trials import Result
 
@@ -77,11 +77,8 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
 
 
 def _on_ray(jobs: Sequence[Job], workers: int, address: str | None) -> Iterator[Ended]:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("--executor ray needs Ray: pip install 'noisescope[ray]'") from error
-    with joined(ray, address, workers):
+    ray = import_ray("--executor ray needs Ray")
+    with ray_cluster(ray, address, workers):
         devices = {"num_gpus": 1 / workers} if jobs and jobs[0].design.device.startswith("cuda") else {}
         remote: Callable[..., object] = ray.remote(num_cpus=1, max_retries=1, **devices)(_alone).remote
         running = {remote(job): job for job in jobs}
