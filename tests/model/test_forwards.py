@@ -24,7 +24,7 @@ from noisescope.localization.locate import locate
 from noisescope.measures.curvature import gradient_norms, hessian_traces, parameter_fisher
 from noisescope.measures.fisher import Screen
 from noisescope.measures.smoothing import rounded_kl, smooth
-from noisescope.model.forwards import evaluating, stepwise
+from noisescope.model.forwards import evaluating, stepwise_logits
 from noisescope.model.subject import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
@@ -193,7 +193,7 @@ MEASUREMENTS: dict[str, Callable[[Any], Any]] = {
     "hessian_traces": lambda model: hessian_traces(model, _loss, _head(model), probes=2),
     "parameter_fisher": lambda model: parameter_fisher(model, [TOKENS], groups=_head(model)),
     "gradient_pretest": lambda model: gradient_pretest(model, _loss, BATCHES),
-    "stepwise": lambda model: stepwise(model, TOKENS[0].tolist(), 4),
+    "stepwise_logits": lambda model: stepwise_logits(model, TOKENS[0].tolist(), 4),
     "capture_layer_output": lambda model: capture_layer_output(model, 1, TOKENS),
     "smooth": lambda model: smooth(model, BATCHES).float_error,
     "rounded_kl": lambda model: rounded_kl(model, model, BATCHES),

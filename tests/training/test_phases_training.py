@@ -85,13 +85,13 @@ def test_a_broken_training_ends_as_an_unbroken_one(
 ) -> None:
     """Stopped by the clock after each step and taken up from its checkpoint, a run ends with the same weights."""
     finals: list[dict[str, torch.Tensor]] = []
-    ask = phases.ask
+    ask = phases.evaluate
 
     def asked(design: Design, model: Any, *rest: Any) -> Any:
         finals.append(model.state_dict())
         return ask(design, model, *rest)
 
-    monkeypatch.setattr(phases, "ask", asked)
+    monkeypatch.setattr(phases, "evaluate", asked)
     whole = phases.run(job(task, cache, arm))
     broken, pieces = None, 0
     while broken is None:
@@ -125,9 +125,9 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint(
     task: Arithmetic, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody told it to stop: what was done up to the checkpoint is not done again, and the end is the same."""
-    advance, steps = train.Fitting.advance, []
+    advance, steps = train.TrainingLoop.advance, []
 
-    def watched(self: train.Fitting) -> Any:
+    def watched(self: train.TrainingLoop) -> Any:
         if len(steps) == TINY["steps"] - 1:
             steps.append(None)
             raise KeyboardInterrupt  # no Exception: nothing here catches it, as a kill would not be
@@ -135,7 +135,7 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint(
         return advance(self)
 
     whole = phases.run(job(task, cache, "both"))
-    monkeypatch.setattr(train.Fitting, "advance", watched)
+    monkeypatch.setattr(train.TrainingLoop, "advance", watched)
     with pytest.raises(KeyboardInterrupt):
         phases.run(job(task, cache, "both"))
     broken = phases.run(job(task, cache, "both"))

@@ -12,15 +12,14 @@ import gc
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from noisescope.errors import UnsupportedModel
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import evaluating, input_device
-from noisescope.model.source import model_fingerprint
 from noisescope.model.subject import Subject
 from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import Probe
@@ -70,11 +69,9 @@ class TrialRunner:
             self._scopes = entered.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._clean = None
-        self._scopes.__exit__(kind, error, trace)
+        self._scopes.__exit__(*error)
 
     # -- one trial
 

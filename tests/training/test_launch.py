@@ -15,7 +15,7 @@ from noisescope import noisy_ops
 from noisescope.compat.noisy_ops.environment import read_environment
 from noisescope.compat.noisy_ops.state import state
 from noisescope.errors import InvalidInput, NothingInjected
-from noisescope.training import distributed
+from noisescope.training import launch
 
 WORKER = """
 import json, torch
@@ -42,25 +42,25 @@ def worker(rank: int, variables: dict[str, str]) -> list[float]:
 @pytest.mark.slow
 def test_workers_differ_and_are_confirmed(tmp_path: Path) -> None:
     """Two ranks start from the same clean model, train under different noise, and both are counted."""
-    variables = distributed.environment(0.1, seed=3, tally=tmp_path, phases=("forward",))
+    variables = launch.environment(0.1, seed=3, tally=tmp_path, phases=("forward",))
     first, second = (worker(rank, variables) for rank in range(2))
     assert first[0] == second[0] and first[1] == second[1] == 0  # nothing fell without gradients
     assert first[2] != second[2]
     tally = variables["NOISESCOPE_TALLY"]
-    assert [counts["forward"] for counts in distributed.confirm(tally, workers=2).values()] == [19, 19]
+    assert [counts["forward"] for counts in launch.confirm(tally, workers=2).values()] == [19, 19]
     with pytest.raises(NothingInjected, match="2 of 3 workers"):
-        distributed.confirm(tally, workers=3)
+        launch.confirm(tally, workers=3)
 
 
 def test_variables_say_what_was_asked() -> None:
     """Phases, operators, seed and folder become variables that noisy_ops reads."""
-    found = distributed.environment(0.02, phases={"backward"}, operators=["rms_norm", "softmax"], seed=7, tally="x")
+    found = launch.environment(0.02, phases={"backward"}, operators=["rms_norm", "softmax"], seed=7, tally="x")
     assert found["NOISESCOPE_BACKWARD_ONLY"] == "1" and found["NOISESCOPE_FORWARD_ONLY"] == "0"
     assert found["NOISESCOPE_OPERATORS"] == "norm,softmax" and found["NOISESCOPE_SEED"] == "7"
     assert float(found["NOISESCOPE_SCALE"]) == 0.02 and Path(found["NOISESCOPE_TALLY"]).is_absolute()
-    assert distributed.environment(without_gradients=True)["NOISESCOPE_TRAINING_ONLY"] == "0"
-    assert distributed.environment(operators="softmax")["NOISESCOPE_OPERATORS"] == "softmax"
-    assert distributed.environment(phases="forward")["NOISESCOPE_FORWARD_ONLY"] == "1"
+    assert launch.environment(without_gradients=True)["NOISESCOPE_TRAINING_ONLY"] == "0"
+    assert launch.environment(operators="softmax")["NOISESCOPE_OPERATORS"] == "softmax"
+    assert launch.environment(phases="forward")["NOISESCOPE_FORWARD_ONLY"] == "1"
 
 
 def test_what_workers_inherit_is_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_what_workers_inherit_is_overridden(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(noisy_ops, "set_selective_operators", seen.append)
     monkeypatch.setattr(noisy_ops, "enable_noisy_ops", lambda *settings: None)
     monkeypatch.setattr(state, "change", lambda **changes: None)
-    for name, value in {**inherited, **distributed.environment(0.1)}.items():
+    for name, value in {**inherited, **launch.environment(0.1)}.items():
         monkeypatch.setenv(name, value)
     read_environment()
     assert seen == []
@@ -91,18 +91,18 @@ def test_what_workers_inherit_is_overridden(monkeypatch: pytest.MonkeyPatch) -> 
 def test_refusals(arguments: dict[str, Any], words: str) -> None:
     """What no worker could use is refused where it is written."""
     with pytest.raises(InvalidInput, match=words):
-        distributed.environment(**arguments)
+        launch.environment(**arguments)
 
 
 def test_each_run_has_counts_of_its_own(tmp_path: Path) -> None:
     """The files of an earlier run in the same folder don't confirm a later one."""
-    earlier, later = (distributed.environment(tally=tmp_path)["NOISESCOPE_TALLY"] for _ in range(2))
+    earlier, later = (launch.environment(tally=tmp_path)["NOISESCOPE_TALLY"] for _ in range(2))
     Path(earlier).mkdir()
     (Path(earlier) / "rank0-1.json").write_text(json.dumps({"rank": 0, "forward": 5, "backward": 0}))
-    assert distributed.confirm(earlier, workers=1)
+    assert launch.confirm(earlier, workers=1)
     for folder in (later, tmp_path):
         with pytest.raises(NothingInjected, match="0 of 1 workers report"):
-            distributed.confirm(folder, workers=1)
+            launch.confirm(folder, workers=1)
 
 
 def test_confirm_says_who_is_missing(tmp_path: Path) -> None:
@@ -113,14 +113,14 @@ def test_confirm_says_who_is_missing(tmp_path: Path) -> None:
 
     write("rank0-1", 0, 5)
     with pytest.raises(NothingInjected, match="1 of 2 workers report"):
-        distributed.confirm(tmp_path, workers=2)
+        launch.confirm(tmp_path, workers=2)
     write("rank1-2", 1, 0)
     with pytest.raises(NothingInjected, match="rank1-2 injected nothing"):
-        distributed.confirm(tmp_path, workers=2)
+        launch.confirm(tmp_path, workers=2)
     write("rank1-2", 0, 5)
     with pytest.raises(InvalidInput, match="same rank"):
-        distributed.confirm(tmp_path, workers=2)
+        launch.confirm(tmp_path, workers=2)
     write("rank1-2", 1, 5)
-    assert distributed.confirm(tmp_path, workers=2)["rank1-2"]["forward"] == 5
+    assert launch.confirm(tmp_path, workers=2)["rank1-2"]["forward"] == 5
     with pytest.raises(InvalidInput, match=r"2 workers report in .* but 1 are expected"):
-        distributed.confirm(tmp_path, workers=1)
+        launch.confirm(tmp_path, workers=1)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from noisescope.testing import tiny_model
-from noisescope.training.distributed import data_rank, rank_beside
+from noisescope.training.launch import data_rank, rank_beside
 
 pytestmark = pytest.mark.slow
 
