@@ -20,7 +20,15 @@ from noisescope.comparison.records import is_unfinished as is_unfinished
 from noisescope.errors import InvalidInput
 from noisescope.faults.simulator import faulty
 from noisescope.localization.inputs import prompt_ids
-from noisescope.model.forwards import Prompts, check_vocabulary, device_name, device_of, dtype_of, evaluating, last_token_logits
+from noisescope.model.forwards import (
+    Prompts,
+    check_vocabulary,
+    device_name,
+    device_of,
+    dtype_of,
+    evaluating,
+    last_token_logits,
+)
 from noisescope.model.subject import Subject
 from noisescope.options.devices import RecordOptions
 from noisescope.options.values import asks

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from noisescope.demo import folder, problems, train, training_data
-from noisescope.errors import InvalidInput, unknown
+from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.identity import registered
 from noisescope.model.forwards import evaluating
 
@@ -45,9 +45,7 @@ class Arithmetic:
         if self.start not in STARTS:
             raise unknown("start", self.start, STARTS)
         for name in ("steps", "batch", "examples", "tests", "layers", "width"):
-            value = getattr(self.settings, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name} must be a whole number from 1 on, got {value!r}")
+            whole_number(vars(self.settings)[name], name)
         if self.settings.width not in (32, 96) and self.settings.width % 64:
             raise InvalidInput(
                 f"width must be 32, 96 or a multiple of 64 (heads of 32 that share keys two by two), got "

@@ -16,10 +16,10 @@ from noisescope.comparison.records import Record, read_record
 from noisescope.data.dataset import built_in
 from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import Anatomy, dissect
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import Prompts as Prompts
 from noisescope.model.forwards import check_vocabulary, dtype_of, evaluating, last_token_logits, vocabulary_size
 from noisescope.model.forwards import device_of as device_of
-from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.subject import Subject
 from noisescope.probe.scope import unwrap
 

@@ -60,7 +60,7 @@ class Anatomy:
     notes: tuple[str, ...] = ()
 
     def operators(self) -> set[str]:
-        """The operators this model surely computes."""
+        """The operators this model certainly computes."""
         return {op for unit in self.units if unit.certain for op in unit.operators}
 
     def absent(self) -> list[str]:

@@ -15,6 +15,7 @@ from noisescope.errors import InvalidInput
 
 Prompts = tuple[tuple[int, ...], ...]  # token ids
 
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards each module has the mode it had, also where entering fails half-way.

@@ -42,7 +42,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.txt"
 
 @dataclass(frozen=True)
 class Subject:
-    """The model under test, with what is needed to feed it and to aim at its parts."""
+    """The model under test, with what is needed to run it and to target its parts."""
 
     model: nn.Module
     tokenizer: Any  # None where the source has none (a vision model, a bare module)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
+from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, whole_number
 from noisescope.model.source import accelerators, source_of
 from noisescope.model.subject import Subject
 from noisescope.runs.batches import Material
@@ -66,8 +66,7 @@ def on_ray(
     results stay, so the same call goes on from there.
     """
     ray = import_ray("the executor ray needs the package ray")
-    if isinstance(options.workers, bool) or not isinstance(options.workers, int) or options.workers < 1:
-        raise InvalidInput(f"workers must be a whole number from 1 on, got {options.workers!r}")
+    whole_number(options.workers, "workers")
     with contextlib.ExitStack() as stack:
         executor = RayExecutor(ray, stack, subject, tuple(materials), metric, options)
         yield executor.execute, executor.cost
