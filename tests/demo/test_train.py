@@ -44,7 +44,7 @@ def test_the_training_forward_is_the_models_own(batch: training_data.Batch) -> N
 
 
 def test_losses_count_what_they_should(batch: training_data.Batch) -> None:
-    """The answer's loss looks at the tokens after the question mark alone, and padding at none."""
+    """The answer's loss is of the tokens after the question mark alone, and no padding counts."""
     words = training_data.make_tokenizer()
     model = train.make_model(2, 32, len(words))
     losses = train.TrainingLosses(model)

@@ -335,7 +335,7 @@ def test_serving_engines_are_refused(package: str, engine: str) -> None:
 
 def table(header: str) -> list[dict[str, str]]:
     """The rows of the table whose first header cell is `header`, as {column: cell}."""
-    page = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8").splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(page) if line.startswith(f"| {header} |"))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page[start:] if line.startswith("|")]
     end = next((i for i, line in enumerate(page[start:]) if not line.startswith("|")), len(page))

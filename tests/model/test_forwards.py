@@ -92,7 +92,7 @@ def test_gradient_mode_is_left_to_the_caller() -> None:
         assert not torch.is_grad_enabled()
 
 
-def bench_of(model: nn.Module) -> tuple[TrialRunner, Slice]:
+def runner_of(model: nn.Module) -> tuple[TrialRunner, Slice]:
     data = Material(tokens.from_batches(BATCHES), "text")
     return TrialRunner(wrap(model), [data]), Slice(data.fingerprint, 0, 2)
 
@@ -100,8 +100,8 @@ def bench_of(model: nn.Module) -> tuple[TrialRunner, Slice]:
 def test_a_model_with_dropout_in_train_mode_is_causal() -> None:
     """GPT-2's dropout moves every position from one forward to the next, which is no look at later tokens."""
     model = tiny_model("gpt2").train()
-    bench, part = bench_of(model)
-    bench.check_causal(part)
+    runner, part = runner_of(model)
+    runner.check_causal(part)
     assert all(modes(model))
 
 
@@ -121,11 +121,11 @@ def test_a_diagnosis_of_a_model_in_train_mode() -> None:
 def test_a_bench_restores_every_mode() -> None:
     model = mixed_modes()
     before = modes(model)
-    bench, _ = bench_of(model)
-    with bench:
+    runner, _ = runner_of(model)
+    with runner:
         assert not any(modes(model))
     assert modes(model) == before
-    with pytest.raises(KeyError), bench:
+    with pytest.raises(KeyError), runner:
         raise KeyError
     assert modes(model) == before
 
@@ -147,7 +147,7 @@ def test_a_bench_that_can_not_be_entered_leaves_no_mode_behind() -> None:
     thread.start()
     assert held.wait(60)
     try:
-        with pytest.raises(ModelHeld, match="another thread"), bench_of(model)[0]:
+        with pytest.raises(ModelHeld, match="another thread"), runner_of(model)[0]:
             raise AssertionError("never reached")
         assert modes(model) == before
     finally:
@@ -241,4 +241,4 @@ def test_no_other_code_sets_modes() -> None:
                 found.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.Attribute) and node.attr == "training" and isinstance(node.ctx, ast.Store):
                 found.add(path.relative_to(SOURCE).as_posix())
-    assert found == {"evaluation.py", "model.py", "testing.py", "training/grpo.py", "training/phases.py"}
+    assert found == {"model/forwards.py", "model/subject.py", "testing.py", "training/grpo.py"}

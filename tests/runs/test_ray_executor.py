@@ -166,7 +166,7 @@ def rehearsed(stage: Any, what: Any, options: Options = TWO) -> Iterator[ray_exe
 
 
 def test_every_trial_runs_once_and_the_driver_stores_it(subject: Any) -> None:
-    """Two actors answer what one bench in this process answers, and each trial is stored once."""
+    """Two actors answer what one runner in this process answers, and each trial is stored once."""
     what, stage, seen = prepared(subject), Rehearsal(), Seen()
     trials = what.context.ask(None) + what.context.ask(what.context.injection(operators={"softmax"}))
     with Store(None) as store, rehearsed(stage, what) as executor:
@@ -325,7 +325,7 @@ def test_slices_stay_with_their_actor(subject: Any) -> None:
     ],
 )
 def test_an_actor_reserves_its_share(nodes: Any, workers: int, devices: int, reserved: Any) -> None:
-    """Cores are shared out so that every actor finds a place; where there is none, that is said at once."""
+    """Cores are shared out so that every actor finds a place; where there is none, that is reported at once."""
     pairs = [node if isinstance(node, tuple) else (node, 0) for node in nodes]
     stage = Rehearsal(nodes=[{"Alive": True, "Resources": {"CPU": float(c), "GPU": float(g)}} for c, g in pairs])
     cuda = [torch.device("cuda", index) for index in range(devices)]
@@ -394,7 +394,7 @@ def test_only_a_cluster_started_here_is_shut_down(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cluster_that_is_not_there() -> None:
-    """Nobody at the address is told at once, and so is what Ray itself has to say."""
+    """Nobody at the address is reported at once, and so is Ray's own message."""
     with pytest.raises(InvalidInput, match=r"no Ray cluster can be used at 'auto': gone$"):
         ray_executor.ray_cluster(Outside(ConnectionError("gone\nmore")), "auto", 2).__enter__()
     with socket.create_server(("127.0.0.1", 0)) as listening:

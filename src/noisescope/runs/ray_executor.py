@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from torch import nn
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, whole_number
 from noisescope.model.source import accelerators, source_of
 from noisescope.model.subject import Subject
+from noisescope.options.groups import ExecutionOptions
 from noisescope.runs.batches import Material
 from noisescope.runs.ray_worker import Answer, Arithmetic, Job, Ready, Worker, prompt_tokens_id
 from noisescope.trials import Conditions, Result, Slice, Trial
@@ -45,20 +46,9 @@ _USAGE = "RAY_USAGE_STATS_ENABLED"
 MOST_DEATHS = 3  # of workers on one trial, or in a row while loading, before it is given up
 
 
-class Options(Protocol):
-    """The options read here, of api.Options."""
-
-    @property
-    def workers(self) -> int: ...
-    @property
-    def address(self) -> str | None: ...
-    @property
-    def output(self) -> str | Path | None: ...
-
-
 @contextlib.contextmanager
 def on_ray(
-    subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None, options: Options
+    subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None, options: ExecutionOptions
 ) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
     """(execute, cost) on a Ray cluster (`ray_cluster`), which is joined with the first trial.
 
@@ -120,7 +110,7 @@ class RayExecutor:
     subject: Subject
     materials: tuple[Material, ...]
     metric: Callable[..., Any] | None
-    options: Options
+    options: ExecutionOptions
     actors: list[ActorState] = field(default_factory=list)
     forwards: float = 0.0
     notes: list[str] = field(default_factory=list)

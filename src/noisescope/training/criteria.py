@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from noisescope.reports.experiment import JudgedCriterion, Theory
 from noisescope.training.hypotheses import REFUTED, SUPPORTED, UNDECIDED, UNMEASURABLE, Criterion
+
+if TYPE_CHECKING:
+    from noisescope.training.phases import Arm
 
 BETTER, SIMILAR, POOR = 0.05, 0.01, 0.02  # points of accuracy: at least, less than, at most
 STABLE = math.log(1.1)  # the notes' band of gradient ratios, 0.9 to 1.1
 
 
-class Arm(Protocol):
-    """What is read of phases.Arm."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def schedule(self) -> str: ...
-
-
-Pair = tuple[Arm, Arm]
+Pair = tuple["Arm", "Arm"]
 
 
 def criteria(arms: Sequence[Arm], levels: Sequence[float], scale: float) -> list[Criterion]:
