@@ -273,7 +273,7 @@ def _is_innermost_attention(module: nn.Module) -> bool:
 
 
 def _names_in_forward(module: nn.Module) -> set[str]:
-    """Names that the module's own forward mentions (BLOOM's attention says baddbmm, Llama's says no product at all)."""
+    """Names that the module's own forward mentions (BLOOM's attention has baddbmm, Llama's has no product at all)."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set(code.co_names) if code is not None else set()
 

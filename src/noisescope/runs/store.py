@@ -126,7 +126,7 @@ class Store(Mapping[str, Result]):
             try:
                 db = sqlite3.connect(self._name, timeout=30, isolation_level=None)
                 opened.callback(db.close)
-                db.text_factory = _text
+                db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # its checksum shows damaged text
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=NORMAL")  # in WAL mode a killed process loses nothing that was committed
                 if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() == (0,):
@@ -137,9 +137,9 @@ class Store(Mapping[str, Result]):
                     f"{self._name} can't be used as a run's store: {error}. Use another folder (-o)"
                 ) from error
             if found != (str(SCHEMA_VERSION),):
-                came = "no schema version" if found is None else f"schema version {found[0]}"
+                has = "no schema version" if found is None else f"schema version {found[0]}"
                 raise InvalidInput(
-                    f"{self._name} has {came}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
+                    f"{self._name} has {has}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
                     "command again into another folder (-o), or open this one with the noisescope that wrote it"
                 )
             opened.pop_all()
@@ -329,8 +329,3 @@ def _finite(value: Any) -> Any:
 
 def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _text(raw: bytes) -> str:
-    """Damaged text must not stop the reading: its checksum shows the damage."""
-    return raw.decode("utf-8", "replace")

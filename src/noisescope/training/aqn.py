@@ -229,8 +229,8 @@ class TrainingNoise:
         if not (self.tally.forward or self.tally.backward):
             raise NothingInjected(
                 "no noise fell on the model in this scope although its schedule asked for some: every forward ran "
-                "with gradient mode off (torch.no_grad), what is aimed at never ran, or (noise on gradients alone) "
-                "nothing aimed at needs a gradient"
+                "with gradient mode off (torch.no_grad), what is targeted never ran, or (noise on gradients alone) "
+                "nothing targeted needs a gradient"
             )
         self._note_change()
         if self._changed is False:

@@ -94,7 +94,7 @@ def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
     if silent:
         raise NothingInjected(
             f"{', '.join(silent)} injected nothing: noise was enabled there after its model was compiled, or no model "
-            "with the operators aimed at ran with gradients (a rollout worker has none)"
+            "with the targeted operators ran with gradients (a rollout worker has none)"
         )
     ranks = [counts["rank"] for counts in found.values()]
     if len(set(ranks)) < len(ranks):
