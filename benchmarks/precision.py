@@ -48,7 +48,7 @@ from noisescope.plans.precision import (
 )
 from noisescope.plans.precision_results import Verification
 from noisescope.runs.batches import Material
-from noisescope.runs.executor import InProcess, Silent, settle
+from noisescope.runs.executor import LocalExecutor, NoProgress, run_waves
 from noisescope.runs.runner import TrialRunner
 from noisescope.runs.store import Store
 from noisescope.trials import Slice, Trial
@@ -64,7 +64,7 @@ def scored_modules(bench: TrialRunner, material: Material, store: Store) -> tupl
     settings = {"formats": FORMATS, "draws": 1, "seed": 0}
     conditions = frame_of(bench.subject, material, 1).conditions
     trial = Trial(conditions, "formats", Slice(material.fingerprint, 0, len(material)), None, settings)
-    settle(lambda results: [trial], store, InProcess(bench), Silent())
+    run_waves(lambda results: [trial], store, LocalExecutor(bench), NoProgress())
     found = store[trial.id]
     if found.failed:
         raise SystemExit(f"scoring failed: {found.error}")
@@ -92,7 +92,12 @@ def layer_losses(bench: TrialRunner, frame: StudyContext, store: Store) -> dict[
     starts = range(0, frame.blocks, WINDOW)
     windows = {start: frame.injection(layers=frozenset(range(start, start + WINDOW))) for start in starts}
     asked = [None, *windows.values()]
-    settle(lambda results: [t for one in asked for t in frame.ask(one, seeds=(0,))], store, InProcess(bench), Silent())
+    run_waves(
+        lambda results: [t for one in asked for t in frame.ask(one, seeds=(0,))],
+        store,
+        LocalExecutor(bench),
+        NoProgress(),
+    )
     clean = frame.answer(store, None)
     assert clean is not None
     losses = {}
@@ -110,7 +115,7 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """Mean KL and next-token accuracy of each plan."""
     question = Verification({name: plan_injection(plan.assignment) for name, plan in plans.items()})
-    settle(lambda results: question.propose(frame, results), store, InProcess(bench), Silent())
+    run_waves(lambda results: question.propose(frame, results), store, LocalExecutor(bench), NoProgress())
     rows = question.conclude(frame, store).plans
     return {
         name: {

@@ -1,4 +1,4 @@
-"""Every error noisescope raises on purpose. A message says what came, what is allowed and what to do."""
+"""Every error noisescope raises on purpose. A message names the wrong value, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -29,16 +29,23 @@ class MissingExtra(NoisescopeError):
 
 
 class NothingInjected(NoisescopeError):
-    """A scope ended without altering what it was aimed at: never report that as "robust"."""
+    """A scope ended without altering its targets: never report that as "robust"."""
 
 
 class NoiseRoundsAway(NothingInjected):
     """The noise is smaller than half the spacing of the numbers it fell on, so rounding removed it."""
 
 
-def unknown(what: str, came: object, allowed: Iterable[object]) -> InvalidInput:
+def unknown(what: str, given: object, allowed: Iterable[object]) -> InvalidInput:
     """The error for a name outside a list, with the nearest allowed name."""
     names = [str(name) for name in allowed]
-    near = difflib.get_close_matches(str(came), names, n=1)
+    near = difflib.get_close_matches(str(given), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return InvalidInput(f"unknown {what} {came!r}. Allowed: {', '.join(names)}.{hint}")
+    return InvalidInput(f"unknown {what} {given!r}. Allowed: {', '.join(names)}.{hint}")
+
+
+def whole_number(value: object, what: str, *, least: int = 1) -> int:
+    """The value, refused where it is no whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(f"{what} must be a whole number from {least} on, got {value!r}")
+    return value

@@ -14,7 +14,7 @@ UNBOUNDED = "unbounded"
 class Estimate:
     """A number with its interval. n counts samples, never samples x seeds.
 
-    None stands for what JSON can't say: a value that is not measurable or has no bound (`note` says which), an end of
+    None stands for what JSON can't express: a value that is not measurable or has no bound (see `note`), an end of
     the interval that lies at infinity, or no interval at all (one sample). `method` names how the interval was made.
 
     >>> loss = Estimate(0.2, 0.1, 0.25, 100)

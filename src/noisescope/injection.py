@@ -24,7 +24,7 @@ Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
 class Injection:
     """A perturbation at sites.
 
-    operators, layers, places, modules (glob patterns on dotted names) and channels narrow the aim; None means no
+    operators, layers, places, modules (glob patterns on dotted names) and channels narrow the target; None means no
     narrowing. `layers` and `places` add up: layers={3}, places={"lm_head"} is block 3 and the head. MoE routers take
     part only where `modules` names them, rotary angles only where `places` has "rotary" or `modules` names them.
 
@@ -52,53 +52,47 @@ class Injection:
                 f"the first argument of Injection is a perturbation such as Gaussian(0.05); got {self.perturbation!r}"
             )
         put = functools.partial(object.__setattr__, self)  # the dataclass is frozen; here it is still being made
-        if self.operators is not None:
-            put("operators", frozenset(canonical_operator(name) for name in _names(self.operators, "operators")))
-        if self.layers is not None:
-            put("layers", frozenset(_layer(layer) for layer in _names(self.layers, "layers")))
-        if self.places is not None:
-            put("places", frozenset(canonical_place(place) for place in _names(self.places, "places")))
+        narrowing: dict[str, Callable[[Any], Any]] = {
+            "operators": canonical_operator,
+            "layers": _layer,
+            "places": canonical_place,
+        }
+        for name, canonical in narrowing.items():
+            if vars(self)[name] is not None:
+                put(name, frozenset(canonical(value) for value in _names(vars(self)[name], name)))
         if self.modules is not None:
-            patterns = (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
-            put("modules", patterns)
+            put("modules", (self.modules,) if isinstance(self.modules, str) else tuple(self.modules))
+        put("phases", frozenset(_names(self.phases, "phases")))
         if self.channels is not None:
             put("channels", _channels(self.channels))
-            if frozenset(_names(self.phases, "phases")) == {"backward"}:
+            if self.phases == {"backward"}:
                 raise InvalidInput("channels are those of the forward tensor: they can't narrow backward noise")
         if self.tensor not in TENSORS:
             raise unknown("tensor", self.tensor, TENSORS)
-        put("phases", frozenset(_names(self.phases, "phases")))
         for phase in [*self.phases, *self.phase_scales]:
             if phase not in PHASES:
                 raise unknown("phase", phase, PHASES)
         if not self.phases:
             raise InvalidInput("phases is empty: an injection needs 'forward', 'backward' or both")
-        put("phase_scales", {phase: checked_scale(s, f"scale of {phase}") for phase, s in self.phase_scales.items()})
-        put(
-            "operator_multipliers",
-            {
-                canonical_operator(o): checked_scale(m, f"multiplier of {o}")
-                for o, m in self.operator_multipliers.items()
-            },
-        )
-        put(
-            "layer_multipliers",
-            {
-                canonical_place(p): checked_scale(m, f"multiplier of layer {p}")
-                for p, m in self.layer_multipliers.items()
-            },
-        )
+        factors: dict[str, tuple[Callable[[Any], Any], str]] = {
+            "phase_scales": (str, "scale of"),
+            "operator_multipliers": (canonical_operator, "multiplier of"),
+            "layer_multipliers": (canonical_place, "multiplier of layer"),
+        }
+        for name, (canonical, what) in factors.items():
+            given = vars(self)[name].items()
+            put(name, {canonical(key): checked_scale(value, f"{what} {key}") for key, value in given})
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidInput(f"seed must be an int, got {self.seed!r}")
 
     def __hash__(self) -> int:
         """Of what differs between most injections; the dictionaries only by their keys."""
-        aim = (self.operators, self.layers, self.places, self.modules, self.channels, self.tensor, self.phases)
+        target = (self.operators, self.layers, self.places, self.modules, self.channels, self.tensor, self.phases)
         multiplied = (frozenset(self.operator_multipliers), frozenset(self.layer_multipliers))
-        return hash((self.perturbation, aim, multiplied, self.seed))
+        return hash((self.perturbation, target, multiplied, self.seed))
 
     def selects(self, site: Site) -> bool:
-        """Whether this site is aimed at (channels and phases apart)."""
+        """Whether this site is a target (channels and phases apart)."""
         if not matches_operator(self.operators, site.operator, site.component):
             return False
         named = self.modules is not None and (

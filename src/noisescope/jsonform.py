@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, Union
 from noisescope.errors import InvalidInput
 
 V = TypeVar("V")
-Json = Any  # JSON whose shape is not ours: kept as it came
+Json = Any  # JSON whose shape is not ours: kept as it is
 LONGEST = 60  # characters of a wrong value that an error shows
 
 

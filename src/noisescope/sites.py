@@ -90,6 +90,10 @@ class Site:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True) | 1
 
+    def facts(self) -> dict[str, Place]:
+        """What names an operator's output, for JSON."""
+        return {name: vars(self)[name] for name in ("operator", "place", "module", "component", "occurrence")}
+
     def __str__(self) -> str:
         where = f"block {self.place}" if isinstance(self.place, int) else self.place
         part = "" if self.tensor == "output" else f"{self.tensor} of "

@@ -19,7 +19,7 @@ from noisescope.errors import InvalidInput
 from noisescope.identity import class_name, function_name, registered
 from noisescope.injection import Injection
 
-_TAGS = ("float", "set", "type", "callable")  # keys that say what kind of value a JSON object stands for
+_TAGS = ("float", "set", "type", "callable")  # keys that name the kind of value a JSON object stands for
 
 
 def canonical(value: Any) -> Any:
@@ -152,7 +152,7 @@ class Result:
 
     @property
     def injected_nothing(self) -> bool:
-        """Whether it failed because the model never computed what the injection was aimed at."""
+        """Whether it failed because the model never computed what the injection targets."""
         return self.facts.get("error_type") == "NothingInjected"
 
 

@@ -9,7 +9,7 @@ import torch
 
 import noisescope as ns
 from noisescope.api.fault_tests import _recovered, run_fault_tests
-from noisescope.model.forwards import stepwise
+from noisescope.model.forwards import stepwise_logits
 from noisescope.model.subject import Subject
 from noisescope.plans.fault_test_rows import Criteria, FaultParameters, FaultTest, FaultTestResult
 
@@ -45,7 +45,7 @@ def test_steps_give_what_a_whole_forward_gives(subject):
     ids = torch.arange(5, 17)
     with torch.no_grad():
         whole = subject.model(ids[None]).logits[0]
-    assert torch.allclose(stepwise(subject.model, ids.tolist(), 4), whole[3:-1], atol=1e-5)
+    assert torch.allclose(stepwise_logits(subject.model, ids.tolist(), 4), whole[3:-1], atol=1e-5)
 
 
 def test_losses_are_measured(subject, data):

@@ -1,4 +1,4 @@
-"""Reading data: what each form becomes, and that each mistake is told with its file and line."""
+"""Reading data: what each form becomes, and that each mistake is reported with its file and line."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ MISTAKES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("fields", "words"), MISTAKES)
 def test_mistakes_name_file_and_line(fields: Any, words: str, write: Any) -> None:
-    """A wrong object in the second place of a file is told with file and line, and what is allowed."""
+    """A wrong object in the second place of a file is reported with file and line, and what is allowed."""
     good = next(one for one in (CAPITALS, TALK, {"text": "x"}) if set(one) & set(fields) or one == {"text": "x"})
     path = write([good, fields])
     with pytest.raises(InvalidInput, match=rf"data\.jsonl, line 2.*{words}"):
@@ -198,7 +198,7 @@ RAW: list[tuple[str, bytes, str]] = [
 
 @pytest.mark.parametrize(("name", "content", "words"), RAW)
 def test_broken_files(name: str, content: bytes, words: str, tmp_path: Path) -> None:
-    """What is wrong with a file itself is told with its name and its line."""
+    """What is wrong with a file itself is reported with its name and its line."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidInput, match=words) as caught:
         data = read_data(tmp_path / name)
@@ -296,7 +296,7 @@ def test_what_is_written_is_read(fields: Any, suffix: str, write: Any) -> None:
 
 
 def test_parquet_mistakes(tmp_path: Path, write: Any) -> None:
-    """Rows are counted from 1; nulls, numbers and files of another kind are told."""
+    """Rows are counted from 1; nulls, numbers and files of another kind are reported."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     for column, words in ([["a", None], "row 2: `text` must be a string, got null"], [[1.5], r"row 1: .*got 1\.5"]):

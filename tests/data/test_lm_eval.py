@@ -98,7 +98,7 @@ def test_few_shot_examples_are_in_the_prompt() -> None:
     [
         (" ", "Q:", "Rome", False),
         ("\n", "Q:", "\nRome", False),
-        ("", "Q:", "Rome", True),  # `encode` joins by a space: said in the note
+        ("", "Q:", "Rome", True),  # `encode` joins by a space: stated in the note
         (":", "Q::", "Rome", True),
     ],
 )
@@ -136,7 +136,7 @@ def test_the_limit() -> None:
     ],
 )
 def test_what_is_not_supported(task: Task, words: str) -> None:
-    """A document or a task that can't become an item is told by name."""
+    """A document or a task that can't become an item is reported by name."""
     with pytest.raises(InvalidInput, match=words):
         from_task(task)
 
@@ -176,7 +176,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_task_by_name(harness: Any, tmp_path: Path) -> None:
-    """One task is loaded; groups, unknown names, missing files and the harness's own errors are told."""
+    """One task is loaded; groups, unknown names, missing files and the harness's own errors are reported."""
     harness({"arc_easy": Task("multiple_choice", [CAPITAL, CAPITAL])})
     assert len(load_task("arc_easy", limit=1).items) == 1
     with pytest.raises(InvalidInput, match=r"lm-eval has no task 'arc_esy'\. Did you mean arc_easy"):

@@ -298,7 +298,7 @@ def test_templates_of_many_kinds(template: str, before: str | None) -> None:
     ],
 )
 def test_templates_that_fail(template: str | None, words: str) -> None:
-    """No template, one that refuses and one that rewrites the answer are told with the item."""
+    """No template, one that refuses and one that rewrites the answer are reported with the item."""
     with pytest.raises(InvalidInput, match=words):
         encode(data(chat("hello", "hello there")), with_template(template))
 
@@ -371,7 +371,7 @@ IDS = torch.tensor([[1, 2, 3]])
     ],
 )
 def test_wrong_batches(batches: Any, words: str) -> None:
-    """Each wrong batch is told with its number."""
+    """Each wrong batch is reported with its number."""
     with pytest.raises(InvalidInput, match=words):
         from_batches(batches)
 
@@ -545,11 +545,11 @@ def test_a_checkpoint_s_settings_have_no_effect(own: dict[str, Any], monkeypatch
     for name, value in own.items():  # as a file would bring them: unchecked
         setattr(model.generation_config, name, value)
     before, verbosity = model.generation_config.to_dict(), transformers_logging.get_verbosity()
-    state, said = torch.get_rng_state(), logging.handlers.BufferingHandler(1000)
-    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [said])
+    state, messages = torch.get_rng_state(), logging.handlers.BufferingHandler(1000)
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [messages])
     answers = generate(model, made, PROMPTS, max_new_tokens=6, batch_size=3, device="cpu", samples=[0, 1, 2])
     assert answers == [by_hand(prompt, 6) for prompt in PROMPTS]
-    assert [record.getMessage() for record in said.buffer] == []
+    assert [record.getMessage() for record in messages.buffer] == []
     assert model.generation_config.to_dict() == before and transformers_logging.get_verbosity() == verbosity
     assert torch.equal(torch.get_rng_state(), state) and (made.pad_token, made.padding_side) == (None, "right")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from noisescope import demo
 from noisescope.demo import problems
 
-# What each kind of sentence does, told from its words and not from the generator's tables.
+# What each kind of sentence does, read from its words and not from the generator's tables.
 GROWS = r"buys|gives \w+ \d+ \w+\.|finds|arrive|added|wins|brings"
 SHRINKS = r"gives \d+|lost|sells \d+ of them|takes|break|uses up|left behind"
 TIMES = r"times as many|of each one"

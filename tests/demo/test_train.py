@@ -38,16 +38,16 @@ def test_the_training_forward_is_the_models_own(batch: training_data.Batch) -> N
     """Going through the blocks by hand gives the logits that the model gives."""
     model = train.make_model(4, 32, len(training_data.make_tokenizer()))
     tokens = batch.tokens.long()
-    by_hand, states = train.Losses(model, question=0).logits(tokens)
+    by_hand, states = train.TrainingLosses(model).logits(tokens)
     torch.testing.assert_close(by_hand, model(input_ids=tokens).logits)
     assert len(states) == 5
 
 
 def test_losses_count_what_they_should(batch: training_data.Batch) -> None:
-    """The answer's loss looks at the tokens after the question mark alone, and padding at none."""
+    """The answer's loss is of the tokens after the question mark alone, and no padding counts."""
     words = training_data.make_tokenizer()
     model = train.make_model(2, 32, len(words))
-    losses = train.Losses(model, words.convert_tokens_to_ids("?"))
+    losses = train.TrainingLosses(model)
     picked = batch.pick(torch.arange(8))
     found = losses(picked)["answer"]
     logs = torch.log_softmax(model(input_ids=picked.tokens).logits.float(), -1)
@@ -80,11 +80,7 @@ def test_training_learns() -> None:
     torch.manual_seed(0)
     model = train.make_model(2, 32, len(training_data.make_tokenizer()))
     data = training_data.training_set(4, frozenset(), workers=1)
-    before = train.Losses(model, training_data.make_tokenizer().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))[
-        "answer"
-    ]
+    before = train.TrainingLosses(model)(data.pick(torch.arange(4)))["answer"]
     train.fit(model, data, train.Settings(steps=20, batch=4, rate=1e-2, warm_up=5), device="cpu")
-    after = train.Losses(model, training_data.make_tokenizer().convert_tokens_to_ids("?"))(data.pick(torch.arange(4)))[
-        "answer"
-    ]
+    after = train.TrainingLosses(model)(data.pick(torch.arange(4)))["answer"]
     assert after.item() < 0.7 * before.item()

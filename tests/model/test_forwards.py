@@ -24,7 +24,7 @@ from noisescope.localization.locate import locate
 from noisescope.measures.curvature import gradient_norms, hessian_traces, parameter_fisher
 from noisescope.measures.fisher import Screen
 from noisescope.measures.smoothing import rounded_kl, smooth
-from noisescope.model.forwards import evaluating, stepwise
+from noisescope.model.forwards import evaluating, stepwise_logits
 from noisescope.model.subject import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
@@ -92,7 +92,7 @@ def test_gradient_mode_is_left_to_the_caller() -> None:
         assert not torch.is_grad_enabled()
 
 
-def bench_of(model: nn.Module) -> tuple[TrialRunner, Slice]:
+def runner_of(model: nn.Module) -> tuple[TrialRunner, Slice]:
     data = Material(tokens.from_batches(BATCHES), "text")
     return TrialRunner(wrap(model), [data]), Slice(data.fingerprint, 0, 2)
 
@@ -100,8 +100,8 @@ def bench_of(model: nn.Module) -> tuple[TrialRunner, Slice]:
 def test_a_model_with_dropout_in_train_mode_is_causal() -> None:
     """GPT-2's dropout moves every position from one forward to the next, which is no look at later tokens."""
     model = tiny_model("gpt2").train()
-    bench, part = bench_of(model)
-    bench.check_causal(part)
+    runner, part = runner_of(model)
+    runner.check_causal(part)
     assert all(modes(model))
 
 
@@ -121,11 +121,11 @@ def test_a_diagnosis_of_a_model_in_train_mode() -> None:
 def test_a_bench_restores_every_mode() -> None:
     model = mixed_modes()
     before = modes(model)
-    bench, _ = bench_of(model)
-    with bench:
+    runner, _ = runner_of(model)
+    with runner:
         assert not any(modes(model))
     assert modes(model) == before
-    with pytest.raises(KeyError), bench:
+    with pytest.raises(KeyError), runner:
         raise KeyError
     assert modes(model) == before
 
@@ -147,7 +147,7 @@ def test_a_bench_that_can_not_be_entered_leaves_no_mode_behind() -> None:
     thread.start()
     assert held.wait(60)
     try:
-        with pytest.raises(ModelHeld, match="another thread"), bench_of(model)[0]:
+        with pytest.raises(ModelHeld, match="another thread"), runner_of(model)[0]:
             raise AssertionError("never reached")
         assert modes(model) == before
     finally:
@@ -193,7 +193,7 @@ MEASUREMENTS: dict[str, Callable[[Any], Any]] = {
     "hessian_traces": lambda model: hessian_traces(model, _loss, _head(model), probes=2),
     "parameter_fisher": lambda model: parameter_fisher(model, [TOKENS], groups=_head(model)),
     "gradient_pretest": lambda model: gradient_pretest(model, _loss, BATCHES),
-    "stepwise": lambda model: stepwise(model, TOKENS[0].tolist(), 4),
+    "stepwise_logits": lambda model: stepwise_logits(model, TOKENS[0].tolist(), 4),
     "capture_layer_output": lambda model: capture_layer_output(model, 1, TOKENS),
     "smooth": lambda model: smooth(model, BATCHES).float_error,
     "rounded_kl": lambda model: rounded_kl(model, model, BATCHES),
@@ -241,4 +241,4 @@ def test_no_other_code_sets_modes() -> None:
                 found.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.Attribute) and node.attr == "training" and isinstance(node.ctx, ast.Store):
                 found.add(path.relative_to(SOURCE).as_posix())
-    assert found == {"model/forwards.py", "model/subject.py", "testing.py", "training/grpo.py", "training/phases.py"}
+    assert found == {"model/forwards.py", "model/subject.py", "testing.py", "training/grpo.py"}

@@ -365,7 +365,7 @@ def test_state_dicts_of_other_classes(name: str, tmp_path: Path) -> None:
 
 
 def test_the_dtype_of_a_state_dict(state_dict: Path) -> None:
-    """As stored, whatever the config says; a wanted dtype, attention and device_map are heard."""
+    """As stored, whatever the config has; a wanted dtype, attention and device_map are used."""
     config = json.loads((state_dict.parent / "config.json").read_text())
     (state_dict.parent / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     assert ns.load(state_dict).model.dtype == torch.float32

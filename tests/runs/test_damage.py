@@ -263,9 +263,9 @@ def test_a_store_of_version_1_is_refused_in_one_line(tmp_path: Path, command: li
     db.close()
     before = (tmp_path / FILE).read_bytes()
     found = CliRunner().invoke(app, [*command, str(tmp_path)])
-    said = flat(found.output)
-    assert found.exit_code == 2 and "Traceback" not in said
-    assert f"{FILE} has schema version 1, and this noisescope reads version 2 only: run the command again" in said
+    shown = flat(found.output)
+    assert found.exit_code == 2 and "Traceback" not in shown
+    assert f"{FILE} has schema version 1, and this noisescope reads version 2 only: run the command again" in shown
     assert (tmp_path / FILE).read_bytes() == before
     with pytest.raises(InvalidInput, match=r"reads version 2 only.*into another folder \(-o\)"):
         Store(tmp_path)

@@ -30,9 +30,9 @@ from noisescope.diagnosis.context import Settings
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
 from noisescope.reports.report import Report
 from noisescope.runs import ray_executor
-from noisescope.runs.executor import Silent
+from noisescope.runs.executor import NoProgress
+from noisescope.runs.ray_worker import Answer, Ready, Worker, prompt_tokens_id
 from noisescope.runs.store import Store
-from noisescope.runs.worker import Answer, Ready, Worker, tokens_of
 from noisescope.testing import tiny_model
 from noisescope.trials import Result, Trial
 
@@ -72,7 +72,7 @@ def measured(subject: Any, *, options: Options, **settings: Any) -> Report:
     )
 
 
-class Seen(Silent):
+class Seen(NoProgress):
     """Progress that remembers, and does something at each step."""
 
     def __init__(self, then: Callable[[int], None] = lambda steps: None) -> None:
@@ -111,7 +111,7 @@ class Rehearsal:
     ) -> None:
         self.deaths, self._nodes = deaths, nodes
         self.calls = itertools.count(1)
-        self.hired = self.killed = 0
+        self.started = self.killed = 0
         self.reserved: dict[str, Any] = {}
         self.answers: Callable[[Any], Any] = lambda answer: answer
 
@@ -125,13 +125,13 @@ class Rehearsal:
         return value
 
     def remote(self, kind: type) -> Any:
-        def hire() -> Any:
-            self.hired += 1
+        def start() -> Any:
+            self.started += 1
             return _Handle(kind())
 
         def options(**reserved: Any) -> Any:
             self.reserved = reserved
-            return type("Actors", (), {"remote": staticmethod(hire)})
+            return type("Actors", (), {"remote": staticmethod(start)})
 
         return type("Class", (), {"options": staticmethod(options)})
 
@@ -160,23 +160,23 @@ class _Handle:
 
 
 @contextlib.contextmanager
-def rehearsed(stage: Any, what: Any, options: Options = TWO) -> Iterator[ray_executor.Crew]:
+def rehearsed(stage: Any, what: Any, options: Options = TWO) -> Iterator[ray_executor.RayExecutor]:
     with contextlib.ExitStack() as stack:
-        yield ray_executor.Crew(stage, stack, what.subject, what.materials, what.metric, options)
+        yield ray_executor.RayExecutor(stage, stack, what.subject, what.materials, what.metric, options)
 
 
 def test_every_trial_runs_once_and_the_driver_stores_it(subject: Any) -> None:
-    """Two actors answer what one bench in this process answers, and each trial is stored once."""
+    """Two actors answer what one runner in this process answers, and each trial is stored once."""
     what, stage, seen = prepared(subject), Rehearsal(), Seen()
     trials = what.context.ask(None) + what.context.ask(what.context.injection(operators={"softmax"}))
-    with Store(None) as store, rehearsed(stage, what) as crew:
-        crew.execute(trials, store, seen)
-        forwards, notes = crew.cost()
+    with Store(None) as store, rehearsed(stage, what) as executor:
+        executor.execute(trials, store, seen)
+        forwards, notes = executor.cost()
         assert sorted(seen.ids) == sorted(trial.id for trial in trials) == sorted(store)
         assert not any(result.failed for result in store.values())
-        assert stage.hired == 2 and forwards > 2 and notes == []
+        assert stage.started == 2 and forwards > 2 and notes == []
         with what._executor(Options()) as (execute, _), Store(None) as local:
-            execute(trials, local, Silent())
+            execute(trials, local, NoProgress())
             assert {identity: result.values for identity, result in store.items()} == {
                 identity: result.values for identity, result in local.items()
             }
@@ -188,11 +188,11 @@ def test_a_dead_workers_trial_runs_again(subject: Any) -> None:
     what, seen = prepared(subject), Seen()
     stage = Rehearsal(deaths=lambda number, method: number in (1, 4, 5))
     trials = what.context.ask(None) + what.context.ask(what.context.injection(operators={"softmax"}))
-    with Store(None) as store, rehearsed(stage, what) as crew:
-        crew.execute(trials, store, seen)
+    with Store(None) as store, rehearsed(stage, what) as executor:
+        executor.execute(trials, store, seen)
         assert sorted(seen.ids) == sorted(trial.id for trial in trials)
         assert not any(result.failed for result in store.values())
-        assert stage.hired == 5 and "died and was replaced" in crew.cost()[1][0]
+        assert stage.started == 5 and "died and was replaced" in executor.cost()[1][0]
 
 
 def test_a_trial_that_kills_three_workers_is_a_failed_row(subject: Any) -> None:
@@ -200,11 +200,11 @@ def test_a_trial_that_kills_three_workers_is_a_failed_row(subject: Any) -> None:
     what, seen = prepared(subject), Seen()
     first, second = what.context.ask(None)
     stage = Rehearsal()
-    with Store(None) as store, rehearsed(stage, what, Options(workers=1)) as crew:
-        stage.deaths = lambda number, method: method == "run" and crew.members[0].trial.id == first.id  # type: ignore[union-attr]
-        crew.execute([first, second], store, seen)
+    with Store(None) as store, rehearsed(stage, what, Options(workers=1)) as executor:
+        stage.deaths = lambda number, method: method == "run" and executor.actors[0].trial.id == first.id  # type: ignore[union-attr]
+        executor.execute([first, second], store, seen)
         assert store[first.id].error.startswith("3 workers died on this trial") and not store[second.id].failed
-        assert stage.hired == 4 and seen.ids == [first.id, second.id]
+        assert stage.started == 4 and seen.ids == [first.id, second.id]
 
 
 def test_workers_that_die_while_loading_end_the_run(subject: Any) -> None:
@@ -213,9 +213,9 @@ def test_workers_that_die_while_loading_end_the_run(subject: Any) -> None:
     with (
         Store(None) as store,
         pytest.raises(NoisescopeError, match="3 workers died one after the other while loading"),
-        rehearsed(stage, what) as crew,
+        rehearsed(stage, what) as executor,
     ):
-        crew.execute(what.context.ask(None), store, Silent())
+        executor.execute(what.context.ask(None), store, NoProgress())
     assert len(store) == 0
 
 
@@ -230,9 +230,9 @@ def test_a_worker_with_another_model_is_refused(subject: Any) -> None:
         pytest.raises(
             InvalidInput, match=r"has another model: model is .* changed after loading, give noisescope.wrap"
         ),
-        rehearsed(Rehearsal(), what) as crew,
+        rehearsed(Rehearsal(), what) as executor,
     ):
-        crew.execute(what.context.ask(None), store, Silent())
+        executor.execute(what.context.ask(None), store, NoProgress())
 
 
 def test_a_worker_that_can_not_load_says_why(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_worker_that_can_not_load_says_why(tmp_path: Path) -> None:
     with (
         Store(None) as store,
         pytest.raises(InvalidInput, match=r"worker \d+ on .* can't start: .*here.*every machine of the cluster"),
-        rehearsed(Rehearsal(), what) as crew,
+        rehearsed(Rehearsal(), what) as executor,
     ):
-        crew.execute(what.context.ask(None), store, Silent())
+        executor.execute(what.context.ask(None), store, NoProgress())
 
 
 def test_another_version_of_a_trial_is_refused(subject: Any) -> None:
@@ -255,9 +255,9 @@ def test_another_version_of_a_trial_is_refused(subject: Any) -> None:
     with (
         Store(None) as store,
         pytest.raises(NoisescopeError, match="computes another id for trial"),
-        rehearsed(stage, what) as crew,
+        rehearsed(stage, what) as executor,
     ):
-        crew.execute(what.context.ask(None), store, Silent())
+        executor.execute(what.context.ask(None), store, NoProgress())
     assert len(store) == 0
 
 
@@ -268,9 +268,9 @@ def test_another_tokenizer_is_refused(subject: Any) -> None:
     with (
         Store(None) as store,
         pytest.raises(InvalidInput, match="reads the prompts in another way"),
-        rehearsed(stage, what) as crew,
+        rehearsed(stage, what) as executor,
     ):
-        crew.execute(what.context.ask(None), store, Silent())
+        executor.execute(what.context.ask(None), store, NoProgress())
 
 
 def test_tokens_are_those_of_the_prompts() -> None:
@@ -278,8 +278,8 @@ def test_tokens_are_those_of_the_prompts() -> None:
     subject: Any = SimpleNamespace(tokenizer=lambda prompt: {"input_ids": [len(prompt)]})
     one, two = (SimpleNamespace(prompts=prompts) for prompts in (("a", "bb"), ("c", "ddd")))
     alike: Any = SimpleNamespace(prompts=("x", "yy"))
-    assert tokens_of(subject, [one]) == tokens_of(subject, [alike]) != tokens_of(subject, [two])  # type: ignore[list-item]
-    assert tokens_of(subject, []) == ""
+    assert prompt_tokens_id(subject, [one]) == prompt_tokens_id(subject, [alike]) != prompt_tokens_id(subject, [two])  # type: ignore[list-item]
+    assert prompt_tokens_id(subject, []) == ""
 
 
 def test_exceptions_of_the_metric_come_through(subject: Any) -> None:
@@ -292,9 +292,9 @@ def test_exceptions_of_the_metric_come_through(subject: Any) -> None:
         return answer
 
     stage.answers = fail
-    with Store(None) as store, pytest.raises(ZeroDivisionError), rehearsed(stage, what) as crew:
-        crew.execute(what.context.ask(None), store, Silent())
-    assert stage.hired == stage.killed == 2
+    with Store(None) as store, pytest.raises(ZeroDivisionError), rehearsed(stage, what) as executor:
+        executor.execute(what.context.ask(None), store, NoProgress())
+    assert stage.started == stage.killed == 2
 
 
 def test_slices_stay_with_their_actor(subject: Any) -> None:
@@ -303,7 +303,7 @@ def test_slices_stay_with_their_actor(subject: Any) -> None:
     one, two = what.context.test
     asked = what.context.ask(what.context.injection(), seeds=(0, 1, 2))
     of = {part: [trial for trial in asked if trial.slice == part] for part in (one, two)}
-    waiting = ray_executor.Slices(asked)
+    waiting = ray_executor.TrialQueue(asked)
     assert waiting.take(None, {None}) is of[one][0] and waiting.take(None, {one}) is of[two][0]
     assert waiting.take(two, {one}) is of[two][1] and waiting.take(two, {one}) is of[two][2]
     assert waiting.take(two, {one}) is of[one][2]  # nothing is left of its own: it takes from the other's end
@@ -325,7 +325,7 @@ def test_slices_stay_with_their_actor(subject: Any) -> None:
     ],
 )
 def test_an_actor_reserves_its_share(nodes: Any, workers: int, devices: int, reserved: Any) -> None:
-    """Cores are shared out so that every actor finds a place; where there is none, that is said at once."""
+    """Cores are shared out so that every actor finds a place; where there is none, that is reported at once."""
     pairs = [node if isinstance(node, tuple) else (node, 0) for node in nodes]
     stage = Rehearsal(nodes=[{"Alive": True, "Resources": {"CPU": float(c), "GPU": float(g)}} for c, g in pairs])
     cuda = [torch.device("cuda", index) for index in range(devices)]
@@ -333,25 +333,25 @@ def test_an_actor_reserves_its_share(nodes: Any, workers: int, devices: int, res
         with pytest.raises(
             InvalidInput, match=f"has room for . workers of .*and {workers} are asked for: lower --workers"
         ):
-            ray_executor.reservation(stage, workers, cuda)
+            ray_executor.actor_options(stage, workers, cuda)
     else:
-        assert ray_executor.reservation(stage, workers, cuda) == {**reserved, "resources": {}}
+        assert ray_executor.actor_options(stage, workers, cuda) == {**reserved, "resources": {}}
 
 
 def test_other_accelerators_have_their_own_name() -> None:
     """Ray counts an Ascend NPU as NPU, not as GPU."""
     stage = Rehearsal(nodes=[{"Alive": True, "Resources": {"CPU": 4.0, "NPU": 2.0}}])
     npu: Any = SimpleNamespace(type="npu")
-    assert ray_executor.reservation(stage, 2, [npu]) == {"num_cpus": 2, "num_gpus": 0, "resources": {"NPU": 1}}
+    assert ray_executor.actor_options(stage, 2, [npu]) == {"num_cpus": 2, "num_gpus": 0, "resources": {"NPU": 1}}
 
 
 def test_more_threads_than_cores_are_told(subject: Any) -> None:
     """Actors keep this process's number of threads, for the bits; a note says what would be faster."""
     what, stage = prepared(subject), Rehearsal()
     torch.set_num_threads(2)
-    with Store(None) as store, rehearsed(stage, what) as crew:
-        crew.execute(what.context.ask(None), store, Silent())
-        assert "with 2 threads" in crew.cost()[1][0] and "OMP_NUM_THREADS=1" in crew.cost()[1][0]
+    with Store(None) as store, rehearsed(stage, what) as executor:
+        executor.execute(what.context.ask(None), store, NoProgress())
+        assert "with 2 threads" in executor.cost()[1][0] and "OMP_NUM_THREADS=1" in executor.cost()[1][0]
     assert stage.reserved["num_cpus"] == 1 and stage.reserved["max_restarts"] == stage.reserved["max_task_retries"] == 0
 
 
@@ -379,7 +379,7 @@ def test_only_a_cluster_started_here_is_shut_down(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     outside = Outside()
-    with pytest.raises(KeyboardInterrupt), ray_executor.joined(outside, None, 1000):
+    with pytest.raises(KeyboardInterrupt), ray_executor.ray_cluster(outside, None, 1000):
         assert outside.calls[0]["address"] == "local" and outside.calls[0]["num_cpus"] == 1000
         raise KeyboardInterrupt
     assert outside.calls[1:] == ["shutdown"]
@@ -387,34 +387,34 @@ def test_only_a_cluster_started_here_is_shut_down(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     for asked, used in ((None, "auto"), ("local-name", "local-name")):
         outside = Outside()
-        with ray_executor.joined(outside, asked, 2):
+        with ray_executor.ray_cluster(outside, asked, 2):
             assert outside.calls == [{"address": used, "log_to_driver": False, "logging_level": logging.ERROR}]
-    with ray_executor.joined(Rehearsal(), None, 2):  # has neither init nor shutdown
+    with ray_executor.ray_cluster(Rehearsal(), None, 2):  # has neither init nor shutdown
         pass
 
 
 def test_a_cluster_that_is_not_there() -> None:
-    """Nobody at the address is told at once, and so is what Ray itself has to say."""
+    """Nobody at the address is reported at once, and so is Ray's own message."""
     with pytest.raises(InvalidInput, match=r"no Ray cluster can be used at 'auto': gone$"):
-        ray_executor.joined(Outside(ConnectionError("gone\nmore")), "auto", 2).__enter__()
+        ray_executor.ray_cluster(Outside(ConnectionError("gone\nmore")), "auto", 2).__enter__()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         outside = Outside()
-        with ray_executor.joined(outside, f"ray://127.0.0.1:{port}", 2):
+        with ray_executor.ray_cluster(outside, f"ray://127.0.0.1:{port}", 2):
             assert outside.calls[0]["address"] == f"ray://127.0.0.1:{port}"
     outside = Outside()
     with pytest.raises(InvalidInput, match=f"no Ray cluster can be used at '127.0.0.1:{port}': .*refused"):
-        ray_executor.joined(outside, f"127.0.0.1:{port}", 2).__enter__()
+        ray_executor.ray_cluster(outside, f"127.0.0.1:{port}", 2).__enter__()
     assert outside.calls == []
 
 
 def test_models_never_travel_in_a_pickle(subject: Any) -> None:
     """A metric that holds a model is refused by name, and so is what can't be pickled."""
     with pytest.raises(InvalidInput, match=r"the metric holds a model \(LlamaForCausalLM\)"):
-        ray_executor.packed(Holds(subject), "the metric")
+        ray_executor.pickled(Holds(subject), "the metric")
     with pytest.raises(InvalidInput, match=r"the metric can't be sent to Ray's workers \(TypeError: .*lock"):
-        ray_executor.packed(Holds(threading.Lock()), "the metric")
-    assert pickle.loads(ray_executor.packed(Holds(torch.nn.Identity()), "the metric")).what.training
+        ray_executor.pickled(Holds(threading.Lock()), "the metric")
+    assert pickle.loads(ray_executor.pickled(Holds(torch.nn.Identity()), "the metric")).what.training
 
 
 @dataclass
@@ -424,7 +424,7 @@ class Holds:
 
 def test_a_metric_that_can_not_be_imported_there() -> None:
     """The worker says why, in words, instead of dying."""
-    packed = ray_executor.packed(Fails(), "the metric")
+    packed = ray_executor.pickled(Fails(), "the metric")
     ready = Worker().start(packed)
     assert ready.refusal == "the metric can't be imported there (ModuleNotFoundError: No module named 'mine')"
 
@@ -449,7 +449,7 @@ def test_wrong_options(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def real() -> Iterator[None]:
     """A local cluster of two cores; code of this file travels by value, for workers can't import it."""
-    with ray_executor.joined(ray, "local", 2):
+    with ray_executor.ray_cluster(ray, "local", 2):
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         yield
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -464,31 +464,31 @@ def reference(subject: Any) -> tuple[Report, list[str]]:
 
 
 @pytest.fixture
-def crew(monkeypatch: pytest.MonkeyPatch) -> list[ray_executor.Crew]:
-    """The crews that were made."""
-    made: list[ray_executor.Crew] = []
+def executor(monkeypatch: pytest.MonkeyPatch) -> list[ray_executor.RayExecutor]:
+    """The executors that were made."""
+    made: list[ray_executor.RayExecutor] = []
 
-    class Known(ray_executor.Crew):
+    class Known(ray_executor.RayExecutor):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(ray_executor, "Crew", Known)
+    monkeypatch.setattr(ray_executor, "RayExecutor", Known)
     return made
 
 
 @pytest.mark.usefixtures("real")
 def test_the_report_survives_a_killed_worker(
-    subject: Any, reference: tuple[Report, list[str]], crew: list[ray_executor.Crew], conclusions: Any
+    subject: Any, reference: tuple[Report, list[str]], executor: list[ray_executor.RayExecutor], conclusions: Any
 ) -> None:
     """Two workers, one of them killed in the middle: the same ids and the same report, and no trial ran twice."""
     killed: list[int] = []
 
     def kill(steps: int) -> None:
-        loading = [member.call for member in crew[0].members if member.ready is None]
+        loading = [member.call for member in executor[0].actors if member.ready is None]
         if loading:  # one worker alone could do all trials before the other is there to be killed
             ray.wait(loading, num_returns=len(loading))
-        busy = [m for m in crew[0].members if m.ready is not None and m.trial is not None]
+        busy = [m for m in executor[0].actors if m.ready is not None and m.trial is not None]
         busy = [member for member in busy if ray.wait([member.call], timeout=0)[1]]
         if busy and steps >= 5 and not killed:
             killed.append(busy[0].ready.pid)  # type: ignore[union-attr]
@@ -531,7 +531,11 @@ def test_a_wrapped_model_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("real")
 def test_an_interrupted_run_can_be_resumed(
-    subject: Any, reference: tuple[Report, list[str]], tmp_path: Path, crew: list[ray_executor.Crew], conclusions: Any
+    subject: Any,
+    reference: tuple[Report, list[str]],
+    tmp_path: Path,
+    executor: list[ray_executor.RayExecutor],
+    conclusions: Any,
 ) -> None:
     """Ctrl-C kills the actors; what was stored stays, and the rest gives the same report."""
 
@@ -542,10 +546,10 @@ def test_an_interrupted_run_can_be_resumed(
     with pytest.raises(KeyboardInterrupt):
         measured(subject, options=Options(output=tmp_path, executor="ray", workers=1, progress=Seen(interrupt)))
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(crew[0].members[0].actor.run.remote(b""))
+        ray.get(executor[0].actors[0].actor.run.remote(b""))
     seen = Seen()
     report = measured(subject, options=Options(output=tmp_path, progress=seen))
     assert len(seen.ids) == len(reference[1]) - 5
     assert conclusions(report) == conclusions(reference[0])
     again = measured(subject, options=Options(output=tmp_path, executor="ray"))
-    assert conclusions(again) == conclusions(report) and not crew[1].members  # nothing to do
+    assert conclusions(again) == conclusions(report) and not executor[1].actors  # nothing to do

@@ -48,9 +48,9 @@ def test_sketches_and_logits_are_those_of_the_model(subject, tmp_path):
         logits = subject.model(torch.tensor(found.prompts[1:])).logits
     hook.remove()
     number = next(at for at, site in enumerate(found.sites) if site.module == name)
-    told = found.sketches()
-    assert told is not None
-    assert np.allclose(told[number, 1:, : sketches.SHORT], sketches.sketch(seen["y"], 1).numpy())
+    sketched = found.sketches()
+    assert sketched is not None
+    assert np.allclose(sketched[number, 1:, : sketches.SHORT], sketches.sketch(seen["y"], 1).numpy())
     assert np.allclose(found.sizes()[number, 1:], seen["y"].double().flatten(1).norm(dim=1).numpy())
     assert np.array_equal(found.logits()[1:], logits[:, -1].double().numpy())
 
@@ -114,7 +114,7 @@ def files_up_to(size):
     ],
 )
 def test_what_could_not_be_written_is_no_record(subject, tmp_path, detail, last):
-    """The disk's refusal, also in the thread that writes, is the user's to mend; what is left is told as unfinished."""
+    """The disk's refusal, also in the thread that writes, is the user's to mend; the rest is left unfinished."""
     options = {"prompts": PROMPTS, "batch": 1, "detail": detail}
     good, folder = tmp_path / "good", tmp_path / "x"
     ns.record(subject, output=good, **options)
@@ -141,7 +141,7 @@ def test_recording_leaves_no_trace(subject, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "bloom", "qwen3", "t5", "bert"])
 def test_other_architectures(name, tmp_path):
-    """Blocks' outputs are there, and what has no tokens as rows is said to be left out."""
+    """Blocks' outputs are there, and what has no tokens as rows is reported as left out."""
     found = ns.record(ns.wrap(tiny_model(name)), output=tmp_path / "x", prompts=PROMPTS, detail="full")
     assert {"residual", "linear"} <= {site.operator for site in found.sites}
     assert np.isfinite(found.sketches()).all()
@@ -160,7 +160,7 @@ def test_what_is_refused(subject, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("")
     for more in ("0000.safetensors", "record.json", "model-00001-of-00002.safetensors"):
-        with pytest.raises(InvalidInput, match="is not empty"):  # nobody is told to remove what may be of use
+        with pytest.raises(InvalidInput, match="is not empty"):  # nobody is asked to remove what may be of use
             ns.record(subject, output=tmp_path / "used", prompts=PROMPTS)
         (tmp_path / "used" / more).write_text("")
     with pytest.raises(InvalidInput, match="blocks are 0 to 2"):

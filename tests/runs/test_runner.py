@@ -1,4 +1,4 @@
-"""The bench measures what a plain loop would measure, in whatever pieces."""
+"""The runner measures what a plain loop would measure, in whatever pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from noisescope.data.tokens import Encoded, Sequence, from_batches
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
-from noisescope.model.source import model_fingerprint
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.subject import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
@@ -64,11 +64,11 @@ def plainly(model: Any, injection: Injection) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("aim", [{"layers": {1, 2}}, {"places": {"lm_head"}}, {"places": {"embed"}}], ids=str)
-def test_scores_are_those_of_a_plain_loop(aim: dict[str, Any]) -> None:
+@pytest.mark.parametrize("target", [{"layers": {1, 2}}, {"places": {"lm_head"}}, {"places": {"embed"}}], ids=str)
+def test_scores_are_those_of_a_plain_loop(target: dict[str, Any]) -> None:
     """Padding, batching and clean prefixes change nothing."""
     model = tiny_model("llama", layers=3)
-    injection = Injection(Gaussian(0.1), phases={"forward"}, seed=2, **aim)
+    injection = Injection(Gaussian(0.1), phases={"forward"}, seed=2, **target)
     (result,) = measured(material(), lambda s, d: trial(s, d, injection), model=model)
     assert result.samples == (0, 1, 2, 3, 4) and not result.error and result.facts["injections"] > 0
     for name, values in plainly(model, injection).items():
@@ -79,14 +79,14 @@ def test_scores_are_those_of_a_plain_loop(aim: dict[str, Any]) -> None:
 
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits computed a few positions at a time: the same numbers and the same count, at the head's own noise too."""
-    for aim in ({"layers": {1}}, {"places": {"lm_head", "final_norm"}}, {"operators": {"residual"}}):
-        injection = Injection(Gaussian(0.1), phases={"forward"}, **aim)  # type: ignore[arg-type]
+    for target in ({"layers": {1}}, {"places": {"lm_head", "final_norm"}}, {"operators": {"residual"}}):
+        injection = Injection(Gaussian(0.1), phases={"forward"}, **target)  # type: ignore[arg-type]
         monkeypatch.setattr(bench_module, "LOGITS", 1 << 28)
         (whole,) = measured(material(), lambda s, d, i=injection: trial(s, d, i))
         monkeypatch.setattr(bench_module, "LOGITS", 64 * 5 * 2)
         (pieces,) = measured(material(), lambda s, d, i=injection: trial(s, d, i))
         for name, values in whole.values.items():
-            assert pieces.values[name] == pytest.approx(values, rel=1e-4, abs=1e-10), (aim, name)
+            assert pieces.values[name] == pytest.approx(values, rel=1e-4, abs=1e-10), (target, name)
         assert pieces.facts == whole.facts
 
 

@@ -364,16 +364,16 @@ def test_what_is_refused(llama: Any, tokens: torch.Tensor) -> None:
 
 
 def test_noise_below_the_dtype_is_told(tokens: torch.Tensor) -> None:
-    """QeRL's last stages round away in bfloat16: said once, when it happens."""
+    """QeRL's last stages round away in bfloat16: one warning, when it happens."""
     model = tiny_model("llama").to(torch.bfloat16)
     with (
-        pytest.warns(UserWarning, match="rounds away in bfloat16") as told,
+        pytest.warns(UserWarning, match="rounds away in bfloat16") as warned,
         noise(model, AQN(NormNoise(), Linear(0.02, 0.0001, 4))) as scope,
     ):
         for step in range(8):
             scope.at(step)
             model(tokens, labels=tokens).loss.backward()
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("schedule", [Constant(1e-4), Linear(2e-4, 1e-4, 3)], ids=["constant", "falling"])

@@ -189,7 +189,7 @@ def test_retention_is_a_ratio_of_means() -> None:
 
 
 def test_accuracy_at_chance_is_not_measurable() -> None:
-    """Models that learned nothing are never said to be equally robust."""
+    """Models that learned nothing are never called equally robust."""
     rng = np.random.default_rng(4)
     data = {arm: {s: outcome(rng, 0.0, 0.0) for s in range(5)} for arm in "ab"}
     (row,) = judge([better(low=-0.01, high=0.01)], data)

@@ -85,13 +85,13 @@ def test_a_broken_training_ends_as_an_unbroken_one(
 ) -> None:
     """Stopped by the clock after each step and taken up from its checkpoint, a run ends with the same weights."""
     finals: list[dict[str, torch.Tensor]] = []
-    ask = phases.ask
+    ask = phases.evaluate
 
     def asked(design: Design, model: Any, *rest: Any) -> Any:
         finals.append(model.state_dict())
         return ask(design, model, *rest)
 
-    monkeypatch.setattr(phases, "ask", asked)
+    monkeypatch.setattr(phases, "evaluate", asked)
     whole = phases.run(job(task, cache, arm))
     broken, pieces = None, 0
     while broken is None:
@@ -124,10 +124,10 @@ def test_a_piece_whose_noise_rounds_away_is_no_failure(
 def test_a_killed_training_goes_on_from_its_last_checkpoint(
     task: Arithmetic, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody told it to stop: what was done up to the checkpoint is not done again, and the end is the same."""
-    advance, steps = train.Fitting.advance, []
+    """Killed without warning: what was done up to the checkpoint is not done again, and the end is the same."""
+    advance, steps = train.TrainingLoop.advance, []
 
-    def watched(self: train.Fitting) -> Any:
+    def watched(self: train.TrainingLoop) -> Any:
         if len(steps) == TINY["steps"] - 1:
             steps.append(None)
             raise KeyboardInterrupt  # no Exception: nothing here catches it, as a kill would not be
@@ -135,7 +135,7 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint(
         return advance(self)
 
     whole = phases.run(job(task, cache, "both"))
-    monkeypatch.setattr(train.Fitting, "advance", watched)
+    monkeypatch.setattr(train.TrainingLoop, "advance", watched)
     with pytest.raises(KeyboardInterrupt):
         phases.run(job(task, cache, "both"))
     broken = phases.run(job(task, cache, "both"))
@@ -184,16 +184,16 @@ def test_training_problems_are_whole_or_made_again(
 def test_noise_below_the_resolution_is_told(task: Arithmetic) -> None:
     """In bfloat16, as a GPU trains, and in float32; norm weights stay in float32; factors make a scale smaller."""
 
-    def told(arm: str, device: str) -> str:
+    def rounding(arm: str, device: str) -> str:
         design = Design(task, (Arm.of(arm, 0.05),), (0,), LEVELS, factors={0: 0.25, 1: 4.0}, device=device)
         return phases.rounding(design, design.arms[0])
 
-    assert "in 3 of 3 steps the scale is below 0.0039, half the spacing of bfloat16" in told("both@0.003", "cuda")
-    assert "in 1 of 3 steps" in told("both:linear", "cuda")  # 0.05, 0.025, 0.0005
-    assert "some layers" in told("adaptive@0.01", "cuda")
-    assert "float32" in told("both@1e-9", "cpu")
+    assert "in 3 of 3 steps the scale is below 0.0039, half the spacing of bfloat16" in rounding("both@0.003", "cuda")
+    assert "in 1 of 3 steps" in rounding("both:linear", "cuda")  # 0.05, 0.025, 0.0005
+    assert "some layers" in rounding("adaptive@0.01", "cuda")
+    assert "float32" in rounding("both@1e-9", "cpu")
     for arm, device in (("both", "cuda"), ("none", "cuda"), ("norm@0.003", "cuda"), ("both@0.003", "cpu")):
-        assert told(arm, device) == ""
+        assert rounding(arm, device) == ""
 
 
 def test_arms_of_a_seed_share_all_but_the_noise(task: Arithmetic, cache: Path) -> None:

@@ -21,7 +21,7 @@ from noisescope.faults.parsing import parse_fault
 from noisescope.faults.simulator import FaultScope, faulty
 from noisescope.findings import LIMITS
 from noisescope.localization.locate import locate
-from noisescope.model.forwards import stepwise
+from noisescope.model.forwards import stepwise_logits
 from noisescope.model.subject import Subject
 from noisescope.options.plans import FaultTestOptions
 from noisescope.options.values import asks
@@ -164,7 +164,7 @@ class _Runner:
 
     def _predicted(self, sequence: Sequence, first: int) -> Tensor:
         """The likeliest token at each step [steps]; -1 where the output is not finite."""
-        logits = stepwise(self.subject.model, sequence.ids, first)
+        logits = stepwise_logits(self.subject.model, sequence.ids, first)
         return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).cpu()
 
     def _right(self, sequence: Sequence, predicted: Tensor, first: int) -> float:

@@ -22,8 +22,8 @@ from noisescope.errors import InvalidInput
 from noisescope.findings.values import counted
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection, weight_of
 from noisescope.measures.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
-from noisescope.model.source import model_fingerprint
 from noisescope.model.subject import Subject
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.plans import SmoothquantOptions, VerifyOptions

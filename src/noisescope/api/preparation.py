@@ -35,7 +35,7 @@ from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.options.values import asks
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
-from noisescope.runs.executor import Executor, InProcess, Progress, Silent, settle
+from noisescope.runs.executor import Executor, LocalExecutor, NoProgress, Progress, run_waves
 from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.runs.store import Store
 from noisescope.trials import Results, Slice, Trial, content_id, slices
@@ -282,7 +282,7 @@ class Question(Protocol[C]):
 
 def progress_of(options: ExecutionOptions) -> Progress:
     progress: Any = options.progress
-    return Silent() if progress is None else progress
+    return NoProgress() if progress is None else progress
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class Prepared:
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
             with self._executor(options) as (execute, cost):
-                settle(lambda results: question.propose(self.context, results), store, execute, progress)
+                run_waves(lambda results: question.propose(self.context, results), store, execute, progress)
                 forwards, notes = cost()
             found = question.conclude(self.context, store, self.notes)
             spent = RunCost(
@@ -345,4 +345,4 @@ def _local(
 ) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
     """The executor of this process, as a context: it holds the model open."""
     with TrialRunner(subject, materials, metric=metric) as runner:
-        yield InProcess(runner), lambda: (runner.forwards, list(runner.notes))
+        yield LocalExecutor(runner), lambda: (runner.forwards, list(runner.notes))

@@ -20,7 +20,15 @@ from noisescope.comparison.records import is_unfinished as is_unfinished
 from noisescope.errors import InvalidInput
 from noisescope.faults.simulator import faulty
 from noisescope.localization.inputs import prompt_ids
-from noisescope.model.forwards import Prompts, check_vocabulary, device_name, device_of, dtype_of, evaluating, last_of
+from noisescope.model.forwards import (
+    Prompts,
+    check_vocabulary,
+    device_name,
+    device_of,
+    dtype_of,
+    evaluating,
+    last_token_logits,
+)
 from noisescope.model.subject import Subject
 from noisescope.options.devices import RecordOptions
 from noisescope.options.values import asks
@@ -137,7 +145,7 @@ def _outputs(subject: Subject, modules: list[str], ids: Tensor) -> dict[str, Ten
         anatomy=subject.anatomy,
     )
     with evaluating(subject.model), scope as seen:
-        last_of(subject.model, ids.to(device_of(subject.model)))
+        last_token_logits(subject.model, ids.to(device_of(subject.model)))
     found = {_label(site): calls[-1][1].contiguous() for site, calls in seen.raw.items()}
     return {**found, "input_ids": ids}
 

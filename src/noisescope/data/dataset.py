@@ -5,7 +5,7 @@ Kinds and the fields that make them:
   answer   `prompt` + `answer`, or `question` + `answer` (GSM8K; the prompt becomes "Question: ...\\nAnswer:")
   choice   `prompt` (or `question`) + `choices` + `label`: an index from 0, a letter from A, or the choice's own text
   chat     `messages`: a list of {"role", "content"}; the last is the assistant's and is the answer
-Other fields are ignored. Every mistake is told with its file and line.
+Other fields are ignored. Every mistake is reported with its file and line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.data.files import rows
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, whole_number
 
 FORMS = "text; prompt + answer; question + answer; prompt (or question) + choices + label; messages"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -58,7 +58,7 @@ class DataSet:
 
     def take(self, n: int) -> DataSet:
         """The first n items (all of them where there are fewer), with a fingerprint of their own."""
-        return gather(self.items[: _count(n, "take(n)")], self.source, note=self.note)
+        return gather(self.items[: whole_number(n, "take(n)")], self.source, note=self.note)
 
 
 def gather(items: Iterable[Item], source: str, *, note: str = "") -> DataSet:
@@ -84,8 +84,8 @@ def built_in() -> DataSet:
 
 
 def read_data(path: str | Path, *, limit: int | None = None) -> DataSet:
-    """The items of a file, at most `limit` of them. The file's suffix says its format."""
-    most = None if limit is None else _count(limit, "limit")
+    """The items of a file, at most `limit` of them. The file's suffix decides its format."""
+    most = None if limit is None else whole_number(limit, "limit")
     items: list[Item] = []
     for where, fields in rows(Path(path).expanduser()):
         item = _item(len(items), fields, where)
@@ -100,10 +100,10 @@ def read_data(path: str | Path, *, limit: int | None = None) -> DataSet:
     return gather(items, str(path))
 
 
-# -- fields -> item
-
-
 def _item(number: int, fields: Mapping[str, Any], where: str) -> Item:
+    def text(name: str) -> str:
+        return _string(fields[name], f"{where}: `{name}`")
+
     asked = next((name for name in ("prompt", "question") if name in fields), "")
     choice = bool(asked) and "choices" in fields
     forms = {
@@ -119,29 +119,33 @@ def _item(number: int, fields: Mapping[str, Any], where: str) -> Item:
     if len(fitting) > 1:
         raise InvalidInput(f"{where} fits several forms ({'; '.join(fitting)}): keep the fields of one of them")
     if fitting == ["text"]:
-        return Item(number, text=_text(fields, "text", where))
+        return Item(number, text=text("text"))
     if fitting == ["messages"]:
         return Item(number, messages=_messages(fields["messages"], where))
-    prompt = _text(fields, asked, where)
+    prompt = text(asked)
     if asked == "question":
         prompt = f"Question: {prompt}\nAnswer:"
     if not choice:
-        return Item(number, prompt=prompt, answer=_text(fields, "answer", where))
-    choices = _choices(fields["choices"], where)
+        return Item(number, prompt=prompt, answer=text("answer"))
+    given = fields["choices"]
+    if not isinstance(given, (list, tuple)) or len(given) < 2:
+        raise InvalidInput(f"{where}: `choices` must be a list of two strings or more, got {given!r:.60}")
+    choices = tuple(_string(choice, f"{where}: choice {number}") for number, choice in enumerate(given))
     named = next((name for name in ("label", "answer") if name in fields), None)
     if named is None:
         raise InvalidInput(f"{where} has choices but no `label`: add the index of the right choice, from 0")
     return Item(number, prompt=prompt, choices=choices, label=_label(fields[named], choices, f"{where}: `{named}`"))
 
 
-def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
-    return _string(fields[name], f"{where}: `{name}`")
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r:.60} ({type(value).__name__})"
 
 
 def _string(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        came = "null" if value is None else f"{value!r:.60} ({type(value).__name__})"
-        raise InvalidInput(f'{what} must be a string, got {came}. Write it in quotes ("42"), or leave the item out')
+        raise InvalidInput(
+            f'{what} must be a string, got {_shown(value)}. Write it in quotes ("42"), or leave the item out'
+        )
     if not value.strip():
         raise InvalidInput(f"{what} is empty: fill it or leave the item out")
     try:
@@ -151,18 +155,11 @@ def _string(value: Any, what: str) -> str:
     return value
 
 
-def _choices(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) < 2:
-        raise InvalidInput(f"{where}: `choices` must be a list of two strings or more, got {value!r:.60}")
-    return tuple(_string(choice, f"{where}: choice {number}") for number, choice in enumerate(value))
-
-
 def _label(value: Any, choices: tuple[str, ...], what: str) -> int:
     letters = _LETTERS[: len(choices)]
     allowed = f"allowed: 0 to {len(choices) - 1}, {letters[0]} to {letters[-1]}, or the text of a choice"
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        came = "null" if value is None else f"{value!r:.60} ({type(value).__name__})"
-        raise InvalidInput(f"{what} must be an index, a letter or a choice's text, got {came}; {allowed}")
+        raise InvalidInput(f"{what} must be an index, a letter or a choice's text, got {_shown(value)}; {allowed}")
     if isinstance(value, int):
         if not 0 <= value < len(choices):
             raise InvalidInput(f"{what} is {value}, but there are {len(choices)} choices; {allowed}")
@@ -197,9 +194,3 @@ def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
             "as it is the answer"
         )
     return tuple(turns)
-
-
-def _count(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"{what} must be a whole number from 1 on, got {value!r}")
-    return value

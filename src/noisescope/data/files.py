@@ -20,7 +20,7 @@ Row = tuple[str, Mapping[str, Any]]  # ("test.jsonl, line 3", {"text": ...})
 
 
 def rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, in order; its suffix says its format. Blank lines are skipped."""
+    """The rows of a file, in order; its suffix decides its format. Blank lines are skipped."""
     if path.is_dir():
         inside = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _READERS)
         hint = f"pass one of its files: {', '.join(inside[:5])}" if inside else "it holds no data file"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from noisescope.data.tokens import beginning, tokens, without
+from noisescope.data.tokens import special_prefix, tokenize, without_prefix
 from noisescope.errors import InvalidInput
 from noisescope.model.forwards import evaluating
 
@@ -79,10 +79,9 @@ def generate(
 
 
 def _rows(model: Any, tokenizer: Any, prompts: list[str]) -> tuple[list[list[int]], int]:
-    """Tokens of the prompts, behind the tokenizer's beginning, which a chat template may have written already, and how
-    many positions the model has left for answers."""
-    first = beginning(tokenizer)
-    rows = [first + without(first, (tokens(tokenizer, prompt)[0], 0, 0))[0] for prompt in prompts]
+    """Tokens of the prompts, each with the tokenizer's prefix once, and how many positions are left for answers."""
+    first = special_prefix(tokenizer)
+    rows = [first + without_prefix(first, (tokenize(tokenizer, prompt)[0], 0, 0))[0] for prompt in prompts]
     if not all(rows):
         raise InvalidInput(f"prompt {rows.index([]) + 1} has no tokens")
     most = getattr(model.config, "max_position_embeddings", None)

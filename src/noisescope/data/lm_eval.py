@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.data.dataset import DataSet, Item, gather
-from noisescope.errors import InvalidInput, MissingExtra
+from noisescope.errors import InvalidInput, MissingExtra, whole_number
 
 FEW_SHOT_SEED = 1234  # the harness's own default: the same examples as `lm_eval run`
 
@@ -56,8 +56,8 @@ def from_task(task: Any, *, limit: int | None = None) -> DataSet:
         raise InvalidInput(f"the task {name!r} is of type {task.OUTPUT_TYPE!r}; supported: {', '.join(_MAKERS)}")
     if getattr(task, "MULTIMODAL", False) or getattr(task, "multiple_input", 0):
         raise InvalidInput(f"the task {name!r} needs pictures, sound, or a prompt for each choice: not supported")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise InvalidInput(f"limit must be a whole number from 1 on, got {limit!r}")
+    if limit is not None:
+        whole_number(limit, "limit")
     shots = int(task.config.num_fewshot or 0)
     task.set_fewshot_seed(FEW_SHOT_SEED)  # else the examples would be others in every run
     items = []

@@ -107,20 +107,11 @@ def _step(rng: random.Random, value: int) -> tuple[str, int, int]:
     """An operation that keeps the value whole and in range, with its number and its result."""
     while True:
         operation = rng.choice("++--*/")
-        if operation == "+":
-            n = rng.randint(*TERMS)
-            result = value + n
-        elif operation == "-":
-            n = rng.randint(*TERMS)
-            result = value - n
-        elif operation == "*":
-            n = rng.choice(FACTORS)
-            result = value * n
-        else:
-            n = rng.choice(DIVISORS)
-            if value % n:
-                continue
-            result = value // n
+        choices = {"*": FACTORS, "/": DIVISORS}.get(operation)
+        n = rng.choice(choices) if choices else rng.randint(*TERMS)
+        if operation == "/" and value % n:
+            continue
+        result = {"+": value + n, "-": value - n, "*": value * n, "/": value // n}[operation]
         if 0 <= result <= LARGEST and not (value == 0 and operation in "*/"):  # 0 times 2 teaches nothing
             return operation, n, result
 

@@ -1,8 +1,8 @@
-"""The bundled model's problems as a task of the experiment with noise in training (`noisescope experiment phases`).
+"""The bundled model's problems as tasks of `noisescope experiment phases`: learned from answers, or from rewards.
 
-From scratch, or on from the bundled model. Answers are judged teacher-forced: greedy decoding gives the answer exactly
-where each of its tokens, the end among them, is the likeliest after the right tokens before it. So one forward says
-what generation would, with the same draws of noise token by token.
+Answers are judged teacher-forced: greedy decoding gives the answer exactly where each of its tokens, the end among
+them, is the likeliest after the right tokens before it. So one forward shows what generation would give, with the same
+draws of noise token by token.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from noisescope.demo import folder, problems, train, training_data
-from noisescope.errors import InvalidInput, unknown
+from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.identity import registered
 from noisescope.model.forwards import evaluating
 
@@ -45,9 +45,7 @@ class Arithmetic:
         if self.start not in STARTS:
             raise unknown("start", self.start, STARTS)
         for name in ("steps", "batch", "examples", "tests", "layers", "width"):
-            value = getattr(self.settings, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name} must be a whole number from 1 on, got {value!r}")
+            whole_number(vars(self.settings)[name], name)
         if self.settings.width not in (32, 96) and self.settings.width % 64:
             raise InvalidInput(
                 f"width must be 32, 96 or a multiple of 64 (heads of 32 that share keys two by two), got "
@@ -67,52 +65,52 @@ class Arithmetic:
     def prepare(self, cache: Path, *, workers: int) -> None:
         """Make the training problems once, for all processes; the file is whole or not there."""
         if not _readable(cache):
-            tests = {item.prompt for item in self._tests()}
-            calibration = {item.prompt for item in self._calibration()}
-            data = training_data.training_set(self.settings.examples, frozenset(tests | calibration), workers=workers)
+            tests = problems.held_out(self.settings.tests, train.TEST_SEED)
+            calibration = problems.held_out(HELD_OUT, train.CALIBRATION_SEED)
+            without = frozenset(item.prompt for item in [*tests, *calibration])
+            data = training_data.training_set(self.settings.examples, without, workers=workers)
             part = cache.with_suffix(".part")
             with part.open("wb") as file:
                 np.savez_compressed(file, tokens=data.tokens, ends=data.ends, values=data.values)
             part.replace(cache)
 
-    def begin(self, seed: int, *, device: str, cache: Path) -> train.Fitting:
+    def begin(self, seed: int, *, device: str, cache: Path) -> train.TrainingLoop:
         """A model before its first step: weights (from scratch) and the order of problems are those of the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            fitting = train.Fitting(
-                self._model().to(device), _training_data(cache, device), self.settings, device=device
-            )
-        fitting.order.manual_seed(seed)
-        return fitting
+            data = _training_data(cache, device)
+            loop = train.TrainingLoop(self._model().to(device), data, self.settings, device=device)
+        loop.order.manual_seed(seed)
+        return loop
 
     @torch.no_grad()
-    def held_out_loss(self, fitting: train.Fitting) -> float:
+    def held_out_loss(self, loop: train.TrainingLoop) -> float:
         """The answer's loss on problems that are not trained on."""
-        batch = _encoded(train.CALIBRATION_SEED, HELD_OUT, fitting.device)
-        with evaluating(fitting.losses):
-            return float(fitting.losses(batch.pick(torch.arange(HELD_OUT, device=fitting.device)))["answer"])
+        batch = _encoded(train.CALIBRATION_SEED, HELD_OUT, loop.device)
+        with evaluating(loop.losses):
+            return float(loop.losses(batch.pick(torch.arange(HELD_OUT, device=loop.device)))["answer"])
 
     @torch.no_grad()
     def right(self, model: nn.Module, name_rows: Callable[[Iterable[int]], None] = lambda samples: None) -> list[bool]:
-        """Whether each test problem is answered; `name_rows` is told which problems the next forward holds."""
+        """Whether each test problem is answered; `name_rows` gets the problems of the next forward."""
         device = str(next(model.parameters()).device)
         tokens = _encoded(train.TEST_SEED, self.settings.tests, device).tokens.long()
-        question = training_data.make_tokenizer().convert_tokens_to_ids("?")
         found: list[bool] = []
         for start in range(0, len(tokens), _EVALUATED):
             part = tokens[start : start + _EVALUATED]
             name_rows(range(start, start + len(part)))
             with evaluating(model):
                 logits = model(input_ids=part, use_cache=False).logits
-            found += _answered(logits, part, question).tolist()
+            likeliest = logits[:, :-1].argmax(-1) == part[:, 1:]
+            found += (likeliest | ~training_data.answer_mask(part)).all(1).tolist()
         return found
 
     def data_name(self) -> str:
-        """What tells this task's test problems from others."""
+        """A name for this task's test problems."""
         return f"arithmetic, seed {train.TEST_SEED}, {self.settings.tests} problems"
 
     def dtype(self, device: str) -> torch.dtype:
-        """What products are computed in while training (train.Fitting)."""
+        """What products are computed in while training (train.TrainingLoop)."""
         return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
     def _model(self) -> LlamaForCausalLM:
@@ -122,11 +120,43 @@ class Arithmetic:
             return model
         return train.make_model(self.settings.layers, self.settings.width, len(training_data.make_tokenizer()))
 
-    def _tests(self) -> list[problems.Problem]:
-        return problems.held_out(self.settings.tests, train.TEST_SEED)
 
-    def _calibration(self) -> list[problems.Problem]:
-        return problems.held_out(HELD_OUT, train.CALIBRATION_SEED)
+@registered("noisescope.demo.Practice")
+@dataclass(frozen=True)
+class Practice(Arithmetic):
+    """The problems learned from rewards (GRPO): settings.batch problems per step, each answered `completions` times.
+
+    The bundled model answers 98 % of them, and a model that is always right learns nothing from rewards. So its weights
+    are worn first, every matrix by 1 + wear z with z standard normal: at 15 % about 75 % of the answers are left, and
+    practice has to bring back the rest. Held-out problems, and how they are judged, are those of the supervised task.
+    """
+
+    completions: int = 8
+    temperature: float = 1.0
+    wear: float = 0.15
+
+    method = "grpo"
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return training_data.make_tokenizer()
+
+    def questions(self, loop: train.TrainingLoop) -> list[dict[str, str]]:
+        """The training problems as text: "prompt" and "answer"."""
+        texts = self.tokenizer().batch_decode(loop.data.tokens.long(), skip_special_tokens=True)
+        parts = (text.partition("?") for text in texts)
+        return [{"prompt": story + mark, "answer": answer.strip()} for story, mark, answer in parts]
+
+    def dtype(self, device: str) -> torch.dtype:
+        return torch.float32  # the Trainer is configured to use nothing else
+
+    @torch.no_grad()
+    def _model(self) -> LlamaForCausalLM:
+        """Worn by the random state of the caller, which `begin` sets to the seed."""
+        model = super()._model()
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(1 + self.wear * torch.randn_like(weight))
+        return model
 
 
 def arithmetic(start: str, *, steps: int | None = None, rate: float | None = None, **settings: int) -> Arithmetic:
@@ -144,11 +174,15 @@ def arithmetic(start: str, *, steps: int | None = None, rate: float | None = Non
     return Arithmetic(replace(chosen, warm_up=min(chosen.warm_up, max(1, chosen.steps // 5))), start)
 
 
-def _answered(logits: Tensor, tokens: Tensor, question: int) -> Tensor:
-    """[B]: whether every token after the question mark, up to the end, is the likeliest; tokens [B, T]."""
-    target = tokens[:, 1:]
-    answer = ((tokens[:, :-1] == question).cumsum(1) > 0) & (target != training_data.PAD)
-    return ((logits[:, :-1].argmax(-1) == target) | ~answer).all(1)
+def practice(start: str, **settings: float | None) -> Practice:
+    """The task with settings that train in about five minutes on one core."""
+    if start != "bundled":
+        raise InvalidInput(
+            f"start {start!r} can't be trained by GRPO: rewards teach a model that is right now and then; use bundled"
+        )
+    given = {name: value for name, value in settings.items() if value is not None}
+    base = {"steps": 100, "batch": 16, "rate": 2e-5, "examples": 2000}
+    return Practice(arithmetic(start, **{**base, **given}).settings, start)  # type: ignore[arg-type]
 
 
 def _readable(cache: Path) -> bool:
@@ -170,54 +204,3 @@ def _training_data(cache: Path, device: str) -> training_data.Batch:
 @functools.lru_cache(maxsize=8)
 def _encoded(seed: int, count: int, device: str) -> training_data.Batch:
     return training_data.encode(problems.held_out(count, seed)).to(device)
-
-
-# The bundled model's problems learned from rewards: the task of `noisescope experiment phases --method grpo`.
-#
-# The bundled model answers 98 % of them, and who is always right learns nothing from rewards. So its weights are worn
-# first, every matrix by 1 + wear z with z standard normal: at 15 % about 75 % of the answers are left, and practice
-# has to bring back the rest. Held-out problems, and how they are judged, are those of the supervised task.
-
-
-@registered("noisescope.demo.Practice")
-@dataclass(frozen=True)
-class Practice(Arithmetic):
-    """settings.batch problems a step, each answered `completions` times."""
-
-    completions: int = 8
-    temperature: float = 1.0
-    wear: float = 0.15
-
-    method = "grpo"
-
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        return training_data.make_tokenizer()
-
-    def questions(self, fitting: train.Fitting) -> list[dict[str, str]]:
-        """The training problems as text: "prompt" and "answer"."""
-        texts = self.tokenizer().batch_decode(fitting.data.tokens.long(), skip_special_tokens=True)
-        parts = (text.partition("?") for text in texts)
-        return [{"prompt": story + mark, "answer": answer.strip()} for story, mark, answer in parts]
-
-    def dtype(self, device: str) -> torch.dtype:
-        return torch.float32  # the Trainer is told to use nothing else
-
-    @torch.no_grad()
-    def _model(self) -> LlamaForCausalLM:
-        """Worn by the random state of the caller, which `begin` sets to the seed."""
-        model = super()._model()
-        for weight in model.parameters():
-            if weight.ndim == 2:
-                weight.mul_(1 + self.wear * torch.randn_like(weight))
-        return model
-
-
-def practice(start: str, **settings: float | None) -> Practice:
-    """The task with settings that train in about five minutes on one core."""
-    if start != "bundled":
-        raise InvalidInput(
-            f"start {start!r} can't be trained by GRPO: rewards teach a model that is right now and then; use bundled"
-        )
-    given = {name: value for name, value in settings.items() if value is not None}
-    base = {"steps": 100, "batch": 16, "rate": 2e-5, "examples": 2000}
-    return Practice(arithmetic(start, **{**base, **given}).settings, start)  # type: ignore[arg-type]

@@ -1,4 +1,12 @@
-"""How many problems the bundled model solves, clean and under noise."""
+"""Make the bundled model from nothing.
+
+    python -m noisescope.demo.train OUT_DIR
+
+About 4 minutes on an H200 with 16 cores: one to make the problems and to start, two to train. On a CPU only for trying
+out: --steps 5 --device cpu. Writes OUT_DIR/model (Hugging Face folder, bfloat16 safetensors, tokenizer), test.jsonl,
+calibration.jsonl and training.json (settings, losses, exact match on the held-out problems with and without noise).
+Data and order are the same each time; weights are not quite, since a GPU adds in varying order.
+"""
 
 from __future__ import annotations
 
@@ -25,50 +33,6 @@ from noisescope.identity import registered
 from noisescope.model.forwards import evaluating
 
 NOISE_LEVELS = (0.02, 0.05, 0.1)
-
-
-@torch.no_grad()
-def exact_match(model: Any, words: Any, items: Sequence[Problem], *, batch: int = 250) -> list[bool]:
-    """Whether each problem's answer comes out, by greedy decoding from its prompt."""
-    right: list[bool] = []
-    for start in range(0, len(items), batch):
-        part = items[start : start + batch]
-        inputs = words([item.prompt for item in part], padding=True, return_tensors="pt").to(model.device)
-        asked = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
-        with evaluating(model):
-            out = model.generate(**asked, max_new_tokens=4, do_sample=False)
-        texts = words.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += [text.strip() == item.answer for text, item in zip(texts, part, strict=True)]
-    return right
-
-
-def evaluate(folder: Path, items: Sequence[Problem], *, device: str) -> dict[str, Any]:
-    """Exact match of the saved model by noise level (relative Gaussian on every linear's output) and by steps."""
-    subject = ns.load(folder, device=device)
-    clean = exact_match(subject.model, subject.tokenizer, items)
-    by_steps = {
-        str(steps): sum(ok for ok, item in zip(clean, items, strict=True) if item.steps == steps)
-        / max(1, sum(item.steps == steps for item in items))
-        for steps in problems.STEPS
-    }
-    by_noise = {"0.0": sum(clean) / len(items)}
-    for scale in NOISE_LEVELS:
-        injection = ns.Injection(ns.Gaussian(scale), operators=frozenset({"linear"}), phases=frozenset({"forward"}))
-        with ns.inject(subject.model, injection):
-            by_noise[str(scale)] = sum(exact_match(subject.model, subject.tokenizer, items)) / len(items)
-    return {"n": len(items), "exact_match_by_noise": by_noise, "clean_exact_match_by_steps": by_steps}
-
-
-# Make the bundled model from nothing.
-#
-# python -m noisescope.demo.train OUT_DIR
-#
-# About 4 minutes on an H200 with 16 cores: one to make the problems and to start, two to train. On a CPU only for
-# trying out: --steps 5 --device cpu. Writes OUT_DIR/model (Hugging Face folder, bfloat16 safetensors, tokenizer),
-# test.jsonl, calibration.jsonl and training.json (settings, losses, exact match on the held-out problems with and
-# without noise). Data and order are the same each time; weights are not quite, since a GPU adds in varying order.
-
-
 TEST_SEED, CALIBRATION_SEED = 1_000_003, 1_000_033
 STORY = 0.1  # weight of the story's loss beside the answer's 1
 LOG_EVERY = 100
@@ -119,16 +83,16 @@ def _as_it_is(block: nn.Module) -> nn.Module:
     return block
 
 
-class Losses(nn.Module):
+class TrainingLosses(nn.Module):
     """The training losses, with heads that read the running value inside the model and are thrown away afterwards.
 
     What a token finds out in the last block no later token can use, so the value after sentence k has to be there
     early: it is asked for at depth (k + 1) / (SENTENCES + 1) of the blocks, which leaves some for the answer.
     """
 
-    def __init__(self, model: LlamaForCausalLM, question: int, compiler: Compiler = _as_it_is) -> None:
+    def __init__(self, model: LlamaForCausalLM, compiler: Compiler = _as_it_is) -> None:
         super().__init__()
-        self.model, self.question = model, question
+        self.model = model
         layers, width = len(model.model.layers), model.config.hidden_size
         self.depths = [round(layers * (k + 1) / (SENTENCES + 1)) for k in range(SENTENCES)]
         self.heads = nn.ModuleList(
@@ -154,7 +118,7 @@ class Losses(nn.Module):
         logits, states = self.logits(batch.tokens)
         target = batch.tokens[:, 1:]
         loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), target.flatten(), reduction="none").view_as(target)
-        answer = ((batch.tokens[:, :-1] == self.question).cumsum(1) > 0) & (target != PAD)
+        answer = training_data.answer_mask(batch.tokens)
         story = (target != PAD) & ~answer
         losses = {"answer": (loss * answer).sum() / answer.sum(), "story": (loss * story).sum() / story.sum()}
         rows = torch.arange(len(target), device=target.device)
@@ -167,15 +131,15 @@ class Losses(nn.Module):
         return losses
 
 
-class Fitting:
-    """A model in training, a step at a time. The state after a step can be kept, and taken up again by another."""
+class TrainingLoop:
+    """A model in training, a step at a time. The state after a step can be saved, and resumed by another."""
 
     def __init__(
         self, model: LlamaForCausalLM, data: Batch, settings: Settings, *, device: str, compiler: Compiler = _as_it_is
     ) -> None:
         self.model, self.data, self.settings, self.device = model, data, settings, device
         self.on_gpu = torch.device(device).type == "cuda"
-        self.losses = Losses(model, training_data.make_tokenizer().convert_tokens_to_ids("?"), compiler).to(device)
+        self.losses = TrainingLosses(model, compiler).to(device)
         self.optimizer = torch.optim.AdamW(
             self.losses.parameters(), lr=settings.rate, weight_decay=0.05, betas=(0.9, 0.98), fused=self.on_gpu
         )
@@ -226,26 +190,22 @@ def fit(model: LlamaForCausalLM, data: Batch, settings: Settings, *, device: str
     """Train in place; returns a line of losses now and then."""
     started = time.monotonic()
     compiler = functools.partial(torch.compile, dynamic=False) if device == "cuda" else _as_it_is
-    fitting = Fitting(model, data, settings, device=device, compiler=compiler)
+    loop = TrainingLoop(model, data, settings, device=device, compiler=compiler)
     lines: list[dict[str, Any]] = []
     progress = 0.0
     while progress < 1:
-        progress = max((fitting.step + 1) / settings.steps, (time.monotonic() - started) / settings.seconds)
-        parts = fitting.advance(progress)
-        if fitting.step % LOG_EVERY == 0 or progress >= 1:
+        progress = max((loop.step + 1) / settings.steps, (time.monotonic() - started) / settings.seconds)
+        parts = loop.advance(progress)
+        if loop.step % LOG_EVERY == 0 or progress >= 1:
             seconds = round(time.monotonic() - started)
             numbers = {name: round(part.item(), 4) for name, part in parts.items()}
-            lines.append({"step": fitting.step, "seconds": seconds, **numbers})
+            lines.append({"step": loop.step, "seconds": seconds, **numbers})
             print(lines[-1], flush=True)
     return lines
 
 
-def write_problems(path: Path, items: Sequence[Problem]) -> None:
-    path.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in items), "utf-8")
-
-
 def build(out: Path, settings: Settings, *, device: str, workers: int) -> dict[str, Any]:
-    """Data, training, files, evaluation; returns what training.json says."""
+    """Data, training, files, evaluation; returns what is written to training.json."""
     tests = problems.held_out(settings.tests, TEST_SEED)
     seen = frozenset(item.prompt for item in tests)
     calibration = problems.held_out(settings.calibrations, CALIBRATION_SEED, without=seen)
@@ -259,8 +219,9 @@ def build(out: Path, settings: Settings, *, device: str, workers: int) -> dict[s
     model.to(torch.bfloat16).save_pretrained(out / "model")
     words.save_pretrained(out / "model")
     (out / "model" / "model.safetensors").chmod(0o644)  # it is written for its owner alone
-    write_problems(out / "test.jsonl", tests)
-    write_problems(out / "calibration.jsonl", calibration)
+    for name, items in (("test.jsonl", tests), ("calibration.jsonl", calibration)):
+        lines = [json.dumps({"prompt": item.prompt, "answer": item.answer}) + "\n" for item in items]
+        (out / name).write_text("".join(lines), "utf-8")
     report = {
         "settings": dataclasses.asdict(settings),
         "machine": torch.cuda.get_device_name() if device == "cuda" else "CPU",
@@ -271,6 +232,38 @@ def build(out: Path, settings: Settings, *, device: str, workers: int) -> dict[s
     }
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     return report
+
+
+@torch.no_grad()
+def exact_match(model: Any, words: Any, items: Sequence[Problem], *, batch: int = 250) -> list[bool]:
+    """Whether each problem's answer comes out, by greedy decoding from its prompt."""
+    right: list[bool] = []
+    for start in range(0, len(items), batch):
+        part = items[start : start + batch]
+        inputs = words([item.prompt for item in part], padding=True, return_tensors="pt").to(model.device)
+        asked = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        with evaluating(model):
+            out = model.generate(**asked, max_new_tokens=4, do_sample=False)
+        texts = words.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += [text.strip() == item.answer for text, item in zip(texts, part, strict=True)]
+    return right
+
+
+def evaluate(folder: Path, items: Sequence[Problem], *, device: str) -> dict[str, Any]:
+    """Exact match of the saved model by noise level (relative Gaussian on every linear's output) and by steps."""
+    subject = ns.load(folder, device=device)
+    clean = exact_match(subject.model, subject.tokenizer, items)
+    by_steps = {
+        str(steps): sum(ok for ok, item in zip(clean, items, strict=True) if item.steps == steps)
+        / max(1, sum(item.steps == steps for item in items))
+        for steps in problems.STEPS
+    }
+    by_noise = {"0.0": sum(clean) / len(items)}
+    for scale in NOISE_LEVELS:
+        injection = ns.Injection(ns.Gaussian(scale), operators=frozenset({"linear"}), phases=frozenset({"forward"}))
+        with ns.inject(subject.model, injection):
+            by_noise[str(scale)] = sum(exact_match(subject.model, subject.tokenizer, items)) / len(items)
+    return {"n": len(items), "exact_match_by_noise": by_noise, "clean_exact_match_by_steps": by_steps}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,7 +1,8 @@
-"""The tokenizer of the bundled model: whole words, single digits, single punctuation marks, each with its space."""
+"""The bundled model's tokenizer, and its training problems as tensors, made by several processes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pool
@@ -19,10 +20,19 @@ from noisescope.demo.problems import Problem
 PAD, BOS, EOS, UNK = range(4)
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 _SPACE = "▁"  # sentencepiece's mark for a space, so "38" after a space is the two tokens "▁3" and "8"
+TRAIN_SEED = 7_000
+TRAIN_STEPS, TRAIN_WEIGHTS = (1, 2, 3, 4), (1, 2, 3, 4)  # easy problems first teach the single operations
+LENGTH = 64  # tokens of the longest problem with its answer, rounded up
+CHUNK = 10_000  # problems a worker makes at a time, with a seed of their own
+SENTENCES = max(problems.STEPS) + 1  # the opening and one for each operation
+NO_VALUE = 255
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A text becomes <bos> and its pieces; decoding gives the text back. The vocabulary is that of the templates."""
+    """Whole words, single digits, single punctuation marks, each with its space; the vocabulary is the templates'.
+
+    A text becomes <bos> and its pieces; decoding gives the text back.
+    """
     splitter = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always"),
@@ -52,15 +62,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# Problems as numbers, and a training set of them, made by several processes.
+@functools.cache
+def _question_mark() -> int:
+    return int(make_tokenizer().convert_tokens_to_ids("?"))
 
 
-TRAIN_SEED = 7_000
-TRAIN_STEPS, TRAIN_WEIGHTS = (1, 2, 3, 4), (1, 2, 3, 4)  # easy problems first teach the single operations
-LENGTH = 64  # tokens of the longest problem with its answer, rounded up
-CHUNK = 10_000  # problems a worker makes at a time, with a seed of their own
-SENTENCES = max(problems.STEPS) + 1  # the opening and one for each operation
-NO_VALUE = 255
+def answer_mask(tokens: Tensor) -> Tensor:
+    """[B, T - 1] for tokens [B, T]: True where the next token is one of the answer, behind the question mark."""
+    return ((tokens[:, :-1] == _question_mark()).cumsum(1) > 0) & (tokens[:, 1:] != PAD)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,7 @@ def encode(items: Sequence[Problem]) -> Batch:
 
 
 def training_problems(chunk: int, count: int, without: frozenset[str]) -> list[Problem]:
+    """The first problems of a chunk, none of whose prompts is in `without`."""
     source = problems.stream(TRAIN_SEED + chunk, steps=TRAIN_STEPS, weights=TRAIN_WEIGHTS, without=without)
     return [next(source) for _ in range(count)]
 

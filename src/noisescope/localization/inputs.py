@@ -16,10 +16,10 @@ from noisescope.comparison.records import Record, read_record
 from noisescope.data.dataset import built_in
 from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import Anatomy, dissect
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import Prompts as Prompts
-from noisescope.model.forwards import check_vocabulary, dtype_of, evaluating, last_of, vocabulary_of
+from noisescope.model.forwards import check_vocabulary, dtype_of, evaluating, last_token_logits, vocabulary_size
 from noisescope.model.forwards import device_of as device_of
-from noisescope.model.source import model_fingerprint
 from noisescope.model.subject import Subject
 from noisescope.probe.scope import unwrap
 
@@ -246,7 +246,7 @@ def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
 
 
 def _forward(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = last_of(model, ids)
+    logits = last_token_logits(model, ids)
     if logits is None:
         raise InvalidInput(
             f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: it is no language model"
@@ -260,7 +260,7 @@ def prompt_ids(
 ) -> Prompts:
     """Prompts as token ids: the caller's texts or ids, else built-in text, or seeded ids without a tokenizer."""
     if prompts is None:
-        vocabulary = vocabulary_of(model)
+        vocabulary = vocabulary_size(model)
         if vocabulary is None:
             raise InvalidInput(f"{type(model).__name__} takes no token ids: prompts can't be made up for it")
         return _built_in(tokenizer, vocabulary, seed, count, length)

@@ -29,7 +29,7 @@ from noisescope.localization.inputs import parts_of, recorded
 from noisescope.localization.roundoff_floors import Reference, rounded_once
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
-from noisescope.model.forwards import device_of, evaluating, last_of
+from noisescope.model.forwards import device_of, evaluating, last_token_logits
 from noisescope.model.subject import Subject
 from noisescope.probe.operator_calls import FUSED
 from noisescope.probe.scope import PlainScope
@@ -64,7 +64,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
         ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
         log.begin(number, keeping_prints=False, repeated=False)
         with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, log):
-            last_of(model, ids)
+            last_token_logits(model, ids)
     found = conclude(log)
     notes = found.notes
     if len(kept) < len(record.sites):

@@ -60,7 +60,7 @@ class Anatomy:
     notes: tuple[str, ...] = ()
 
     def operators(self) -> set[str]:
-        """The operators this model surely computes."""
+        """The operators this model certainly computes."""
         return {op for unit in self.units if unit.certain for op in unit.operators}
 
     def absent(self) -> list[str]:
@@ -273,7 +273,7 @@ def _is_innermost_attention(module: nn.Module) -> bool:
 
 
 def _names_in_forward(module: nn.Module) -> set[str]:
-    """Names that the module's own forward mentions (BLOOM's attention says baddbmm, Llama's says no product at all)."""
+    """Names that the module's own forward mentions (BLOOM's attention has baddbmm, Llama's has no product at all)."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set(code.co_names) if code is not None else set()
 

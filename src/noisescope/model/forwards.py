@@ -1,4 +1,4 @@
-"""Evaluation mode as a scope: every measurement runs in it, and every module gets its own mode back."""
+"""Run a model on token ids as it is: in evaluation mode, on its own device, at once or token by token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
+
+Prompts = tuple[tuple[int, ...], ...]  # token ids
 
 
 @contextmanager
@@ -31,12 +33,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             if module.training != training:  # a module that refused to change is not asked again
                 module.training = training
-
-
-# A model run on token ids as it is: its device, its dtype, its vocabulary, the last token's logits.
-
-
-Prompts = tuple[tuple[int, ...], ...]  # token ids
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
@@ -71,15 +67,15 @@ def dtype_of(model: nn.Module) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def vocabulary_of(model: nn.Module) -> int | None:
-    """How many token ids the model knows; None where it does not tell."""
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many token ids the model knows; None where its config has no such number."""
     found: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
     return found
 
 
 def check_vocabulary(model: nn.Module, prompts: Prompts, what: str) -> None:
     """Refuse token ids that the model has no embedding for, before a device stumbles over them."""
-    size = vocabulary_of(model)
+    size = vocabulary_size(model)
     if size is None:
         return
     beyond = [i for ids in prompts for i in ids if not 0 <= i < size]
@@ -90,7 +86,7 @@ def check_vocabulary(model: nn.Module, prompts: Prompts, what: str) -> None:
         )
 
 
-def last_of(model: nn.Module, ids: Tensor) -> Tensor | None:
+def last_token_logits(model: nn.Module, ids: Tensor) -> Tensor | None:
     """Run token ids [B, T]: the last token's logits [B, V], or None where the model gives no [B, T, V]."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         y: Any = model(input_ids=ids, decoder_input_ids=ids)
@@ -100,12 +96,9 @@ def last_of(model: nn.Module, ids: Tensor) -> Tensor | None:
     return logits[:, -1].detach() if isinstance(logits, Tensor) and logits.dim() == 3 else None
 
 
-# A model that reads a sequence token by token, as it does in generation: each step is a forward of its own.
-
-
 @torch.no_grad()
-def stepwise(model: nn.Module, ids: Sequence[int], first: int) -> Tensor:
-    """Logits [len(ids) - first, V] that predict ids[first:].
+def stepwise_logits(model: nn.Module, ids: Sequence[int], first: int) -> Tensor:
+    """Logits [len(ids) - first, V] that predict ids[first:], one forward per token as in generation.
 
     Forward 0 reads ids[:first] at once, forward i the token ids[first + i - 1] alone, with what was kept of those
     before it: an error in one of them stays in the cache.

@@ -42,7 +42,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.txt"
 
 @dataclass(frozen=True)
 class Subject:
-    """The model under test, with what is needed to feed it and to aim at its parts."""
+    """The model under test, with what is needed to run it and to target its parts."""
 
     model: nn.Module
     tokenizer: Any  # None where the source has none (a vision model, a bare module)
@@ -56,7 +56,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """Where a model lies: a folder, and the GGUF file or the state dict in it if that is what was asked for."""
+    """Where a model is stored: a folder, and the GGUF file or the state dict in it if that is what was asked for."""
 
     source: str
     folder: Path
@@ -155,7 +155,7 @@ def outline(
 ) -> Subject:
     """The same model on the meta device, without tokenizer: only the config is read, so size does not matter.
 
-    A quantised checkpoint shows plain linears here, since quantisers replace them on loading; a note says so.
+    A quantised checkpoint shows plain linears here, since quantisers replace them on loading (with a note).
     """
     wanted = _dtype(dtype)
     if str(source).startswith("tiny:"):
@@ -195,7 +195,7 @@ def _tiny(source: str, dtype: torch.dtype | None, attention: str | None, device:
 
 
 def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: bool = True) -> _Checkpoint:
-    """Where the files of a source lie, or an error that says what would be right."""
+    """Where the files of a source are, or an error that names what would be right."""
     text, path = str(source), Path(source).expanduser()
     if text == "demo":  # a folder of that name is ./demo
         path = demo.folder()
@@ -210,7 +210,9 @@ def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: b
         )
     if path.is_file():
         if path.suffix.lower() == ".gguf":
-            _need_gguf()
+            missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+            if missing:
+                raise MissingExtra(f"a .gguf file needs {' and '.join(missing)}: pip install 'noisescope[gguf]'")
             return _Checkpoint(text, path.parent, path.name, trusted)
         hint = f"pass its folder, {path.parent}" if path.suffix == ".safetensors" else ALLOWED
         raise InvalidInput(f"{text} is a file that can't be loaded as a model: {hint}")
@@ -323,12 +325,6 @@ def _tokenizer(checkpoint: _Checkpoint) -> Any:
     return AutoTokenizer.from_pretrained(checkpoint.folder, **checkpoint.arguments()) if present else None
 
 
-def _need_gguf() -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtra(f"a .gguf file needs {' and '.join(missing)}: pip install 'noisescope[gguf]'")
-
-
 def _gguf_reader(checkpoint: _Checkpoint) -> Any:
     from gguf import GGUFReader
 
@@ -343,10 +339,8 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """None means as stored."""
     if dtype is None or dtype == "auto":
         return None
-    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
-        return dtype
-    known = _DTYPES.get(str(dtype))
-    if known is None:
+    known = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype))
+    if known not in _DTYPES.values():
         raise unknown("dtype", str(dtype), [*_DTYPES, "auto"])
     return known
 

@@ -1,4 +1,4 @@
-"""Token sequences laid out as batches of tensors, with the map from scored tokens back to samples."""
+"""Token sequences laid out as batches of tensors, and scores of their tokens gathered into one value per sample."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from noisescope.data.tokens import Encoded, Sequence
 from noisescope.measures.divergence import clean_scores, compare
 from noisescope.trials import Slice, content_id
 
-_CHOICE = 1 << 40  # the choices of one sample draw different noise: row id = sample + choice * _CHOICE
+Array = NDArray[np.float64]
+
+CHOICE = 1 << 40  # the choices of one sample draw different noise: row id = sample + choice * CHOICE
 
 
 @dataclass(frozen=True)
 class Material:
-    """Encoded samples of one data set, and what tells right from wrong."""
+    """Encoded samples of one data set, with their right answers."""
 
     encoded: Encoded
     kind: str  # "text", "answer", "choice", "chat"
@@ -31,16 +33,19 @@ class Material:
     @cached_property
     def fingerprint(self) -> str:
         """Of the token sequences: the same text under another tokenizer is another material."""
-        return content_id(
-            [self.kind, self.labels, [[list(_facts(s)) for s in group] for group in self.encoded.sequences]]
-        )
+        facts = [[[s.sample, s.ids, s.start, s.final, s.choice] for s in group] for group in self.encoded.sequences]
+        return content_id([self.kind, self.labels, facts])
 
     def __len__(self) -> int:
         return len(self.encoded.sequences)
 
+    def groups(self, part: Slice) -> tuple[tuple[Sequence, ...], ...]:
+        """The sequences of each sample of a slice."""
+        return self.encoded.sequences[part.start : part.stop]
 
-def _facts(sequence: Sequence) -> tuple[object, ...]:
-    return (sequence.sample, sequence.ids, sequence.start, sequence.final, sequence.choice)
+    def samples(self, part: Slice) -> tuple[int, ...]:
+        """The numbers of a slice's samples."""
+        return tuple(group[0].sample for group in self.groups(part))
 
 
 def whole_samples(material: Material) -> Material:
@@ -69,12 +74,13 @@ class Piece:
 class Batch:
     """Right-padded tokens, and where the scored ones are.
 
-    No attention mask: under causal attention nothing scored ever looks at the padding behind it, and without a mask
+    No attention mask: under causal attention no scored token attends to the padding behind it, and without a mask
     attention keeps its fast kernel.
     """
 
     ids: Tensor  # [B, T]
     rows: Tensor  # [B] names of the rows for the noise
+    lengths: Tensor  # [B] tokens before the padding
     pieces: tuple[Piece, ...]  # in order of position
 
     @property
@@ -98,67 +104,46 @@ def lay_out(
     ids = torch.zeros(len(rows), length, dtype=torch.int64)
     for row, (_, s) in enumerate(rows):
         ids[row, : len(s.ids)] = torch.tensor(s.ids)
-    names = torch.tensor([s.sample + s.choice * _CHOICE for _, s in rows])
+    names = torch.tensor([s.sample + s.choice * CHOICE for _, s in rows])
+    lengths = torch.tensor([len(s.ids) for _, s in rows])
     pieces = tuple(_piece(rows, at, min(at + step, end), device) for at in range(begin, end, step))
-    return Batch(ids.to(device), names, pieces)
+    return Batch(ids.to(device), names, lengths, pieces)
 
 
 def _piece(rows: list[tuple[int, Sequence]], begin: int, end: int, device: torch.device | str) -> Piece:
-    scored, targets, owners, final, sequences, choices, keys = ([] for _ in range(7))
-    for row, (owner, s) in enumerate(rows):
-        for t in range(max(s.start, begin + 1), min(len(s.ids), end + 1)):
-            scored.append(row * (end - begin) + t - 1 - begin)
-            targets.append(s.ids[t])
-            owners.append(owner)
-            final.append(t >= s.final)
-            sequences.append(row)
-            choices.append(s.choice)
-            keys.append(((s.sample + s.choice * 1_000_003) << 20) + t)
-
-    def there(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64).to(device)
-
-    return Piece(
-        kept=torch.arange(begin, end, device=device),
-        scored=there(scored),
-        targets=there(targets),
-        owners=there(owners),
-        final=there(final).bool(),
-        sequences=there(sequences),
-        choices=there(choices),
-        keys=there(keys),
-    )
+    found = [
+        (row * (end - begin) + t - 1 - begin, s.ids[t], owner, t >= s.final, row, s.choice,
+         ((s.sample + s.choice * 1_000_003) << 20) + t)
+        for row, (owner, s) in enumerate(rows)
+        for t in range(max(s.start, begin + 1), min(len(s.ids), end + 1))
+    ]  # fmt: skip
+    table = torch.tensor(found, dtype=torch.int64).reshape(-1, 7).T.contiguous().to(device)
+    scored, targets, owners, final, sequences, choices, keys = table
+    kept = torch.arange(begin, end, device=device)
+    return Piece(kept, scored, targets, owners, final.bool(), sequences, choices, keys)
 
 
-# From scores of tokens to one number per sample.
-
-
-Array = NDArray[np.float64]
-
-
-def tokens_compared(piece: Piece, clean: Tensor, noisy: Tensor | None) -> dict[str, Tensor]:
-    """Scores of every scored token [N]; `noisy` [B * K, V], or None for the clean model's own."""
-    targets = piece.targets.to(clean.device)
-    if noisy is None:
-        return clean_scores(clean, targets)
-    return compare(clean, noisy, piece.scored.to(noisy.device), targets)
-
-
-class Gathered:
-    """Token scores of a slice; they are fetched from the device once, at the end."""
+class SampleScores:
+    """Token scores of a slice, gathered by sample; they are fetched from the device once, at the end."""
 
     def __init__(self, material: Material, part: Slice) -> None:
         self.kind = material.kind
-        self.groups = material.encoded.sequences[part.start : part.stop]
+        self.samples = material.samples(part)
         self.labels = material.labels[part.start : part.stop]
         self.parts: list[tuple[Piece, dict[str, Tensor]]] = []
 
-    def add(self, piece: Piece, scores: dict[str, Tensor]) -> None:
+    def add(self, piece: Piece, clean: Tensor, noisy: Tensor | None = None) -> None:
+        """Score a piece by its clean logits [N, V] of scored rows, and by its noisy ones [B * K, V] if given."""
+        targets = piece.targets.to(clean.device)
+        if noisy is None:
+            scores = clean_scores(clean, targets)
+        else:
+            scores = compare(clean, noisy, piece.scored.to(noisy.device), targets)
         self.parts.append((piece, scores))
 
-    def settle(self) -> tuple[tuple[int, ...], dict[str, tuple[float | None, ...]]]:
+    def by_sample(self) -> tuple[tuple[int, ...], dict[str, tuple[float | None, ...]]]:
         """Sample ids, and each metric's values; a sample with a token that is not finite has None."""
-        count = len(self.groups)
+        count = len(self.samples)
         names = list(self.parts[0][1])
         sums = {name: np.zeros(count) for name in names}
         tokens, right = np.zeros(count), np.ones(count)
@@ -181,9 +166,8 @@ class Gathered:
         if self.kind == "text":
             columns["accuracy"] = columns["next_token_accuracy"]
         else:
-            columns["accuracy"] = self._choices(likelihoods) if self.kind == "choice" else right
-        samples = tuple(group[0].sample for group in self.groups)
-        return samples, {name: tuple(map(_finite, column)) for name, column in columns.items()}
+            columns["accuracy"] = self._choice_accuracy(likelihoods) if self.kind == "choice" else right
+        return self.samples, {name: tuple(map(_finite, column)) for name, column in columns.items()}
 
     def _counted(self, piece: Piece, owners: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tokens that averages are taken over: of several choices, those of the right one."""
@@ -192,9 +176,9 @@ class Gathered:
         right: NDArray[np.bool_] = piece.choices.cpu().numpy() == np.array(self.labels)[owners]
         return right
 
-    def _choices(self, likelihoods: dict[tuple[int, int], float]) -> Array:
+    def _choice_accuracy(self, likelihoods: dict[tuple[int, int], float]) -> Array:
         """1 where the right choice has the highest log-likelihood; a tie goes to the earlier one."""
-        found: list[list[float]] = [[] for _ in self.groups]
+        found: list[list[float]] = [[] for _ in self.samples]
         for owner, row in sorted(likelihoods):
             found[owner].append(likelihoods[owner, row])
         picked = [int(np.argmax(np.nan_to_num(row, nan=-np.inf))) for row in found]

@@ -1,9 +1,9 @@
-"""Measures that listen to gradients: the Fisher screen, and what number formats would cost."""
+"""What a trial can measure, each a function (runner, trial) -> result, in the table `MEASURES`."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,80 +22,133 @@ from noisescope.measures.format_costs import (
     weight_of,
 )
 from noisescope.probe.capture import Capture
-from noisescope.probe.inject import inject
-from noisescope.runs.batches import Batch, Gathered, Material, tokens_compared
+from noisescope.probe.inject import Probe, inject
+from noisescope.runs.batches import CHOICE, SampleScores
 from noisescope.sites import Site, place_order
-from noisescope.trials import Result, Slice, Trial
+from noisescope.trials import Result, Trial
 
 if TYPE_CHECKING:
     from noisescope.runs.runner import Finish, TrialRunner
-
 
 SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
 FORMAT_SAMPLES = 8  # rounding errors are projected on the gradients of so many samples at once
 
 
+def score(runner: TrialRunner, trial: Trial) -> Finish:
+    """Teacher-forced: every scored token of every sample, clean against noisy, in one forward."""
+    part = trial.slice
+    scores = SampleScores(runner.materials[part.data], part)
+    if trial.injection is None:
+        clean = runner.clean(part)
+        for batch, pieces in zip(clean.batches, clean.logits, strict=True):
+            for piece, logits in zip(batch.pieces, pieces, strict=True):
+                scores.add(piece, logits)
+        return lambda: Result(*scores.by_sample())
+    probe = Probe(runner.model, trial.injection, anatomy=runner.anatomy, check=False)  # checked in finish(): that waits
+    counted = 0  # in one forward: how many forwards a slice takes is a matter of memory
+    for piece, before, after in runner.noisy(part, probe):
+        counted = counted or probe.tally.forward
+        scores.add(piece, before, after)
+
+    def finish() -> Result:
+        probe.check()
+        return Result(*scores.by_sample(), {"injections": counted})
+
+    return finish
+
+
+@contextlib.contextmanager
+def _injecting(runner: TrialRunner, trial: Trial) -> Iterator[Probe | None]:
+    """Inside, the trial's noise is on; None for a clean trial."""
+    if trial.injection is None:
+        yield None
+        return
+    probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
+    with probe:
+        yield probe
+
+
+def generate(runner: TrialRunner, trial: Trial) -> Result:
+    """Greedy generation from the prompts, judged by exact match: the answers a user would see."""
+    part = trial.slice
+    material = runner.materials[part.data]
+    prompts, answers = material.prompts[part.start : part.stop], material.answers[part.start : part.stop]
+    samples = material.samples(part)
+    if not prompts:
+        raise InvalidInput("there is nothing to generate from: generation needs prompts with answers")
+    with _injecting(runner, trial) as probe:
+        texts = generation.generate(
+            runner.model,
+            runner.subject.tokenizer,
+            list(prompts),
+            max_new_tokens=int(trial.settings["max_new_tokens"]),
+            batch_size=runner.batch_size(len(prompts)),
+            device=runner.device,
+            samples=list(samples),
+            on_batch=None if probe is None else lambda names, length: probe.rows(names),
+        )
+    runner.forwards += len(prompts)  # the prompts; what decoding adds depends on the answers
+    right = tuple(float(answers_match(text, answer)) for text, answer in zip(texts, answers, strict=True))
+    return Result(samples, {"accuracy": right}, {} if probe is None else {"injections": probe.tally.forward})
+
+
+def custom(runner: TrialRunner, trial: Trial) -> Result:
+    """The user's own metric: (model, batches) -> one score per sample, under the trial's noise."""
+    if runner.metric is None:
+        raise InvalidInput("this trial needs the caller's own metric, which this process does not have")
+    samples = runner.materials[trial.slice.data].samples(trial.slice)
+    batches = runner.batches(trial.slice)
+    with _injecting(runner, trial) as probe:
+
+        def inputs() -> Iterator[dict[str, Tensor]]:
+            for batch in batches:
+                if probe is not None:
+                    probe.rows(batch.rows)
+                yield {"input_ids": batch.ids}
+
+        scores = runner.metric(runner.model, inputs())
+    runner.forwards += sum(len(batch.ids) for batch in batches)
+    values = tuple(float(s) for s in scores)
+    if len(values) != len(samples):
+        raise InvalidInput(f"the metric gave {len(values)} scores for {len(samples)} samples: one per sample is needed")
+    return Result(samples, {"accuracy": values})
+
+
 def screen(runner: TrialRunner, trial: Trial) -> Result:
     """Fisher sums of every site: see measures/fisher.py. They are of noise at scale 1, summed over scored tokens."""
     assert trial.injection is not None
-    part = trial.slice
+    part, draws = trial.slice, int(trial.settings["draws"])
     scope = Screen(runner.model, trial.injection, anatomy=runner.anatomy)
-    tokens = _listen(runner, scope, trial, size=max(1, (part.stop - part.start) // SCREEN_PARTS))
-    return _screen_result(scope, runner.materials[part.data], part, tokens, int(trial.settings["draws"]))
-
-
-def _listen(runner: TrialRunner, scope: Listener, trial: Trial, *, size: int) -> dict[int, int]:
-    """Send random gradients back through every batch of a slice; scored tokens of each sample."""
-    draws, seed = int(trial.settings["draws"]), int(trial.settings["seed"])
-    tokens: dict[int, int] = {}
-    with scope, torch.enable_grad():
-        for batch in runner.batches(trial.slice, size=size, whole=True):
-            scope.samples = batch.rows
-            scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
-            logits = runner.forward(batch)
-            scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
-            scope.score(logits, scored, keys, draws=draws, seed=seed)
-            del logits
-            runner.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
-            for owner in batch.whole.owners.tolist():
-                tokens[owner] = tokens.get(owner, 0) + 1
-    return tokens
-
-
-def _screen_result(scope: Screen, material: Material, part: Slice, tokens: dict[int, int], draws: int) -> Result:
-    groups = material.encoded.sequences[part.start : part.stop]
-    samples = tuple(group[0].sample for group in groups)
-    position = {sample: i for i, sample in enumerate(samples)}
+    samples, tokens = _send_gradients(runner, scope, trial, size=max(1, (part.stop - part.start) // SCREEN_PARTS))
+    position = {sample: at for at, sample in enumerate(samples)}
     sites = sorted(scope.sums, key=site_order)
     table = np.zeros((len(sites), len(samples)))
     channels: list[np.ndarray] = []
     for row, site in enumerate(sites):
         sums = scope.sums[site]
         for name, value in sums.samples.items():
-            table[row, position[name % (1 << 40)]] += value / draws
+            table[row, position[name % CHOICE]] += value / draws
         channels.append((sums.channels / draws).float().cpu().numpy())
-    counted = np.array([tokens[i] for i in range(len(samples))], dtype=np.float64)
-    facts = {"sites": [site_facts(site, len(c)) for site, c in zip(sites, channels, strict=True)], "draws": draws}
-    facts["lost"] = sorted(str(site) for site in scope.lost)
-    arrays = {"sums": table, "tokens": counted, "channels": np.concatenate(channels)}
-    return Result(samples, {}, facts, arrays)
+    facts = {
+        "sites": [{**site.facts(), "channels": len(c)} for site, c in zip(sites, channels, strict=True)],
+        "draws": draws,
+        "lost": sorted(str(site) for site in scope.lost),
+    }
+    return Result(samples, {}, facts, {"sums": table, "tokens": tokens, "channels": np.concatenate(channels)})
 
 
 def formats(runner: TrialRunner, trial: Trial) -> Result:
     """Predicted KL of each weight format at each linear of the blocks: see measures/format_costs.py."""
-    part = trial.slice
     names = [str(name) for name in trial.settings["formats"]]
     scope = FormatScreen(runner.model, {name: weight_format(name) for name in names}, anatomy=runner.anatomy)
-    tokens = _listen(runner, scope, trial, size=FORMAT_SAMPLES)
-    groups = runner.materials[part.data].encoded.sequences[part.start : part.stop]
-    samples = tuple(group[0].sample for group in groups)
-    position = {sample: i for i, sample in enumerate(samples)}
+    samples, tokens = _send_gradients(runner, scope, trial, size=FORMAT_SAMPLES)
+    position = {sample: at for at, sample in enumerate(samples)}
     sites = sorted(scope.sums, key=site_order)
     predicted = np.zeros((len(sites), len(names), len(samples)))
     for row, site in enumerate(sites):
         for name, total in scope.sums[site].items():
-            predicted[row, :, position[name % (1 << 40)]] += total.numpy()
-    predicted /= int(trial.settings["draws"]) * np.array([tokens[i] for i in range(len(samples))])
+            predicted[row, :, position[name % CHOICE]] += total.numpy()
+    predicted /= int(trial.settings["draws"]) * tokens
     modules = dict(runner.model.named_modules())
     facts: dict[str, Any] = {
         "modules": [],
@@ -116,116 +169,42 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
     return Result(samples, {}, facts, {"predicted": predicted})
 
 
+def _send_gradients(
+    runner: TrialRunner, scope: Listener, trial: Trial, *, size: int
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Send random gradients back through every batch of a slice; its samples, and the scored tokens of each."""
+    draws, seed = int(trial.settings["draws"]), int(trial.settings["seed"])
+    samples = runner.materials[trial.slice.data].samples(trial.slice)
+    tokens = np.zeros(len(samples))
+    with scope, torch.enable_grad():
+        for batch in runner.batches(trial.slice, size=size, whole=True):
+            scope.samples = batch.rows
+            scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
+            logits = runner.forward(batch)
+            scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
+            scope.score(logits, scored, keys, draws=draws, seed=seed)
+            del logits
+            runner.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
+            np.add.at(tokens, batch.whole.owners.cpu().numpy(), 1.0)
+    return samples, tokens
+
+
 def site_order(site: Site) -> tuple[Any, ...]:
     return (place_order(site.place), site.module, site.operator, site.occurrence)
-
-
-def site_facts(site: Site, channels: int) -> dict[str, Any]:
-    return {
-        "operator": site.operator,
-        "place": site.place,
-        "module": site.module,
-        "component": site.component,
-        "occurrence": site.occurrence,
-        "channels": channels,
-    }
-
-
-# What can be measured in a trial, each as (bench, trial) -> result.
-
-
-def score(runner: TrialRunner, trial: Trial) -> Finish:
-    """Teacher-forced: every scored token of every sample, clean against noisy, in one forward."""
-    part = trial.slice
-    gathered = Gathered(runner.materials[part.data], part)
-    if trial.injection is None:
-        clean = runner.clean(part)
-        for batch, pieces in zip(clean.batches, clean.logits, strict=True):
-            for piece, logits in zip(batch.pieces, pieces, strict=True):
-                gathered.add(piece, tokens_compared(piece, logits, None))
-        return lambda: Result(*gathered.settle())
-    counted = 0  # in one forward: how many forwards a slice takes is a matter of memory
-    for compared in runner.noisy(part, trial.injection):
-        counted = counted or compared.probe.tally.forward
-        gathered.add(compared.piece, tokens_compared(compared.piece, compared.clean, compared.noisy))
-        probe = compared.probe
-
-    def finish() -> Result:
-        probe.check()
-        return Result(*gathered.settle(), {"injections": counted})
-
-    return finish
-
-
-def generate(runner: TrialRunner, trial: Trial) -> Result:
-    """Greedy generation from the prompts, judged by exact match: the answers a user would see."""
-    part = trial.slice
-    material = runner.materials[part.data]
-    prompts, answers = material.prompts[part.start : part.stop], material.answers[part.start : part.stop]
-    samples = tuple(group[0].sample for group in material.encoded.sequences[part.start : part.stop])
-    if not prompts:
-        raise InvalidInput("there is nothing to generate from: generation needs prompts with answers")
-    facts: dict[str, Any] = {}
-    write = functools.partial(
-        generation.generate,
-        runner.model,
-        runner.subject.tokenizer,
-        list(prompts),
-        max_new_tokens=int(trial.settings["max_new_tokens"]),
-        batch_size=runner.batch_size(len(prompts)),
-        device=runner.device,
-        samples=list(samples),
-    )
-    if trial.injection is None:
-        texts = write()
-    else:
-        probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
-        with probe:
-            texts = write(on_batch=lambda names, length: probe.rows(names))
-        facts["injections"] = probe.tally.forward
-    runner.forwards += len(prompts)  # the prompts; what decoding adds depends on the answers
-    right = tuple(float(answers_match(text, answer)) for text, answer in zip(texts, answers, strict=True))
-    return Result(samples, {"accuracy": right}, facts)
-
-
-def custom(runner: TrialRunner, trial: Trial) -> Result:
-    """The user's own metric: (model, batches) -> one score per sample, under the trial's noise."""
-    if runner.metric is None:
-        raise InvalidInput("this trial needs the caller's own metric, which this process does not have")
-    part = trial.slice
-    groups = runner.materials[part.data].encoded.sequences[part.start : part.stop]
-    batches = runner.batches(part)
-    if trial.injection is None:
-        scores = runner.metric(runner.model, ({"input_ids": batch.ids} for batch in batches))
-    else:
-        probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
-
-        def named() -> Any:
-            for batch in batches:
-                probe.rows(batch.rows)
-                yield {"input_ids": batch.ids}
-
-        with probe:
-            scores = runner.metric(runner.model, named())
-    runner.forwards += sum(len(batch.ids) for batch in batches)
-    numbers = [float(s) for s in scores]
-    if len(numbers) != len(groups):
-        raise InvalidInput(f"the metric gave {len(numbers)} scores for {len(groups)} samples: one per sample is needed")
-    return Result(tuple(group[0].sample for group in groups), {"accuracy": tuple(numbers)})
 
 
 def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     """Statistics of every channel over the slice, in memory for the channels alone."""
     part = trial.slice
-    where = trial.injection
-    assert where is not None
-    scope = Capture(runner.model, where, "statistics", None, runner.anatomy, quantiles=True)
+    assert trial.injection is not None
+    scope = Capture(runner.model, trial.injection, "statistics", None, runner.anatomy, quantiles=True)
     count = part.stop - part.start
     stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
     with scope as captured, torch.no_grad():
         for batch in runner.batches(part, size=int(trial.settings.get("batch", 16)), whole=True):
-            scope.tokens(_real_tokens(runner.materials[part.data], part, batch))
-            scope.quantile_rows((batch.rows % (1 << 40)) % stride == 0)
+            real = torch.arange(batch.ids.shape[1])[None, :] < batch.lengths[:, None]  # no padding
+            scope.tokens(real.to(batch.ids.device))
+            scope.quantile_rows((batch.rows % CHOICE) % stride == 0)
             runner.forward(batch)
             runner.forwards += len(batch.ids)
     facts: dict[str, Any] = {"sites": []}
@@ -234,10 +213,13 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
         statistics = captured.statistics[site]
         assert statistics.maximum is not None and statistics.mean is not None and statistics.mean_abs is not None
         assert statistics.std is not None and statistics.histogram is not None
-        entry = site_facts(site, len(statistics.maximum))
-        entry["count"] = statistics.count
-        entry["sparsity"] = statistics.histogram.share_below(1e-6)
-        entry["relative_sparsity"] = statistics.relative_sparsity()
+        entry = {
+            **site.facts(),
+            "channels": len(statistics.maximum),
+            "count": statistics.count,
+            "sparsity": statistics.histogram.share_below(1e-6),
+            "relative_sparsity": statistics.relative_sparsity(),
+        }
         facts["sites"].append(entry)
         columns = {
             "max": statistics.maximum,
@@ -252,50 +234,15 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     return Result((), {}, facts, {name: np.concatenate(parts) for name, parts in arrays.items()})
 
 
-def _real_tokens(material: Material, part: Slice, batch: Batch) -> Tensor:
-    """[B, T] True where there is a token and no padding."""
-    lengths = {}
-    for group in material.encoded.sequences[part.start : part.stop]:
-        for s in group:
-            lengths[s.sample + s.choice * (1 << 40)] = len(s.ids)
-    rows = torch.tensor([lengths[int(name)] for name in batch.rows])
-    mask = torch.arange(batch.ids.shape[1])[None, :] < rows[:, None]
-    return mask.to(batch.ids.device)
-
-
-def loss_of(runner: TrialRunner, batch: Batch) -> Tensor:
-    """Mean negative log-likelihood of the scored tokens."""
-    logits = runner.forward(batch)
-    piece = batch.whole
-    picked = logits.index_select(0, piece.scored.to(logits.device))
-    return torch.nn.functional.cross_entropy(picked.float(), piece.targets.to(picked.device))
-
-
-def _only(batches: list[Batch]) -> Batch:
-    """A second derivative is of all samples at once: a part of them would be another number."""
-    if len(batches) != 1:
-        raise InvalidInput("out of memory: gradients and curvature need their few samples in one batch")
-    return batches[0]
-
-
-def block_parameters(runner: TrialRunner) -> dict[str, list[torch.nn.Parameter]]:
-    """Weights of each block by its index as text."""
-    modules = dict(runner.model.named_modules())
-    return {
-        str(index): [p for p in modules[name].parameters() if p.dim() >= 2]
-        for index, name in enumerate(runner.anatomy.blocks)
-    }
-
-
 def curvature(runner: TrialRunner, trial: Trial) -> Result:
     """Hessian trace of the loss with respect to each block's weights, with an interval."""
     from noisescope.measures.curvature import hessian_traces
 
-    batch = _only(runner.batches(trial.slice, whole=True))
+    loss, _ = _loss(runner, trial)
     traces = hessian_traces(
         runner.model,
-        lambda model: loss_of(runner, batch),
-        block_parameters(runner),
+        loss,
+        _block_parameters(runner),
         probes=int(trial.settings["probes"]),
         method=str(trial.settings.get("method", "hutchinson")),
         seed=int(trial.settings["seed"]),
@@ -311,16 +258,39 @@ def gradients(runner: TrialRunner, trial: Trial) -> Result:
     """Norm of the loss gradient in each block's weights, clean or under the trial's noise (both phases)."""
     from noisescope.measures.curvature import gradient_norms
 
-    batch = _only(runner.batches(trial.slice, whole=True))
-    groups = block_parameters(runner)
-    if trial.injection is None:
-        norms = gradient_norms(runner.model, lambda model: loss_of(runner, batch), groups)
-    else:
-        probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
-        with probe:
-            probe.rows(batch.rows)
-            norms = gradient_norms(runner.model, lambda model: loss_of(runner, batch), groups)
+    loss, rows = _loss(runner, trial)
+    with _injecting(runner, trial) as probe:
+        if probe is not None:
+            probe.rows(rows)
+        norms = gradient_norms(runner.model, loss, _block_parameters(runner))
     return Result((), {}, {"norms": norms})
+
+
+def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], Tensor]:
+    """Mean negative log-likelihood of the slice's scored tokens as a function of the model, and its rows' names.
+
+    A second derivative is of all samples at once: a part of them would be another number.
+    """
+    batches = runner.batches(trial.slice, whole=True)
+    if len(batches) != 1:
+        raise InvalidInput("out of memory: gradients and curvature need their few samples in one batch")
+    piece = batches[0].whole
+
+    def loss(model: Any) -> Tensor:
+        logits = runner.forward(batches[0])
+        picked = logits.index_select(0, piece.scored.to(logits.device))
+        return torch.nn.functional.cross_entropy(picked.float(), piece.targets.to(picked.device))
+
+    return loss, batches[0].rows
+
+
+def _block_parameters(runner: TrialRunner) -> dict[str, list[torch.nn.Parameter]]:
+    """Weights of each block by its index as text."""
+    modules = dict(runner.model.named_modules())
+    return {
+        str(index): [p for p in modules[name].parameters() if p.dim() >= 2]
+        for index, name in enumerate(runner.anatomy.blocks)
+    }
 
 
 MEASURES: dict[str, Callable[[TrialRunner, Trial], Result | Finish]] = {

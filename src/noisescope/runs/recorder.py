@@ -1,4 +1,10 @@
-"""The outputs of one batch of prompts, heard while the model runs: sketched, and kept whole where that is asked for."""
+"""What a model computes on fixed prompts, written to disk while it runs.
+
+A record is a folder: `record.json`, written last, and for each batch of prompts one file of sketches
+(measures/sketches.py), per-token figures of the blocks' outputs and the last token's logits. Full detail adds one file
+per batch and place with the tensors themselves in their own dtype, so that no more than one place is ever held.
+comparison/records.py reads it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +26,8 @@ from noisescope.comparison.records import DESCRIPTION, FORMAT, UNFINISHED, VERSI
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.measures import sketches
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
-from noisescope.model.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_of
-from noisescope.model.source import model_fingerprint
+from noisescope.model.fingerprint import model_fingerprint
+from noisescope.model.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_token_logits
 from noisescope.probe.operator_calls import FUSED
 from noisescope.probe.scope import PlainScope, unwrap
 from noisescope.probe.target import CallWatcher, Context
@@ -212,20 +218,12 @@ def _written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -
 
 @contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """What the disk refuses (no space, no permission) is told as the user's to mend."""
+    """What the disk refuses (no space, no permission) is reported as the user's to mend."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidInput(f"can't write into {folder}: {reason}. Make room, or choose another with -o") from error
-
-
-# What a device computes on fixed prompts, written to disk while it runs.
-#
-# A record is a folder: `record.json`, written last, and for each batch of prompts one file of sketches
-# (measures/sketches.py), per-token figures of the blocks' outputs and the last token's logits. Full detail adds one
-# file per batch and place with the tensors themselves in their own dtype, so that no more than one place is ever
-# held. comparison/records.py reads it.
 
 
 def write_record(
@@ -256,7 +254,7 @@ def write_record(
             ids = torch.tensor(ordered[first : first + count], device=device_of(module))
             recording = Recording(module, anatomy, ids.shape, first, detail, target / f"{len(batches):04d}")
             with evaluating(module), torch.no_grad(), recording:
-                logits = last_of(module, ids)
+                logits = last_token_logits(module, ids)
             tensors = recording.finish(logits)
             if batches and recording.sites != sites:
                 raise NothingInjected("the model called other operators on later prompts than on the first")
@@ -278,7 +276,7 @@ def write_record(
         "sketch": {"seed": sketches.SEED, "version": sketches.VERSION},
         "prompts": ordered,
         "prompts_sha256": prompts_digest(ordered),
-        "sites": [_facts(site) for site in sites],
+        "sites": [site.facts() for site in sites],
         "batches": written,
         "notes": sorted(notes.union(about.get("notes", ()))),
     }
@@ -305,13 +303,7 @@ def _batches(prompts: Prompts, most: int) -> Iterator[tuple[int, int]]:
     """(first, count) of neighbouring prompts of one length."""
     first = 0
     while first < len(prompts):
-        count = 1
-        while count < most and first + count < len(prompts) and len(prompts[first + count]) == len(prompts[first]):
-            count += 1
+        lengths = [len(ids) for ids in prompts[first : first + most]]
+        count = next((n for n, length in enumerate(lengths) if length != lengths[0]), len(lengths))
         yield first, count
         first += count
-
-
-def _facts(site: Site) -> dict[str, Any]:
-    names = ("operator", "place", "module", "component", "occurrence")
-    return {name: getattr(site, name) for name in names}

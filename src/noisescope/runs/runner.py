@@ -1,7 +1,7 @@
-"""The bench: a loaded model that answers trials, one slice of samples at a time.
+"""Run trials on a loaded model, one slice of samples at a time.
 
-For the slice at hand it keeps the clean logits and every block's clean output, so that a trial costs only the blocks
-from its first noisy one on. Trials of one slice should follow each other.
+For the slice at hand the runner keeps the clean logits and every block's clean output, so that a trial costs only the
+blocks from its first noisy one on. Trials of one slice should follow each other.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import gc
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from noisescope.errors import UnsupportedModel
-from noisescope.injection import Injection
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import evaluating, input_device
-from noisescope.model.source import model_fingerprint
 from noisescope.model.subject import Subject
 from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import Probe
@@ -41,17 +39,6 @@ class Clean:
     slice: Slice
     batches: list[Batch]
     logits: list[list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A piece of a batch with its clean logits [N, V] of scored rows, and its noisy ones [B * K, V] of all."""
-
-    piece: Piece
-    clean: Tensor
-    noisy: Tensor
-    probe: Probe
-    first: bool  # of its batch: the pieces after it repeat the end of the forward, and are not counted again
 
 
 class TrialRunner:
@@ -82,11 +69,9 @@ class TrialRunner:
             self._scopes = entered.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._clean = None
-        self._scopes.__exit__(kind, error, trace)
+        self._scopes.__exit__(*error)
 
     # -- one trial
 
@@ -107,11 +92,12 @@ class TrialRunner:
                 found = MEASURES[trial.measure](self, trial)
             except Exception as error:  # the model's code and the user's metric may raise anything; the run goes on
                 if not _out_of_memory(error):
-                    return _finished(_failure(error))
-                if not self._shrink(trial.slice):
-                    return _finished(Result(error=NO_MEMORY))
-            else:
-                return _finished(found) if isinstance(found, Result) else functools.partial(_finish, found)
+                    found = _failure(error)
+                elif self._shrink(trial.slice):
+                    continue
+                else:
+                    found = Result(error=NO_MEMORY)
+            return functools.partial(_finish, found)
 
     def _shrink(self, part: Slice) -> bool:
         """Half the batch; then no prefixes; False when there is nothing left to give up."""
@@ -131,19 +117,17 @@ class TrialRunner:
         return False
 
     def batch_size(self, wanted: int) -> int:
-        """Samples at once: as many as wanted, unless memory said no before."""
+        """Samples at once: as many as wanted, unless memory ran out before."""
         return min(wanted, self._batch_size or wanted)
 
     # -- forwards
 
     def batches(self, part: Slice, size: int | None = None, *, whole: bool = False) -> list[Batch]:
         """The slice as batches of at most `size` samples; `whole` leaves each in one piece."""
-        groups = self.materials[part.data].encoded.sequences[part.start : part.stop]
+        groups = self.materials[part.data].groups(part)
         size = self.batch_size(size or len(groups))
         parts = [(at, groups[at : at + size]) for at in range(0, len(groups), size)]
-        return [
-            lay_out(part, at, self.device, positions=None if whole else self._positions(part)) for at, part in parts
-        ]
+        return [lay_out(p, at, self.device, positions=None if whole else self._positions(p)) for at, p in parts]
 
     def _positions(self, groups: Sequence[tuple[Any, ...]]) -> int | None:
         """Positions whose logits fit into a piece."""
@@ -195,7 +179,7 @@ class TrialRunner:
     @torch.no_grad()
     def check_causal(self, part: Slice) -> None:
         """Raise where a later token changes an earlier prediction: batches here have no mask and rely on causality."""
-        ids = torch.tensor([self.materials[part.data].encoded.sequences[part.start][0].ids], device=self.device)
+        ids = torch.tensor([self.materials[part.data].groups(part)[0][0].ids], device=self.device)
         if ids.shape[1] < 3:
             return
         changed = ids.clone()
@@ -203,7 +187,7 @@ class TrialRunner:
         try:
             with evaluating(self.model):  # with dropout two forwards differ everywhere
                 first, second = (self.model(input_ids=x, use_cache=False).logits[0].float() for x in (ids, changed))
-        except Exception:  # a model that does not run: the trials will say how
+        except Exception:  # a model that does not run: the trials will report how
             return
         moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change
         if float(moved[:-1].max()) > 1e-3 * float(moved[-1]):
@@ -220,10 +204,9 @@ class TrialRunner:
     @torch.no_grad()
     def _prefix_holds(self, part: Slice) -> bool:
         """Whether prefixes may be reused: tried on one sample, whose logits must come out the same to the last bit."""
-        groups = self.materials[part.data].encoded.sequences[part.start : part.start + 1]
-        batch = lay_out(
-            groups, 0, self.device, positions=(len(groups[0][0].ids) + 1) // 2 if self._keeps_logits else None
-        )
+        groups = self.materials[part.data].groups(part)[:1]
+        positions = (len(groups[0][0].ids) + 1) // 2 if self._keeps_logits else None
+        batch = lay_out(groups, 0, self.device, positions=positions)
         last = len(self.anatomy.blocks) - 1
         try:
             with self.prefix.recording("trial"):
@@ -243,16 +226,15 @@ class TrialRunner:
             self.notes.append("clean prefixes can't be reused in this model: every trial computes all blocks")
         return holds
 
-    def noisy(self, part: Slice, injection: Injection) -> Iterator[Compared]:
-        """Every piece of every batch, clean and under the injection."""
+    def noisy(self, part: Slice, probe: Probe) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+        """Every piece of every batch, with its clean logits [N, V] of scored rows and its noisy ones [B * K, V]."""
         clean = self.clean(part)
-        start = first_noisy_block(injection, self.anatomy) if self.reuse else 0
-        probe = Probe(self.model, injection, anatomy=self.anatomy, check=False)  # its caller does: that waits
+        start = first_noisy_block(probe.injection, self.anatomy) if self.reuse else 0
         with probe, torch.no_grad():
             for number, batch in enumerate(clean.batches):
                 pieces = self._pieces(batch, start, number, probe)
                 for before, (piece, after) in zip(clean.logits[number], pieces, strict=True):
-                    yield Compared(piece, before, after, probe, first=piece is batch.pieces[0])
+                    yield piece, before, after
                     del after
 
 
@@ -269,14 +251,10 @@ def conditions(subject: Subject) -> Conditions:
     )
 
 
-def _finished(result: Result) -> Finish:
-    return lambda: result
-
-
-def _finish(finish: Finish) -> Result:
-    """The end of a trial, where a device tells of what went wrong in it."""
+def _finish(found: Result | Finish) -> Result:
+    """The end of a trial, where a device reports what went wrong in it."""
     try:
-        return finish()
+        return found if isinstance(found, Result) else found()
     except Exception as error:
         return _failure(error)
 

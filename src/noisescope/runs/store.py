@@ -1,4 +1,9 @@
-"""A result as a row of the store: JSON text and .npz bytes, sealed by a checksum over question and answer."""
+"""Results on disk: one SQLite file per run, in WAL mode, a row the moment a trial ends.
+
+A killed run loses at most the trial it was in. Only the driver writes. A row holds the result as JSON text, its arrays
+as .npz bytes without pickles, and a SHA-256 of its own, verified on reading: what a disk or a copy damaged is measured
+again and never believed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,10 @@ from noisescope.errors import InvalidInput
 from noisescope.trials import Result, Trial
 
 Cell = str | bytes | float | int | None  # what SQLite gives back
+
+SCHEMA_VERSION = 2
+FILE = "run.sqlite"
+_VERSION = "schema_version"
 
 
 def checksum(*cells: Cell) -> str:
@@ -37,61 +45,6 @@ def checksum(*cells: Cell) -> str:
     return digest.hexdigest()
 
 
-def is_content_of(identity: Cell, content: Cell) -> bool:
-    """Whether a trial's id is the hash of its content (trials.content_id)."""
-    return isinstance(content, str) and hashlib.sha256(content.encode("utf-8", "replace")).hexdigest() == identity
-
-
-def encode(result: Result) -> tuple[str, bytes | None]:
-    """JSON text, and the arrays as .npz bytes."""
-    values = {name: [_number(v) for v in column] for name, column in result.values.items()}
-    text = json.dumps(
-        {"samples": list(result.samples), "values": values, "facts": _finite(dict(result.facts))},
-        allow_nan=False,
-        sort_keys=True,
-    )
-    if not result.arrays:
-        return text, None
-    buffer = io.BytesIO()
-    plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
-    np.savez(buffer, **plain)
-    return text, buffer.getvalue()
-
-
-def decode(text: str, arrays: bytes | None, error: str) -> Result:
-    """The result that `encode` wrote."""
-    data = json.loads(text)
-    loaded: dict[str, Any] = {}
-    if arrays:
-        with np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
-            loaded = {name: archive[name] for name in archive.files}
-    values = {name: tuple(column) for name, column in data["values"].items()}
-    return Result(tuple(data["samples"]), values, data["facts"], loaded, error)
-
-
-def _finite(value: Any) -> Any:
-    """Facts with None where a number is not finite: JSON has no NaN."""
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, dict):
-        return {name: _finite(member) for name, member in value.items()}
-    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-# Results on disk: one SQLite file a run, in WAL mode, a row the moment a trial ends.
-#
-# A killed run loses at most the trial it was in. Only the driver writes. Arrays are kept as .npy bytes inside an .npz
-# without pickles. Every row carries a SHA-256 of its own, verified on reading: what a disk or a copy damaged is
-# measured again and never believed.
-
-
-SCHEMA_VERSION = 2
-FILE = "run.sqlite"
-_VERSION = "schema_version"
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum TEXT NOT NULL);
@@ -136,8 +89,7 @@ class Store(Mapping[str, Result]):
         self._results: dict[str, Result] = {}
         self._measures: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
-        self.damaged = 0
-        self.damaged_gates = 0  # of the last gates()
+        self.damaged = self.damaged_gates = 0  # the second is of the last gates()
         with contextlib.ExitStack() as opened:
             self._lock = self._hold() if create and self.path is not None else None
             if self._lock is not None:
@@ -174,7 +126,7 @@ class Store(Mapping[str, Result]):
             try:
                 db = sqlite3.connect(self._name, timeout=30, isolation_level=None)
                 opened.callback(db.close)
-                db.text_factory = _text
+                db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # its checksum shows damaged text
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=NORMAL")  # in WAL mode a killed process loses nothing that was committed
                 if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() == (0,):
@@ -185,9 +137,9 @@ class Store(Mapping[str, Result]):
                     f"{self._name} can't be used as a run's store: {error}. Use another folder (-o)"
                 ) from error
             if found != (str(SCHEMA_VERSION),):
-                came = "no schema version" if found is None else f"schema version {found[0]}"
+                has = "no schema version" if found is None else f"schema version {found[0]}"
                 raise InvalidInput(
-                    f"{self._name} has {came}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
+                    f"{self._name} has {has}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
                     "command again into another folder (-o), or open this one with the noisescope that wrote it"
                 )
             opened.pop_all()
@@ -231,8 +183,6 @@ class Store(Mapping[str, Result]):
         self._db.execute("REINDEX trials")  # where an id was damaged, the index does not know it
         self._db.executemany("DELETE FROM trials WHERE rowid = ?", rows)
 
-    # -- the mapping
-
     def __getitem__(self, identity: str) -> Result:
         return self._results[identity]
 
@@ -242,22 +192,12 @@ class Store(Mapping[str, Result]):
     def __len__(self) -> int:
         return len(self._results)
 
-    # -- writing
-
     def put(self, trial: Trial, result: Result, seconds: float) -> None:
         """Keep a result; a second one for the same trial is refused, for nothing may be measured twice."""
         if trial.id in self._results and not self._results[trial.id].failed:
             raise AssertionError(f"trial {trial.id} is stored already")
         text, arrays = encode(result)
-        cells: tuple[Cell, ...] = (
-            trial.id,
-            trial.content(),
-            trial.measure,
-            text,
-            arrays,
-            result.error,
-            float(seconds),
-        )
+        cells = (trial.id, trial.content(), trial.measure, text, arrays, result.error, float(seconds))
         self._db.execute(
             "INSERT OR REPLACE INTO trials (id, content, measure, result, arrays, error, seconds, checksum) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -274,8 +214,6 @@ class Store(Mapping[str, Result]):
             self._db.execute("DELETE FROM trials WHERE id = ?", (identity,))
             del self._results[identity], self._measures[identity], self.seconds[identity]
         return len(failed)
-
-    # -- about the run
 
     def about(self) -> dict[str, Any]:
         """Everything that was noted."""
@@ -322,13 +260,13 @@ class Store(Mapping[str, Result]):
             self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?)", (key, text, checksum(key, text)))
 
     def add_gate(self, result: Mapping[str, Any]) -> None:
-        """Keep what a gate said, after those before it."""
+        """Keep a gate's result, after those before it."""
         text = json.dumps(result, allow_nan=False)
         (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM gates").fetchone()
         self._db.execute("INSERT INTO gates VALUES (?, ?, ?)", (number, text, checksum(number, text)))
 
     def gates(self) -> list[dict[str, Any]]:
-        """What gates said, the oldest first; damaged ones are left out and counted in `damaged_gates`."""
+        """Results of gates, the oldest first; damaged ones are left out and counted in `damaged_gates`."""
         with self._reading():
             rows = self._db.execute("SELECT number, result, checksum FROM gates ORDER BY number").fetchall()
         intact = [text for number, text, seal in rows if checksum(number, text) == seal]
@@ -344,12 +282,50 @@ class Store(Mapping[str, Result]):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _text(raw: bytes) -> str:
-    """Damaged text must not stop the reading: its checksum tells."""
-    return raw.decode("utf-8", "replace")
+def is_content_of(identity: Cell, content: Cell) -> bool:
+    """Whether a trial's id is the hash of its content (trials.content_id)."""
+    return isinstance(content, str) and hashlib.sha256(content.encode("utf-8", "replace")).hexdigest() == identity
+
+
+def encode(result: Result) -> tuple[str, bytes | None]:
+    """JSON text, and the arrays as .npz bytes."""
+    values = {name: [_number(v) for v in column] for name, column in result.values.items()}
+    text = json.dumps(
+        {"samples": list(result.samples), "values": values, "facts": _finite(dict(result.facts))},
+        allow_nan=False,
+        sort_keys=True,
+    )
+    if not result.arrays:
+        return text, None
+    buffer = io.BytesIO()
+    plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
+    np.savez(buffer, **plain)
+    return text, buffer.getvalue()
+
+
+def decode(text: str, arrays: bytes | None, error: str) -> Result:
+    """The result that `encode` wrote."""
+    data = json.loads(text)
+    loaded: dict[str, Any] = {}
+    if arrays:
+        with np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
+            loaded = {name: archive[name] for name in archive.files}
+    values = {name: tuple(column) for name, column in data["values"].items()}
+    return Result(tuple(data["samples"]), values, data["facts"], loaded, error)
+
+
+def _finite(value: Any) -> Any:
+    """Facts with None where a number is not finite: JSON has no NaN."""
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, dict):
+        return {name: _finite(member) for name, member in value.items()}
+    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)

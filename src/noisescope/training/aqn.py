@@ -1,8 +1,18 @@
-"""QeRL's noise: one number for each channel of a norm's weight, the same for all tokens, drawn anew at each step.
+"""Adaptive quantisation noise (AQN): what noise, how strong at which step, with which seed; and its scope.
 
-QeRL adds it to the parameter in place, where it stays: later steps add to it, and checkpoints and LoRA merges hold it.
-Here the norm computes with a noisy copy of its weight, made where the forward uses it, and the parameter never changes.
-The gradient reaches the parameter as if the copy were the parameter itself (straight through).
+    from noisescope import training
+
+    aqn = training.AQN(training.OperatorNoise(), training.Staged(0.05, 0.0005, steps=1000), seed=0)
+    with training.noise(model, aqn) as noise:
+        for step, batch in enumerate(batches):
+            noise.at(step)
+            model(**batch).loss.backward()
+            ...
+
+One rule decides when noise is on: **a forward has noise if it starts with gradient mode on, and otherwise none**. So
+evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
+`torch.no_grad()`, are clean by themselves, and gradient checkpointing recomputes what it had. What a step draws is a
+function of (seed, rank, step, number of the forward in the step), so a resumed run goes on as an unbroken one would.
 """
 
 from __future__ import annotations
@@ -12,7 +22,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any
 
 from torch import nn
 
@@ -25,48 +35,6 @@ from noisescope.probe.tally import Tally
 from noisescope.sites import PHASES, Place
 from noisescope.training.launch import data_rank
 from noisescope.training.schedules import Schedule
-
-
-@registered("noisescope.training.NormNoise")
-@dataclass(frozen=True)
-class NormNoise:
-    """w (1 + s z) for each channel, z ~ N(0, 1); `additive` gives QeRL's w + s z.
-
-    modules narrows to some norms by glob patterns on dotted names, such as ("*.post_attention_layernorm",).
-    """
-
-    additive: bool = False
-    modules: tuple[str, ...] | None = None
-
-    renewed = True  # a weight's noise is the same in every forward of a seed, so each step has a seed of its own
-
-    def injection(self, scale: float, seed: int, layer_multipliers: dict[Place, float]) -> Injection:
-        """The injection of one step."""
-        return Injection(
-            Gaussian(scale, "absolute" if self.additive else "element"),
-            operators=frozenset({"norm"}),
-            modules=self.modules,
-            tensor="weight",
-            phases=frozenset({"forward"}),
-            layer_multipliers=layer_multipliers,
-            seed=seed,
-        )
-
-
-# Adaptive quantisation noise (AQN): what noise, how strong at which step, with which seed; and its scope.
-#
-# from noisescope import training
-#
-# aqn = training.AQN(training.OperatorNoise(), training.Staged(0.05, 0.0005, steps=1000), seed=0) with
-# training.noise(model, aqn) as noise: for step, batch in enumerate(batches): noise.at(step)
-# model(**batch).loss.backward() ...
-#
-# One rule decides when noise is on: **a forward has noise where it starts with gradient mode on, and none else**. So
-# evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
-# `torch.no_grad()`, are clean without being told, and gradient checkpointing recomputes what it had. What a step
-# draws is a function of (seed, rank, step, number of the forward in the step), so a resumed run goes on as an
-# unbroken one would.
-
 
 STRIDE = 1 << 16  # forwards a step may have (gradient accumulation, several losses)
 
@@ -104,6 +72,37 @@ class OperatorNoise:
         )
 
 
+@registered("noisescope.training.NormNoise")
+@dataclass(frozen=True)
+class NormNoise:
+    """Noise on the norms' weights: w (1 + s z) for each channel, z ~ N(0, 1); `additive` gives QeRL's w + s z.
+
+    One number per channel, the same for all tokens, is drawn anew at each step. QeRL adds it to the parameter in place,
+    where it stays: later steps add to it, and checkpoints and LoRA merges hold it. Here the norm computes with a noisy
+    copy of its weight, made where the forward uses it, and the parameter never changes. The gradient reaches the
+    parameter as if the copy were the parameter itself (straight through).
+
+    modules narrows to some norms by glob patterns on dotted names, such as ("*.post_attention_layernorm",).
+    """
+
+    additive: bool = False
+    modules: tuple[str, ...] | None = None
+
+    renewed = True  # a weight's noise is the same in every forward of a seed, so each step has a seed of its own
+
+    def injection(self, scale: float, seed: int, layer_multipliers: dict[Place, float]) -> Injection:
+        """The injection of one step."""
+        return Injection(
+            Gaussian(scale, "absolute" if self.additive else "element"),
+            operators=frozenset({"norm"}),
+            modules=self.modules,
+            tensor="weight",
+            phases=frozenset({"forward"}),
+            layer_multipliers=layer_multipliers,
+            seed=seed,
+        )
+
+
 @registered("noisescope.training.AQN")
 @dataclass(frozen=True)
 class AQN:
@@ -128,11 +127,11 @@ class AQN:
 
     def injection(self, step: int, rank: int = 0) -> Injection:
         """What falls on the model at a step."""
-        seed = derived(self.seed, rank, step if self.noise.renewed else 0)
+        seed = derive_seed(self.seed, rank, step if self.noise.renewed else 0)
         return self.noise.injection(self.schedule(step), seed, dict(self.layer_multipliers))
 
 
-def derived(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """A seed from several numbers, unlike any other's."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
 
@@ -142,8 +141,8 @@ def noise(
 ) -> TrainingNoise:
     """A scope in which `model` trains under `aqn`; `at(step)` on what it gives moves along the schedule.
 
-    rank tells data-parallel processes apart; None asks torch.distributed (`ranks`). With `without_gradients` noise
-    falls also where gradient mode is off: evaluation and generation.
+    rank is the process's number among data-parallel ones; None asks torch.distributed (`data_rank`). With
+    `without_gradients` noise falls also where gradient mode is off: evaluation and generation.
     """
     return TrainingNoise(model, aqn, rank=rank, without_gradients=without_gradients, step=step)
 
@@ -151,7 +150,7 @@ def noise(
 class TrainingNoise:
     """The scope of a training run. `tally` counts what was injected, `scale` is that of the step it is at.
 
-    The model stays open from entering to leaving, and where the schedule says 0 the probe sleeps: so a scope opened
+    The model stays open from entering to leaving, and where the schedule is 0 the probe sleeps: so a scope opened
     inside this one stays inside.
     """
 
@@ -179,12 +178,10 @@ class TrainingNoise:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._open = False
-        self._probe.__exit__(kind, error, trace)
-        if kind is None and self._asked:
+        self._probe.__exit__(*error)
+        if error[0] is None and self._asked:
             self._check()
         self._warn_of_rounding()
 
@@ -215,7 +212,7 @@ class TrainingNoise:
         Where another scope was opened inside this one, that one goes on and this one sleeps.
         """
         lifted = not self._offs and not self._probe.covered
-        if lifted:  # a model without stand-ins can be copied, pickled and compiled
+        if lifted:  # a model without wrappers can be copied, pickled and compiled
             self._probe.__exit__(None, None, None)
         self._offs += 1
         self._probe.asleep = True
@@ -232,8 +229,8 @@ class TrainingNoise:
         if not (self.tally.forward or self.tally.backward):
             raise NothingInjected(
                 "no noise fell on the model in this scope although its schedule asked for some: every forward ran "
-                "with gradient mode off (torch.no_grad), what is aimed at never ran, or (noise on gradients alone) "
-                "nothing aimed at needs a gradient"
+                "with gradient mode off (torch.no_grad), what is targeted never ran, or (noise on gradients alone) "
+                "nothing targeted needs a gradient"
             )
         self._note_change()
         if self._changed is False:
@@ -249,7 +246,7 @@ class TrainingNoise:
             self._changed = share > 0
 
     def _warn_of_rounding(self) -> None:
-        """A schedule that falls below what the dtype resolves goes on without noise: say so once."""
+        """A schedule that falls below what the dtype resolves goes on without noise: warn once."""
         words = self._rounding()
         if words and not self._warned:
             self._warned = True
@@ -268,7 +265,7 @@ class TrainingNoise:
 
 
 class _TrainingProbe(Probe):
-    """A probe that wakes where gradient mode is on, sleeps when told to, and leaves the checks to its scope."""
+    """A probe that wakes where gradient mode is on, sleeps on request, and leaves the checks to its scope."""
 
     any_order = True  # trainers end callbacks in the order in which they began them
 

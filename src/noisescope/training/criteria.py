@@ -1,4 +1,4 @@
-"""The original method notes' criteria for noise in training, as regions (see `hypotheses`), and what they say together.
+"""The original method notes' criteria for noise in training, as regions (see hypotheses.py), and its theory.
 
 Points are percentage points of accuracy. Arms are compared only where both were trained, at the same scale. No torch.
 """
@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from noisescope.reports.experiment import JudgedCriterion, Theory
 from noisescope.training.hypotheses import REFUTED, SUPPORTED, UNDECIDED, UNMEASURABLE, Criterion
+
+if TYPE_CHECKING:
+    from noisescope.training.phases import Arm
 
 BETTER, SIMILAR, POOR = 0.05, 0.01, 0.02  # points of accuracy: at least, less than, at most
 STABLE = math.log(1.1)  # the notes' band of gradient ratios, 0.9 to 1.1
 
 
-class Arm(Protocol):
-    """What is read of phases.Arm."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def schedule(self) -> str: ...
-
-
-Pair = tuple[Arm, Arm]
+Pair = tuple["Arm", "Arm"]
 
 
 def criteria(arms: Sequence[Arm], levels: Sequence[float], scale: float) -> list[Criterion]:
@@ -36,34 +28,31 @@ def criteria(arms: Sequence[Arm], levels: Sequence[float], scale: float) -> list
     found: list[Criterion] = []
 
     def add(
-        name: str, statement: str, quantity: str, pair: Pair | None, *, falsifies: bool = False, **region: float
-    ) -> None:
-        if pair is not None:
-            a, b = str(pair[0]), str(pair[1])
-            found.append(Criterion(name, statement, quantity, a, b, falsifies=falsifies, **region))
-
-    def at_own_scale(
-        name: str, statement: str, quantity: str, pair: Pair | None, *, falsifies: bool = False, **region: float
-    ) -> None:
-        """Asked at the noise level nearest to what the arms were trained with."""
-        if pair is not None and noisy:
-            level = min(noisy, key=lambda level: abs(level - pair[0].scale))
-            asked = statement.format(f"at {100 * level:g} % noise")
-            add(name, asked, quantity, pair, falsifies=falsifies, level=level, **region)
+        name: str, statement: str, quantity: str, pair: Pair | None, *, own_level: bool = False,
+        falsifies: bool = False, **region: float
+    ) -> None:  # fmt: skip
+        """Where such arms were trained; `own_level` is the noise level nearest to what they were trained with."""
+        if pair is None or (own_level and not noisy):
+            return
+        if own_level:
+            region["level"] = min(noisy, key=lambda level: abs(level - pair[0].scale))
+            statement = statement.format(f"at {100 * region['level']:g} % noise")
+        a, b = str(pair[0]), str(pair[1])
+        found.append(Criterion(name, statement, quantity, a, b, falsifies=falsifies, **region))
 
     forward_both = matched(arms, "forward", "both", scale)
-    at_own_scale("forward beats both",
+    add("forward beats both",
         "accuracy {} is at least 5 points higher after forward noise alone than after both",
-        "accuracy", forward_both, falsifies=True, low=BETTER)  # fmt: skip
-    at_own_scale("forward retains more",
+        "accuracy", forward_both, own_level=True, falsifies=True, low=BETTER)  # fmt: skip
+    add("forward retains more",
         "more of the clean accuracy is retained {} after forward noise alone than both",
-        "retention", forward_both, low=0.0)  # fmt: skip
+        "retention", forward_both, own_level=True, low=0.0)  # fmt: skip
     add("similar training", "clean accuracy after forward noise and after both differs by less than 1 point",
         "accuracy", forward_both, low=-SIMILAR, high=SIMILAR)  # fmt: skip
-    at_own_scale("backward is worse", "accuracy {} is lower after backward noise than after forward noise",
-        "accuracy", matched(arms, "backward", "forward", scale), high=0.0)  # fmt: skip
-    at_own_scale("backward is poor", "accuracy {} is at most 2 points higher after backward noise than without noise",
-        "accuracy", matched(arms, "backward", "none", scale), high=POOR)  # fmt: skip
+    add("backward is worse", "accuracy {} is lower after backward noise than after forward noise",
+        "accuracy", matched(arms, "backward", "forward", scale), own_level=True, high=0.0)  # fmt: skip
+    add("backward is poor", "accuracy {} is at most 2 points higher after backward noise than without noise",
+        "accuracy", matched(arms, "backward", "none", scale), own_level=True, high=POOR)  # fmt: skip
     both_backward = matched(arms, "both", "backward", scale)
     add("similar stability: gradients", "gradient norms under both and under backward noise are within a factor of 1.1",
         "gradient_norm", both_backward, low=-STABLE, high=STABLE)  # fmt: skip

@@ -1,27 +1,24 @@
 """A training of the experiment of phases by TRL's GRPO.
 
 The policy answers each problem several times, an exact answer is worth 1, and answers above their group's mean become
-likelier. Noise falls where grad mode is on (`callback`): on the policy's forward and backward, not on the
+likelier. Noise falls where gradient mode is on (trainer_callback.py): on the policy's forward and backward, not on the
 generation that is rewarded. A training takes minutes and has no checkpoints: one that is broken off starts anew.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from noisescope.errors import MissingExtra
 from noisescope.sites import PHASES
 from noisescope.training.phases import Job, Trained, due
-from noisescope.training.trainer_callback import TrainingNoiseCallback
+from noisescope.training.trainer_callback import TrainingNoiseCallback, random_state_kept
 
 try:
     from datasets import Dataset
@@ -29,7 +26,7 @@ try:
 except ImportError as error:
     raise MissingExtra("training by GRPO needs TRL: pip install 'noisescope[trl]'") from error
 
-LOOKS = 10  # times that the held-out loss is noted in a run
+CURVE_POINTS = 10  # times that the held-out loss is recorded in a run
 LONGEST_ANSWER = 3  # tokens: two digits and the end
 
 
@@ -41,24 +38,25 @@ def exact(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[f
 def train(job: Job) -> Trained:
     """The arm's model, practised. All arms of a seed have the same problems and random numbers for sampling."""
     design = job.design
-    task: Any = design.task  # a demo.practice.Practice
-    fitting = task.begin(job.seed, device=design.device, cache=job.cache)
+    task: Any = design.task  # a demo.task.Practice
+    loop = task.begin(job.seed, device=design.device, cache=job.cache)
     aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
-    looks = _Looks(lambda: task.held_out_loss(fitting))
-    with _random_state_kept(), tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
+    recorder = _HeldOutLoss(lambda: task.held_out_loss(loop))
+    # the Trainer seeds Python, NumPy and torch for the whole process
+    with random_state_kept(), tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
         trainer = GRPOTrainer(
-            model=fitting.model,
+            model=loop.model,
             processing_class=task.tokenizer(),
             reward_funcs=exact,
             args=_config(task, folder, job.seed, on_cpu=torch.device(design.device).type == "cpu"),
-            train_dataset=Dataset.from_list(task.questions(fitting)),
-            callbacks=[looks] if aqn is None else [TrainingNoiseCallback(aqn), looks],
+            train_dataset=Dataset.from_list(task.questions(loop)),
+            callbacks=[recorder] if aqn is None else [TrainingNoiseCallback(aqn), recorder],
         )
         trainer.remove_callback(PrinterCallback)  # standard output is for the report
         trainer.train()
     steps = [row for row in trainer.state.log_history if "grad_norm" in row]
     injections = {phase: steps[-1].get(f"noise_{phase}", 0) for phase in PHASES}
-    return Trained(fitting.model, curve(steps, looks.held_out), injections)
+    return Trained(loop.model, curve(steps, recorder.held_out), injections)
 
 
 def _config(task: Any, folder: str, seed: int, *, on_cpu: bool) -> GRPOConfig:
@@ -85,7 +83,7 @@ def _config(task: Any, folder: str, seed: int, *, on_cpu: bool) -> GRPOConfig:
 
 
 def curve(steps: Sequence[Mapping[str, float]], held_out: Mapping[int, float]) -> list[dict[str, float]]:
-    """A point for each look, with means over the steps since the one before.
+    """A point for each recorded loss, with means over the steps since the one before.
 
     A single step won't do: where every answer of every group is right, or none, its gradient is 0.
     """
@@ -99,25 +97,13 @@ def curve(steps: Sequence[Mapping[str, float]], held_out: Mapping[int, float]) -
     return points
 
 
-class _Looks(TrainerCallback):  # type: ignore[misc]
-    """Notes the held-out loss, by step."""
+class _HeldOutLoss(TrainerCallback):  # type: ignore[misc]
+    """Records the held-out loss, by step."""
 
-    def __init__(self, ask: Callable[[], float]) -> None:
-        self.ask = ask
+    def __init__(self, loss: Callable[[], float]) -> None:
+        self.loss = loss
         self.held_out: dict[int, float] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if due(state.global_step, state.max_steps, LOOKS):
-            self.held_out[state.global_step] = self.ask()
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """The Trainer seeds Python, NumPy and torch for the whole process."""
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+        if due(state.global_step, state.max_steps, CURVE_POINTS):
+            self.held_out[state.global_step] = self.loss()

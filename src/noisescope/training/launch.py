@@ -1,12 +1,12 @@
-"""Noise in workers that a launcher spawns: by environment variables, with a check that it took. No torch.
+"""Noise in several processes: switched on by a launcher's environment variables, and drawn by data-parallel rank.
 
-    variables = launch.environment(0.05, seed=1, tally="tally")      # give these to the workers
+    variables = launch.environment(0.05, seed=1, tally="tally")              # give these to the workers
     ...                                                                      # the training runs
     launch.confirm(variables["NOISESCOPE_TALLY"], workers=8)                 # raises unless all eight injected
 
 Workers read them when `noisescope.noisy_ops` is imported there; docs/training.md has the one line for each launcher.
 The scale is constant: a launcher's worker does not know the step. Where you write the loop, or there is a Trainer, use
-a schedule (`aqn`, `callback`).
+a schedule (aqn.py, trainer_callback.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import nn
 from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.injection import checked_scale
 from noisescope.sites import PHASES, canonical_operator
+
+TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
 
 
 def environment(
@@ -49,8 +51,8 @@ def environment(
             raise unknown("phase", phase, PHASES)
     if not chosen:
         raise InvalidInput("phases is empty: give 'forward', 'backward' or both")
-    aims = None if operators is None else sorted(canonical_operator(name) for name in _names(operators))
-    if aims == []:
+    targets = None if operators is None else sorted(canonical_operator(name) for name in _names(operators))
+    if targets == []:
         raise InvalidInput("operators is empty: name some, such as ['softmax'], or leave it out for all products")
     variables = {
         "NOISESCOPE_ENABLED": "1",
@@ -59,7 +61,7 @@ def environment(
         "NOISESCOPE_TRAINING_ONLY": "0" if without_gradients else "1",
         "NOISESCOPE_FORWARD_ONLY": "1" if chosen == {"forward"} else "0",
         "NOISESCOPE_BACKWARD_ONLY": "1" if chosen == {"backward"} else "0",
-        "NOISESCOPE_OPERATORS": ",".join(aims or ()),  # empty is as not set
+        "NOISESCOPE_OPERATORS": ",".join(targets or ()),  # empty is as not set
     }
     if tally is not None:
         variables["NOISESCOPE_TALLY"] = str(Path(tally).absolute() / f"run-{secrets.token_hex(4)}")
@@ -92,7 +94,7 @@ def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
     if silent:
         raise NothingInjected(
             f"{', '.join(silent)} injected nothing: noise was enabled there after its model was compiled, or no model "
-            "with the operators aimed at ran with gradients (a rollout worker has none)"
+            "with the targeted operators ran with gradients (a rollout worker has none)"
         )
     ranks = [counts["rank"] for counts in found.values()]
     if len(set(ranks)) < len(ranks):
@@ -103,22 +105,14 @@ def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
     return found
 
 
-# Several processes: whose noise must differ, and whose must agree.
-#
-# Data-parallel processes see different samples, so each draws its own noise: its number is part of the key. Processes
-# that are tensor-parallel hold parts of the same samples and must agree, or their copies of an activation drift
-# apart: they share a number. Which is which is read from the device meshes of the model's parameters; where it can't
-# be read, it is asked for.
-#
-# FSDP2 gathers a block's weights before its forward, so noise on a weight falls on the whole weight; the sharded
-# parameter itself is never touched.
-
-
-TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
-
-
 def data_rank(model: nn.Module) -> int:
-    """This process's number among those that see different samples; 0 where there is only one process."""
+    """This process's number among those that see different samples; 0 where there is only one process.
+
+    Data-parallel processes see different samples, so each draws its own noise. Tensor-parallel ones hold parts of the
+    same samples and must agree, or their copies of an activation drift apart: they share a number. Which is which is
+    read from the device meshes of the parameters; where it can't be read, it is asked for. FSDP2 gathers a block's
+    weights before its forward, so noise on a weight falls on the whole weight, never on the sharded parameter.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
@@ -133,18 +127,14 @@ def _splits(mesh: Any, model: nn.Module) -> bool:
     """Whether a dimension of the mesh splits the work on one sample; refused where its dimensions have no names."""
     if mesh.mesh_dim_names is not None:
         return any(name in TENSOR for name in mesh.mesh_dim_names)
-    if any(_is_fsdp(module) for module in model.modules()):
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False  # FSDP2's own mesh: it shards weights, not samples
     raise InvalidInput(
         "the model is spread over a device mesh whose dimensions have no names, so it can't be told which processes "
         "see the same samples: pass rank=, equal in processes that share samples and different in all others"
     )
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
 
 
 def rank_beside(mesh: Any) -> int:

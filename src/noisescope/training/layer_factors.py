@@ -1,6 +1,6 @@
 """Per-layer factors of the noise from a sensitivity report: brittle layers get less, sturdy ones more. No torch.
 
-Two rules are those of the original method notes, by name; both look at degradations (the share of the accuracy that
+Two rules are those of the original method notes, by name; both are of degradations (the share of the accuracy that
 noise in the layer takes), which the notes' limits are stated in. The third is smooth: to second order a layer's noise
 costs K m^2 nats, where K is its predicted (or injected) KL at the common scale and m its factor. Equal cost in every
 layer, at the total that uniform noise has, is
@@ -14,15 +14,13 @@ import math
 from collections.abc import Mapping
 
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.diagnosis.rows import Divergence, Effect, LayerAnalysis
+from noisescope.diagnosis.rows import Effect, LayerAnalysis
 from noisescope.errors import InvalidInput, unknown
 from noisescope.reports.report import Report
 from noisescope.sites import Place
 
-RULES = {
-    "methodology": (0.05, 0.15),
-    "summary": (0.02, 0.10),
-}  # degradation: below the first double, above the second half
+# Degradation below which the factor is 2.0, and above which it is 0.5.
+RULES = {"methodology": (0.05, 0.15), "summary": (0.02, 0.10)}
 LIMITS = (0.25, 4.0)  # factors of the smooth rule: a layer that seems to cost nothing is not given all the noise
 
 
@@ -65,22 +63,25 @@ def equalised(costs: Mapping[int, float], limits: tuple[float, float] = LIMITS) 
 
 def layer_degradations(section: LayerAnalysis) -> dict[int, float | None]:
     """Degradation of each layer: its own injection where there is one, else the mean of the windows that hold it."""
+
+    def loss(row: Effect) -> float | None:
+        return None if row.degradation is None else row.degradation.value
+
     found: dict[int, float | None] = {}
     for row in section.layers:
-        around = [_loss(window) for window in section.windows if row.layer in window.layers]
-        known = [loss for loss in around if loss is not None]
-        own = _loss(row)
+        around = (loss(window) for window in section.windows if row.layer in window.layers)
+        known = [value for value in around if value is not None]
+        own = loss(row)
         found[row.layer] = own if own is not None else math.fsum(known) / len(known) if known else None
     return found
 
 
 def layer_costs(section: LayerAnalysis) -> dict[int, float]:
     """KL of each layer at the report's scale: predicted by the screen, or injected where every layer was."""
-    predicted = {row.layer: _size(row.predicted_kl) for row in section.layers}
-    injected = {row.layer: _size(row.kl) for row in section.layers}
-    for values in (predicted, injected):
+    for measured in ({row.layer: row.predicted_kl for row in section.layers}, {r.layer: r.kl for r in section.layers}):
+        values = {layer: kl.mean.value for layer, kl in measured.items() if kl is not None}
         known = {layer: value for layer, value in values.items() if value is not None}
-        if known and len(known) == len(values):
+        if known and len(known) == len(measured):
             return known
     raise InvalidInput("the report has no KL for every layer: run noisescope diagnose with --level layer")
 
@@ -95,11 +96,3 @@ def from_report(report: Report | Diagnosis, rule: str = "equalised") -> dict[Pla
     if rule not in RULES:
         raise unknown("adaptive rule", rule, ["equalised", *RULES])
     return ruled(layer_degradations(section), rule)
-
-
-def _loss(row: Effect) -> float | None:
-    return None if row.degradation is None else row.degradation.value
-
-
-def _size(found: Divergence | None) -> float | None:
-    return None if found is None else found.mean.value

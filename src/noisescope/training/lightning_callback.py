@@ -40,11 +40,12 @@ class LightningNoiseCallback(Callback):  # type: ignore[misc]
             pl_module.log_dict(numbers)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        scope, self.scope = self.scope, None
-        if scope is not None:
-            scope.__exit__(None, None, None)
+        self._leave(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave(exception)
+
+    def _leave(self, error: BaseException | None) -> None:
         scope, self.scope = self.scope, None
         if scope is not None:
-            scope.__exit__(type(exception), exception, None)
+            scope.__exit__(None if error is None else type(error), error, None)

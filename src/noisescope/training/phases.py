@@ -1,9 +1,9 @@
-"""The experiment of phases: the same training under no noise, forward noise, backward noise or both, asked under noise.
+"""The experiment of phases: the same training with no, forward, backward or both kinds of noise, tested under noise.
 
-An arm is a kind of training noise; arm x seed is one trial, kept when it ends, and taken up from a checkpoint when it
-was broken off.
-All arms of a seed start from the same weights and see the same data in the same order, and every trained model is asked
-the same problems under the same draws of noise.
+An arm is a kind of training noise; arm x seed is one trial, kept when it ends, and resumed from a checkpoint where it
+was interrupted. All arms of a seed start from the same weights and see the same data in the same order, and every
+trained model is tested on the same problems under the same draws of noise. `gradient_pretest` measures in seconds what
+noise does to the gradients, phase by phase, before anything is trained.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.sites import PHASES, Place, canonical_operator
 from noisescope.training import schedules
-from noisescope.training.aqn import AQN, NormNoise, OperatorNoise, TrainingNoise, derived, noise
+from noisescope.training.aqn import AQN, NormNoise, OperatorNoise, TrainingNoise, derive_seed, noise
 from noisescope.training.schedules import Constant
 from noisescope.trials import Conditions, Result, Slice, Trial
 
 KINDS = ("none", "both", "forward", "backward", "adaptive", "norm")
 NORM_SCALE = 0.01  # QeRL's start
-LOOKS = 40  # times that loss and gradient norm are noted in a run
+CURVE_POINTS = 40  # times that loss and gradient norm are recorded in a run
 CHECKPOINTS = 4  # in a run, so that a killed process loses at most a quarter of it
-_ASKED = 0xA5C  # apart from the training's seeds
+_TEST_SEED = 0xA5C  # apart from the training's seeds
 
 
-class Fitting(Protocol):
+class TrainingLoop(Protocol):
     """A model in training, a step at a time."""
 
     model: nn.Module
@@ -53,9 +53,11 @@ class Fitting(Protocol):
 
 
 class Task(Protocol):
-    """What is learned and asked: a value that travels to other processes."""
+    """What is learned and tested: a value that travels to other processes."""
 
-    method: ClassVar[str]  # "supervised": step by step here; "grpo": by TRL, for which a task has more (demo.practice)
+    method: ClassVar[
+        str
+    ]  # "supervised": step by step here; "grpo": by TRL, for which a task has more (demo.task.Practice)
 
     @property
     def steps(self) -> int: ...
@@ -63,7 +65,7 @@ class Task(Protocol):
     def samples(self) -> int: ...
     def prepare(self, cache: Path, *, workers: int) -> None: ...
     def begin(self, seed: int, *, device: str, cache: Path) -> Any: ...
-    def held_out_loss(self, fitting: Any) -> float: ...
+    def held_out_loss(self, loop: Any) -> float: ...
     def right(self, model: nn.Module, name_rows: Callable[[Iterable[int]], None] = ...) -> list[bool]: ...
     def data_name(self) -> str: ...
     def dtype(self, device: str) -> torch.dtype: ...  # of what operators compute in training
@@ -113,7 +115,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Design:
-    """Which arms are trained how often, and how they are asked."""
+    """Which arms are trained how often, and how they are tested."""
 
     task: Task
     arms: tuple[Arm, ...]
@@ -180,18 +182,16 @@ class Trained(NamedTuple):
 
 
 def run(job: Job) -> Result | None:
-    """Train and ask; None where the time was up first, and the checkpoint has what was done."""
+    """Train and test; None where the time was up first, and the checkpoint has what was done."""
     if time.time() >= job.deadline:
         return None
+    train_by = train
     if job.design.task.method == "grpo":
-        from noisescope.training import grpo
-
-        trained: Trained | None = grpo.train(job)
-    else:
-        trained = train(job)
+        from noisescope.training.grpo import train as train_by
+    trained = train_by(job)
     if trained is None:
         return None
-    result = ask(job.design, *trained)
+    result = evaluate(job.design, *trained)
     job.checkpoint.unlink(missing_ok=True)
     return result
 
@@ -199,31 +199,31 @@ def run(job: Job) -> Result | None:
 def train(job: Job) -> Trained | None:
     """A step after the other, on from the checkpoint if there is one; None where the time was up."""
     design, task = job.design, job.design.task
-    fitting: Fitting = task.begin(job.seed, device=design.device, cache=job.cache)
+    loop: TrainingLoop = task.begin(job.seed, device=design.device, cache=job.cache)
     curve: list[dict[str, float]] = []
     before = dict.fromkeys(PHASES, 0)  # injections up to the checkpoint
     started = time.perf_counter()
     if job.checkpoint.exists():
         kept = torch.load(job.checkpoint, map_location=design.device, weights_only=True)
-        fitting.resume(kept["fitting"])
+        loop.resume(kept["fitting"])
         curve, before = kept["curve"], kept["injections"]
         started -= kept["seconds"]
     aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
-    scope = contextlib.nullcontext() if aqn is None else noise(fitting.model, aqn, rank=0, step=fitting.step)
+    scope = contextlib.nullcontext() if aqn is None else noise(loop.model, aqn, rank=0, step=loop.step)
     # Later pieces may be all below the dtype's resolution where a schedule falls; that is no failure (see `rounding`).
     forgiven = (NoiseRoundsAway,) if any(before.values()) else ()
     with contextlib.suppress(*forgiven), scope as scoped:
-        while fitting.step < task.steps:
+        while loop.step < task.steps:
             if scoped is not None:
-                scoped.at(fitting.step)
-            parts = fitting.advance()
-            if due(fitting.step, task.steps, LOOKS):
+                scoped.at(loop.step)
+            parts = loop.advance()
+            if due(loop.step, task.steps, CURVE_POINTS):
                 numbers = {"loss": parts["answer"].item(), "gradient_norm": parts["gradient_norm"].item()}
-                curve.append({"step": fitting.step, **numbers, "held_out": task.held_out_loss(fitting)})
+                curve.append({"step": loop.step, **numbers, "held_out": task.held_out_loss(loop)})
             late = time.time() >= job.deadline
-            if fitting.step < task.steps and (late or due(fitting.step, task.steps, CHECKPOINTS)):
+            if loop.step < task.steps and (late or due(loop.step, task.steps, CHECKPOINTS)):
                 state = {
-                    "fitting": fitting.state(),
+                    "fitting": loop.state(),
                     "curve": curve,
                     "injections": _added(before, scoped),
                     "seconds": time.perf_counter() - started,
@@ -233,9 +233,9 @@ def train(job: Job) -> Trained | None:
                 part.replace(job.checkpoint)
                 if late:
                     break
-    if fitting.step < task.steps:
+    if loop.step < task.steps:
         return None
-    return Trained(fitting.model, curve, _added(before, scoped))
+    return Trained(loop.model, curve, _added(before, scoped))
 
 
 def seconds_before(job: Job) -> float:
@@ -249,7 +249,7 @@ def _added(before: dict[str, int], scope: TrainingNoise | None) -> dict[str, int
     return before if scope is None else {phase: before[phase] + getattr(scope.tally, phase) for phase in PHASES}
 
 
-def ask(design: Design, model: nn.Module, curve: list[dict[str, float]], injections: dict[str, int]) -> Result:
+def evaluate(design: Design, model: nn.Module, curve: list[dict[str, float]], injections: dict[str, int]) -> Result:
     """Every test problem at every level: a column "LEVEL/NOISE SEED" of 0 and 1 each, with all digits of the level."""
     columns: dict[str, tuple[float, ...]] = {}
     fired: dict[str, int] = {}
@@ -262,7 +262,7 @@ def ask(design: Design, model: nn.Module, curve: list[dict[str, float]], injecti
                 Gaussian(level),
                 operators=design.operators,
                 phases=frozenset({"forward"}),
-                seed=derived(_ASKED, number),
+                seed=derive_seed(_TEST_SEED, number),
             )
             probe = inject(model, injection)
             with probe as tally:
@@ -296,16 +296,6 @@ def rounding(design: Design, arm: Arm) -> str:
     )
 
 
-# Before training under noise: what noise does to the gradients, phase by phase. Seconds instead of a training.
-#
-# If backward noise were what regularises and forward noise what makes robust, backward noise should move the gradient
-# at least as much as forward noise does. This measures both: the ratio of norms, whose bands are the original method
-# notes', and the distance between noisy and clean gradient relative to the clean one.
-
-
-WAYS = {"forward": frozenset({"forward"}), "backward": frozenset({"backward"}), "both": frozenset(PHASES)}
-
-
 def gradient_pretest(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
@@ -317,6 +307,9 @@ def gradient_pretest(
 ) -> dict[str, dict[str, Any]]:
     """For noise forward, backward and both: ratio of gradient norms and relative change, over batches.
 
+    If backward noise were what regularises and forward noise what makes robust, backward noise should move the gradient
+    at least as much as forward noise does. The bands of the ratio are those of the original method notes.
+
     Each batch has draws of its own. The model runs in evaluation mode, because dropout would differ between the clean
     and the noisy gradient; its modes and its own `.grad` are not changed.
     """
@@ -324,8 +317,8 @@ def gradient_pretest(
         raise InvalidInput("give at least one batch")
     clean = [_gradient(model, loss, batch) for batch in batches]
     found = {}
-    for way, phases in WAYS.items():
-        aqn = AQN(OperatorNoise(operators, phases), Constant(noise_scale), seed)
+    for phases in (("forward",), ("backward",), PHASES):
+        aqn = AQN(OperatorNoise(operators, frozenset(phases)), Constant(noise_scale), seed)
         ratios, changes = [], []
         with noise(model, aqn, rank=0) as scope:
             for number, (batch, before) in enumerate(zip(batches, clean, strict=True)):
@@ -334,7 +327,7 @@ def gradient_pretest(
                 ratios.append(float(after.norm() / before.norm()))
                 changes.append(float((after - before).norm() / before.norm()))
         ratio = stats.mean(ratios)
-        found[way] = {
+        found[phases[0] if len(phases) == 1 else "both"] = {
             "ratio": to_json(ratio),
             "band": band("gradient_ratio", ratio.value),
             "change": to_json(stats.mean(changes)),

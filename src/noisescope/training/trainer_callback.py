@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
 
     check is called with the model every `check_every` steps, this noise off and in evaluation mode: a gate, a
     diagnosis, anything; its answer goes into the history as "noise_check", and gradients and random states are
-    afterwards what they were. Where `train()` raises, nobody tells a callback: call `close()`, or the model stays
+    afterwards what they were. Where `train()` raises, a callback is not called: call `close()`, or the model stays
     noisy.
 
     Of several such callbacks in one Trainer the second logs as "noise_2_scale" and so on. After resuming, counts go on
@@ -81,15 +81,28 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
                 logs.update(numbers)  # for the callbacks behind this one: printing, trackers
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        scope, self.scope = self.scope, None
-        if scope is not None:
-            scope.__exit__(None, None, None)
+        self._leave(None)
 
     def close(self) -> None:
         """Take the noise off after a training that broke off. Does nothing after one that ended."""
+        self._leave(RuntimeError)  # as on the way of an error: no complaint about missing noise
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
         scope, self.scope = self.scope, None
         if scope is not None:
-            scope.__exit__(RuntimeError, None, None)  # as on the way of an error: no complaint about missing noise
+            scope.__exit__(kind, None, None)
+
+
+@contextlib.contextmanager
+def random_state_kept(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Afterwards the random states of Python, NumPy and torch (on `devices`, or all) are what they were."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 @contextlib.contextmanager
@@ -97,15 +110,12 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     """In evaluation mode inside; afterwards modes, gradients and random states are what they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    python, arrays = random.getstate(), np.random.get_state()
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        with evaluating(model), torch.random.fork_rng(devices):
+        with evaluating(model), random_state_kept(devices):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

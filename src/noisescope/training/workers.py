@@ -7,7 +7,6 @@ it works alone, so that the numbers on a CPU do not depend on how many there are
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
-from noisescope.runs.ray_executor import first_line, joined
+from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.runs.ray_executor import first_line, import_ray, ray_cluster
 from noisescope.training.phases import Job, run, seconds_before
 from noisescope.trials import Result
 
@@ -40,7 +39,7 @@ def run_all(
     """Every job as it ends."""
     if executor == "ray":
         return _on_ray(jobs, workers, address)
-    return _here(jobs) if workers == 1 or len(jobs) < 2 else _in_processes(jobs, workers)
+    return _in_this_process(jobs) if workers == 1 or len(jobs) < 2 else _in_processes(jobs, workers)
 
 
 def check_device(device: str) -> None:
@@ -53,10 +52,14 @@ def check_device(device: str) -> None:
         ) from error
 
 
-def _here(jobs: Sequence[Job]) -> Iterator[Ended]:
-    with _one_thread():
+def _in_this_process(jobs: Sequence[Job]) -> Iterator[Ended]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         for job in jobs:
             yield (job, *attempt(job))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
@@ -77,29 +80,16 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
 
 
 def _on_ray(jobs: Sequence[Job], workers: int, address: str | None) -> Iterator[Ended]:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("--executor ray needs Ray: pip install 'noisescope[ray]'") from error
-    with joined(ray, address, workers):
+    ray = import_ray("--executor ray needs Ray")
+    with ray_cluster(ray, address, workers):
         devices = {"num_gpus": 1 / workers} if jobs and jobs[0].design.device.startswith("cuda") else {}
-        remote: Callable[..., object] = ray.remote(num_cpus=1, max_retries=1, **devices)(_alone).remote
+        remote: Callable[..., object] = ray.remote(num_cpus=1, max_retries=1, **devices)(_attempt_in_one_thread).remote
         running = {remote(job): job for job in jobs}
         while running:
             (done,), _ = ray.wait(list(running), num_returns=1)
             yield (running.pop(done), *ray.get(done))
 
 
-def _alone(job: Job) -> tuple[Result | None, float]:
+def _attempt_in_one_thread(job: Job) -> tuple[Result | None, float]:
     torch.set_num_threads(1)
     return attempt(job)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""The far side of the Ray executor: what runs in an actor. It knows neither Ray nor a store."""
+"""What runs inside a Ray actor: a model loaded once, and trials run on it. Knows neither Ray nor a store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Arithmetic:
     deterministic: int  # torch's debug mode: 0 off, 1 warn, 2 raise
 
     @classmethod
-    def here(cls) -> Arithmetic:
+    def current(cls) -> Arithmetic:
         deterministic = torch.get_deterministic_debug_mode()
         return cls(torch.get_num_threads(), torch.get_float32_matmul_precision(), deterministic)
 
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ready:
-    """What an actor says once it has loaded; `refusal` says why it could not."""
+    """An actor that has loaded the model, or the reason (`refusal`) why it could not."""
 
     host: str
     pid: int
@@ -62,9 +62,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Answer:
-    """A trial's result, and what it cost."""
+    """A trial's result and cost; `identity` is the trial's id as the actor computes it."""
 
-    identity: str  # of the trial, as the actor computes it
+    identity: str
     result: Result
     seconds: float = 0.0
     forwards: float = 0.0
@@ -72,12 +72,12 @@ class Answer:
 
 
 class Worker:
-    """Lives in an actor: a model loaded once, and a bench that answers trials."""
+    """The actor class: loads the model in `start`, then runs trials."""
 
-    def start(self, packed: bytes) -> Ready:
+    def start(self, pickled: bytes) -> Ready:
         who = (socket.gethostname(), os.getpid())
         try:
-            job: Job = pickle.loads(packed)
+            job: Job = pickle.loads(pickled)
         except Exception as error:  # whatever the caller's own modules raise
             return Ready(*who, refusal=f"the metric can't be imported there ({type(error).__name__}: {error})")
         job.arithmetic.apply()
@@ -86,18 +86,18 @@ class Worker:
         except NoisescopeError as error:
             return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model under that path)")
         self.runner = TrialRunner(subject, job.materials, metric=job.metric).__enter__()
-        return Ready(*who, conditions(subject), tokens_of(subject, job.materials))
+        return Ready(*who, conditions(subject), prompt_tokens_id(subject, job.materials))
 
-    def run(self, packed: bytes) -> Answer:
-        trial: Trial = pickle.loads(packed)
+    def run(self, pickled: bytes) -> Answer:
+        trial: Trial = pickle.loads(pickled)
         forwards, notes, started = self.runner.forwards, len(self.runner.notes), time.perf_counter()
         result = self.runner.run(trial)
         seconds = time.perf_counter() - started
-        news = tuple(self.runner.notes[notes:])
-        return Answer(content_id(trial), result, seconds, self.runner.forwards - forwards, news)
+        added = tuple(self.runner.notes[notes:])
+        return Answer(content_id(trial), result, seconds, self.runner.forwards - forwards, added)
 
 
-def tokens_of(subject: Subject, materials: Iterable[Material]) -> str:
+def prompt_tokens_id(subject: Subject, materials: Iterable[Material]) -> str:
     """Fingerprint of the prompts as the subject's tokenizer reads them; "" where nothing is generated."""
     prompts = [prompt for material in materials for prompt in material.prompts]
     return content_id([list(subject.tokenizer(prompt)["input_ids"]) for prompt in prompts]) if prompts else ""
