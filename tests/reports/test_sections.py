@@ -165,8 +165,8 @@ def test_bands_of_metrics_follow_their_intervals(drawn: Document) -> None:
     """A metric whose interval reaches into another band says so, as rows do."""
     assert row(drawn, "metrics", "relative degradation")["band"] == "CRITICAL"
     assert row(drawn, "metrics", "critical threshold")["band"] == "HIGH to MODERATE (borderline)"
-    assert band_between("degradation", 0.028, 0.435, "LOW").tone == "low"
-    assert band_between("snr_db", None, None, "FAIR").text == "FAIR"
+    assert band_between("degradation", Estimate(0.1, 0.028, 0.435, 64), "LOW").tone == "low"
+    assert band_between("snr_db", None, "FAIR").text == "FAIR"
 
 
 def test_an_interaction_index_has_an_interval_or_is_not_printed(made: DiagnosisReport) -> None:
