@@ -97,12 +97,12 @@ def _summed(a: Record, b: Record, number: int, other: int) -> Sums | None:
         return None
     sums = Sums()
     for batch in a.batches:
-        pair = _pair(a, b, number, other, batch)
-        if pair is None:
+        if (pair := _pair(a, b, number, other, batch)) is None:
             return None
         sums.add(batch.first, *pair)
-    for left, right, _ in filter(None, (_pair(a, b, number, other, batch) for batch in a.batches)):
-        sums.add_percent(left, right)
+    for batch in a.batches:
+        if pair := _pair(a, b, number, other, batch):
+            sums.add_percent(*pair[:2])
     return sums
 
 
@@ -115,8 +115,8 @@ def _pair(a: Record, b: Record, number: int, other: int, batch: Batch) -> tuple[
 
 
 @dataclass
-class _CameIn:
-    """The largest of one figure at the place before and at this place so far; not under what round-off makes."""
+class _InputError:
+    """The largest of one measure at the place before and at this place so far; not below round-off."""
 
     floor: float
     before: float = 0.0
@@ -141,15 +141,15 @@ def round_off(dtype: str) -> tuple[float, float]:
 
 
 def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[SiteRow]:
-    """Each site against what came in: the largest error of the place before it, and of its own place so far.
+    """Each site against the error of its inputs: the largest of the place before it, and of its own place so far.
 
     Sites of the place before have the same operators, so what those amplify in a healthy model is known from there. A
-    site where nothing finite is left on either side does not diverge, and shows nothing of what came in.
+    site where nothing finite is left on either side does not diverge, and shows nothing of its inputs' error.
 
     The error is examined twice: by its size, and for a gain, which round-off does not have, however much accumulates.
     """
     size, gain = round_off(dtype)
-    sizes, gains = _CameIn(size), _CameIn(gain)
+    sizes, gains = _InputError(size), _InputError(gain)
     place: Place | None = None
     for site, found in measured:
         if site.place != place:

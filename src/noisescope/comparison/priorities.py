@@ -4,7 +4,7 @@ A diagnosis predicts the KL of relative noise of scale s at a layer's operators,
 difference of relative L2 r there costs about k r^2, as if it arose there and were noise. Where the report found that
 injected noise does not cost what was predicted (nonlinear), k comes from the injection, and k r^2 is only rough.
 
-Errors that came in from earlier layers are counted where they are seen, so costs of different layers must not be added
+Errors of earlier layers are counted where they are seen, so costs of different layers must not be added
 up; `logits` in the comparison has the sum as it is. Where one side alone has NaN or infinite numbers the difference is
 infinite: no cost, first to fix, whatever the sensitivity.
 """
@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_high
 from typing import Literal
 
 from noisescope.comparison.rows import SiteRow
@@ -165,22 +166,14 @@ def _tolerance(affordable: float, k: float) -> float:
 
 def _marked(cells: list[CostCell], affordable: float) -> list[CostCell]:
     known = [cell for cell in cells if cell.nats is not None]
-    far = _median([cell.relative_l2 or 0.0 for cell in known])
-    sensitive = _median([cell.nats_per_square or 0.0 for cell in known])
-    return [replace(cell, fix_first=_comes_first(cell, far, sensitive, affordable)) for cell in cells]
+    far = median_high([cell.relative_l2 or 0.0 for cell in known] or [0.0])
+    sensitive = median_high([cell.nats_per_square or 0.0 for cell in known] or [0.0])
 
+    def comes_first(cell: CostCell) -> bool:
+        above = (cell.relative_l2 or 0.0) >= far and (cell.nats_per_square or 0.0) >= sensitive
+        return cell.infinite or (cell.cost > affordable and above)
 
-def _comes_first(cell: CostCell, far: float, sensitive: float, affordable: float) -> bool:
-    if cell.infinite:
-        return True
-    if cell.cost <= affordable:
-        return False
-    return (cell.relative_l2 or 0.0) >= far and (cell.nats_per_square or 0.0) >= sensitive
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+    return [replace(cell, fix_first=comes_first(cell)) for cell in cells]
 
 
 def _tolerances(cells: list[CostCell], unmeasurable: Mapping[Place, int], affordable: float) -> list[Tolerance]:

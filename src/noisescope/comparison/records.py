@@ -1,4 +1,7 @@
-"""What a record looks like, wherever it is written (runs/recorder.py) or read (comparison/records.py)."""
+"""A record: what one device computed on fixed prompts, as a folder that runs/recorder.py writes and this file reads.
+
+It is refused where it is no record, damaged, of another version, or contradicts itself.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def is_unfinished(folder: Path) -> bool:
     return bool(ours) and all(name == UNFINISHED or TENSORS.fullmatch(name) for name in ours)
 
 
-# A record's record.json, read: refused where it is no record, damaged, of another version, or contradicts itself.
+# -- record.json
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,17 @@ class SketchKind:
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedSite:
     operator: str
     place: Place
     module: str
     component: str
     occurrence: int
+
+    @property
+    def site(self) -> Site:
+        return Site(self.operator, self.place, self.module, self.component, occurrence=self.occurrence)
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,11 @@ def _wrong_files(number: int, names: Sequence[str], kept: set[str]) -> Iterator[
         yield f"batch {number} has {held.count(None)} files of sketches, not one"
     whole = {place for place in held if place is not None}
     if whole != kept:
-        has, said = (", ".join(sorted(places)) or "none" for places in (whole, kept))
-        yield f"batch {number} has whole tensors of {has}, by detail and full_layers of {said}"
+        has, wanted = (", ".join(sorted(places)) or "none" for places in (whole, kept))
+        yield f"batch {number} has whole tensors of {has}, by detail and full_layers of {wanted}"
 
 
-# A record read back: what one device computed on fixed prompts (written by runs/recorder.py).
+# -- the record
 
 
 @dataclass(frozen=True)
@@ -222,8 +229,7 @@ class Record:
 
     def sketches(self) -> NDArray[np.float64] | None:
         """[sites, prompts, numbers]; prompts with fewer numbers than others are filled up with zeros."""
-        found = [batch.read("sketch") for batch in self.batches]
-        arrays = [one.values for one in found if one is not None]
+        arrays = self._arrays("sketch")
         if not arrays:
             return None
         whole = np.zeros((len(self.sites), self.count, max(array.shape[2] for array in arrays)))
@@ -233,20 +239,22 @@ class Record:
 
     def sizes(self) -> NDArray[np.float64] | None:
         """The norm of each site's output, [sites, prompts]."""
-        found = [batch.read("size") for batch in self.batches]
-        arrays = [np.asarray(one.values, dtype=np.float64) for one in found if one is not None]
-        return np.concatenate(arrays, axis=1) if arrays else None
+        arrays = self._arrays("size")
+        return np.concatenate(arrays, axis=1, dtype=np.float64) if arrays else None
 
     def numbers(self) -> int:
         """How many numbers the sketches of one site have, over all prompts."""
-        found = [(batch.count, batch.read("sketch")) for batch in self.batches]
-        return sum(count * one.values.shape[2] for count, one in found if one is not None)
+        return sum(array.shape[1] * array.shape[2] for array in self._arrays("sketch"))
 
     def logits(self) -> NDArray[np.float64] | None:
         """The last token's [prompts, vocabulary]."""
-        found = [batch.read("logits") for batch in self.batches]
-        arrays = [np.asarray(one.values, dtype=np.float64) for one in found if one is not None]
-        return np.concatenate(arrays) if len(arrays) == len(self.batches) else None
+        arrays = self._arrays("logits")
+        return np.concatenate(arrays, dtype=np.float64) if len(arrays) == len(self.batches) else None
+
+    def _arrays(self, name: str) -> list[NDArray[np.generic]]:
+        """A tensor of every batch that has it."""
+        found = [batch.read(name) for batch in self.batches]
+        return [one.values for one in found if one is not None]
 
     def by_token(self, name: str) -> list[NDArray[np.float64]] | None:
         """Figures of the blocks' outputs, one array [blocks, tokens] per prompt: "sum", "max" or "channel"."""
@@ -277,18 +285,16 @@ def read_record(path: str | Path) -> Record:
     """A record from its folder; refused with the reason where it is broken, unfinished or of another version."""
     folder = Path(path)
     about = read_description(folder)
-    sites = tuple(
-        Site(one.operator, one.place, one.module, one.component, occurrence=one.occurrence) for one in about.sites
-    )
+    sites = tuple(one.site for one in about.sites)
     return Record(
-        str(folder),
-        about.model.fingerprint,
-        about.model.architecture,
-        about.dtype,
-        about.prompts,
-        sites,
-        tuple(_batch(folder, one, len(sites)) for one in about.batches),
-        about.sketch,
+        path=str(folder),
+        model=about.model.fingerprint,
+        architecture=about.model.architecture,
+        dtype=about.dtype,
+        prompts=about.prompts,
+        sites=sites,
+        batches=tuple(_batch(folder, one, len(sites)) for one in about.batches),
+        sketch=about.sketch,
         device=about.device,
         data=about.data,
         detail=about.detail,

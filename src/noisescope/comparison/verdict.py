@@ -70,7 +70,7 @@ def _divergence(first: SiteRow, dtype: str) -> str:
 
 
 def _times(size: float, expected: float, least: float) -> str:
-    """How many times what came in, or round-off where no more than that came in."""
+    """How many times the error of the inputs, or round-off where theirs is no larger."""
     return f"{size / expected:.0f} times {'the error of its inputs' if expected > least else 'round-off'}"
 
 
@@ -83,11 +83,11 @@ def _power(rows: Sequence[SiteRow]) -> str:
     """What a fault must reach to be called a divergence."""
     sizes = [row.smallest_detectable for row in rows]
     gains = [row.smallest_detectable_gain for row in rows if row.smallest_detectable_gain is not None]
-    text = f"A fault of one operator is detected if it adds a relative L2 above {_span(sizes)}"
-    return f"{text}; a common gain if it is above {_span([100 * gain for gain in gains])} %." if gains else f"{text}."
+    text = f"A fault of one operator is detected if it adds a relative L2 above {_range(sizes)}"
+    return f"{text}; a common gain if it is above {_range([100 * gain for gain in gains])} %." if gains else f"{text}."
 
 
-def _span(values: Sequence[float]) -> str:
+def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.2g}", f"{max(values):.2g}"
     return low if low == high else f"{low} to {high}, depending on the site"
 
@@ -97,9 +97,8 @@ def _undecided(rows: Sequence[SiteRow]) -> str:
     lost = [row for row in rows if not row.decided]
     if not lost or len(lost) == len(rows):
         return ""
-    return (
-        f" {len(lost)} of {len(rows)} sites are undecided, {lost[0].site} first: nothing finite is left on either side."
-    )
+    which = f"{len(lost)} of {len(rows)} sites are undecided, {lost[0].site} first"
+    return f" {which}: nothing finite is left on either side."
 
 
 def _left_out(rows: Sequence[SiteRow]) -> str:
