@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
@@ -80,11 +80,8 @@ def weak_points(found: Diagnosis) -> WeakPoints:
 
 def tests_for(weak: WeakPoints) -> list[FaultTest]:
     """A test for each weak point."""
-    tests = [
-        *map(_operator_test, weak.operators),
-        *map(_window_test, weak.windows),
-        *map(_channel_test, weak.channels[:MOST_CHANNEL_TESTS]),
-    ]
+    tests = [*map(_operator_test, weak.operators), *map(_window_test, weak.windows)]
+    tests += map(_channel_test, weak.channels[:MOST_CHANNEL_TESTS])
     if not tests:
         raise InvalidInput("the report has neither operators nor layers nor channels: diagnose with all levels first")
     return tests
@@ -187,9 +184,7 @@ def judge(test: FaultTest, measured: Measured, *, seconds: float = 0.0) -> Fault
     asked = test.acceptance_criteria.columns()
     criteria = tuple(_JUDGES[name](test.acceptance_criteria, measured) for name in asked)
     if not measured.hits.changed:
-        criteria = tuple(
-            CriterionResult(row.criterion, UNDECIDED, "the fault changed nothing", row.value) for row in criteria
-        )
+        criteria = tuple(replace(row, verdict=UNDECIDED, message="the fault changed nothing") for row in criteria)
     verdict = overall([row.verdict for row in criteria])
     open_ = [row.criterion for row in criteria if row.verdict == UNDECIDED]
     words = "; ".join(f"{row.criterion}: {row.message}" for row in criteria)
@@ -212,9 +207,8 @@ def _degradation(wanted: Criteria, measured: Measured) -> CriterionResult:
         return CriterionResult("max_degradation", UNDECIDED, message, None)
     verdict = at_most(loss, limit)
     words = f"{percent(loss.value)} {span(loss, '.1f', 100)} of the {metric_name(measured.metric)} lost"
-    message = f"{words}, {100 * limit:g} % allowed, n = {loss.n}"
-    if verdict == UNDECIDED:
-        message += ": the interval includes the limit"
+    why = ": the interval includes the limit" if verdict == UNDECIDED else ""
+    message = f"{words}, {100 * limit:g} % allowed, n = {loss.n}{why}"
     return CriterionResult("max_degradation", verdict, message, loss.value)
 
 
