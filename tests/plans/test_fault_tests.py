@@ -14,7 +14,7 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.faults import parse_fault
 from noisescope.jsonform import from_json, to_json
-from noisescope.plans.fault_test_rows import (
+from noisescope.plans.fault_tests import (
     COLUMNS,
     Criteria,
     FaultParameters,
@@ -22,10 +22,12 @@ from noisescope.plans.fault_test_rows import (
     FaultTestResult,
     Hits,
     Measured,
+    could_not_run,
     from_columns,
+    generate,
+    judge,
     to_csv,
 )
-from noisescope.plans.fault_tests import could_not_run, generate, judge
 from noisescope.stats import Estimate
 
 

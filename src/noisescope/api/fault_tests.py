@@ -25,8 +25,7 @@ from noisescope.model.forwards import stepwise
 from noisescope.model.subject import Subject
 from noisescope.options.plans import FaultTestOptions
 from noisescope.options.values import asks
-from noisescope.plans.fault_test_rows import FaultTest, FaultTestResult, Hits, Measured
-from noisescope.plans.fault_tests import could_not_run, judge
+from noisescope.plans.fault_tests import FaultTest, FaultTestResult, Hits, Measured, could_not_run, judge
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
 from noisescope.runs.runner import TrialRunner

@@ -30,8 +30,16 @@ from noisescope.findings import percent
 from noisescope.jsonform import to_json
 from noisescope.measures.smoothing import Smoothed
 from noisescope.model.subject import Subject
-from noisescope.plans.fault_test_rows import from_columns, to_csv
-from noisescope.plans.fault_tests import WeakChannels, WeakOperator, WeakPoints, WeakWindow, tests_for, weak_points
+from noisescope.plans.fault_tests import (
+    WeakChannels,
+    WeakOperator,
+    WeakPoints,
+    WeakWindow,
+    from_columns,
+    tests_for,
+    to_csv,
+    weak_points,
+)
 from noisescope.plans.migration import plan_migration
 from noisescope.plans.precision import bits_by_rule, missed_target
 from noisescope.training.layer_factors import ruled
