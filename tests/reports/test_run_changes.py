@@ -26,7 +26,7 @@ from noisescope.diagnosis.report import DataFacts, ModelFacts, SettingsFacts
 from noisescope.errors import InvalidInput
 from noisescope.reports.document import Chart, Table
 from noisescope.reports.markdown import to_markdown
-from noisescope.reports.run_changes import Comparison, change_line, changes_document, largest, verdict_line
+from noisescope.reports.run_changes import Comparison, change_line, changes_document, largest_changes, verdict_line
 from noisescope.stats import Estimate
 from noisescope.trials import Conditions
 
@@ -144,10 +144,10 @@ def test_shares_differ_by_points_and_other_numbers_do_not() -> None:
 def test_the_first_lines_name_significant_changes_of_every_metric() -> None:
     """The clean model first, then significant changes, not all of one metric; without any, what was compared."""
     many = [row(f"gemm, layer {i}", -0.5, "worse", order=i) for i in range(9)]
-    named = largest([*many, ROWS[4], *ROWS[1:4]])
+    named = largest_changes([*many, ROWS[4], *ROWS[1:4]])
     assert named[0].label == "no noise" and [r.metric for r in named[1:]] == ["accuracy"] * 3 + ["kl"]
-    assert [r.label for r in largest(ROWS[1:3])] == ["no noise", "gemm, layer 0 at 0.05"]
-    assert largest([row("gemm", None, "not measurable")]) == []
+    assert [r.label for r in largest_changes(ROWS[1:3])] == ["no noise", "gemm, layer 0 at 0.05"]
+    assert largest_changes([row("gemm", None, "not measurable")]) == []
 
 
 def test_a_null_result_has_its_power() -> None:

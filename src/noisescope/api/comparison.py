@@ -8,7 +8,7 @@ from typing import Any
 
 from noisescope.comparison.compare import Comparison as Comparison
 from noisescope.comparison.compare import compare_records
-from noisescope.comparison.priorities import Crossing as Crossing
+from noisescope.comparison.priorities import DifferenceCosts as DifferenceCosts
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.rows import SiteRow as SiteRow
 from noisescope.comparison.rows import TokenRow as TokenRow

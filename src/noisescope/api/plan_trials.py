@@ -39,9 +39,9 @@ from noisescope.plans.precision import (
     uniform_plan,
 )
 from noisescope.plans.precision_results import (
-    Carried,
     PlanData,
     PlanRow,
+    PlanScores,
     PrecisionPlan,
     Rival,
     Verification,
@@ -127,7 +127,7 @@ def _rule_notes(rivals: Sequence[Rival]) -> list[str]:
     return [rule.note] if rule.note else []
 
 
-def _row(rival: Rival, carried: Carried, own: Carried) -> PlanRow:
+def _row(rival: Rival, carried: PlanScores, own: PlanScores) -> PlanRow:
     plan = rival.plan
     return PlanRow(
         rival.name,

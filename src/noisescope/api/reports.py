@@ -38,7 +38,7 @@ from noisescope.reports.reading import schema as schema
 from noisescope.reports.report import Report as Report
 from noisescope.reports.run_changes import Comparison
 from noisescope.reports.run_changes import change_line as change_line
-from noisescope.reports.run_changes import largest as largest
+from noisescope.reports.run_changes import largest_changes as largest_changes
 from noisescope.reports.run_changes import run_line as run_line
 from noisescope.reports.run_changes import verdict_line as change_verdict_line
 from noisescope.reports.words import band_of as band_of

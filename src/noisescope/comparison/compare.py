@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from noisescope.comparison.divergence import block_errors, judged, measured
+from noisescope.comparison.divergence import block_errors, judge_sites, measure_sites
 from noisescope.comparison.measures import Array, Sums
-from noisescope.comparison.priorities import Crossing, crossed
+from noisescope.comparison.priorities import DifferenceCosts, difference_costs
 from noisescope.comparison.records import Record, check_comparable
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
-from noisescope.comparison.verdict import Verdict, in_words, verdict_of
+from noisescope.comparison.verdict import Verdict, describe, verdict_of
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
@@ -53,7 +53,7 @@ class Comparison:
     tokens: tuple[TokenRow, ...]
     sites: tuple[SiteRow, ...]
     uncompared: tuple[Site, ...]
-    sensitivity: Crossing | None
+    sensitivity: DifferenceCosts | None
     max_mape: float | None
     worst_mape: float | None
     worst_mape_site: Site | None
@@ -121,8 +121,8 @@ def compare_records(
         raise InvalidInput("what a difference may cost needs a sensitivity report, which says what it costs")
     check_comparable(a, b)
     notes = [f"{side.path}: {note}" for side in (a, b) for note in side.notes]
-    seen = measured(a, b, notes)
-    rows = tuple(judged(seen.found, a.dtype))
+    seen = measure_sites(a, b, notes)
+    rows = tuple(judge_sites(seen.found, a.dtype))
     chosen = None if layers is None else frozenset(layers)
     shown = rows if chosen is None else _chosen(rows, chosen)
     uncompared = tuple(site for site in seen.uncompared if chosen is None or site.place in chosen)
@@ -133,7 +133,7 @@ def compare_records(
     allowed = LIMITS["affordable_nats"] if affordable is None else affordable
     return Comparison(
         verdict=verdict_of(rows, logits),
-        words=in_words(rows, logits, a.dtype, seen.sites),
+        words=describe(rows, logits, a.dtype, seen.sites),
         undecided=sum(not row.decided for row in rows),
         sides=Sides(
             *(Side(r.path, r.architecture, r.dtype, r.count, r.device, r.versions, r.detail, r.created) for r in (a, b))
@@ -144,7 +144,7 @@ def compare_records(
         tokens=tuple(_tokens(a, b, seen.sums)),
         sites=shown,
         uncompared=uncompared,
-        sensitivity=None if sensitivity is None else crossed(rows, sensitivity, a.model, allowed),
+        sensitivity=None if sensitivity is None else difference_costs(rows, sensitivity, a.model, allowed),
         max_mape=max_mape,
         worst_mape=None if worst is None else worst.mape,
         worst_mape_site=None if worst is None else worst.site,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from noisescope.comparison.measures import LEAST_FOR_GAIN, Array, Measures, Sketch, Sums, common_gain, from_sketches
-from noisescope.comparison.records import Batch, Record, name_of
+from noisescope.comparison.records import Batch, Record, site_key
 from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput
 from noisescope.findings import GAIN_ROUND_OFF, ROUND_OFF
@@ -20,7 +20,7 @@ _FUSED = "attention"  # the operator of a fused call
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSites:
     """Every site that both records have, in the order of the first."""
 
     found: tuple[tuple[Site, Measures], ...]
@@ -29,16 +29,16 @@ class Measured:
     sites: int  # of either record
 
 
-def measured(a: Record, b: Record, notes: list[str]) -> Measured:
+def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
     """Measures from whole tensors where both sides have them, else from sketches; `notes` gets what was left out."""
-    theirs = {name_of(site): number for number, site in enumerate(b.sites)}
-    left, right = sketched(a), sketched(b)
+    theirs = {site_key(site): number for number, site in enumerate(b.sites)}
+    left, right = sketches_of(a), sketches_of(b)
     numbers = a.numbers()
     found: list[tuple[Site, Measures]] = []
     by_site: dict[Site, Sums] = {}
     uncompared = [*_lacking(a, b), *_lacking(b, a)]
     for number, site in enumerate(a.sites):
-        other = theirs.get(name_of(site))
+        other = theirs.get(site_key(site))
         if other is None:
             continue
         sums = _summed(a, b, number, other)
@@ -64,13 +64,13 @@ def measured(a: Record, b: Record, notes: list[str]) -> Measured:
             f"no gain can be detected from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record with "
             "--samples 4 or more"
         )
-    return Measured(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
+    return MeasuredSites(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
 
 
 def _alone(a: Record, b: Record) -> list[Site]:
     """Sites that a has and b has not."""
-    theirs = set(map(name_of, b.sites))
-    return [site for site in a.sites if name_of(site) not in theirs]
+    theirs = set(map(site_key, b.sites))
+    return [site for site in a.sites if site_key(site) not in theirs]
 
 
 def _lacking(a: Record, b: Record) -> list[Site]:
@@ -85,7 +85,7 @@ def _lacking(a: Record, b: Record) -> list[Site]:
     return [site for site in _alone(a, b) if not (taken_apart and site.operator == _FUSED)]
 
 
-def sketched(record: Record) -> list[Sketch] | None:
+def sketches_of(record: Record) -> list[Sketch] | None:
     """The sketch of each site; None where there are none (another tool's dump)."""
     numbers, norms = record.sketches(), record.sizes()
     return None if numbers is None or norms is None else list(zip(numbers, norms, strict=True))
@@ -140,7 +140,7 @@ def round_off(dtype: str) -> tuple[float, float]:
     return ROUND_OFF[known], GAIN_ROUND_OFF[known]
 
 
-def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[SiteRow]:
+def judge_sites(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[SiteRow]:
     """Each site against the error of its inputs: the largest of the place before it, and of its own place so far.
 
     Sites of the place before have the same operators, so what those amplify in a healthy model is known from there. A

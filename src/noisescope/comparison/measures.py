@@ -66,7 +66,7 @@ class Measures:
     max_ulp: float | None = None
     nonfinite: int = 0  # NaN or infinite on one side only, or another such value on either
     nonfinite_both: int = 0  # the same NaN or infinity on both sides: left out of all measures
-    elements: int = 0  # looked at; 0 for a sketch
+    elements: int = 0  # compared; 0 for a sketch
     where: Where | None = None
 
     @property
@@ -212,7 +212,7 @@ def common_gain(a: Sketch, b: Sketch) -> float | None:
 
     Each number t = s(b) / s(a) - 1 of the sketches sees other elements. Errors at random give a Cauchy distribution
     round 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The norms
-    would be more sensitive, but a few massive elements dominate them: an error of one of them looks like a gain.
+    would be more sensitive, but a few massive elements dominate them: an error of one of them would pass for a gain.
     """
     usable = _usable(a[0], b[0]) & (a[0] != 0)
     count = int(usable.sum())

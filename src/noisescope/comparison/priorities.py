@@ -84,7 +84,7 @@ class _Price:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class DifferenceCosts:
     """All cells, the costliest first, and the tolerance of each layer."""
 
     affordable_nats: float
@@ -93,7 +93,7 @@ class Crossing:
     tolerances: tuple[Tolerance, ...]
 
 
-def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordable: float) -> Crossing:
+def difference_costs(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordable: float) -> DifferenceCosts:
     """Cross the relative L2 of sites, given in the order they ran, with a diagnosis's map of layers x operators."""
     if not 0 < affordable < math.inf:
         raise InvalidInput(f"what a difference may cost is in nats, above 0; got {affordable}")
@@ -112,7 +112,7 @@ def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordabl
     cells.sort(key=lambda cell: (-cell.cost, first_infinite.get((cell.layer, cell.operator), 0)))
     unmeasurable = Counter(row.place for row in rows if not row.measurable)
     fix_first = tuple(cell for cell in cells if cell.fix_first)
-    return Crossing(affordable, fix_first, tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)))
+    return DifferenceCosts(affordable, fix_first, tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)))
 
 
 def _cell(key: Key, sizes: list[float], price: _Price | None, affordable: float) -> CostCell:

@@ -335,7 +335,7 @@ def _tensor(files: Iterable[TensorFile], name: str) -> Numbers | None:
     return next((found for file in files if (found := file.read(name)) is not None), None)
 
 
-def name_of(site: Site) -> tuple[str, str, int]:
+def site_key(site: Site) -> tuple[str, str, int]:
     """What two records know a site by; other tools' dumps don't name components."""
     return (site.operator, site.module, site.occurrence)
 
@@ -363,5 +363,5 @@ def check_comparable(a: Record, b: Record) -> None:
             f"{a.sketch.version} and seed {a.sketch.seed}: they can't be subtracted. Record both with one version of "
             "noisescope"
         )
-    if not set(map(name_of, a.sites)) & set(map(name_of, b.sites)):
+    if not set(map(site_key, a.sites)) & set(map(site_key, b.sites)):
         raise InvalidInput(f"{a.path} and {b.path} have no site in common: nothing to compare")

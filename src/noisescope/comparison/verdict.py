@@ -23,7 +23,7 @@ def verdict_of(rows: Sequence[SiteRow], logits: Logits | None) -> Verdict:
     return "identical" if same else "round-off"
 
 
-def in_words(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int) -> str:
+def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int) -> str:
     """What the rows and logits show; of so many `sites` on either side, those of the rows were compared."""
     verdict = verdict_of(rows, logits)
     if verdict == "diverged":

@@ -261,7 +261,7 @@ def _channel_test(weak: WeakChannels) -> FaultTest:
     return FaultTest(test_id, f"Outlier channels in {weak.name}", "channel_fault", parameters, criteria)
 
 
-# -- what came out, judged
+# -- results
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Hits:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out under a fault. `recovery_steps` are by sample (None: not recovered at the last step watched)."""
+    """What was measured under a fault. `recovery_steps` are by sample (None: not recovered at the last)."""
 
     hits: Hits
     metric: str

@@ -48,7 +48,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedModule:
     """A module that a tool is to round, its format as the tool spells it. `group` is of integers alone."""
 
     module: str
@@ -82,7 +82,7 @@ def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
     return Export(json.dumps(found, indent=1) + "\n", notes)
 
 
-def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[Rounded]:
+def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[RoundedModule]:
     """The modules that a tool is to round, with groups that divide their inputs."""
     found = []
     for module in modules:
@@ -109,7 +109,7 @@ def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[Rounded]:
                 f"{module.name} has {module.inputs} inputs, which groups of {wanted} ({name}) do not divide, and the "
                 "tools take whole groups alone: plan with --formats bf16,fp8_e4m3, which have none, or export json"
             )
-        found.append(Rounded(module.name, module.inputs, name, group, _spellings(group)[tool][name]))
+        found.append(RoundedModule(module.name, module.inputs, name, group, _spellings(group)[tool][name]))
     return found
 
 
@@ -159,7 +159,7 @@ def _weights(data_type: str, bits: int) -> dict[str, Json]:
     return {"bits": bits, "data_type": data_type, "sym": True, "act_bits": 16}
 
 
-def _notes(rounded: Sequence[Rounded]) -> tuple[str, ...]:
+def _notes(rounded: Sequence[RoundedModule]) -> tuple[str, ...]:
     """One for each width that our groups do not divide."""
     narrow: dict[tuple[int, int], list[str]] = {}
     for one in rounded:
@@ -172,7 +172,7 @@ def _notes(rounded: Sequence[Rounded]) -> tuple[str, ...]:
     )
 
 
-def _recipe(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+def _recipe(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
     groups: dict[str, dict[str, Json]] = {}
     for one in rounded:
         key = one.format if one.group == GROUP or one.format not in INTEGERS else f"{one.format}_group_{one.group}"
@@ -183,17 +183,17 @@ def _recipe(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
     return {"quant_stage": {"quant_modifiers": modifier}}
 
 
-def _modelopt(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+def _modelopt(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
     rules = [{"quantizer_name": f"{one.module}.weight_quantizer", "cfg": one.spelled} for one in rounded]
     return {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *rules], "algorithm": "max"}
 
 
-def _autoround(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+def _autoround(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
     kept = {module: _weights("float", 16) for module in plan.assignment}
     return {**kept, **{one.module: one.spelled for one in rounded}}
 
 
-def _torchao(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+def _torchao(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
     configs = {one.module: one.spelled for one in rounded}
     return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}
 

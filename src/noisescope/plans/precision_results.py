@@ -260,7 +260,7 @@ def _best_uniform(rows: Sequence[PlanRow], average_bits: float) -> PlanRow | Non
 
 
 @dataclass(frozen=True)
-class Carried:
+class PlanScores:
     """One plan carried out: KL and score of each sample, beside the score of the model as it is."""
 
     kl: Array
@@ -279,7 +279,7 @@ class Carried:
     def clean_score(self) -> float:
         return float(self.clean_accuracy.mean())
 
-    def over(self, other: Carried) -> Estimate:
+    def over(self, other: PlanScores) -> Estimate:
         """The typical ratio of this plan's KL to another's on the same sample."""
         return ratio(self.kl, other.kl)
 
@@ -288,7 +288,7 @@ class Carried:
 class Verified:
     """Plans by name as they were carried out, and what could not be seen."""
 
-    plans: Mapping[str, Carried]
+    plans: Mapping[str, PlanScores]
     could_not_see: tuple[str, ...]
 
 
@@ -306,7 +306,7 @@ class Verification:
         plans = {name: self._carried(frame, results, injection) for name, injection in self.injections.items()}
         return Verified(plans, tuple(notes))
 
-    def _carried(self, frame: StudyContext, results: Results, injection: Injection | None) -> Carried:
+    def _carried(self, frame: StudyContext, results: Results, injection: Injection | None) -> PlanScores:
         clean = frame.answer(results, None)
         rounded = clean if injection is None else frame.answer(results, injection, seeds=(0,))
         assert clean is not None and rounded is not None
@@ -315,4 +315,4 @@ class Verification:
                 raise NoisescopeError(f"a plan could not be carried out: {answer.error}")
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
-        return Carried(kl, after.mean(axis=1), before)
+        return PlanScores(kl, after.mean(axis=1), before)

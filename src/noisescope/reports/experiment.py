@@ -138,7 +138,7 @@ class PhasesSettings:
 
 
 @dataclass(frozen=True)
-class PhasesAsked:
+class PhasesRequest:
     """What an experiment was asked."""
 
     model: TaskSource
@@ -155,7 +155,7 @@ class PhasesCost:
 
 
 @dataclass(frozen=True)
-class PhasesRun(PhasesAsked):
+class PhasesRun(PhasesRequest):
     """An experiment that has ended, or was drawn from what is done."""
 
     cost: PhasesCost
@@ -166,7 +166,7 @@ class PhasesRun(PhasesAsked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhasesFound:
+class PhasesResult:
     """Everything the experiment shows."""
 
     schema_version: int = SCHEMA_VERSION
@@ -184,10 +184,10 @@ class PhasesFound:
 # -- the document: verdicts first, then arms, then how it was done
 
 
-class PhasesReport(SavedReport[PhasesFound]):
+class PhasesReport(SavedReport[PhasesResult]):
     """Reads, prints and saves as a report does."""
 
-    kinds: ClassVar = {"hypotheses": PhasesFound}
+    kinds: ClassVar = {"hypotheses": PhasesResult}
     made: ClassVar = "noisescope experiment phases"
 
     def __repr__(self) -> str:
@@ -210,7 +210,7 @@ class PhasesReport(SavedReport[PhasesFound]):
         return Document("noisescope: noise in training, by phase", facts, sections, run.finished)
 
 
-def theory_line(report: PhasesFound) -> str:
+def theory_line(report: PhasesResult) -> str:
     """The theory's verdict in a sentence."""
     return (
         f"The theory that backward noise regularises and forward noise makes robust, by its own criteria: "
@@ -252,7 +252,7 @@ def _needed(row: JudgedCriterion) -> str:
     return f"{needed.seeds} seeds{problems}"
 
 
-def _verdicts(report: PhasesFound) -> Iterator[Block]:
+def _verdicts(report: PhasesResult) -> Iterator[Block]:
     yield Paragraph(theory_line(report))
     yield Bullets(tuple(Paragraph(verdict, f"{name}:") for name, verdict in report.theory.because.items()))
     head = ("criterion", "difference", "verdict", "what would probably decide")
@@ -263,7 +263,7 @@ def _verdicts(report: PhasesFound) -> Iterator[Block]:
     yield table("hypotheses", head, rows, "Criteria of the original method notes")
 
 
-def _arms(report: PhasesFound) -> Iterator[Block]:
+def _arms(report: PhasesResult) -> Iterator[Block]:
     levels = [f"{level:g}" for level in report.levels]
     noisy = [level for level in levels if float(level)]
     head = ("arm", "seeds", *(f"accuracy at {_noise(level)}" for level in levels))
@@ -295,7 +295,7 @@ def _noise(level: str) -> str:
     return f"{100 * float(level):g} % noise"
 
 
-def _method(report: PhasesFound) -> Iterator[Block]:
+def _method(report: PhasesResult) -> Iterator[Block]:
     run, training = report.run, report.run.settings.training
     practised = (
         ""

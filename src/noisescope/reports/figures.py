@@ -204,7 +204,7 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
 def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Line2D]:
     """A triangle and the bar's label over each marked bar, hollow for what is undecided. The legend's entries."""
     entries: dict[str, Line2D] = {}
-    turned = len(bars) > 20
+    upright = len(bars) > 20
     for place, bar in enumerate(bars):
         value = finite(bar.cell.value)
         if bar.mark and value is not None:
@@ -214,13 +214,13 @@ def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Line2D]:
             axes.plot(place, highest, "v", color=INK, markerfacecolor=face, markersize=5, transform=raised, zorder=6)
             axes.annotate(
                 short(bar.label), (place, highest), (0, 11), textcoords="offset points", ha="center", va="bottom",
-                fontsize=7, rotation=90 if turned else 0, annotation_clip=False,
+                fontsize=7, rotation=90 if upright else 0, annotation_clip=False,
             )  # fmt: skip
             entries[bar.mark] = symbol("v", short(bar.mark), color=INK, markerfacecolor=face)
     if entries:  # room for the labels
         scale = axes.yaxis.get_transform()
         bottom, top = scale.transform(np.array(axes.get_ylim()))
-        axes.set_ylim(top=float(scale.inverted().transform(top + (0.32 if turned else 0.12) * (top - bottom))))
+        axes.set_ylim(top=float(scale.inverted().transform(top + (0.32 if upright else 0.12) * (top - bottom))))
     return list(entries.values())
 
 

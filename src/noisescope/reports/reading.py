@@ -1,6 +1,6 @@
 """The one reader of reports: JSON to a typed value, or one line that says what does not fit.
 
-A report is data from outside. Its version is looked at first; then every part must have the type it is written with
+A report is data from outside. Its version is checked first; then every part must have the type it is written with
 (jsonform.py), layers must be layers of the model, and an analysis of layers has all of them. No report is half
 understood.
 """
@@ -26,7 +26,7 @@ LONGEST = 240  # characters of an error, beside the name of the file
 
 
 def read_report(path: str | Path) -> Json:
-    """What a report.json holds, or that of a folder: of any kind, not looked at yet."""
+    """What a report.json holds, or that of a folder: of any kind, not checked yet."""
     file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
     try:
         return parsed(file.read_text(encoding="utf-8"))
@@ -49,10 +49,10 @@ def value_of(data: Json, kinds: Mapping[str, type[V]], where: str, *, made: str 
     """The value that a report's JSON stands for. `kinds` are its possible types, by a key that only that one has."""
     if not isinstance(data, Mapping) or "schema_version" not in data:
         raise InvalidInput(f"{where} is JSON, but no report of noisescope (it has no schema_version)")
-    came = data["schema_version"]
-    if type(came) is not int or came != SCHEMA_VERSION:
-        first = type(came) is int and came == 1
-        release = "noisescope 0.1 (report version 1)" if first else f"another noisescope (report version {came!r})"
+    found = data["schema_version"]
+    if type(found) is not int or found != SCHEMA_VERSION:
+        first = type(found) is int and found == 1
+        release = "noisescope 0.1 (report version 1)" if first else f"another noisescope (report version {found!r})"
         raise InvalidInput(
             f"{where} was written by {_line(release)}; this version reads {SCHEMA_VERSION}. Run `{made}` again to "
             "write a new one"

@@ -98,7 +98,7 @@ def change_line(row: ChangeRow) -> str:
     return f"{where}: {sides}, {change(row).text}, n = {row.difference.n}, {how}; {judgement(row).text}"
 
 
-def largest(rows: Sequence[ChangeRow]) -> list[ChangeRow]:
+def largest_changes(rows: Sequence[ChangeRow]) -> list[ChangeRow]:
     """The rows to name first: the clean model's, then of every metric the largest significant changes."""
     clean = [row for row in rows if row.clean]
     noisy = [row for row in rows if not row.clean and row.verdict != "not measurable"]
@@ -150,7 +150,7 @@ def _side(row: ChangeRow, found: Estimate) -> Cell:
 
 def _verdict(found: RunChanges) -> Section:
     blocks: list[Block] = [Paragraph(verdict_line(found), "Verdict:")]
-    rows = largest(found.rows)
+    rows = largest_changes(found.rows)
     if rows:
         blocks.append(Bullets(tuple(Paragraph(change_line(row)) for row in rows)))
     blocks += [Paragraph(note, "Note:") for note in found.notes]
