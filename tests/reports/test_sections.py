@@ -10,8 +10,7 @@ import pytest
 from noisescope.diagnosis.report import Robustness
 from noisescope.diagnosis.rows import Divergence, Effect, Interaction
 from noisescope.reports.document import Bullets, Chart, Document, HeatMap, Paragraph, Table, Verdict
-from noisescope.reports.report import Report
-from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.report import DiagnosisReport, Report
 from noisescope.reports.words import band_between, band_of, divergence, estimate, finding_lines, metric_name
 from noisescope.stats import Estimate, picked
 

@@ -33,9 +33,9 @@ from noisescope.reports.experiment import PhasesReport
 from noisescope.reports.experiment import theory_line as theory_line
 from noisescope.reports.experiment import verdict_line as verdict_line
 from noisescope.reports.junit import Checked, cases_of
-from noisescope.reports.reading import read_report
-from noisescope.reports.reading import schema as schema
 from noisescope.reports.report import Report as Report
+from noisescope.reports.report import read_report
+from noisescope.reports.report import schema as schema
 from noisescope.reports.run_changes import Comparison
 from noisescope.reports.run_changes import change_line as change_line
 from noisescope.reports.run_changes import largest_changes as largest_changes

@@ -5,6 +5,7 @@ It is refused where it is no record, damaged, of another version, or contradicts
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -305,30 +306,23 @@ def read_record(path: str | Path) -> Record:
 
 
 def _batch(folder: Path, about: RecordedPrompts, sites: int) -> Batch:
-    files: list[TensorFile] = []
-
-    def read(name: str) -> Numbers | None:
-        if not files:  # checksums are verified when the first tensor is wanted, once
-            files.extend(_opened(folder, about.files, sites, about.count))
-        return _tensor(files, name)
-
     for file in about.files:
         if not (folder / file.name).is_file():
             raise InvalidInput(f"{folder} lacks {file.name}: copy the whole folder again, or record again")
-    return Batch(about.first, about.count, about.length, read)
 
+    @functools.cache  # checksums are verified when the first tensor is wanted, once
+    def opened() -> list[TensorFile]:
+        files = [TensorFile(folder / one.name, one.bytes, one.sha256) for one in about.files]
+        sketch = _tensor(files, "sketch")
+        found = (0, 0) if sketch is None else sketch.values.shape[:2]
+        if found != (sites, about.count):
+            raise InvalidInput(
+                f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json has "
+                f"{sites} and {about.count}: damaged or altered. Copy both again, or record again"
+            )
+        return files
 
-def _opened(folder: Path, wanted: Iterable[RecordedFile], sites: int, prompts: int) -> list[TensorFile]:
-    """The files of a batch, whose sketches [sites, prompts, numbers] must be of what record.json says."""
-    files = [TensorFile(folder / one.name, one.bytes, one.sha256) for one in wanted]
-    sketch = _tensor(files, "sketch")
-    found = (0, 0) if sketch is None else sketch.values.shape[:2]
-    if found != (sites, prompts):
-        raise InvalidInput(
-            f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json has "
-            f"{sites} and {prompts}: damaged or altered. Copy both again, or record again"
-        )
-    return files
+    return Batch(about.first, about.count, about.length, lambda name: _tensor(opened(), name))
 
 
 def _tensor(files: Iterable[TensorFile], name: str) -> Numbers | None:

@@ -31,9 +31,10 @@ def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: 
     elif verdict == "identical":
         text = _identical(rows, sites)
     elif verdict == "round-off":
+        worst = max((row for row in rows if row.relative_l2 is not None), key=lambda row: row.relative_l2 or 0.0)
         text = (
             f"The difference looks like round-off: in {dtype} it grows from layer to layer without a jump. The largest "
-            f"relative L2 is {_largest(rows)}. {_power(rows)}"
+            f"relative L2 is {worst.relative_l2:.2g}, at {worst.site}. {_power(rows)}"
         )
     else:
         text = f"At none of the {len(rows)} sites is a finite number left on both sides, so nothing could be compared."
@@ -72,11 +73,6 @@ def _divergence(first: SiteRow, dtype: str) -> str:
 def _times(size: float, expected: float, least: float) -> str:
     """How many times the error of the inputs, or round-off where theirs is no larger."""
     return f"{size / expected:.0f} times {'the error of its inputs' if expected > least else 'round-off'}"
-
-
-def _largest(rows: Sequence[SiteRow]) -> str:
-    worst = max((row for row in rows if row.relative_l2 is not None), key=lambda row: row.relative_l2 or 0.0)
-    return f"{worst.relative_l2:.2g}, at {worst.site}"
 
 
 def _power(rows: Sequence[SiteRow]) -> str:

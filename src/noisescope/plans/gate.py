@@ -33,7 +33,7 @@ from noisescope.diagnosis.sections import GateNumbers
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.values import counted, span
-from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most
+from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most, overall
 from noisescope.plans.gate_rows import (
     ConditionsRow,
     Decision,
@@ -45,7 +45,6 @@ from noisescope.plans.gate_rows import (
     SampleCounts,
     ScoreChange,
     ScoreRow,
-    verdict_of,
 )
 from noisescope.stats import Estimate
 from noisescope.stats.unpaired import smallest_unpaired, unpaired
@@ -78,7 +77,8 @@ def decide(
     finite, kept = _finite(baseline, candidate), _clean_score(baseline, candidate, pairs, max_degradation)
     losses = [row.degradation.value for row in limits if row.degradation.value is not None]
     return Decision(
-        verdict=verdict_of([*divergence, *limits, kept], finite),
+        # Finite outputs can only fail a model: they do not show that it is as good.
+        verdict=FAIL if finite.verdict == FAIL else overall([row.verdict for row in (*divergence, *limits, kept)]),
         worse_than=worse_than,
         max_degradation_allowed=max_degradation,
         max_degradation=max(losses, default=None),

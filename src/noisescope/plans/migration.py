@@ -215,18 +215,14 @@ def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
     layers = tuple(one.place for one in evidence if isinstance(one.place, int))
     places = tuple(one.place for one in evidence if isinstance(one.place, str))
     precision = {str(one.place): _precision(rank, one.largest_activation) for one in evidence}
-    return Priority(rank, layers, places, precision, _validation(rank, places), MAX_MAPE[rank], tuple(evidence))
-
-
-def _validation(rank: Rank, places: Sequence[str]) -> str:
     limit = MAX_MAPE[rank]
-    if limit is None:
-        return "nothing special: the end-to-end score is enough"
-    what = "every operator of these layers between both machines" if rank == 1 else "the outputs of these layers"
-    words = f"compare {what}: MAPE below {100 * limit:g} %"
-    if places:
-        words += f"; compare {' and '.join(places)} by sketch: no operator may diverge beyond round-off"
-    return words
+    validation = "nothing special: the end-to-end score is enough"
+    if limit is not None:
+        what = "every operator of these layers between both machines" if rank == 1 else "the outputs of these layers"
+        validation = f"compare {what}: MAPE below {100 * limit:g} %"
+        if places:
+            validation += f"; compare {' and '.join(places)} by sketch: no operator may diverge beyond round-off"
+    return Priority(rank, layers, places, precision, validation, limit, tuple(evidence))
 
 
 def _precision(rank: Rank, largest: float | None) -> str:
@@ -242,7 +238,8 @@ def _commands(found: Diagnosis, priorities: Sequence[Priority], path: str, devic
     model, source = shlex.quote(run.model.source), run.data.source
     data = "" if source in NOT_FILES else f" --data {shlex.quote(source)}"
     first, second = (sorted(entry.layers) for entry in priorities[:2])
-    whole = f" --full-layers {_listed(sorted(first + second))}" if first or second else ""
+    both_ranks = ",".join(map(str, sorted(first + second)))
+    whole = f" --full-layers {both_ranks}" if both_ranks else ""
     dtype = f"--dtype {run.conditions.dtype}"  # the same on both machines, whatever each would choose
     here, there, both = "the reference machine", "the new machine", "either machine, with both records"
     record = f"noisescope record {model}{data} {dtype}{whole}"
@@ -257,12 +254,8 @@ def _commands(found: Diagnosis, priorities: Sequence[Priority], path: str, devic
     )
     for layers, limit in ((first, MAX_MAPE[1]), (second, MAX_MAPE[2])):
         if layers:
-            yield Command(both, f"{compare} --layers {_listed(layers)} --max-mape {limit:g}")
+            yield Command(both, f"{compare} --layers {','.join(map(str, layers))} --max-mape {limit:g}")
     yield Command(f"{there}, where a comparison fails", f"noisescope locate {model} {dtype} --device {device}")
     yield Command(
         "either machine: how the weakest places tolerate faults", f"noisescope plan fault-tests {report_path} --run"
     )
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ",".join(map(str, layers))

@@ -10,7 +10,7 @@ from noisescope.diagnosis.sections import ChannelRow, Metrics
 from noisescope.findings import LIMITS
 from noisescope.findings.values import counted
 from noisescope.reports.document import Bar, Block, Cell, Chart, HeatMap, Paragraph, Section
-from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.report import DiagnosisReport
 from noisescope.reports.words import (
     ONE_SIDED,
     SHARES,

@@ -9,7 +9,7 @@ from noisescope.findings.values import counted
 from noisescope.plans.migration import Priority
 from noisescope.plans.precision_results import PlanRow, PrecisionPlan
 from noisescope.reports.document import Block, Cell, Paragraph, Section
-from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.report import DiagnosisReport
 from noisescope.reports.words import estimate, mean, metric_name, percent, run_metric, table, tone
 from noisescope.sites import Place
 

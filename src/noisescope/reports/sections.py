@@ -11,7 +11,7 @@ from noisescope.findings.values import counted
 from noisescope.reports import analysis_sections as analysis
 from noisescope.reports import plan_sections as plans
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Verdict
-from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.report import TITLE, DiagnosisReport
 from noisescope.reports.words import (
     SHARES,
     band,
@@ -26,7 +26,6 @@ from noisescope.reports.words import (
     tone,
 )
 
-TITLE = "noisescope report"
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
 
 

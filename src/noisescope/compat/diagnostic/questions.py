@@ -17,8 +17,7 @@ from noisescope.diagnosis.context import GROUP, StudyContext
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model.subject import Subject, wrap
-from noisescope.reports.reading import read_report
-from noisescope.reports.report import Report
+from noisescope.reports.report import Report, read_report
 from noisescope.sites import GROUPS, canonical_operator
 from noisescope.trials import Results, Trial
 

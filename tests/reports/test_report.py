@@ -13,8 +13,7 @@ import pytest
 
 from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
-from noisescope.reports.report import Report
-from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.report import DiagnosisReport, Report
 
 MUTATIONS = 400
 DROP = object()
