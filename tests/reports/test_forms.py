@@ -138,7 +138,7 @@ def test_the_json_validates(reports: dict[str, Report], kind: str) -> None:
     validator.check_schema(schema())
     data = json.loads(reports[kind].to_json())
     assert [e.message for e in validator.iter_errors(data)] == []
-    assert Report.checked(data, kind).value == reports[kind].value
+    assert Report.from_data(data, kind).value == reports[kind].value
 
 
 def test_the_schema_refuses_what_the_reader_refuses(made: DiagnosisReport) -> None:
@@ -150,7 +150,7 @@ def test_the_schema_refuses_what_the_reader_refuses(made: DiagnosisReport) -> No
         changed = copy.deepcopy(whole)
         change(changed)
         with pytest.raises(InvalidInput):
-            Report.checked(changed, "changed")
+            Report.from_data(changed, "changed")
         return not validator.is_valid(changed)
 
     assert validator.is_valid(whole)

@@ -201,10 +201,10 @@ def test_a_comparison_of_another_version_is_refused(tmp_path: Path) -> None:
     """By its version, or by the part that does not fit: never half understood."""
     data = comparison(ROWS).data
     with pytest.raises(InvalidInput, match=r"written by noisescope 0\.1 .* Run `noisescope runs compare` again"):
-        Comparison.checked({**data, "schema_version": 1}, "old.json")
+        Comparison.from_data({**data, "schema_version": 1}, "old.json")
     changed = {**data, "comparison": {**data["comparison"], "notes": None}}
     with pytest.raises(InvalidInput, match=r"x\.json is not a whole report: report\.comparison\.notes: a list was"):
-        Comparison.checked(changed, "x.json")
+        Comparison.from_data(changed, "x.json")
 
 
 def test_html_and_pdf_draw_it() -> None:

@@ -270,4 +270,4 @@ def test_optional_sections_may_be_missing(made: DiagnosisReport) -> None:
     )  # fmt: skip
     text = Report(bare).to_markdown()
     assert "Nothing stands out." in text and "## Operators" not in text
-    assert Report.checked(Report(bare).data, "x").value == bare
+    assert Report.from_data(Report(bare).data, "x").value == bare

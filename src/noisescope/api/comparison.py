@@ -46,7 +46,7 @@ def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -
         return Report.load(sensitivity).diagnosis
     if isinstance(sensitivity, Report):
         return sensitivity.diagnosis
-    return Report.checked(sensitivity, "the sensitivity report").diagnosis
+    return Report.from_data(sensitivity, "the sensitivity report").diagnosis
 
 
 def opened(record: Record | str | Path) -> Record:

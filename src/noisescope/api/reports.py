@@ -113,10 +113,10 @@ def any_report(run: Path) -> Report | PhasesReport | Comparison:
     """What a run's folder or a report.json holds: a report, an experiment or a comparison."""
     found = stored_report(run) or read_report(run)
     if isinstance(found, dict) and "hypotheses" in found:
-        return PhasesReport.checked(found, str(run))
+        return PhasesReport.from_data(found, str(run))
     if isinstance(found, dict) and "comparison" in found:
-        return Comparison.checked(found, str(run))
-    return Report.checked(found, str(run))
+        return Comparison.from_data(found, str(run))
+    return Report.from_data(found, str(run))
 
 
 def stored_report(run: Path) -> Json:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from noisescope.comparison.divergence import block_errors, judge_sites, measure_sites
-from noisescope.comparison.measures import Array, Sums
+from noisescope.comparison.measures import Array, ErrorSums
 from noisescope.comparison.priorities import DifferenceCosts, difference_costs
 from noisescope.comparison.records import Record, check_comparable
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
@@ -196,7 +196,7 @@ def _chosen(rows: tuple[SiteRow, ...], layers: frozenset[int]) -> tuple[SiteRow,
 # -- tokens, logits, sides
 
 
-def _tokens(a: Record, b: Record, by_site: Mapping[Site, Sums]) -> list[TokenRow]:
+def _tokens(a: Record, b: Record, by_site: Mapping[Site, ErrorSums]) -> list[TokenRow]:
     """The tokens that differ most: those with NaN or infinite numbers on one side only, then by size.
 
     From whole tensors the size is the rms over sites of the relative L2. The blocks' signed sums give only a score for

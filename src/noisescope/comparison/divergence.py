@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from noisescope.comparison.measures import LEAST_FOR_GAIN, Array, Measures, Sketch, Sums, common_gain, from_sketches
+from noisescope.comparison.measures import (
+    LEAST_FOR_GAIN,
+    Array,
+    ErrorSums,
+    Measures,
+    Sketch,
+    common_gain,
+    from_sketches,
+)
 from noisescope.comparison.records import Batch, Record, site_key
 from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput
@@ -24,7 +32,7 @@ class MeasuredSites:
     """Every site that both records have, in the order of the first."""
 
     found: tuple[tuple[Site, Measures], ...]
-    sums: dict[Site, Sums]  # of sites with whole tensors on both sides
+    sums: dict[Site, ErrorSums]  # of sites with whole tensors on both sides
     uncompared: tuple[Site, ...]  # lacking on one side, of another shape, or whole here and sketched there
     sites: int  # of either record
 
@@ -35,7 +43,7 @@ def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
     left, right = sketches_of(a), sketches_of(b)
     numbers = a.numbers()
     found: list[tuple[Site, Measures]] = []
-    by_site: dict[Site, Sums] = {}
+    by_site: dict[Site, ErrorSums] = {}
     uncompared = [*_lacking(a, b), *_lacking(b, a)]
     for number, site in enumerate(a.sites):
         other = theirs.get(site_key(site))
@@ -91,11 +99,11 @@ def sketches_of(record: Record) -> list[Sketch] | None:
     return None if numbers is None or norms is None else list(zip(numbers, norms, strict=True))
 
 
-def _summed(a: Record, b: Record, number: int, other: int) -> Sums | None:
+def _summed(a: Record, b: Record, number: int, other: int) -> ErrorSums | None:
     """Sums over whole tensors; None where one side has only a sketch, or another shape."""
     if a.count != b.count:
         return None
-    sums = Sums()
+    sums = ErrorSums()
     for batch in a.batches:
         if (pair := _pair(a, b, number, other, batch)) is None:
             return None

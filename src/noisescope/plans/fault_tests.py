@@ -280,7 +280,7 @@ class Hits:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FaultMeasurement:
     """What was measured under a fault. `recovery_steps` are by sample (None: not recovered at the last)."""
 
     hits: Hits
@@ -311,11 +311,11 @@ class FaultTestResult:
     verdict: Verdict
     message: str
     criteria: tuple[CriterionResult, ...]
-    measured: Measured | None
+    measured: FaultMeasurement | None
     seconds: float = 0.0
 
 
-def judge(test: FaultTest, measured: Measured, *, seconds: float = 0.0) -> FaultTestResult:
+def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) -> FaultTestResult:
     """Each criterion of a test against what was measured, and the test as a whole.
 
     A loss is decided by its whole interval. A fault that changed nothing decides nothing.
@@ -339,7 +339,7 @@ def could_not_run(test: FaultTest, reason: str, *, seconds: float = 0.0) -> Faul
     return FaultTestResult(test.test_id, test.name, UNDECIDED, message, (), None, seconds)
 
 
-def _degradation(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _degradation(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     loss, limit = measured.degradation, wanted.max_degradation or 0.0
     if loss.value is None:
         message = "not measurable: the clean score is not clear of chance"
@@ -351,13 +351,13 @@ def _degradation(wanted: Criteria, measured: Measured) -> CriterionResult:
     return CriterionResult("max_degradation", verdict, message, loss.value)
 
 
-def _nan_rate(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _nan_rate(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     rate, limit = measured.nan_rate, wanted.max_nan_rate or 0.0
     message = f"{percent(rate, 2)} of the tokens not finite, {percent(limit, 2)} allowed"
     return CriterionResult("max_nan_rate", FAIL if rate > limit else PASS, message, rate)
 
 
-def _recovery(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _recovery(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     """By the slowest sample; None is one that is still wrong at its last step, and all are watched for long enough."""
     steps, limit = measured.recovery_steps, wanted.recovery_time
     known = [step for step in steps if step is not None]
@@ -370,12 +370,12 @@ def _recovery(wanted: Criteria, measured: Measured) -> CriterionResult:
     return CriterionResult("recovery_time", verdict, message, slowest)
 
 
-def _detection(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _detection(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     found = bool(measured.detected)
     return CriterionResult("detection_required", PASS if found else FAIL, f"locate {measured.located}", found)
 
 
-_JUDGES: dict[str, Callable[[Criteria, Measured], CriterionResult]] = {
+_JUDGES: dict[str, Callable[[Criteria, FaultMeasurement], CriterionResult]] = {
     "max_degradation": _degradation,
     "max_nan_rate": _nan_rate,
     "recovery_time": _recovery,

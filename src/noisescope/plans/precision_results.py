@@ -132,7 +132,7 @@ def _interval(estimate: Estimate) -> str:
 
 
 @dataclass(frozen=True)
-class Rival:
+class NamedPlan:
     """A plan to measure, and what it is there for: the plan itself, or one to compare it with."""
 
     name: str
@@ -285,7 +285,7 @@ class PlanScores:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedPlans:
     """Plans by name as they were carried out, and what could not be seen."""
 
     plans: Mapping[str, PlanScores]
@@ -302,9 +302,9 @@ class Verification:
         asked = dict.fromkeys([None, *self.injections.values()])
         return [trial for injection in asked for trial in frame.ask(injection, seeds=(0,))]
 
-    def conclude(self, frame: StudyContext, results: Results, notes: Sequence[str] = ()) -> Verified:
+    def conclude(self, frame: StudyContext, results: Results, notes: Sequence[str] = ()) -> VerifiedPlans:
         plans = {name: self._carried(frame, results, injection) for name, injection in self.injections.items()}
-        return Verified(plans, tuple(notes))
+        return VerifiedPlans(plans, tuple(notes))
 
     def _carried(self, frame: StudyContext, results: Results, injection: Injection | None) -> PlanScores:
         clean = frame.answer(results, None)

@@ -188,7 +188,7 @@ class PhasesReport(SavedReport[PhasesResult]):
     """Reads, prints and saves as a report does."""
 
     kinds: ClassVar = {"hypotheses": PhasesResult}
-    made: ClassVar = "noisescope experiment phases"
+    command: ClassVar = "noisescope experiment phases"
 
     def __repr__(self) -> str:
         return f"<PhasesReport: {self.value.trained.done} of {self.value.trained.of} trained>"

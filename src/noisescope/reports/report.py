@@ -30,7 +30,7 @@ from noisescope.sites import NamedPlace
 V = TypeVar("V")
 FORMATS = ("json", "md", "html", "pdf")
 TITLE = "noisescope report"
-MADE = "noisescope diagnose"  # the command that writes a report, where no other is named
+COMMAND = "noisescope diagnose"  # the command that writes a report, where no other is named
 LARGEST = 2**53  # beyond it JSON readers disagree on whole numbers
 MOST_BLOCKS = 100_000
 LONGEST = 240  # characters of an error, beside the name of the file
@@ -104,7 +104,7 @@ class SavedReport(Mapping[str, Json], Generic[V]):
     """
 
     kinds: ClassVar[Mapping[str, type]]
-    made: ClassVar[str] = MADE  # the command that writes such a report
+    command: ClassVar[str] = COMMAND  # the command that writes such a report
 
     def __init__(self, value: V) -> None:
         self.value = value
@@ -178,12 +178,12 @@ class SavedReport(Mapping[str, Json], Generic[V]):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """From a report.json, or from the folder that holds one."""
-        return cls.checked(read_report(path), str(path))
+        return cls.from_data(read_report(path), str(path))
 
     @classmethod
-    def checked(cls, data: Json, where: str) -> Self:
+    def from_data(cls, data: Json, where: str) -> Self:
         """A report from elsewhere: refused in one line where any part of it does not fit."""
-        return cls(value_of(data, cls.kinds, where, made=cls.made))
+        return cls(read_value(data, cls.kinds, where, command=cls.command))
 
 
 def _write(path: Path, content: str | bytes) -> Path:
@@ -241,23 +241,27 @@ def read_report(path: str | Path) -> Json:
     """What a report.json holds, or that of a folder: of any kind, not checked yet."""
     file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
     try:
-        return parsed(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidInput(f"there is no report at {path}: give a report.json or the folder that holds it") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"{file} is no report: {_line(str(error))}. Give the report.json that `{MADE} MODEL -o DIR` writes"
+            f"{file} is no report: {_one_line(str(error))}. Give the report.json that `{COMMAND} MODEL -o DIR` writes"
         ) from None
 
 
-def parsed(text: str) -> Json:
+def parse_json(text: str) -> Json:
     """JSON as the standard has it: finite numbers, each key once."""
     return json.loads(
-        text, parse_constant=_refused, parse_float=_finite, parse_int=_counted, object_pairs_hook=_each_once
+        text,
+        parse_constant=_refuse_constant,
+        parse_float=_parse_float,
+        parse_int=_parse_int,
+        object_pairs_hook=_unique_keys,
     )
 
 
-def value_of(data: Json, kinds: Mapping[str, type[V]], where: str, *, made: str = MADE) -> V:
+def read_value(data: Json, kinds: Mapping[str, type[V]], where: str, *, command: str = COMMAND) -> V:
     """The value that a report's JSON stands for. `kinds` are its possible types, by a key that only that one has."""
     if not isinstance(data, Mapping) or "schema_version" not in data:
         raise InvalidInput(f"{where} is JSON, but no report of noisescope (it has no schema_version)")
@@ -266,8 +270,8 @@ def value_of(data: Json, kinds: Mapping[str, type[V]], where: str, *, made: str 
         first = type(found) is int and found == 1
         release = "noisescope 0.1 (report version 1)" if first else f"another noisescope (report version {found!r})"
         raise InvalidInput(
-            f"{where} was written by {_line(release)}; this version reads {SCHEMA_VERSION}. Run `{made}` again to "
-            "write a new one"
+            f"{where} was written by {_one_line(release)}; this version reads {SCHEMA_VERSION}. Run `{command}` again "
+            "to write a new one"
         )
     kind = next((kind for key, kind in kinds.items() if key in data), None)
     if kind is None:
@@ -277,7 +281,7 @@ def value_of(data: Json, kinds: Mapping[str, type[V]], where: str, *, made: str 
         if isinstance(value, DiagnosisReport):
             _check_layers(value)
     except InvalidInput as error:
-        raise InvalidInput(f"{where} is not a whole report: {_line(str(error))}") from None
+        raise InvalidInput(f"{where} is not a whole report: {_one_line(str(error))}") from None
     return value
 
 
@@ -321,24 +325,24 @@ def _named_layers(report: DiagnosisReport) -> Iterator[tuple[str, Iterable[int]]
             yield f"format_scores.modules[{i}].place", (module.place,)
 
 
-def _refused(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:20]} is too large")
     return value
 
 
-def _counted(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     if len(digits) > 17 or abs(int(digits)) > LARGEST:
         raise ValueError(f"the whole number {digits[:20]} is too large")
     return int(digits)
 
 
-def _each_once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -347,7 +351,7 @@ def _each_once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     """One line that can be printed, its middle left out where it is long."""
     line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"

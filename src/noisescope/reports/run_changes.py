@@ -32,7 +32,7 @@ class Comparison(SavedReport[ComparedRuns]):
     """Two runs side by side: reads, prints and saves as a report does."""
 
     kinds: ClassVar = {"comparison": ComparedRuns}
-    made: ClassVar[str] = "noisescope runs compare"
+    command: ClassVar[str] = "noisescope runs compare"
 
     def __repr__(self) -> str:
         return f"<Comparison: {self.changes.verdict.word}>"

@@ -84,7 +84,7 @@ def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 def diagnosis_in(report: Mapping[str, Any]) -> Diagnosis:
     """noisescope's own report as the value that it stands for."""
-    return report.diagnosis if isinstance(report, Report) else Report.checked(dict(report), "the report").diagnosis
+    return report.diagnosis if isinstance(report, Report) else Report.from_data(dict(report), "the report").diagnosis
 
 
 def layer_of(module: str) -> int | None:
