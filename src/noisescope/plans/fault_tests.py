@@ -23,7 +23,6 @@ from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.values import counted, span
 from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_most, overall
 from noisescope.jsonform import Json, to_json
-from noisescope.sites import Place
 from noisescope.stats import Estimate
 
 COLUMNS = ("test_id", "component", "test_type", "parameters", "acceptance_criteria")
@@ -138,127 +137,83 @@ def to_csv(tests: Iterable[FaultTest]) -> str:
 # -- tests from what a diagnosis warns of
 
 
-@dataclass(frozen=True)
-class WeakOperator:
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class WeakWindow:
-    """Neighbouring layers, both ends included."""
-
-    start: int
-    end: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class WeakChannels:
-    """Outlier channels of a module; `name` is the row's in the report, `occurrence` the call within the module."""
-
-    name: str
-    place: Place
-    operator: str
-    module: str
-    occurrence: int
-    channels: tuple[int, ...]
-    max_ratio: float
-
-
-@dataclass(frozen=True)
-class WeakPoints:
-    """What to break: the most sensitive first."""
-
-    operators: tuple[WeakOperator, ...] = ()
-    windows: tuple[WeakWindow, ...] = ()
-    channels: tuple[WeakChannels, ...] = ()
-
-
 def generate(found: Diagnosis) -> list[FaultTest]:
     """Tests of a diagnosis: operators, then windows of layers, then channels."""
-    return tests_for(weak_points(found))
+    return refuse_none(propose_tests(found))
 
 
-def weak_points(found: Diagnosis) -> WeakPoints:
-    """What a diagnosis warns of; without a warning, what is nearest to one."""
-    return WeakPoints(tuple(_operators(found)), tuple(_windows(found)), tuple(_channels(found)))
+def propose_tests(found: Diagnosis) -> list[FaultTest]:
+    """A test for everything that a diagnosis warns of; without a warning, for what is nearest to one."""
+    return [*_operator_tests(found), *_window_tests(found), *_channel_tests(found)]
 
 
-def tests_for(weak: WeakPoints) -> list[FaultTest]:
-    """A test for each weak point."""
-    tests = [*map(_operator_test, weak.operators), *map(_window_test, weak.windows)]
-    tests += map(_channel_test, weak.channels[:MOST_CHANNEL_TESTS])
+def refuse_none(tests: list[FaultTest]) -> list[FaultTest]:
     if not tests:
         raise InvalidInput("the report has neither operators nor layers nor channels: diagnose with all levels first")
     return tests
 
 
-def _operators(found: Diagnosis) -> Iterable[WeakOperator]:
+def _operator_tests(found: Diagnosis) -> Iterable[FaultTest]:
     rows = found.operator_analysis or {}
     nats = {name: row.nats for name, row in rows.items()}
     critical = [name for name in found.executive_summary.critical_operators if name in rows]
     for name in sorted(critical, key=lambda name: -nats[name]):
-        yield WeakOperator(name, "critical in the report")
+        yield operator_test(name, "critical in the report")
     if not critical and any(nats.values()):
-        yield WeakOperator(max(nats, key=lambda name: nats[name]), "none is critical; noise in it costs most")
+        yield operator_test(max(nats, key=lambda name: nats[name]), "none is critical; noise in it costs most")
 
 
-def _windows(found: Diagnosis) -> Iterable[WeakWindow]:
+def _window_tests(found: Diagnosis) -> Iterable[FaultTest]:
     section = found.layer_analysis
     if section is None:
         return
-    points = section.avalanche_points
-    for point in points:
+    for point in section.avalanche_points:
         loss = point.degradation.value
         lost = "" if loss is None else f", {percent(loss)} of the {metric_name(section.windows[0].metric)} lost"
         kind = "avalanche point" if point.decided else "borderline avalanche point"
-        yield WeakWindow(point.start, point.end, f"{kind}{lost}")
+        yield window_test(point.start, point.end, f"{kind}{lost}")
     known = [row for row in section.windows if row.nats]
-    if not points and known:
+    if not section.avalanche_points and known:
         worst = max(known, key=lambda row: row.nats)
         reason = "no avalanche point; noise here moves the output furthest"
-        yield WeakWindow(worst.start_layer, worst.end_layer, reason)
+        yield window_test(worst.start_layer, worst.end_layer, reason)
 
 
-def _channels(found: Diagnosis) -> Iterable[WeakChannels]:
+def _channel_tests(found: Diagnosis) -> Iterable[FaultTest]:
     section = found.channel_analysis
-    rows = {} if section is None else {name: row for name, row in section.per_layer.items() if row.num_outliers}
-    for name, row in sorted(rows.items(), key=lambda entry: -entry[1].max_ratio):
-        yield WeakChannels(
-            name, row.layer, row.operator, row.module, row.occurrence, row.outlier_indices, row.max_ratio
-        )
+    rows = [] if section is None else [(name, row) for name, row in section.per_layer.items() if row.num_outliers]
+    for name, row in sorted(rows, key=lambda entry: -entry[1].max_ratio)[:MOST_CHANNEL_TESTS]:
+        call = f"#{row.occurrence}" if row.occurrence else ""
+        where = f"{row.layer}/{row.operator}{call}/{row.module}"
+        yield channel_test(name, where, row.outlier_indices, row.max_ratio)
 
 
-def _operator_test(weak: WeakOperator) -> FaultTest:
+def operator_test(name: str, reason: str) -> FaultTest:
     """Bits that flip now and then in every call of an operator."""
-    name = weak.name
     described = {"operator": name, "fault_rate": FAULT_RATE, "fault_type": "bit_flip"}
-    parameters = FaultParameters((f"bit_flip:rate={FAULT_RATE:g}@*/{name}",), weak.reason, described)
+    parameters = FaultParameters((f"bit_flip:rate={FAULT_RATE:g}@*/{name}",), reason, described)
     criteria = Criteria(max_degradation=LIMITS["fault_operator_degradation"], max_nan_rate=LIMITS["fault_nan_rate"])
     return FaultTest(f"OP_{name.upper()}", f"Operator: {name}", "operator_fault", parameters, criteria)
 
 
-def _window_test(weak: WeakWindow) -> FaultTest:
-    """The outputs of neighbouring layers are zero for one step: one token of a generation."""
-    layers, dead = f"L{weak.start}-{weak.end}", "dead_lane:channels=all,start=1,duration=1"
-    faults = tuple(f"{dead}@{layer}/residual" for layer in range(weak.start, weak.end + 1))
+def window_test(start: int, end: int, reason: str) -> FaultTest:
+    """The outputs of the layers from start to end are zero for one step: one token of a generation."""
+    layers, dead = f"L{start}-{end}", "dead_lane:channels=all,start=1,duration=1"
+    faults = tuple(f"{dead}@{layer}/residual" for layer in range(start, end + 1))
     described = {"layer_range": layers, "fault_model": "stuck_at_zero", "fault_duration": "1_step"}
-    parameters = FaultParameters(faults, weak.reason, described)
     criteria = Criteria(max_degradation=LIMITS["fault_layer_degradation"], recovery_time=RECOVERY)
+    parameters = FaultParameters(faults, reason, described)
     return FaultTest(f"LAYER_{layers}", f"Layers: {layers}", "layer_fault", parameters, criteria)
 
 
-def _channel_test(weak: WeakChannels) -> FaultTest:
-    """Outlier channels give one constant in place of their values."""
-    call = f"#{weak.occurrence}" if weak.occurrence else ""
-    where = f"{weak.place}/{weak.operator}{call}/{weak.module}"
-    fault = f"stuck_lane:1,channels={'+'.join(map(str, sorted(weak.channels)))}@{where}"
-    described = {"layer": weak.name, "channel_indices": weak.channels, "fault_type": "value_corruption"}
-    parameters = FaultParameters((fault,), f"the largest is {weak.max_ratio:.1f} times the median", described)
+def channel_test(name: str, where: str, channels: tuple[int, ...], max_ratio: float) -> FaultTest:
+    """Outlier channels give one constant in place of their values; `where` is their site in the simulator's words."""
+    fault = f"stuck_lane:1,channels={'+'.join(map(str, sorted(channels)))}@{where}"
+    described = {"layer": name, "channel_indices": channels, "fault_type": "value_corruption"}
+    parameters = FaultParameters((fault,), f"the largest is {max_ratio:.1f} times the median", described)
     criteria = Criteria(max_degradation=LIMITS["fault_channel_degradation"], detection_required=True)
-    test_id = f"CHANNEL_{re.sub(r'[^0-9A-Za-z]+', '_', weak.name).strip('_')}"
-    return FaultTest(test_id, f"Outlier channels in {weak.name}", "channel_fault", parameters, criteria)
+    test_id = f"CHANNEL_{re.sub(r'[^0-9A-Za-z]+', '_', name).strip('_')}"
+    return FaultTest(test_id, f"Outlier channels in {name}", "channel_fault", parameters, criteria)
 
 
 # -- results
