@@ -25,6 +25,8 @@ from noisescope.findings.verdicts import exit_code as exit_code
 from noisescope.findings.verdicts import headline as headline
 from noisescope.findings.verdicts import overall as overall
 from noisescope.jsonform import Json, to_json
+from noisescope.plans.fault_tests import FaultTestResult
+from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
 from noisescope.plans.smoothing import gain_sentence as gain_sentence
 from noisescope.reports import junit
@@ -32,7 +34,6 @@ from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
 from noisescope.reports.experiment import theory_line as theory_line
 from noisescope.reports.experiment import verdict_line as verdict_line
-from noisescope.reports.junit import Checked, cases_of
 from noisescope.reports.report import Report as Report
 from noisescope.reports.report import read_report
 from noisescope.reports.report import schema as schema
@@ -57,11 +58,17 @@ def as_json(value: object) -> str:
 
 
 def write_junit(
-    path: Path, suite: str, rows: Sequence[Checked], *, seconds: Sequence[float] | float, summary: str = ""
+    path: Path,
+    suite: str,
+    rows: Sequence[GateRow | FaultTestResult],
+    *,
+    seconds: Sequence[float] | float,
+    summary: str = "",
 ) -> Path:
     """Checks as JUnit XML, with what each took; `summary` where the rows alone do not decide the verdict."""
     each = [seconds] * len(rows) if isinstance(seconds, float) else seconds
-    return junit.write_junit(path, suite, cases_of(rows, each), summary)
+    cases = [junit.Case(row.name, row.verdict, row.message, spent) for row, spent in zip(rows, each, strict=True)]
+    return junit.write_junit(path, suite, cases, summary)
 
 
 def save_figures(document: Document, folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from noisescope.sites import Place
 
 Key = tuple[Place, str]
 PricedBy = Literal["injected", "predicted"]
+Price = tuple[float, PricedBy, bool]  # nats for a relative error of 1, their source, whether the report calls it rough
 
 _SEEN_AS = {"attention": "matmul"}  # a fused call gives what its second product gives
 
@@ -75,15 +76,6 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class _Price:
-    """Nats for a relative error of 1, where they come from, and whether the report says that they are rough."""
-
-    k: float
-    priced_by: PricedBy
-    nonlinear: bool
-
-
-@dataclass(frozen=True)
 class DifferenceCosts:
     """All cells, the costliest first, and the tolerance of each layer."""
 
@@ -115,17 +107,18 @@ def difference_costs(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, 
     return DifferenceCosts(affordable, fix_first, tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)))
 
 
-def _cell(key: Key, sizes: list[float], price: _Price | None, affordable: float) -> CostCell:
+def _cell(key: Key, sizes: list[float], price: Price | None, affordable: float) -> CostCell:
     size = math.sqrt(sum(r * r for r in sizes) / len(sizes)) if sizes else None
     infinite = size == math.inf
     known = None if infinite else size
     if price is None:
         return CostCell(*key, known, infinite, None, None, None, None, nonlinear=False)
-    nats, allowed = None if known is None else price.k * known**2, _tolerance(affordable, price.k)
-    return CostCell(*key, known, infinite, price.k, nats, allowed, price.priced_by, price.nonlinear)
+    k, priced_by, nonlinear = price
+    nats = None if known is None else k * known**2
+    return CostCell(*key, known, infinite, k, nats, _tolerance(affordable, k), priced_by, nonlinear)
 
 
-def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, _Price]:
+def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, Price]:
     """By layer and operator."""
     known = diagnosis.run.model
     if model and known.fingerprint and model != known.fingerprint:
@@ -137,7 +130,7 @@ def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, _Price]:
     cells = () if section is None else section.map
     nonlinear = frozenset(row.layer for row in section.layers if row.nonlinear) if section is not None else frozenset()
     known_prices = (((cell.layer, cell.operator), _price(cell, scale, nonlinear)) for cell in cells)
-    found: dict[Key, _Price] = {key: price for key, price in known_prices if price is not None}
+    found: dict[Key, Price] = {key: price for key, price in known_prices if price is not None}
     if not found:
         raise InvalidInput(
             "the sensitivity report has no map of layers and operators with a predicted KL: make it with "
@@ -146,7 +139,7 @@ def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, _Price]:
     return found
 
 
-def _price(cell: CellEffect, scale: float, nonlinear: frozenset[int]) -> _Price | None:
+def _price(cell: CellEffect, scale: float, nonlinear: frozenset[int]) -> Price | None:
     """The prediction is quadratic in the noise by construction, and all cells have one: it is taken where it holds.
 
     An injection is taken where the prediction failed beside it, or where there is none.
@@ -155,8 +148,8 @@ def _price(cell: CellEffect, scale: float, nonlinear: frozenset[int]) -> _Price 
     predicted = None if cell.predicted_kl is None else cell.predicted_kl.mean.value
     injected = None if cell.kl is None else cell.kl.mean.value
     if injected is not None and (cell.nonlinear or predicted is None):
-        return _Price(injected / scale**2, "injected", rough)
-    return None if predicted is None else _Price(predicted / scale**2, "predicted", rough)
+        return injected / scale**2, "injected", rough
+    return None if predicted is None else (predicted / scale**2, "predicted", rough)
 
 
 def _tolerance(affordable: float, k: float) -> float:
