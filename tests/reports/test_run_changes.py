@@ -26,7 +26,7 @@ from noisescope.diagnosis.report import DataFacts, ModelFacts, SettingsFacts
 from noisescope.errors import InvalidInput
 from noisescope.reports.document import Chart, Table
 from noisescope.reports.markdown import to_markdown
-from noisescope.reports.run_changes import Comparison, change_line, changes_document, largest_changes, verdict_line
+from noisescope.reports.run_changes import Comparison, change_line, largest_changes, verdict_line
 from noisescope.stats import Estimate
 from noisescope.trials import Conditions
 
@@ -165,7 +165,7 @@ def test_a_null_result_has_its_power() -> None:
 def test_charts_run_along_the_model() -> None:
     """Bars in the model's order with their intervals; clean and other scales are none; three are needed."""
     other = replace(row("gemm", -0.1, "worse"), noise="at 0.2")
-    sections = {s.key: s for s in changes_document(comparison([*ROWS, other]).changes).sections}
+    sections = {s.key: s for s in comparison([*ROWS, other]).document().sections}
     chart, table = sections["changes-accuracy"].blocks
     assert isinstance(chart, Chart) and isinstance(table, Table) and len(table.rows) == 5
     assert [bar.label for bar in chart.bars] == ["gemm, layer 0", "gemm, layer 1", "gemm, layer 2"]

@@ -224,10 +224,6 @@ class Record:
         """Prompts, or the one batch of a dump that does not name them."""
         return sum(batch.count for batch in self.batches)
 
-    @property
-    def prompts_hash(self) -> str:
-        return prompts_digest(self.prompts)
-
     def sketches(self) -> NDArray[np.float64] | None:
         """[sites, prompts, numbers]; prompts with fewer numbers than others are filled up with zeros."""
         arrays = self._arrays("sketch")
@@ -347,9 +343,10 @@ def check_comparable(a: Record, b: Record) -> None:
             f"({a.architecture}, {a.model[:12]}): weights or config differ"
         )
     if a.prompts and b.prompts and a.prompts != b.prompts:
+        mine, its = (prompts_digest(side.prompts)[:12] for side in (a, b))
         raise InvalidInput(
-            f"{b.path} was recorded on other prompts ({len(b.prompts)}, hash {b.prompts_hash[:12]}) than {a.path} "
-            f"({len(a.prompts)}, {a.prompts_hash[:12]}): record both on the same data, --samples and --max-tokens"
+            f"{b.path} was recorded on other prompts ({len(b.prompts)}, hash {its}) than {a.path} "
+            f"({len(a.prompts)}, {mine}): record both on the same data, --samples and --max-tokens"
         )
     if a.sketch is not None and b.sketch is not None and a.sketch != b.sketch:
         raise InvalidInput(

@@ -191,7 +191,10 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
 
     if granularity not in GRANULARITIES:
         raise unknown("granularity", granularity, GRANULARITIES)
-    groups = _groups(modules, granularity)
+    groups = [[i] for i in range(len(modules))]  # indices of modules that share a format
+    if granularity == "layer":
+        places = sorted({module.place for module in modules})
+        groups = [[i for i, module in enumerate(modules) if module.place == place] for place in places]
     formats = list(modules[0].choices)
     count, width = len(groups), len(formats)
     costs = np.array([[sum(modules[i].choices[f].predicted_kl for i in g) for f in formats] for g in groups])
@@ -236,14 +239,6 @@ def _widened(chosen: NDArray[np.intp], costs: Array, bits: Sequence[float], shar
         left = [room - float(s[row, best] - s[row, now]) for s, room in zip(shares, left, strict=True)]
         found.append(best)
     return found
-
-
-def _groups(modules: Sequence[Module], granularity: str) -> list[list[int]]:
-    """Indices of modules that share a format."""
-    if granularity == "module":
-        return [[i] for i in range(len(modules))]
-    places = sorted({module.place for module in modules})
-    return [[i for i, module in enumerate(modules) if module.place == place] for place in places]
 
 
 def random_plans(

@@ -104,17 +104,12 @@ def gain_sentence(gain: Estimate) -> str:
     return words + "undecided whether it helps; more --samples narrow the interval"
 
 
-def channels_of(found: Diagnosis) -> Mapping[str, ChannelRow]:
-    """The modules whose channels were captured; refused where the channel level is missing."""
-    if found.channel_analysis is None or found.channel_analysis.evidence != "captured":
-        raise InvalidInput("the report has no channels: run `noisescope diagnose` with the channel level")
-    return found.channel_analysis.per_layer
-
-
 def recommendations(found: Diagnosis, folds: Sequence[FoldRow], *, target: str = "W8A8") -> tuple[SmoothingAdvice, ...]:
     """A row for each module with outliers, the largest first; gains are the largest of the folds that read it."""
+    if found.channel_analysis is None or found.channel_analysis.evidence != "captured":
+        raise InvalidInput("the report has no channels: run `noisescope diagnose` with the channel level")
     rows = []
-    for name, row in channels_of(found).items():
+    for name, row in found.channel_analysis.per_layer.items():
         method, alpha = method_for(row.max_ratio, target)
         if method == "none":
             continue

@@ -42,14 +42,11 @@ class Comparison(SavedReport[ComparedRuns]):
         return self.value.comparison
 
     def document(self) -> Document:
-        return changes_document(self.changes)
-
-
-def changes_document(found: RunChanges) -> Document:
-    """Verdict first, then both runs, the changes, and what was not compared."""
-    sections = [_verdict(found), _runs(found), *_changes(found.rows), *_left_out(found), _method(found)]
-    facts = (("A", run_line(found.a)), ("B", run_line(found.b)))
-    return Document("noisescope: two runs compared", facts, tuple(sections))
+        """Verdict first, then both runs, the changes, and what was not compared."""
+        found = self.changes
+        sections = (_verdict(found), _runs(found), *_changes(found.rows), *_left_out(found), _method(found))
+        facts = (("A", run_line(found.a)), ("B", run_line(found.b)))
+        return Document("noisescope: two runs compared", facts, sections)
 
 
 # -- plain lines, also for the command line
