@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from noisescope.comparison.divergence import block_errors, judge_sites, measure_sites
-from noisescope.comparison.measures import ErrorSums
+from noisescope.comparison.measures import Array, ErrorSums
 from noisescope.comparison.priorities import DifferenceCosts, difference_costs
 from noisescope.comparison.records import Record, check_comparable
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
@@ -238,8 +238,6 @@ def _token_sums(a: Record, b: Record) -> dict[tuple[int, int], list[float]]:
 
 
 def _logits(a: Record, b: Record) -> Logits | None:
-    from scipy.special import log_softmax
-
     left, right = a.logits(), b.logits()
     if left is None or right is None or left.shape != right.shape:
         return None
@@ -248,10 +246,16 @@ def _logits(a: Record, b: Record) -> Logits | None:
     if not n:
         return Logits(None, None, None, None, n, nonfinite)
     left, right = left[usable], right[usable]
-    log_p, log_q = log_softmax(left, axis=1), log_softmax(right, axis=1)
+    log_p, log_q = _log_softmax(left), _log_softmax(right)
     kl = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(1), 0.0)
     agreement = float((left.argmax(1) == right.argmax(1)).mean())
     return Logits(float(kl.mean()), float(kl.max()), agreement, float(np.abs(left - right).max()), n, nonfinite)
+
+
+def _log_softmax(x: Array) -> Array:
+    shifted = x - x.max(1, keepdims=True)
+    found: Array = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return found
 
 
 def _side(a: Record) -> Side:
