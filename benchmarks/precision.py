@@ -32,12 +32,12 @@ import noisescope as ns
 from noisescope import stats
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import task_loss
+from noisescope.diagnosis.sections import FormatScore
 from noisescope.measures.format_costs import plan_injection
 from noisescope.measures.smoothing import rounded_kl, smooth
 from noisescope.model.subject import Subject
 from noisescope.plans.precision import (
     Budget,
-    Choice,
     Module,
     Plan,
     optimal_plan,
@@ -54,7 +54,8 @@ from noisescope.runs.store import Store
 from noisescope.trials import Slice, Trial
 
 FORMATS = ("int3", "int4", "int8")
-SIXTEEN = {"bf16": Choice(16, 16, 0.0)}  # these weights were rounded to bfloat16 before they were widened to float32
+# these weights were rounded to bfloat16 before they were widened to float32
+SIXTEEN = {"bf16": FormatScore(16, 16, 0.0, None)}
 LENGTH = 128
 WINDOW = 3
 
@@ -72,7 +73,7 @@ def scored_modules(bench: TrialRunner, material: Material, store: Store) -> tupl
     modules = []
     for i, about in enumerate(found.facts["modules"]):
         choices = {
-            name: Choice(bits, about["effective_bits"][name], float(mean[i, j]))
+            name: FormatScore(bits, about["effective_bits"][name], float(mean[i, j]), None)
             for j, (name, bits) in enumerate(found.facts["formats"])
         }
         modules.append(Module(about["module"], about["place"], about["parameters"], choices))
@@ -177,8 +178,8 @@ def solving_time(modules: list[Module]) -> dict[str, Any]:
     """300 modules x 5 formats, made of the measured ones."""
     many = [
         Module(f"{m.name} {i}", m.place, m.parameters,
-               {**m.choices, "a": Choice(5, 5, m.choices["int4"].predicted_kl / 4),
-                "b": Choice(6, 6, m.choices["int4"].predicted_kl / 16)})
+               {**m.choices, "a": FormatScore(5, 5, m.choices["int4"].predicted_kl / 4, None),
+                "b": FormatScore(6, 6, m.choices["int4"].predicted_kl / 16, None)})
         for i, m in enumerate((modules * 2)[:300])
     ]  # fmt: skip
     started = time.perf_counter()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from noisescope.plans.precision import Choice, Module
+from noisescope.diagnosis.sections import FormatScore
+from noisescope.plans.precision import Module
 
 GROUPS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # served as one matrix, so of one format
 
@@ -28,7 +29,7 @@ def merged(modules: Sequence[Module]) -> list[Module]:
             found[name] = Module(name, module.place, module.parameters, module.choices)
             continue
         choices = {
-            f: Choice(c.bits, c.effective_bits, c.predicted_kl + known.choices[f].predicted_kl)
+            f: FormatScore(c.bits, c.effective_bits, c.predicted_kl + known.choices[f].predicted_kl, None)
             for f, c in module.choices.items()
         }
         found[name] = Module(name, module.place, module.parameters + known.parameters, choices)

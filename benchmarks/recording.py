@@ -26,7 +26,7 @@ import transformers
 from overhead import compare, host_seconds, llama, show
 
 import noisescope as ns
-from noisescope.comparison.divergence import sketched
+from noisescope.comparison.divergence import sketches_of
 from noisescope.comparison.measures import from_sketches
 from noisescope.comparison.records import Record
 from noisescope.runs.recorder import Detail, Recording
@@ -145,7 +145,7 @@ def accuracy(device: str, samples: int) -> list[dict[str, Any]]:
 
 def _told(a: Record, b: Record) -> dict[str, Any]:
     exact = {row.site: row.relative_l2 for row in ns.compare(a, b).sites}
-    left, right = sketched(a), sketched(b)
+    left, right = sketches_of(a), sketches_of(b)
     assert left is not None and right is not None
     errors = []
     for number, site in enumerate(a.sites):

@@ -11,7 +11,7 @@ import noisescope as ns
 from noisescope.api.fault_tests import _recovered, run_fault_tests
 from noisescope.model.forwards import stepwise_logits
 from noisescope.model.subject import Subject
-from noisescope.plans.fault_test_rows import Criteria, FaultParameters, FaultTest, FaultTestResult
+from noisescope.plans.fault_tests import Criteria, FaultParameters, FaultTest, FaultTestResult
 
 
 @pytest.fixture(scope="module")

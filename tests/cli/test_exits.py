@@ -15,7 +15,7 @@ from noisescope.jsonform import to_json
 from noisescope.localization.verdict import Verdict
 from noisescope.options.fields import options_of
 from noisescope.options.tables import COMMANDS
-from noisescope.plans.fault_test_rows import FaultTestResult
+from noisescope.plans.fault_tests import FaultTestResult
 
 
 def codes(*arguments: Any) -> tuple[int, int]:

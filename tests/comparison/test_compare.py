@@ -14,9 +14,9 @@ import torch
 
 import noisescope as ns
 from noisescope.comparison.compare import Comparison, compare_records
-from noisescope.comparison.priorities import crossed
+from noisescope.comparison.priorities import difference_costs
 from noisescope.comparison.rows import Logits
-from noisescope.comparison.verdict import in_words, verdict_of
+from noisescope.comparison.verdict import describe, verdict_of
 from noisescope.diagnosis.report import Cost, DataFacts, Diagnosis, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.rows import CellEffect, Divergence, LayerAnalysis, LayerEffect
 from noisescope.diagnosis.sections import ExecutiveSummary, Metrics, PlainWords, PrimaryMetrics, SecondaryMetrics
@@ -210,7 +210,7 @@ def test_what_has_nothing_finite_is_undecided(subject, tmp_path):
     assert (here.worst_mape, here.passed, here.outcome) == (None, None, "undecided")
     nowhere = replace(found.sites[-1], nonfinite_both=7)
     assert verdict_of([nowhere], None) == "undecided"
-    assert in_words([nowhere], None, "float32", 1).startswith("At none of the 1 sites is a finite number left on both")
+    assert describe([nowhere], None, "float32", 1).startswith("At none of the 1 sites is a finite number left on both")
 
 
 def test_batches_do_not_change_the_mape(subject, tmp_path):
@@ -322,7 +322,7 @@ def test_an_error_is_put_beside_what_came_in(subject, good, broken, tmp_path):
     rows = ns.compare(good, worse).sites
     assert "times round-off" in ns.compare(good, noisy).words
     later = next(row for row in rows if row.site.module == "model.layers.2.mlp.down_proj")
-    assert "times the error of its inputs" in in_words([later], None, "float32", 1)
+    assert "times the error of its inputs" in describe([later], None, "float32", 1)
 
 
 def test_few_numbers_show_no_gain(subject, tmp_path):
@@ -427,7 +427,7 @@ def test_the_prediction_is_preferred_to_an_injection(good, broken):
     none = [replace(cell, predicted_kl=None) for cell in cells]
     rows = ns.compare(good, broken("gain:0.5@2/linear/down_proj", detail="full")).sites
     for mixed, expected in ((both, 1.0), (only, 400.0)):
-        found = crossed(rows, mapped(diagnosis, [*mixed[6:9], *none[:6]]), good.model, 0.01)
+        found = difference_costs(rows, mapped(diagnosis, [*mixed[6:9], *none[:6]]), good.model, 0.01)
         assert {cell.layer for cell in found.cells} == {2}
         assert [cell.nats_per_square for cell in found.cells] == pytest.approx([expected] * 3)
 
@@ -446,7 +446,7 @@ def test_where_the_prediction_failed_the_injection_is_the_price(good, broken):
         for cell in diagnosis.layer_analysis.map
     ]
     rows = ns.compare(good, broken("gain:0.5@2/linear/down_proj", detail="full")).sites
-    found = crossed(rows, mapped(diagnosis, cells), good.model, 0.01)
+    found = difference_costs(rows, mapped(diagnosis, cells), good.model, 0.01)
     prices = {(cell.layer, cell.operator): cell for cell in found.cells}
     odd_one, other = prices[2, "linear"], prices[2, "matmul"]
     assert (odd_one.nats_per_square, odd_one.priced_by, odd_one.nonlinear) == (pytest.approx(4.0), "injected", True)
@@ -455,7 +455,7 @@ def test_where_the_prediction_failed_the_injection_is_the_price(good, broken):
     assert [row.nonlinear for row in found.tolerances] == [False, False, True, False]
     layer = LayerEffect(layer=1, evidence="injected", injected_over_predicted=odd)
     section = replace(diagnosis.layer_analysis, layers=(layer,))
-    found = crossed(rows, replace(diagnosis, layer_analysis=section), good.model, 0.01)
+    found = difference_costs(rows, replace(diagnosis, layer_analysis=section), good.model, 0.01)
     assert {cell.layer for cell in found.cells if cell.nonlinear} == {1}
     assert {cell.priced_by for cell in found.cells} == {"predicted"}
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noisescope.comparison.measures import Sums, from_sketches, spacing
+from noisescope.comparison.measures import ErrorSums, from_sketches, spacing
 
 
 def pair(seed: int, scale: float, shape=(3, 5, 8)) -> tuple[np.ndarray, np.ndarray]:
@@ -20,7 +20,7 @@ def pair(seed: int, scale: float, shape=(3, 5, 8)) -> tuple[np.ndarray, np.ndarr
 
 
 def measured(a, b, dtype="float32", pieces=1):
-    sums = Sums()
+    sums = ErrorSums()
     parts = list(zip(np.array_split(a, pieces), np.array_split(b, pieces), strict=True))
     for first, (x, y) in enumerate(parts):
         sums.add(first * len(x), x, y, dtype)

@@ -14,18 +14,20 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.faults import parse_fault
 from noisescope.jsonform import from_json, to_json
-from noisescope.plans.fault_test_rows import (
+from noisescope.plans.fault_tests import (
     COLUMNS,
     Criteria,
+    FaultMeasurement,
     FaultParameters,
     FaultTest,
     FaultTestResult,
     Hits,
-    Measured,
+    could_not_run,
     from_columns,
+    generate,
+    judge,
     to_csv,
 )
-from noisescope.plans.fault_tests import could_not_run, generate, judge
 from noisescope.stats import Estimate
 
 
@@ -160,7 +162,7 @@ def test_a_case_without_a_column_is_refused(made: Any) -> None:
 TEST = FaultTest(
     "T", "c", "t", FaultParameters(("gain:1@0",)), Criteria(0.1, 0.001, "< 5 steps", detection_required=True)
 )
-GOOD = Measured(
+GOOD = FaultMeasurement(
     hits=Hits(calls=24, acted=12, changed=1536),
     metric="next_token_accuracy",
     degradation=Estimate(0.02, 0.0, 0.08, 50),

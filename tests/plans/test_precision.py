@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from noisescope.diagnosis.sections import FormatScore
 from noisescope.diagnostic import assign_precision, generate_mixed_precision_config
 from noisescope.errors import InvalidInput
-from noisescope.plans.precision import Choice, Module, bits_by_rule, layer_sensitivity, missed_target, rule_plan
+from noisescope.plans.precision import Module, bits_by_rule, layer_sensitivity, missed_target, rule_plan
 
 
 def test_limits_decide_and_the_target_adjusts() -> None:
@@ -27,7 +28,10 @@ def test_it_says_when_it_misses_its_target() -> None:
     with pytest.warns(UserWarning, match="10.00 bits on average, 6 were asked for"):
         assert generate_mixed_precision_config({0: 0.3, 1: 0.01}, target_avg_bits=6) == {0: 16, 1: 4}
     assert assign_precision({0: 0.01, 1: 0.02}, 6) == {0: 4, 1: 8}
-    modules = [Module(f"m{i}", i, 8, {"bf16": Choice(16, 16, 0), "int4": Choice(4, 4, 1)}) for i in range(2)]
+    modules = [
+        Module(f"m{i}", i, 8, {"bf16": FormatScore(16, 16, 0, None), "int4": FormatScore(4, 4, 1, None)})
+        for i in range(2)
+    ]
     assert rule_plan(modules, {0: 0.3, 1: 0.01}, 6).note.startswith("the bit rule misses its target: 10.00 bits")
     assert rule_plan(modules, {0: 0.3, 1: 0.01}, 10).note == ""
     with pytest.raises(InvalidInput, match=r"formats of \[8\] bits"):

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.sections import FormatScore
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.plans.precision import (
     Budget,
-    Choice,
     Module,
     modules_of,
     optimal_plan,
@@ -36,7 +36,7 @@ def made_up(count: int, *, seed: int = 0, formats: dict[str, int] = BITS, blocks
     found = []
     for i in range(count):
         size, need = int(rng.integers(1, 9)) * 1000, 10.0 ** rng.uniform(-4, -2)
-        choices = {f: Choice(bits, bits + 0.25, need * 4.0 ** (4 - bits)) for f, bits in formats.items()}
+        choices = {f: FormatScore(bits, bits + 0.25, need * 4.0 ** (4 - bits), None) for f, bits in formats.items()}
         found.append(Module(f"layers.{i % blocks}.linear{i}", i % blocks, size, choices))
     return found
 
@@ -116,8 +116,8 @@ def test_random_plans_have_the_bits_of_the_plan() -> None:
 def test_sums_of_a_plan() -> None:
     """Averages are weighted by parameters, and a plan is JSON."""
     modules = [
-        Module("a", 0, 3000, {"int4": Choice(4, 4.25, 0.5), "int8": Choice(8, 8.25, 0.1)}),
-        Module("b", 1, 1000, {"int4": Choice(4, 4.25, 0.2), "int8": Choice(8, 8.25, 0.0)}),
+        Module("a", 0, 3000, {"int4": FormatScore(4, 4.25, 0.5, None), "int8": FormatScore(8, 8.25, 0.1, None)}),
+        Module("b", 1, 1000, {"int4": FormatScore(4, 4.25, 0.2, None), "int8": FormatScore(8, 8.25, 0.0, None)}),
     ]
     plan = plan_of(modules, {"a": "int4", "b": "int8"}, "by hand")
     assert (plan.average_bits, plan.effective_bits, plan.predicted_mean_kl) == (5.0, 5.25, 0.5)
@@ -136,7 +136,7 @@ def diagnosis(made: Any, **costs: float) -> Diagnosis:
 def test_modules_come_from_the_diagnosis(made: Any) -> None:
     """With the formats that are wanted."""
     (module,) = modules_of(diagnosis(made), ["int4", "int8"])
-    choices = {"int4": Choice(4, 4.25, 0.025), "int8": Choice(8, 8.25, 0.0125)}
+    choices = {"int4": FormatScore(4, 4.25, 0.025, None), "int8": FormatScore(8, 8.25, 0.0125, None)}
     assert module == Module("a", 0, 10, choices, 64, "Linear")
 
 
@@ -163,7 +163,7 @@ def test_coverage_is_reported_where_it_is_low(made: Any) -> None:
 
 def test_formats_that_cost_the_same_get_the_bits_that_are_left() -> None:
     """Within every limit, and in no other order than that of the modules."""
-    choices = {name: Choice(bits, bits, 0.5) for name, bits in BITS.items()}
+    choices = {name: FormatScore(bits, bits, 0.5, None) for name, bits in BITS.items()}
     modules = [Module(f"m{i}", i, 100, choices) for i in range(3)]
     plan = optimal_plan(modules, Budget(6.5))
     assert sorted(plan.assignment.values()) == ["int3", "int8", "int8"] and plan.average_bits <= 6.5

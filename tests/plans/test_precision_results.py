@@ -10,9 +10,9 @@ import pytest
 from noisescope.jsonform import from_json, to_json
 from noisescope.plans.precision import Plan
 from noisescope.plans.precision_results import (
-    Carried,
     PlanData,
     PlanRow,
+    PlanScores,
     PrecisionPlan,
     Prediction,
     measured_plan,
@@ -79,13 +79,13 @@ def test_plans_are_compared_sample_by_sample() -> None:
     rng = np.random.default_rng(0)
     kl = rng.lognormal(-3, 2.5, 64)
     scores = np.ones(64)
-    mine, other = Carried(kl, scores, scores), Carried(3 * kl, scores, scores)
+    mine, other = PlanScores(kl, scores, scores), PlanScores(3 * kl, scores, scores)
     over = other.over(mine)
     assert over.value == pytest.approx(3) and over.low == pytest.approx(3) and over.n == 64
     middle = np.sort(kl)[12:52]  # a fifth of 64 is cut off at either end
     assert mine.divergence.typical.value == pytest.approx(float(np.exp(np.log(middle).mean())))
     assert mine.divergence.mean.value == pytest.approx(kl.mean())
-    nothing = Carried(np.full(64, np.nan), scores, scores)
+    nothing = PlanScores(np.full(64, np.nan), scores, scores)
     assert nothing.over(mine).value is None and nothing.divergence.typical.value is None
-    clean = Carried(np.zeros(64), scores, scores)
+    clean = PlanScores(np.zeros(64), scores, scores)
     assert clean.over(clean).note == "not measurable" and clean.divergence.typical.value == 0.0

@@ -49,7 +49,7 @@ from noisescope.diagnosis.sections import (
 from noisescope.findings import Finding, PointAvalanche, Recommendation, Risk, Target, Term
 from noisescope.plans.migration import MigrationPlan, PlaceEvidence, Priority
 from noisescope.plans.precision_results import PlanData, PlanRow, PrecisionPlan, Prediction, RandomPlans
-from noisescope.reports.values import DiagnosisReport, LocateSection
+from noisescope.reports.report import DiagnosisReport, LocateSection
 from noisescope.stats import Correlation, Estimate
 from noisescope.trials import Conditions
 

@@ -29,8 +29,8 @@ from noisescope.diagnosis.rows import (
     LevelEffect,
     WindowEffect,
 )
+from noisescope.reports import analysis_sections, sections
 from noisescope.reports import document as d
-from noisescope.reports import level_sections, sections
 from noisescope.reports.html import to_html
 from noisescope.stats import Estimate
 
@@ -119,7 +119,7 @@ def large() -> d.Document:
         (
             d.Section("summary", "Summary", (verdict, d.Bullets((finding,) * 3, numbered=True), next_step)),
             d.Section("advice", "Recommendations", (table,)),
-            *level_sections.layer_sections(ANALYSIS, "accuracy"),
+            *analysis_sections.layer_sections(ANALYSIS, "accuracy"),
             d.Section("tones", "Every tone", tones),
         ),
     )

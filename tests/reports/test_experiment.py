@@ -19,8 +19,8 @@ from noisescope.reports.experiment import (
     JudgedCriterion,
     Needed,
     PhasesCost,
-    PhasesFound,
     PhasesReport,
+    PhasesResult,
     PhasesRun,
     PhasesSettings,
     ProblemSource,
@@ -55,11 +55,11 @@ def criterion(quantity: str, verdict: str, found: Estimate, needed: Needed | Non
 
 
 @pytest.fixture
-def report() -> PhasesFound:
+def report() -> PhasesResult:
     training = TrainingSettings("supervised", "bundled", 600, 512, 3e-4, None, None, {"width": 96})
     settings = PhasesSettings(("none", "forward@0.05"), 2, 0.05, (0.0, 0.05), 2, ("gemm",), {}, training)
     undecided = "not decidable with this n"
-    return PhasesFound(
+    return PhasesResult(
         run=PhasesRun(
             TaskSource("a task"), ProblemSource("sums", 200), settings, "cpu", PhasesCost(1.0, 60.0, 4), (),
             "2026-01-02T03:04:05+00:00", {"noisescope": "0.2"}, "here",
@@ -79,12 +79,12 @@ def report() -> PhasesFound:
     )  # fmt: skip
 
 
-def table(report: PhasesFound, key: str) -> Table:
+def table(report: PhasesResult, key: str) -> Table:
     blocks = [block for section in PhasesReport(report).document().sections for block in section.blocks]
     return next(block for block in blocks if isinstance(block, Table) and block.key == key)
 
 
-def test_a_criterion_is_given_in_its_own_unit(report: PhasesFound) -> None:
+def test_a_criterion_is_given_in_its_own_unit(report: PhasesResult) -> None:
     """Shares differ by points, norms by a factor; what would decide counts problems only where problems are asked."""
     rows = [[cell.text for cell in row] for row in table(report, "hypotheses").rows]
     assert rows[0][1:] == ["+12.00 points [+10.00, +14.00]", "supported", ""]
@@ -94,7 +94,7 @@ def test_a_criterion_is_given_in_its_own_unit(report: PhasesFound) -> None:
     assert verdict_line(report.hypotheses[1]).endswith("; 8 seeds, 400 problems would probably decide)")
 
 
-def test_what_no_number_decides(report: PhasesFound) -> None:
+def test_what_no_number_decides(report: PhasesResult) -> None:
     """A criterion out of the task's reach says why; one that would need too many seeds says how many were tried."""
     row = criterion("accuracy", "not decidable with this n", estimate(0.0))
     assert verdict_line(row).endswith("; no number of seeds up to 1000 would decide)")
@@ -102,14 +102,14 @@ def test_what_no_number_decides(report: PhasesFound) -> None:
     assert verdict_line(beyond).endswith("[-2.00, +2.00]; 97 % already)")
 
 
-def test_the_theory_says_by_which_criteria(report: PhasesFound) -> None:
+def test_the_theory_says_by_which_criteria(report: PhasesResult) -> None:
     """Its verdict stands first, and under it those of the criteria it goes by."""
     blocks = PhasesReport(report).document().sections[0].blocks
     assert isinstance(blocks[1], Bullets)
     assert [(item.lead, item.text) for item in blocks[1].items] == [("forward beats both:", "supported")]
 
 
-def test_arms_have_rounded_numbers_and_a_chart_for_each_noise(report: PhasesFound) -> None:
+def test_arms_have_rounded_numbers_and_a_chart_for_each_noise(report: PhasesResult) -> None:
     """No raw digits reach a reader; a level without noise has no chart."""
     assert table(report, "arms").head[2:] == (
         "accuracy at 0 % noise",
@@ -128,7 +128,7 @@ def test_arms_have_rounded_numbers_and_a_chart_for_each_noise(report: PhasesFoun
     assert [block.title for block in blocks if isinstance(block, Chart)] == ["Accuracy at 5 % noise"]
 
 
-def test_a_stored_experiment_is_drawn_again(report: PhasesFound, tmp_path: Path) -> None:
+def test_a_stored_experiment_is_drawn_again(report: PhasesResult, tmp_path: Path) -> None:
     """`noisescope report` sees from report.json what kind it is; plans, which need a diagnosis, refuse it in a line."""
     file = tmp_path / "report.json"
     file.write_text(PhasesReport(report).to_json(), encoding="utf-8")

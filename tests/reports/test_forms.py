@@ -21,9 +21,7 @@ from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
 from noisescope.reports.document import Bullets, Cell, Chart, Curve, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.markdown import escape
-from noisescope.reports.reading import schema
-from noisescope.reports.report import Report
-from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.report import DiagnosisReport, Report, schema
 from noisescope.testing import tiny_model
 
 BATCHES = list(torch.randint(1, 60, (8, 10), generator=torch.Generator().manual_seed(4)).split(4))
@@ -140,7 +138,7 @@ def test_the_json_validates(reports: dict[str, Report], kind: str) -> None:
     validator.check_schema(schema())
     data = json.loads(reports[kind].to_json())
     assert [e.message for e in validator.iter_errors(data)] == []
-    assert Report.checked(data, kind).value == reports[kind].value
+    assert Report.from_data(data, kind).value == reports[kind].value
 
 
 def test_the_schema_refuses_what_the_reader_refuses(made: DiagnosisReport) -> None:
@@ -152,7 +150,7 @@ def test_the_schema_refuses_what_the_reader_refuses(made: DiagnosisReport) -> No
         changed = copy.deepcopy(whole)
         change(changed)
         with pytest.raises(InvalidInput):
-            Report.checked(changed, "changed")
+            Report.from_data(changed, "changed")
         return not validator.is_valid(changed)
 
     assert validator.is_valid(whole)

@@ -355,7 +355,7 @@ def test_sixty_bars_keep_their_labels_apart() -> None:
     )
     chart = Chart("c", "t", "u", bars)
     plot = svg.plot_bars(chart)
-    assert plot.turned and plot.pitch * math.sin(svg.TURN) > 11
+    assert plot.rotated and plot.pitch * math.sin(svg.ROTATION) > 11
     assert plot.width > plot.shapes[-1].x + svg.LETTER * len("avalanche point")
     page = Page(to_html(Document("d", (), (Section("s", "s", (chart,)),))))
     labels = [a["aria-label"] for t, a in page.tags if t == "g"]

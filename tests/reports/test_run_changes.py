@@ -26,7 +26,7 @@ from noisescope.diagnosis.report import DataFacts, ModelFacts, SettingsFacts
 from noisescope.errors import InvalidInput
 from noisescope.reports.document import Chart, Table
 from noisescope.reports.markdown import to_markdown
-from noisescope.reports.run_changes import Comparison, change_line, changes_document, largest, verdict_line
+from noisescope.reports.run_changes import Comparison, change_line, largest_changes, verdict_line
 from noisescope.stats import Estimate
 from noisescope.trials import Conditions
 
@@ -144,10 +144,10 @@ def test_shares_differ_by_points_and_other_numbers_do_not() -> None:
 def test_the_first_lines_name_significant_changes_of_every_metric() -> None:
     """The clean model first, then significant changes, not all of one metric; without any, what was compared."""
     many = [row(f"gemm, layer {i}", -0.5, "worse", order=i) for i in range(9)]
-    named = largest([*many, ROWS[4], *ROWS[1:4]])
+    named = largest_changes([*many, ROWS[4], *ROWS[1:4]])
     assert named[0].label == "no noise" and [r.metric for r in named[1:]] == ["accuracy"] * 3 + ["kl"]
-    assert [r.label for r in largest(ROWS[1:3])] == ["no noise", "gemm, layer 0 at 0.05"]
-    assert largest([row("gemm", None, "not measurable")]) == []
+    assert [r.label for r in largest_changes(ROWS[1:3])] == ["no noise", "gemm, layer 0 at 0.05"]
+    assert largest_changes([row("gemm", None, "not measurable")]) == []
 
 
 def test_a_null_result_has_its_power() -> None:
@@ -165,7 +165,7 @@ def test_a_null_result_has_its_power() -> None:
 def test_charts_run_along_the_model() -> None:
     """Bars in the model's order with their intervals; clean and other scales are none; three are needed."""
     other = replace(row("gemm", -0.1, "worse"), noise="at 0.2")
-    sections = {s.key: s for s in changes_document(comparison([*ROWS, other]).changes).sections}
+    sections = {s.key: s for s in comparison([*ROWS, other]).document().sections}
     chart, table = sections["changes-accuracy"].blocks
     assert isinstance(chart, Chart) and isinstance(table, Table) and len(table.rows) == 5
     assert [bar.label for bar in chart.bars] == ["gemm, layer 0", "gemm, layer 1", "gemm, layer 2"]
@@ -201,10 +201,10 @@ def test_a_comparison_of_another_version_is_refused(tmp_path: Path) -> None:
     """By its version, or by the part that does not fit: never half understood."""
     data = comparison(ROWS).data
     with pytest.raises(InvalidInput, match=r"written by noisescope 0\.1 .* Run `noisescope runs compare` again"):
-        Comparison.checked({**data, "schema_version": 1}, "old.json")
+        Comparison.from_data({**data, "schema_version": 1}, "old.json")
     changed = {**data, "comparison": {**data["comparison"], "notes": None}}
     with pytest.raises(InvalidInput, match=r"x\.json is not a whole report: report\.comparison\.notes: a list was"):
-        Comparison.checked(changed, "x.json")
+        Comparison.from_data(changed, "x.json")
 
 
 def test_html_and_pdf_draw_it() -> None:

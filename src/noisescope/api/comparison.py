@@ -8,7 +8,7 @@ from typing import Any
 
 from noisescope.comparison.compare import Comparison as Comparison
 from noisescope.comparison.compare import compare_records
-from noisescope.comparison.priorities import Crossing as Crossing
+from noisescope.comparison.priorities import DifferenceCosts as DifferenceCosts
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.rows import SiteRow as SiteRow
 from noisescope.comparison.rows import TokenRow as TokenRow
@@ -46,7 +46,7 @@ def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -
         return Report.load(sensitivity).diagnosis
     if isinstance(sensitivity, Report):
         return sensitivity.diagnosis
-    return Report.checked(sensitivity, "the sensitivity report").diagnosis
+    return Report.from_data(sensitivity, "the sensitivity report").diagnosis
 
 
 def opened(record: Record | str | Path) -> Record:

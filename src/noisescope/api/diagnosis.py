@@ -26,8 +26,7 @@ from noisescope.options.values import asks
 from noisescope.plans.migration import rank_places
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report import Report
-from noisescope.reports.values import DiagnosisReport, LocateSection
+from noisescope.reports.report import DiagnosisReport, LocateSection, Report
 from noisescope.runs.store import Store
 
 

@@ -23,9 +23,9 @@ from noisescope.options.groups import ExecutionOptions
 from noisescope.options.runs import PhasesOptions
 from noisescope.options.values import asks
 from noisescope.reports.experiment import (
-    PhasesAsked,
     PhasesCost,
-    PhasesFound,
+    PhasesRequest,
+    PhasesResult,
     PhasesRun,
     PhasesSettings,
     ProblemSource,
@@ -108,7 +108,7 @@ def _settle(design: Design, store: Store, folder: Path, options: ExecutionOption
             progress.step(trial, result, seconds)
 
 
-def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> PhasesFound:
+def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> PhasesResult:
     """The report from what is in the store."""
     found: dict[str, dict[int, Outcome]] = {str(arm): {} for arm in design.arms}
     failures: list[str] = []
@@ -129,7 +129,7 @@ def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> P
     notes += [note for arm in design.arms if (note := rounding(design, arm))]
     if missing:
         notes.append(f"{missing} of {len(design.trials())} trainings are not done yet: run the same command again")
-    return PhasesFound(
+    return PhasesResult(
         run=run,
         arms=tuple(arms),
         seeds=tuple(design.seeds),
@@ -182,12 +182,12 @@ def _work_folder(output: str | Path | None) -> Iterator[Path]:
     yield folder
 
 
-def _asked(design: Design, scale: float, start: str) -> PhasesAsked:
+def _asked(design: Design, scale: float, start: str) -> PhasesRequest:
     task: Any = design.task
     details = dataclasses.asdict(task)
     settings = {**details.pop("settings"), **details}
     named = {field.name: settings.pop(field.name, None) for field in dataclasses.fields(TrainingSettings)}
-    return PhasesAsked(
+    return PhasesRequest(
         model=TaskSource("the bundled model, trained on" if start == "bundled" else "a new model, from scratch"),
         data=ProblemSource(task.data_name(), task.samples),
         settings=PhasesSettings(
@@ -204,7 +204,7 @@ def _asked(design: Design, scale: float, start: str) -> PhasesAsked:
     )
 
 
-def _run(asked: PhasesAsked, store: Store, started: float) -> PhasesRun:
+def _run(asked: PhasesRequest, store: Store, started: float) -> PhasesRun:
     return PhasesRun(
         **vars(asked),
         cost=PhasesCost(time.time() - started, sum(store.seconds.values()), len(store)),

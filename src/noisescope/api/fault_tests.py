@@ -25,8 +25,7 @@ from noisescope.model.forwards import stepwise_logits
 from noisescope.model.subject import Subject
 from noisescope.options.plans import FaultTestOptions
 from noisescope.options.values import asks
-from noisescope.plans.fault_test_rows import FaultTest, FaultTestResult, Hits, Measured
-from noisescope.plans.fault_tests import could_not_run, judge
+from noisescope.plans.fault_tests import FaultMeasurement, FaultTest, FaultTestResult, Hits, could_not_run, judge
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
 from noisescope.runs.runner import TrialRunner
@@ -103,7 +102,7 @@ class _Runner:
         self._clean: Array | None = None
         self._clean_steps: dict[int, Tensor] = {}
 
-    def measured(self, test: FaultTest) -> Measured:
+    def measured(self, test: FaultTest) -> FaultMeasurement:
         """What the test's criteria ask for."""
         faults, wanted = test.parameters.faults, test.acceptance_criteria
         found = self._stepped(faults) if wanted.recovery_time is not None else self._asked(faults)
@@ -117,14 +116,14 @@ class _Runner:
 
     # -- whole requests
 
-    def _asked(self, faults: tuple[str, ...]) -> Measured:
+    def _asked(self, faults: tuple[str, ...]) -> FaultMeasurement:
         if self._clean is None:
             self._clean, _ = self._answers()
         with self._broken(faults) as scopes:
             scores, broken = self._answers()
         tokens = self.prepared.asked.data.scored_tokens
         loss = stats.degradation(self._clean, scores, chance=self.context.chance)
-        return Measured(_hits(scopes), self.context.metric_name, loss, broken / tokens)
+        return FaultMeasurement(_hits(scopes), self.context.metric_name, loss, broken / tokens)
 
     def _answers(self) -> tuple[Array, int]:
         """The metric of each sample, 0 for a broken one, and how many tokens were not finite."""
@@ -141,7 +140,7 @@ class _Runner:
 
     # -- token by token
 
-    def _stepped(self, faults: tuple[str, ...]) -> Measured:
+    def _stepped(self, faults: tuple[str, ...]) -> FaultMeasurement:
         """The fault hits one token; answers and recovery are of what follows it. Shorter samples are left out."""
         if not self.sequences:
             raise InvalidInput(f"recovery needs samples of at least {SHORTEST} tokens")
@@ -160,7 +159,7 @@ class _Runner:
             recovered.append(_recovered(before, after))
             broken, tokens = broken + int((after < 0).sum()), tokens + len(after)
         loss = stats.degradation(clean, faulted, chance=self.context.chance)
-        return Measured(hits, self.context.metric_name, loss, broken / tokens, tuple(recovered))
+        return FaultMeasurement(hits, self.context.metric_name, loss, broken / tokens, tuple(recovered))
 
     def _predicted(self, sequence: Sequence, first: int) -> Tensor:
         """The likeliest token at each step [steps]; -1 where the output is not finite."""
@@ -175,7 +174,7 @@ class _Runner:
 
     # -- detection
 
-    def _located(self, faults: tuple[str, ...], found: Measured) -> Measured:
+    def _located(self, faults: tuple[str, ...], found: FaultMeasurement) -> FaultMeasurement:
         with self._broken(faults):
             verdict = locate(self.subject)
         places = {parse_fault(fault)[1].place for fault in faults}

@@ -39,11 +39,11 @@ from noisescope.plans.precision import (
     uniform_plan,
 )
 from noisescope.plans.precision_results import (
-    Carried,
+    NamedPlan,
     PlanData,
     PlanRow,
+    PlanScores,
     PrecisionPlan,
-    Rival,
     Verification,
     measured_plan,
     prediction_notes,
@@ -71,9 +71,9 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, a
             f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
         )
     modules = modules_of(found, asked.formats)
-    rivals = [Rival("plan", "plan", plan), *_rivals(found, modules, plan)]
+    rivals = [NamedPlan("plan", "plan", plan), *_rivals(found, modules, plan)]
     drawn = random_plans(modules, plan.average_bits, asked.random, seed=asked.seed)
-    rivals += [Rival(f"random {i}", "random", one) for i, one in enumerate(drawn)]
+    rivals += [NamedPlan(f"random {i}", "random", one) for i, one in enumerate(drawn)]
     given = data_of(found) if asked.data is None else asked.data
     held_out, seen_before = _held_out(given, planned.prediction.n, asked.samples)
     prepared = prepare(
@@ -110,24 +110,24 @@ def with_precision_planned(
     return Report(replace(report.diagnosis, precision_plan=without_random(measured)))
 
 
-def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator[Rival]:
+def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator[NamedPlan]:
     """Uniform plans of every format offered, and the rule of the original method notes where it has a profile."""
     for name in modules[0].choices:
         if name != UNTOUCHED:
-            yield Rival(f"uniform {name}", "uniform", uniform_plan(modules, name), name)
+            yield NamedPlan(f"uniform {name}", "uniform", uniform_plan(modules, name), name)
     sensitivity = layer_sensitivity(found)
     if sensitivity:
-        yield Rival("bit rule", "bit rule", rule_plan(modules_of(found), sensitivity, plan.average_bits))
+        yield NamedPlan("bit rule", "bit rule", rule_plan(modules_of(found), sensitivity, plan.average_bits))
 
 
-def _rule_notes(rivals: Sequence[Rival]) -> list[str]:
+def _rule_notes(rivals: Sequence[NamedPlan]) -> list[str]:
     rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
     if rule is None:
         return ["the bit rule was not applied: the loss of no window could be measured"]
     return [rule.note] if rule.note else []
 
 
-def _row(rival: Rival, carried: Carried, own: Carried) -> PlanRow:
+def _row(rival: NamedPlan, carried: PlanScores, own: PlanScores) -> PlanRow:
     plan = rival.plan
     return PlanRow(
         rival.name,

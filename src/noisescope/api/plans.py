@@ -13,10 +13,10 @@ from noisescope.errors import InvalidInput
 from noisescope.options.plans import BudgetOptions, MigrationOptions, PrecisionOptions
 from noisescope.options.values import asks
 from noisescope.plans import migration
-from noisescope.plans.fault_test_rows import FaultTest as FaultTest
-from noisescope.plans.fault_test_rows import FaultTestResult as FaultTestResult
-from noisescope.plans.fault_test_rows import to_csv as to_csv
+from noisescope.plans.fault_tests import FaultTest as FaultTest
+from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
 from noisescope.plans.fault_tests import generate as generate
+from noisescope.plans.fault_tests import to_csv as to_csv
 from noisescope.plans.migration import MigrationSteps as MigrationSteps
 from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
 from noisescope.plans.precision_exports import Export, export_plan

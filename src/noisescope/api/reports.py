@@ -25,6 +25,8 @@ from noisescope.findings.verdicts import exit_code as exit_code
 from noisescope.findings.verdicts import headline as headline
 from noisescope.findings.verdicts import overall as overall
 from noisescope.jsonform import Json, to_json
+from noisescope.plans.fault_tests import FaultTestResult
+from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
 from noisescope.plans.smoothing import gain_sentence as gain_sentence
 from noisescope.reports import junit
@@ -32,13 +34,12 @@ from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
 from noisescope.reports.experiment import theory_line as theory_line
 from noisescope.reports.experiment import verdict_line as verdict_line
-from noisescope.reports.junit import Checked, cases_of
-from noisescope.reports.reading import read_report
-from noisescope.reports.reading import schema as schema
 from noisescope.reports.report import Report as Report
+from noisescope.reports.report import read_report
+from noisescope.reports.report import schema as schema
 from noisescope.reports.run_changes import Comparison
 from noisescope.reports.run_changes import change_line as change_line
-from noisescope.reports.run_changes import largest as largest
+from noisescope.reports.run_changes import largest_changes as largest_changes
 from noisescope.reports.run_changes import run_line as run_line
 from noisescope.reports.run_changes import verdict_line as change_verdict_line
 from noisescope.reports.words import band_of as band_of
@@ -57,11 +58,17 @@ def as_json(value: object) -> str:
 
 
 def write_junit(
-    path: Path, suite: str, rows: Sequence[Checked], *, seconds: Sequence[float] | float, summary: str = ""
+    path: Path,
+    suite: str,
+    rows: Sequence[GateRow | FaultTestResult],
+    *,
+    seconds: Sequence[float] | float,
+    summary: str = "",
 ) -> Path:
     """Checks as JUnit XML, with what each took; `summary` where the rows alone do not decide the verdict."""
     each = [seconds] * len(rows) if isinstance(seconds, float) else seconds
-    return junit.write_junit(path, suite, cases_of(rows, each), summary)
+    cases = [junit.Case(row.name, row.verdict, row.message, spent) for row, spent in zip(rows, each, strict=True)]
+    return junit.write_junit(path, suite, cases, summary)
 
 
 def save_figures(document: Document, folder: Path) -> list[Path]:
@@ -113,10 +120,10 @@ def any_report(run: Path) -> Report | PhasesReport | Comparison:
     """What a run's folder or a report.json holds: a report, an experiment or a comparison."""
     found = stored_report(run) or read_report(run)
     if isinstance(found, dict) and "hypotheses" in found:
-        return PhasesReport.checked(found, str(run))
+        return PhasesReport.from_data(found, str(run))
     if isinstance(found, dict) and "comparison" in found:
-        return Comparison.checked(found, str(run))
-    return Report.checked(found, str(run))
+        return Comparison.from_data(found, str(run))
+    return Report.from_data(found, str(run))
 
 
 def stored_report(run: Path) -> Json:

@@ -14,7 +14,7 @@ from noisescope.cli import commands
 from noisescope.options.devices import CompareOptions, RecordOptions
 
 if TYPE_CHECKING:
-    from noisescope.api.comparison import Comparison, Crossing, SiteRow, TokenRow
+    from noisescope.api.comparison import Comparison, DifferenceCosts, SiteRow, TokenRow
 
 
 def record_device(asked: RecordOptions) -> None:
@@ -200,7 +200,7 @@ def _marks(row: SiteRow, first: bool) -> Iterator[str]:
         yield f"max in outlier channel {row.where.channel}"
 
 
-def say_costs(crossing: Crossing) -> None:
+def say_costs(crossing: DifferenceCosts) -> None:
     """What to fix first, and which layers are within what they can afford."""
     typer.echo(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
     for cell in [cell for cell in crossing.cells if cell.cost >= 0][:MOST_CELLS]:

@@ -130,7 +130,7 @@ def compare_two_runs(asked: CompareRunsOptions) -> None:
     Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
     common: --noise-scale, --operators, --window; and --data, --samples for pairs.
     """
-    from noisescope.api.reports import change_line, change_verdict_line, comparison_of, largest, run_line
+    from noisescope.api.reports import change_line, change_verdict_line, comparison_of, largest_changes, run_line
 
     comparison = comparison_of(asked.a, asked.b)
     paths = [] if asked.output is None else comparison.save(asked.output, name="comparison", formats=asked.format)
@@ -141,7 +141,7 @@ def compare_two_runs(asked: CompareRunsOptions) -> None:
     typer.echo(f"A  {run_line(found.a)}\nB  {run_line(found.b)}")
     typer.echo(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
     typer.echo(f"\nverdict: {change_verdict_line(found)}")
-    for row in largest(found.rows):
+    for row in largest_changes(found.rows):
         typer.echo(f"  {change_line(row)}")
     for note in found.notes:
         typer.echo(f"note: {note}")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from noisescope.comparison.divergence import block_errors, judged, measured
-from noisescope.comparison.measures import Array, Sums
-from noisescope.comparison.priorities import Crossing, crossed
+from noisescope.comparison.divergence import block_errors, judge_sites, measure_sites
+from noisescope.comparison.measures import Array, ErrorSums
+from noisescope.comparison.priorities import DifferenceCosts, difference_costs
 from noisescope.comparison.records import Record, check_comparable
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
-from noisescope.comparison.verdict import Verdict, in_words, verdict_of
+from noisescope.comparison.verdict import Verdict, describe, verdict_of
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
@@ -53,7 +53,7 @@ class Comparison:
     tokens: tuple[TokenRow, ...]
     sites: tuple[SiteRow, ...]
     uncompared: tuple[Site, ...]
-    sensitivity: Crossing | None
+    sensitivity: DifferenceCosts | None
     max_mape: float | None
     worst_mape: float | None
     worst_mape_site: Site | None
@@ -121,8 +121,8 @@ def compare_records(
         raise InvalidInput("what a difference may cost needs a sensitivity report, which says what it costs")
     check_comparable(a, b)
     notes = [f"{side.path}: {note}" for side in (a, b) for note in side.notes]
-    seen = measured(a, b, notes)
-    rows = tuple(judged(seen.found, a.dtype))
+    seen = measure_sites(a, b, notes)
+    rows = tuple(judge_sites(seen.found, a.dtype))
     chosen = None if layers is None else frozenset(layers)
     shown = rows if chosen is None else _chosen(rows, chosen)
     uncompared = tuple(site for site in seen.uncompared if chosen is None or site.place in chosen)
@@ -130,18 +130,21 @@ def compare_records(
         notes += _check_detail(shown, chosen)
     worst = max((row for row in shown if row.mape is not None), key=lambda row: row.mape or 0.0, default=None)
     logits = _logits(a, b)
+    allowed = LIMITS["affordable_nats"] if affordable is None else affordable
     return Comparison(
         verdict=verdict_of(rows, logits),
-        words=in_words(rows, logits, a.dtype, seen.sites),
+        words=describe(rows, logits, a.dtype, seen.sites),
         undecided=sum(not row.decided for row in rows),
-        sides=Sides(_side(a), _side(b)),
+        sides=Sides(
+            *(Side(r.path, r.architecture, r.dtype, r.count, r.device, r.versions, r.detail, r.created) for r in (a, b))
+        ),
         first_divergence=next((row for row in rows if row.diverges), None),
         blocks=tuple(block_errors(rows)),
         logits=logits,
         tokens=tuple(_tokens(a, b, seen.sums)),
         sites=shown,
         uncompared=uncompared,
-        sensitivity=_priced(rows, sensitivity, a.model, affordable),
+        sensitivity=None if sensitivity is None else difference_costs(rows, sensitivity, a.model, allowed),
         max_mape=max_mape,
         worst_mape=None if worst is None else worst.mape,
         worst_mape_site=None if worst is None else worst.site,
@@ -150,25 +153,16 @@ def compare_records(
     )
 
 
-def _priced(
-    rows: Sequence[SiteRow], sensitivity: Diagnosis | None, model: str, affordable: float | None
-) -> Crossing | None:
-    if sensitivity is None:
-        return None
-    return crossed(rows, sensitivity, model, LIMITS["affordable_nats"] if affordable is None else affordable)
-
-
 def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float) -> bool | None:
     """By the sites that decide; None where none does."""
-    checks = [_check(row, max_mape) for row in rows if row.critical or row.detail == "full"]
-    found: CheckVerdict = FAIL if uncompared else overall(checks)
+    checks: list[CheckVerdict] = [FAIL] if uncompared else []
+    for row in rows:
+        if row.mape is not None:
+            checks.append(PASS if row.mape <= max_mape else FAIL)
+        elif row.critical:
+            checks.append(FAIL)
+    found = overall(checks)
     return None if found == UNDECIDED else found == PASS
-
-
-def _check(row: SiteRow, max_mape: float) -> CheckVerdict:
-    if row.mape is None:
-        return FAIL if row.critical else UNDECIDED
-    return PASS if row.mape <= max_mape else FAIL
 
 
 def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> list[str]:
@@ -202,7 +196,7 @@ def _chosen(rows: tuple[SiteRow, ...], layers: frozenset[int]) -> tuple[SiteRow,
 # -- tokens, logits, sides
 
 
-def _tokens(a: Record, b: Record, by_site: Mapping[Site, Sums]) -> list[TokenRow]:
+def _tokens(a: Record, b: Record, by_site: Mapping[Site, ErrorSums]) -> list[TokenRow]:
     """The tokens that differ most: those with NaN or infinite numbers on one side only, then by size.
 
     From whole tensors the size is the rms over sites of the relative L2. The blocks' signed sums give only a score for
@@ -219,20 +213,14 @@ def _tokens(a: Record, b: Record, by_site: Mapping[Site, Sums]) -> list[TokenRow
         (key for key, size in sizes.items() if size > 0),
         key=lambda key: (-sizes[key], -squares[key].count(math.inf), key),
     )
-    return [_token(a, key, sizes[key], whole=whole) for key in ranked[:_WORST_TOKENS]]
-
-
-def _token(record: Record, key: tuple[int, int], size: float, *, whole: bool) -> TokenRow:
-    prompt, token = key
-    known = size if math.isfinite(size) else None
-    return TokenRow(
-        prompt=prompt,
-        token=token,
-        id=record.prompts[prompt][token] if record.prompts else None,
-        relative_l2=known if whole else None,
-        score=None if whole else known,
-        nonfinite=math.isinf(size),
-    )
+    found = []
+    for prompt, token in ranked[:_WORST_TOKENS]:
+        size = sizes[prompt, token]
+        known = size if math.isfinite(size) else None
+        number = a.prompts[prompt][token] if a.prompts else None
+        relative, score = (known, None) if whole else (None, known)
+        found.append(TokenRow(prompt, token, number, relative, score, nonfinite=math.isinf(size)))
+    return found
 
 
 def _token_sums(a: Record, b: Record) -> dict[tuple[int, int], list[float]]:
@@ -270,14 +258,5 @@ def _log_softmax(x: Array) -> Array:
     return found
 
 
-def _side(record: Record) -> Side:
-    return Side(
-        path=record.path,
-        architecture=record.architecture,
-        dtype=record.dtype,
-        prompts=record.count,
-        device=record.device,
-        versions=record.versions,
-        detail=record.detail,
-        created=record.created,
-    )
+def _side(a: Record) -> Side:
+    return Side(a.path, a.architecture, a.dtype, a.count, a.device, a.versions, a.detail, a.created)

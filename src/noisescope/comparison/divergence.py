@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from noisescope.comparison.measures import LEAST_FOR_GAIN, Array, Measures, Sketch, Sums, common_gain, from_sketches
-from noisescope.comparison.records import Batch, Record, name_of
+from noisescope.comparison.measures import (
+    LEAST_FOR_GAIN,
+    Array,
+    ErrorSums,
+    Measures,
+    Sketch,
+    common_gain,
+    from_sketches,
+)
+from noisescope.comparison.records import Batch, Record, site_key
 from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput
 from noisescope.findings import GAIN_ROUND_OFF, ROUND_OFF
@@ -20,25 +28,25 @@ _FUSED = "attention"  # the operator of a fused call
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSites:
     """Every site that both records have, in the order of the first."""
 
     found: tuple[tuple[Site, Measures], ...]
-    sums: dict[Site, Sums]  # of sites with whole tensors on both sides
+    sums: dict[Site, ErrorSums]  # of sites with whole tensors on both sides
     uncompared: tuple[Site, ...]  # lacking on one side, of another shape, or whole here and sketched there
     sites: int  # of either record
 
 
-def measured(a: Record, b: Record, notes: list[str]) -> Measured:
+def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
     """Measures from whole tensors where both sides have them, else from sketches; `notes` gets what was left out."""
-    theirs = {name_of(site): number for number, site in enumerate(b.sites)}
-    left, right = sketched(a), sketched(b)
+    theirs = {site_key(site): number for number, site in enumerate(b.sites)}
+    left, right = sketches_of(a), sketches_of(b)
     numbers = a.numbers()
     found: list[tuple[Site, Measures]] = []
-    by_site: dict[Site, Sums] = {}
+    by_site: dict[Site, ErrorSums] = {}
     uncompared = [*_lacking(a, b), *_lacking(b, a)]
     for number, site in enumerate(a.sites):
-        other = theirs.get(name_of(site))
+        other = theirs.get(site_key(site))
         if other is None:
             continue
         sums = _summed(a, b, number, other)
@@ -64,13 +72,13 @@ def measured(a: Record, b: Record, notes: list[str]) -> Measured:
             f"no gain can be detected from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record with "
             "--samples 4 or more"
         )
-    return Measured(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
+    return MeasuredSites(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
 
 
 def _alone(a: Record, b: Record) -> list[Site]:
     """Sites that a has and b has not."""
-    theirs = set(map(name_of, b.sites))
-    return [site for site in a.sites if name_of(site) not in theirs]
+    theirs = set(map(site_key, b.sites))
+    return [site for site in a.sites if site_key(site) not in theirs]
 
 
 def _lacking(a: Record, b: Record) -> list[Site]:
@@ -85,24 +93,24 @@ def _lacking(a: Record, b: Record) -> list[Site]:
     return [site for site in _alone(a, b) if not (taken_apart and site.operator == _FUSED)]
 
 
-def sketched(record: Record) -> list[Sketch] | None:
+def sketches_of(record: Record) -> list[Sketch] | None:
     """The sketch of each site; None where there are none (another tool's dump)."""
     numbers, norms = record.sketches(), record.sizes()
     return None if numbers is None or norms is None else list(zip(numbers, norms, strict=True))
 
 
-def _summed(a: Record, b: Record, number: int, other: int) -> Sums | None:
+def _summed(a: Record, b: Record, number: int, other: int) -> ErrorSums | None:
     """Sums over whole tensors; None where one side has only a sketch, or another shape."""
     if a.count != b.count:
         return None
-    sums = Sums()
+    sums = ErrorSums()
     for batch in a.batches:
-        pair = _pair(a, b, number, other, batch)
-        if pair is None:
+        if (pair := _pair(a, b, number, other, batch)) is None:
             return None
         sums.add(batch.first, *pair)
-    for left, right, _ in filter(None, (_pair(a, b, number, other, batch) for batch in a.batches)):
-        sums.add_percent(left, right)
+    for batch in a.batches:
+        if pair := _pair(a, b, number, other, batch):
+            sums.add_percent(*pair[:2])
     return sums
 
 
@@ -115,8 +123,8 @@ def _pair(a: Record, b: Record, number: int, other: int, batch: Batch) -> tuple[
 
 
 @dataclass
-class _CameIn:
-    """The largest of one figure at the place before and at this place so far; not under what round-off makes."""
+class _InputError:
+    """The largest of one measure at the place before and at this place so far; not below round-off."""
 
     floor: float
     before: float = 0.0
@@ -140,16 +148,16 @@ def round_off(dtype: str) -> tuple[float, float]:
     return ROUND_OFF[known], GAIN_ROUND_OFF[known]
 
 
-def judged(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[SiteRow]:
-    """Each site against what came in: the largest error of the place before it, and of its own place so far.
+def judge_sites(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[SiteRow]:
+    """Each site against the error of its inputs: the largest of the place before it, and of its own place so far.
 
     Sites of the place before have the same operators, so what those amplify in a healthy model is known from there. A
-    site where nothing finite is left on either side does not diverge, and shows nothing of what came in.
+    site where nothing finite is left on either side does not diverge, and shows nothing of its inputs' error.
 
     The error is examined twice: by its size, and for a gain, which round-off does not have, however much accumulates.
     """
     size, gain = round_off(dtype)
-    sizes, gains = _CameIn(size), _CameIn(gain)
+    sizes, gains = _InputError(size), _InputError(gain)
     place: Place | None = None
     for site, found in measured:
         if site.place != place:

@@ -32,7 +32,7 @@ _FORMATS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126), 
 
 
 @dataclass(frozen=True)
-class Where:
+class WorstElement:
     """An element: prompt, token, channel (the last dimension), and what either side has there."""
 
     prompt: int
@@ -66,8 +66,8 @@ class Measures:
     max_ulp: float | None = None
     nonfinite: int = 0  # NaN or infinite on one side only, or another such value on either
     nonfinite_both: int = 0  # the same NaN or infinity on both sides: left out of all measures
-    elements: int = 0  # looked at; 0 for a sketch
-    where: Where | None = None
+    elements: int = 0  # compared; 0 for a sketch
+    where: WorstElement | None = None
 
     @property
     def size(self) -> float | None:
@@ -86,7 +86,7 @@ class Measures:
 
 
 @dataclass
-class Sums:
+class ErrorSums:
     """Sums over the tensors of one site, batch by batch: first all by `add`, then all by `add_percent`."""
 
     elements: int = 0
@@ -171,13 +171,13 @@ class Sums:
             where=self._where(),
         )
 
-    def _where(self) -> Where | None:
+    def _where(self) -> WorstElement | None:
         error, prompt, at, a, b = self.worst
         if error <= 0 or self.channels is None:
             return None
         channel = at[-1]
         outlier = self.channels[channel] > LIMITS["outlier_channel_ratio"] * float(np.median(self.channels))
-        return Where(prompt, at[-2] if len(at) > 1 else 0, channel, a, b, bool(outlier))
+        return WorstElement(prompt, at[-2] if len(at) > 1 else 0, channel, a, b, bool(outlier))
 
 
 def from_sketches(a: Sketch, b: Sketch, numbers: int) -> Measures:
@@ -212,7 +212,7 @@ def common_gain(a: Sketch, b: Sketch) -> float | None:
 
     Each number t = s(b) / s(a) - 1 of the sketches sees other elements. Errors at random give a Cauchy distribution
     round 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The norms
-    would be more sensitive, but a few massive elements dominate them: an error of one of them looks like a gain.
+    would be more sensitive, but a few massive elements dominate them: an error of one of them would pass for a gain.
     """
     usable = _usable(a[0], b[0]) & (a[0] != 0)
     count = int(usable.sum())

@@ -4,7 +4,7 @@ A diagnosis predicts the KL of relative noise of scale s at a layer's operators,
 difference of relative L2 r there costs about k r^2, as if it arose there and were noise. Where the report found that
 injected noise does not cost what was predicted (nonlinear), k comes from the injection, and k r^2 is only rough.
 
-Errors that came in from earlier layers are counted where they are seen, so costs of different layers must not be added
+Errors of earlier layers are counted where they are seen, so costs of different layers must not be added
 up; `logits` in the comparison has the sum as it is. Where one side alone has NaN or infinite numbers the difference is
 infinite: no cost, first to fix, whatever the sensitivity.
 """
@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_high
 from typing import Literal
 
 from noisescope.comparison.rows import SiteRow
@@ -25,6 +26,7 @@ from noisescope.sites import Place
 
 Key = tuple[Place, str]
 PricedBy = Literal["injected", "predicted"]
+Price = tuple[float, PricedBy, bool]  # nats for a relative error of 1, their source, whether the report calls it rough
 
 _SEEN_AS = {"attention": "matmul"}  # a fused call gives what its second product gives
 
@@ -74,16 +76,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class _Price:
-    """Nats for a relative error of 1, where they come from, and whether the report says that they are rough."""
-
-    k: float
-    priced_by: PricedBy
-    nonlinear: bool
-
-
-@dataclass(frozen=True)
-class Crossing:
+class DifferenceCosts:
     """All cells, the costliest first, and the tolerance of each layer."""
 
     affordable_nats: float
@@ -92,7 +85,7 @@ class Crossing:
     tolerances: tuple[Tolerance, ...]
 
 
-def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordable: float) -> Crossing:
+def difference_costs(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordable: float) -> DifferenceCosts:
     """Cross the relative L2 of sites, given in the order they ran, with a diagnosis's map of layers x operators."""
     if not 0 < affordable < math.inf:
         raise InvalidInput(f"what a difference may cost is in nats, above 0; got {affordable}")
@@ -111,20 +104,21 @@ def crossed(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordabl
     cells.sort(key=lambda cell: (-cell.cost, first_infinite.get((cell.layer, cell.operator), 0)))
     unmeasurable = Counter(row.place for row in rows if not row.measurable)
     fix_first = tuple(cell for cell in cells if cell.fix_first)
-    return Crossing(affordable, fix_first, tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)))
+    return DifferenceCosts(affordable, fix_first, tuple(cells), tuple(_tolerances(cells, unmeasurable, affordable)))
 
 
-def _cell(key: Key, sizes: list[float], price: _Price | None, affordable: float) -> CostCell:
+def _cell(key: Key, sizes: list[float], price: Price | None, affordable: float) -> CostCell:
     size = math.sqrt(sum(r * r for r in sizes) / len(sizes)) if sizes else None
     infinite = size == math.inf
     known = None if infinite else size
     if price is None:
         return CostCell(*key, known, infinite, None, None, None, None, nonlinear=False)
-    nats, allowed = None if known is None else price.k * known**2, _tolerance(affordable, price.k)
-    return CostCell(*key, known, infinite, price.k, nats, allowed, price.priced_by, price.nonlinear)
+    k, priced_by, nonlinear = price
+    nats = None if known is None else k * known**2
+    return CostCell(*key, known, infinite, k, nats, _tolerance(affordable, k), priced_by, nonlinear)
 
 
-def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, _Price]:
+def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, Price]:
     """By layer and operator."""
     known = diagnosis.run.model
     if model and known.fingerprint and model != known.fingerprint:
@@ -136,7 +130,7 @@ def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, _Price]:
     cells = () if section is None else section.map
     nonlinear = frozenset(row.layer for row in section.layers if row.nonlinear) if section is not None else frozenset()
     known_prices = (((cell.layer, cell.operator), _price(cell, scale, nonlinear)) for cell in cells)
-    found: dict[Key, _Price] = {key: price for key, price in known_prices if price is not None}
+    found: dict[Key, Price] = {key: price for key, price in known_prices if price is not None}
     if not found:
         raise InvalidInput(
             "the sensitivity report has no map of layers and operators with a predicted KL: make it with "
@@ -145,7 +139,7 @@ def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, _Price]:
     return found
 
 
-def _price(cell: CellEffect, scale: float, nonlinear: frozenset[int]) -> _Price | None:
+def _price(cell: CellEffect, scale: float, nonlinear: frozenset[int]) -> Price | None:
     """The prediction is quadratic in the noise by construction, and all cells have one: it is taken where it holds.
 
     An injection is taken where the prediction failed beside it, or where there is none.
@@ -154,8 +148,8 @@ def _price(cell: CellEffect, scale: float, nonlinear: frozenset[int]) -> _Price 
     predicted = None if cell.predicted_kl is None else cell.predicted_kl.mean.value
     injected = None if cell.kl is None else cell.kl.mean.value
     if injected is not None and (cell.nonlinear or predicted is None):
-        return _Price(injected / scale**2, "injected", rough)
-    return None if predicted is None else _Price(predicted / scale**2, "predicted", rough)
+        return injected / scale**2, "injected", rough
+    return None if predicted is None else (predicted / scale**2, "predicted", rough)
 
 
 def _tolerance(affordable: float, k: float) -> float:
@@ -165,22 +159,14 @@ def _tolerance(affordable: float, k: float) -> float:
 
 def _marked(cells: list[CostCell], affordable: float) -> list[CostCell]:
     known = [cell for cell in cells if cell.nats is not None]
-    far = _median([cell.relative_l2 or 0.0 for cell in known])
-    sensitive = _median([cell.nats_per_square or 0.0 for cell in known])
-    return [replace(cell, fix_first=_comes_first(cell, far, sensitive, affordable)) for cell in cells]
+    far = median_high([cell.relative_l2 or 0.0 for cell in known] or [0.0])
+    sensitive = median_high([cell.nats_per_square or 0.0 for cell in known] or [0.0])
 
+    def comes_first(cell: CostCell) -> bool:
+        above = (cell.relative_l2 or 0.0) >= far and (cell.nats_per_square or 0.0) >= sensitive
+        return cell.infinite or (cell.cost > affordable and above)
 
-def _comes_first(cell: CostCell, far: float, sensitive: float, affordable: float) -> bool:
-    if cell.infinite:
-        return True
-    if cell.cost <= affordable:
-        return False
-    return (cell.relative_l2 or 0.0) >= far and (cell.nats_per_square or 0.0) >= sensitive
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+    return [replace(cell, fix_first=comes_first(cell)) for cell in cells]
 
 
 def _tolerances(cells: list[CostCell], unmeasurable: Mapping[Place, int], affordable: float) -> list[Tolerance]:

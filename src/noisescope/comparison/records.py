@@ -1,7 +1,11 @@
-"""What a record looks like, wherever it is written (runs/recorder.py) or read (comparison/records.py)."""
+"""A record: what one device computed on fixed prompts, as a folder that runs/recorder.py writes and this file reads.
+
+It is refused where it is no record, damaged, of another version, or contradicts itself.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -38,7 +42,7 @@ def is_unfinished(folder: Path) -> bool:
     return bool(ours) and all(name == UNFINISHED or TENSORS.fullmatch(name) for name in ours)
 
 
-# A record's record.json, read: refused where it is no record, damaged, of another version, or contradicts itself.
+# -- record.json
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,17 @@ class SketchKind:
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedSite:
     operator: str
     place: Place
     module: str
     component: str
     occurrence: int
+
+    @property
+    def site(self) -> Site:
+        return Site(self.operator, self.place, self.module, self.component, occurrence=self.occurrence)
 
 
 @dataclass(frozen=True)
@@ -175,11 +183,11 @@ def _wrong_files(number: int, names: Sequence[str], kept: set[str]) -> Iterator[
         yield f"batch {number} has {held.count(None)} files of sketches, not one"
     whole = {place for place in held if place is not None}
     if whole != kept:
-        has, said = (", ".join(sorted(places)) or "none" for places in (whole, kept))
-        yield f"batch {number} has whole tensors of {has}, by detail and full_layers of {said}"
+        has, wanted = (", ".join(sorted(places)) or "none" for places in (whole, kept))
+        yield f"batch {number} has whole tensors of {has}, by detail and full_layers of {wanted}"
 
 
-# A record read back: what one device computed on fixed prompts (written by runs/recorder.py).
+# -- the record
 
 
 @dataclass(frozen=True)
@@ -216,14 +224,9 @@ class Record:
         """Prompts, or the one batch of a dump that does not name them."""
         return sum(batch.count for batch in self.batches)
 
-    @property
-    def prompts_hash(self) -> str:
-        return prompts_digest(self.prompts)
-
     def sketches(self) -> NDArray[np.float64] | None:
         """[sites, prompts, numbers]; prompts with fewer numbers than others are filled up with zeros."""
-        found = [batch.read("sketch") for batch in self.batches]
-        arrays = [one.values for one in found if one is not None]
+        arrays = self._arrays("sketch")
         if not arrays:
             return None
         whole = np.zeros((len(self.sites), self.count, max(array.shape[2] for array in arrays)))
@@ -233,20 +236,22 @@ class Record:
 
     def sizes(self) -> NDArray[np.float64] | None:
         """The norm of each site's output, [sites, prompts]."""
-        found = [batch.read("size") for batch in self.batches]
-        arrays = [np.asarray(one.values, dtype=np.float64) for one in found if one is not None]
-        return np.concatenate(arrays, axis=1) if arrays else None
+        arrays = self._arrays("size")
+        return np.concatenate(arrays, axis=1, dtype=np.float64) if arrays else None
 
     def numbers(self) -> int:
         """How many numbers the sketches of one site have, over all prompts."""
-        found = [(batch.count, batch.read("sketch")) for batch in self.batches]
-        return sum(count * one.values.shape[2] for count, one in found if one is not None)
+        return sum(array.shape[1] * array.shape[2] for array in self._arrays("sketch"))
 
     def logits(self) -> NDArray[np.float64] | None:
         """The last token's [prompts, vocabulary]."""
-        found = [batch.read("logits") for batch in self.batches]
-        arrays = [np.asarray(one.values, dtype=np.float64) for one in found if one is not None]
-        return np.concatenate(arrays) if len(arrays) == len(self.batches) else None
+        arrays = self._arrays("logits")
+        return np.concatenate(arrays, dtype=np.float64) if len(arrays) == len(self.batches) else None
+
+    def _arrays(self, name: str) -> list[NDArray[np.generic]]:
+        """A tensor of every batch that has it."""
+        found = [batch.read(name) for batch in self.batches]
+        return [one.values for one in found if one is not None]
 
     def by_token(self, name: str) -> list[NDArray[np.float64]] | None:
         """Figures of the blocks' outputs, one array [blocks, tokens] per prompt: "sum", "max" or "channel"."""
@@ -277,18 +282,16 @@ def read_record(path: str | Path) -> Record:
     """A record from its folder; refused with the reason where it is broken, unfinished or of another version."""
     folder = Path(path)
     about = read_description(folder)
-    sites = tuple(
-        Site(one.operator, one.place, one.module, one.component, occurrence=one.occurrence) for one in about.sites
-    )
+    sites = tuple(one.site for one in about.sites)
     return Record(
-        str(folder),
-        about.model.fingerprint,
-        about.model.architecture,
-        about.dtype,
-        about.prompts,
-        sites,
-        tuple(_batch(folder, one, len(sites)) for one in about.batches),
-        about.sketch,
+        path=str(folder),
+        model=about.model.fingerprint,
+        architecture=about.model.architecture,
+        dtype=about.dtype,
+        prompts=about.prompts,
+        sites=sites,
+        batches=tuple(_batch(folder, one, len(sites)) for one in about.batches),
+        sketch=about.sketch,
         device=about.device,
         data=about.data,
         detail=about.detail,
@@ -299,37 +302,30 @@ def read_record(path: str | Path) -> Record:
 
 
 def _batch(folder: Path, about: RecordedPrompts, sites: int) -> Batch:
-    files: list[TensorFile] = []
-
-    def read(name: str) -> Numbers | None:
-        if not files:  # checksums are verified when the first tensor is wanted, once
-            files.extend(_opened(folder, about.files, sites, about.count))
-        return _tensor(files, name)
-
     for file in about.files:
         if not (folder / file.name).is_file():
             raise InvalidInput(f"{folder} lacks {file.name}: copy the whole folder again, or record again")
-    return Batch(about.first, about.count, about.length, read)
 
+    @functools.cache  # checksums are verified when the first tensor is wanted, once
+    def opened() -> list[TensorFile]:
+        files = [TensorFile(folder / one.name, one.bytes, one.sha256) for one in about.files]
+        sketch = _tensor(files, "sketch")
+        found = (0, 0) if sketch is None else sketch.values.shape[:2]
+        if found != (sites, about.count):
+            raise InvalidInput(
+                f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json has "
+                f"{sites} and {about.count}: damaged or altered. Copy both again, or record again"
+            )
+        return files
 
-def _opened(folder: Path, wanted: Iterable[RecordedFile], sites: int, prompts: int) -> list[TensorFile]:
-    """The files of a batch, whose sketches [sites, prompts, numbers] must be of what record.json says."""
-    files = [TensorFile(folder / one.name, one.bytes, one.sha256) for one in wanted]
-    sketch = _tensor(files, "sketch")
-    found = (0, 0) if sketch is None else sketch.values.shape[:2]
-    if found != (sites, prompts):
-        raise InvalidInput(
-            f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json has "
-            f"{sites} and {prompts}: damaged or altered. Copy both again, or record again"
-        )
-    return files
+    return Batch(about.first, about.count, about.length, lambda name: _tensor(opened(), name))
 
 
 def _tensor(files: Iterable[TensorFile], name: str) -> Numbers | None:
     return next((found for file in files if (found := file.read(name)) is not None), None)
 
 
-def name_of(site: Site) -> tuple[str, str, int]:
+def site_key(site: Site) -> tuple[str, str, int]:
     """What two records know a site by; other tools' dumps don't name components."""
     return (site.operator, site.module, site.occurrence)
 
@@ -347,9 +343,10 @@ def check_comparable(a: Record, b: Record) -> None:
             f"({a.architecture}, {a.model[:12]}): weights or config differ"
         )
     if a.prompts and b.prompts and a.prompts != b.prompts:
+        mine, its = (prompts_digest(side.prompts)[:12] for side in (a, b))
         raise InvalidInput(
-            f"{b.path} was recorded on other prompts ({len(b.prompts)}, hash {b.prompts_hash[:12]}) than {a.path} "
-            f"({len(a.prompts)}, {a.prompts_hash[:12]}): record both on the same data, --samples and --max-tokens"
+            f"{b.path} was recorded on other prompts ({len(b.prompts)}, hash {its}) than {a.path} "
+            f"({len(a.prompts)}, {mine}): record both on the same data, --samples and --max-tokens"
         )
     if a.sketch is not None and b.sketch is not None and a.sketch != b.sketch:
         raise InvalidInput(
@@ -357,5 +354,5 @@ def check_comparable(a: Record, b: Record) -> None:
             f"{a.sketch.version} and seed {a.sketch.seed}: they can't be subtracted. Record both with one version of "
             "noisescope"
         )
-    if not set(map(name_of, a.sites)) & set(map(name_of, b.sites)):
+    if not set(map(site_key, a.sites)) & set(map(site_key, b.sites)):
         raise InvalidInput(f"{a.path} and {b.path} have no site in common: nothing to compare")

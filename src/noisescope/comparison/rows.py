@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from noisescope.comparison.measures import Measures
+from noisescope.comparison.records import RecordedSite
 from noisescope.findings import LIMITS, band
 from noisescope.sites import Place, Site
 
@@ -21,19 +22,14 @@ class HardwareBands:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteRow(Measures):
+class SiteRow(RecordedSite, Measures):
     """One site on both sides.
 
-    `expected` is the relative L2 that came in from earlier sites, or one operator's round-off where that is larger;
+    `expected` is the relative L2 of its inputs by earlier sites, or one operator's round-off where that is larger;
     `expected_gain` the same of the gain's size. A difference below `smallest_detectable`, or a gain below
     `smallest_detectable_gain` (None: no gain can be seen here), would not have been called a divergence.
     """
 
-    operator: str
-    place: Place
-    module: str
-    component: str
-    occurrence: int
     expected: float
     expected_gain: float
     smallest_detectable: float
@@ -42,10 +38,6 @@ class SiteRow(Measures):
     critical: bool  # one side alone has NaN or infinite elements
     bands: HardwareBands
     detail: Literal["full", "sketch"]
-
-    @property
-    def site(self) -> Site:
-        return Site(self.operator, self.place, self.module, self.component, occurrence=self.occurrence)
 
     @property
     def decided(self) -> bool:
@@ -63,7 +55,7 @@ class SiteRow(Measures):
 
 
 def site_row(site: Site, found: Measures, *, expected: float, expected_gain: float) -> SiteRow:
-    """Measures of a site judged against what came in."""
+    """Measures of a site, judged against the error of its inputs."""
     factor = LIMITS["divergence_factor"]
     row = SiteRow(
         **vars(found),

@@ -23,7 +23,7 @@ def verdict_of(rows: Sequence[SiteRow], logits: Logits | None) -> Verdict:
     return "identical" if same else "round-off"
 
 
-def in_words(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int) -> str:
+def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int) -> str:
     """What the rows and logits show; of so many `sites` on either side, those of the rows were compared."""
     verdict = verdict_of(rows, logits)
     if verdict == "diverged":
@@ -31,9 +31,10 @@ def in_words(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: 
     elif verdict == "identical":
         text = _identical(rows, sites)
     elif verdict == "round-off":
+        worst = max((row for row in rows if row.relative_l2 is not None), key=lambda row: row.relative_l2 or 0.0)
         text = (
             f"The difference looks like round-off: in {dtype} it grows from layer to layer without a jump. The largest "
-            f"relative L2 is {_largest(rows)}. {_power(rows)}"
+            f"relative L2 is {worst.relative_l2:.2g}, at {worst.site}. {_power(rows)}"
         )
     else:
         text = f"At none of the {len(rows)} sites is a finite number left on both sides, so nothing could be compared."
@@ -70,24 +71,19 @@ def _divergence(first: SiteRow, dtype: str) -> str:
 
 
 def _times(size: float, expected: float, least: float) -> str:
-    """How many times what came in, or round-off where no more than that came in."""
+    """How many times the error of the inputs, or round-off where theirs is no larger."""
     return f"{size / expected:.0f} times {'the error of its inputs' if expected > least else 'round-off'}"
-
-
-def _largest(rows: Sequence[SiteRow]) -> str:
-    worst = max((row for row in rows if row.relative_l2 is not None), key=lambda row: row.relative_l2 or 0.0)
-    return f"{worst.relative_l2:.2g}, at {worst.site}"
 
 
 def _power(rows: Sequence[SiteRow]) -> str:
     """What a fault must reach to be called a divergence."""
     sizes = [row.smallest_detectable for row in rows]
     gains = [row.smallest_detectable_gain for row in rows if row.smallest_detectable_gain is not None]
-    text = f"A fault of one operator is detected if it adds a relative L2 above {_span(sizes)}"
-    return f"{text}; a common gain if it is above {_span([100 * gain for gain in gains])} %." if gains else f"{text}."
+    text = f"A fault of one operator is detected if it adds a relative L2 above {_range(sizes)}"
+    return f"{text}; a common gain if it is above {_range([100 * gain for gain in gains])} %." if gains else f"{text}."
 
 
-def _span(values: Sequence[float]) -> str:
+def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.2g}", f"{max(values):.2g}"
     return low if low == high else f"{low} to {high}, depending on the site"
 
@@ -97,9 +93,8 @@ def _undecided(rows: Sequence[SiteRow]) -> str:
     lost = [row for row in rows if not row.decided]
     if not lost or len(lost) == len(rows):
         return ""
-    return (
-        f" {len(lost)} of {len(rows)} sites are undecided, {lost[0].site} first: nothing finite is left on either side."
-    )
+    which = f"{len(lost)} of {len(rows)} sites are undecided, {lost[0].site} first"
+    return f" {which}: nothing finite is left on either side."
 
 
 def _left_out(rows: Sequence[SiteRow]) -> str:

@@ -3,183 +3,274 @@
 A test says what is broken and how, in words for a hardware team and in the texts of noisescope's simulator, and what
 must hold then. Where a report warns of no operator or no layers, the one whose noise moves the output furthest is
 tested.
+
+`parameters` and `acceptance_criteria` have the columns of the original method notes in CSV and JSON: dictionaries whose
+keys depend on the kind of test. Inside they are typed.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.values import counted, span
 from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_most, overall
-from noisescope.plans.fault_test_rows import (
-    RECOVERY,
-    Criteria,
-    CriterionResult,
-    FaultParameters,
-    FaultTest,
-    FaultTestResult,
-    Measured,
-)
-from noisescope.sites import Place
+from noisescope.jsonform import Json, to_json
+from noisescope.stats import Estimate
 
+COLUMNS = ("test_id", "component", "test_type", "parameters", "acceptance_criteria")
+RECOVERY = f"< {LIMITS['fault_recovery_steps']:g} steps"
 FAULT_RATE = 0.01  # of an operator's calls
 MOST_CHANNEL_TESTS = 5
 
 
 @dataclass(frozen=True)
-class WeakOperator:
-    name: str
-    reason: str
+class FaultParameters:
+    """What is broken: `faults` are what `faulty` and `locate --simulate` take, all at once.
+
+    `described` says the same in the words of the method notes, for people.
+    """
+
+    faults: tuple[str, ...]
+    reason: str = ""
+    described: Mapping[str, Json] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Json]:
+        reason = {"reason": self.reason} if self.reason else {}
+        return {**to_json(self.described), **reason, "faults": list(self.faults)}
 
 
 @dataclass(frozen=True)
-class WeakWindow:
-    """Neighbouring layers, both ends included."""
+class Criteria:
+    """What must hold under the fault; None and False: not asked for."""
 
-    start: int
-    end: int
-    reason: str
+    max_degradation: float | None = None
+    max_nan_rate: float | None = None
+    recovery_time: str | None = None
+    detection_required: bool = False
+
+    def columns(self) -> dict[str, Json]:
+        return {name: value for name, value in vars(self).items() if value is not None and value is not False}
 
 
-@dataclass(frozen=True)
-class WeakChannels:
-    """Outlier channels of a module; `name` is the row's in the report, `occurrence` the call within the module."""
-
-    name: str
-    place: Place
-    operator: str
-    module: str
-    occurrence: int
-    channels: tuple[int, ...]
-    max_ratio: float
+CRITERIA = tuple(one.name for one in fields(Criteria))
 
 
 @dataclass(frozen=True)
-class WeakPoints:
-    """What to break: the most sensitive first."""
+class FaultTest:
+    """One test; one that breaks nothing, or could never fail, is refused."""
 
-    operators: tuple[WeakOperator, ...] = ()
-    windows: tuple[WeakWindow, ...] = ()
-    channels: tuple[WeakChannels, ...] = ()
+    test_id: str
+    component: str
+    test_type: str
+    parameters: FaultParameters
+    acceptance_criteria: Criteria
+
+    def __post_init__(self) -> None:
+        _check_faults(self.test_id, self.parameters.faults)
+        _check_criteria(self.test_id, self.acceptance_criteria.columns())
+
+    @property
+    def name(self) -> str:
+        return f"{self.test_id} ({self.component})"
+
+    def to_dict(self) -> dict[str, Json]:
+        """The columns of the method notes."""
+        cells = (self.parameters.columns(), self.acceptance_criteria.columns())
+        return dict(zip(COLUMNS, (self.test_id, self.component, self.test_type, *cells), strict=True))
+
+
+def from_columns(case: object) -> FaultTest:
+    """A test from its columns, as `to_dict` gives them."""
+    if not isinstance(case, Mapping) or set(case) != set(COLUMNS):
+        came = ", ".join(map(str, case)) if isinstance(case, Mapping) else f"a {type(case).__name__}"
+        raise InvalidInput(f"a test case has the columns {', '.join(COLUMNS)}; got {came}")
+    test_id = str(case["test_id"])
+    for name in ("parameters", "acceptance_criteria"):
+        if not isinstance(case[name], Mapping):
+            raise InvalidInput(f"{test_id}: {name} is a dictionary (a CSV has it as JSON); got {case[name]!r}")
+    described, criteria = dict(case["parameters"]), case["acceptance_criteria"]
+    faults, reason = described.pop("faults", None), described.pop("reason", "")
+    _check_faults(test_id, faults)
+    _check_criteria(test_id, criteria)
+    parameters = FaultParameters(tuple(faults), str(reason), described)
+    return FaultTest(test_id, str(case["component"]), str(case["test_type"]), parameters, Criteria(**criteria))
+
+
+def _check_faults(test_id: str, faults: object) -> None:
+    if not isinstance(faults, (list, tuple)) or not faults or not all(isinstance(fault, str) for fault in faults):
+        raise InvalidInput(
+            f"{test_id}: parameters['faults'] lists what to break, such as 'gain:0.05@7/linear'; got {faults!r}"
+        )
+
+
+def _check_criteria(test_id: str, cell: Mapping[str, Json]) -> None:
+    if not cell:
+        raise InvalidInput(f"{test_id} has no acceptance criteria, so it can't fail: {', '.join(CRITERIA)}")
+    only: dict[str, str | bool] = {"recovery_time": RECOVERY, "detection_required": True}  # criteria without a choice
+    for name, limit in cell.items():
+        if name not in CRITERIA:
+            raise unknown("criterion", name, CRITERIA)
+        if name in only and limit != only[name]:
+            raise InvalidInput(f"{test_id}: {name} can only be {only[name]!r}; got {limit!r}")
+        if name not in only and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= 1):
+            raise InvalidInput(f"{test_id}: {name} is a share from 0 to 1, such as 0.05; got {limit!r}")
+
+
+def to_csv(tests: Iterable[FaultTest]) -> str:
+    """One line per test; parameters and criteria are JSON."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(COLUMNS)
+    for test in tests:
+        writer.writerow([cell if isinstance(cell, str) else json.dumps(cell) for cell in test.to_dict().values()])
+    return text.getvalue()
+
+
+# -- tests from what a diagnosis warns of
 
 
 def generate(found: Diagnosis) -> list[FaultTest]:
     """Tests of a diagnosis: operators, then windows of layers, then channels."""
-    return tests_for(weak_points(found))
+    return refuse_none(propose_tests(found))
 
 
-def weak_points(found: Diagnosis) -> WeakPoints:
-    """What a diagnosis warns of; without a warning, what is nearest to one."""
-    return WeakPoints(tuple(_operators(found)), tuple(_windows(found)), tuple(_channels(found)))
+def propose_tests(found: Diagnosis) -> list[FaultTest]:
+    """A test for everything that a diagnosis warns of; without a warning, for what is nearest to one."""
+    return [*_operator_tests(found), *_window_tests(found), *_channel_tests(found)]
 
 
-def tests_for(weak: WeakPoints) -> list[FaultTest]:
-    """A test for each weak point."""
-    tests = [
-        *map(_operator_test, weak.operators),
-        *map(_window_test, weak.windows),
-        *map(_channel_test, weak.channels[:MOST_CHANNEL_TESTS]),
-    ]
+def refuse_none(tests: list[FaultTest]) -> list[FaultTest]:
     if not tests:
         raise InvalidInput("the report has neither operators nor layers nor channels: diagnose with all levels first")
     return tests
 
 
-def _operators(found: Diagnosis) -> Iterable[WeakOperator]:
+def _operator_tests(found: Diagnosis) -> Iterable[FaultTest]:
     rows = found.operator_analysis or {}
     nats = {name: row.nats for name, row in rows.items()}
     critical = [name for name in found.executive_summary.critical_operators if name in rows]
     for name in sorted(critical, key=lambda name: -nats[name]):
-        yield WeakOperator(name, "critical in the report")
+        yield operator_test(name, "critical in the report")
     if not critical and any(nats.values()):
-        yield WeakOperator(max(nats, key=lambda name: nats[name]), "none is critical; noise in it costs most")
+        yield operator_test(max(nats, key=lambda name: nats[name]), "none is critical; noise in it costs most")
 
 
-def _windows(found: Diagnosis) -> Iterable[WeakWindow]:
+def _window_tests(found: Diagnosis) -> Iterable[FaultTest]:
     section = found.layer_analysis
     if section is None:
         return
-    points = section.avalanche_points
-    for point in points:
+    for point in section.avalanche_points:
         loss = point.degradation.value
         lost = "" if loss is None else f", {percent(loss)} of the {metric_name(section.windows[0].metric)} lost"
         kind = "avalanche point" if point.decided else "borderline avalanche point"
-        yield WeakWindow(point.start, point.end, f"{kind}{lost}")
+        yield window_test(point.start, point.end, f"{kind}{lost}")
     known = [row for row in section.windows if row.nats]
-    if not points and known:
+    if not section.avalanche_points and known:
         worst = max(known, key=lambda row: row.nats)
         reason = "no avalanche point; noise here moves the output furthest"
-        yield WeakWindow(worst.start_layer, worst.end_layer, reason)
+        yield window_test(worst.start_layer, worst.end_layer, reason)
 
 
-def _channels(found: Diagnosis) -> Iterable[WeakChannels]:
+def _channel_tests(found: Diagnosis) -> Iterable[FaultTest]:
     section = found.channel_analysis
-    rows = {} if section is None else {name: row for name, row in section.per_layer.items() if row.num_outliers}
-    for name, row in sorted(rows.items(), key=lambda entry: -entry[1].max_ratio):
-        yield WeakChannels(
-            name, row.layer, row.operator, row.module, row.occurrence, row.outlier_indices, row.max_ratio
-        )
+    rows = [] if section is None else [(name, row) for name, row in section.per_layer.items() if row.num_outliers]
+    for name, row in sorted(rows, key=lambda entry: -entry[1].max_ratio)[:MOST_CHANNEL_TESTS]:
+        call = f"#{row.occurrence}" if row.occurrence else ""
+        where = f"{row.layer}/{row.operator}{call}/{row.module}"
+        yield channel_test(name, where, row.outlier_indices, row.max_ratio)
 
 
-def _operator_test(weak: WeakOperator) -> FaultTest:
+def operator_test(name: str, reason: str) -> FaultTest:
     """Bits that flip now and then in every call of an operator."""
-    name = weak.name
-    return FaultTest(
-        f"OP_{name.upper()}",
-        f"Operator: {name}",
-        "operator_fault",
-        FaultParameters(
-            (f"bit_flip:rate={FAULT_RATE:g}@*/{name}",),
-            weak.reason,
-            {"operator": name, "fault_rate": FAULT_RATE, "fault_type": "bit_flip"},
-        ),
-        Criteria(max_degradation=LIMITS["fault_operator_degradation"], max_nan_rate=LIMITS["fault_nan_rate"]),
-    )
+    described = {"operator": name, "fault_rate": FAULT_RATE, "fault_type": "bit_flip"}
+    parameters = FaultParameters((f"bit_flip:rate={FAULT_RATE:g}@*/{name}",), reason, described)
+    criteria = Criteria(max_degradation=LIMITS["fault_operator_degradation"], max_nan_rate=LIMITS["fault_nan_rate"])
+    return FaultTest(f"OP_{name.upper()}", f"Operator: {name}", "operator_fault", parameters, criteria)
 
 
-def _window_test(weak: WeakWindow) -> FaultTest:
-    """The outputs of neighbouring layers are zero for one step: one token of a generation."""
-    layers = f"L{weak.start}-{weak.end}"
-    dead = "dead_lane:channels=all,start=1,duration=1"
-    return FaultTest(
-        f"LAYER_{layers}",
-        f"Layers: {layers}",
-        "layer_fault",
-        FaultParameters(
-            tuple(f"{dead}@{layer}/residual" for layer in range(weak.start, weak.end + 1)),
-            weak.reason,
-            {"layer_range": layers, "fault_model": "stuck_at_zero", "fault_duration": "1_step"},
-        ),
-        Criteria(max_degradation=LIMITS["fault_layer_degradation"], recovery_time=RECOVERY),
-    )
+def window_test(start: int, end: int, reason: str) -> FaultTest:
+    """The outputs of the layers from start to end are zero for one step: one token of a generation."""
+    layers, dead = f"L{start}-{end}", "dead_lane:channels=all,start=1,duration=1"
+    faults = tuple(f"{dead}@{layer}/residual" for layer in range(start, end + 1))
+    described = {"layer_range": layers, "fault_model": "stuck_at_zero", "fault_duration": "1_step"}
+    criteria = Criteria(max_degradation=LIMITS["fault_layer_degradation"], recovery_time=RECOVERY)
+    parameters = FaultParameters(faults, reason, described)
+    return FaultTest(f"LAYER_{layers}", f"Layers: {layers}", "layer_fault", parameters, criteria)
 
 
-def _channel_test(weak: WeakChannels) -> FaultTest:
-    """Outlier channels give one constant in place of their values."""
-    call = f"#{weak.occurrence}" if weak.occurrence else ""
-    where = f"{weak.place}/{weak.operator}{call}/{weak.module}"
-    return FaultTest(
-        f"CHANNEL_{re.sub(r'[^0-9A-Za-z]+', '_', weak.name).strip('_')}",
-        f"Outlier channels in {weak.name}",
-        "channel_fault",
-        FaultParameters(
-            (f"stuck_lane:1,channels={'+'.join(map(str, sorted(weak.channels)))}@{where}",),
-            f"the largest is {weak.max_ratio:.1f} times the median",
-            {"layer": weak.name, "channel_indices": weak.channels, "fault_type": "value_corruption"},
-        ),
-        Criteria(max_degradation=LIMITS["fault_channel_degradation"], detection_required=True),
-    )
+def channel_test(name: str, where: str, channels: tuple[int, ...], max_ratio: float) -> FaultTest:
+    """Outlier channels give one constant in place of their values; `where` is their site in the simulator's words."""
+    fault = f"stuck_lane:1,channels={'+'.join(map(str, sorted(channels)))}@{where}"
+    described = {"layer": name, "channel_indices": channels, "fault_type": "value_corruption"}
+    parameters = FaultParameters((fault,), f"the largest is {max_ratio:.1f} times the median", described)
+    criteria = Criteria(max_degradation=LIMITS["fault_channel_degradation"], detection_required=True)
+    test_id = f"CHANNEL_{re.sub(r'[^0-9A-Za-z]+', '_', name).strip('_')}"
+    return FaultTest(test_id, f"Outlier channels in {name}", "channel_fault", parameters, criteria)
 
 
-# -- judging what came out
+# -- results
 
 
-def judge(test: FaultTest, measured: Measured, *, seconds: float = 0.0) -> FaultTestResult:
+@dataclass(frozen=True)
+class Hits:
+    """What a fault hit: calls of its sites, those in which it acted, and the output elements that it changed."""
+
+    calls: int
+    acted: int
+    changed: int
+
+    def __add__(self, other: Hits) -> Hits:
+        return Hits(self.calls + other.calls, self.acted + other.acted, self.changed + other.changed)
+
+    def __str__(self) -> str:
+        return f"the fault acted in {self.acted:,} of {self.calls:,} calls and changed {self.changed:,} elements"
+
+
+@dataclass(frozen=True)
+class FaultMeasurement:
+    """What was measured under a fault. `recovery_steps` are by sample (None: not recovered at the last)."""
+
+    hits: Hits
+    metric: str
+    degradation: Estimate
+    nan_rate: float
+    recovery_steps: tuple[int | None, ...] = ()
+    detected: bool | None = None
+    located: str = ""
+
+
+@dataclass(frozen=True)
+class CriterionResult:
+    """One criterion with the number that it was decided by."""
+
+    criterion: str
+    verdict: Verdict
+    message: str
+    value: bool | float | None
+
+
+@dataclass(frozen=True)
+class FaultTestResult:
+    """A test carried out; `measured` is None where that was not possible, and the message says why."""
+
+    test_id: str
+    name: str
+    verdict: Verdict
+    message: str
+    criteria: tuple[CriterionResult, ...]
+    measured: FaultMeasurement | None
+    seconds: float = 0.0
+
+
+def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) -> FaultTestResult:
     """Each criterion of a test against what was measured, and the test as a whole.
 
     A loss is decided by its whole interval. A fault that changed nothing decides nothing.
@@ -187,9 +278,7 @@ def judge(test: FaultTest, measured: Measured, *, seconds: float = 0.0) -> Fault
     asked = test.acceptance_criteria.columns()
     criteria = tuple(_JUDGES[name](test.acceptance_criteria, measured) for name in asked)
     if not measured.hits.changed:
-        criteria = tuple(
-            CriterionResult(row.criterion, UNDECIDED, "the fault changed nothing", row.value) for row in criteria
-        )
+        criteria = tuple(replace(row, verdict=UNDECIDED, message="the fault changed nothing") for row in criteria)
     verdict = overall([row.verdict for row in criteria])
     open_ = [row.criterion for row in criteria if row.verdict == UNDECIDED]
     words = "; ".join(f"{row.criterion}: {row.message}" for row in criteria)
@@ -205,26 +294,25 @@ def could_not_run(test: FaultTest, reason: str, *, seconds: float = 0.0) -> Faul
     return FaultTestResult(test.test_id, test.name, UNDECIDED, message, (), None, seconds)
 
 
-def _degradation(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _degradation(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     loss, limit = measured.degradation, wanted.max_degradation or 0.0
     if loss.value is None:
         message = "not measurable: the clean score is not clear of chance"
         return CriterionResult("max_degradation", UNDECIDED, message, None)
     verdict = at_most(loss, limit)
     words = f"{percent(loss.value)} {span(loss, '.1f', 100)} of the {metric_name(measured.metric)} lost"
-    message = f"{words}, {100 * limit:g} % allowed, n = {loss.n}"
-    if verdict == UNDECIDED:
-        message += ": the interval includes the limit"
+    why = ": the interval includes the limit" if verdict == UNDECIDED else ""
+    message = f"{words}, {100 * limit:g} % allowed, n = {loss.n}{why}"
     return CriterionResult("max_degradation", verdict, message, loss.value)
 
 
-def _nan_rate(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _nan_rate(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     rate, limit = measured.nan_rate, wanted.max_nan_rate or 0.0
     message = f"{percent(rate, 2)} of the tokens not finite, {percent(limit, 2)} allowed"
     return CriterionResult("max_nan_rate", FAIL if rate > limit else PASS, message, rate)
 
 
-def _recovery(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _recovery(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     """By the slowest sample; None is one that is still wrong at its last step, and all are watched for long enough."""
     steps, limit = measured.recovery_steps, wanted.recovery_time
     known = [step for step in steps if step is not None]
@@ -237,12 +325,12 @@ def _recovery(wanted: Criteria, measured: Measured) -> CriterionResult:
     return CriterionResult("recovery_time", verdict, message, slowest)
 
 
-def _detection(wanted: Criteria, measured: Measured) -> CriterionResult:
+def _detection(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     found = bool(measured.detected)
     return CriterionResult("detection_required", PASS if found else FAIL, f"locate {measured.located}", found)
 
 
-_JUDGES: dict[str, Callable[[Criteria, Measured], CriterionResult]] = {
+_JUDGES: dict[str, Callable[[Criteria, FaultMeasurement], CriterionResult]] = {
     "max_degradation": _degradation,
     "max_nan_rate": _nan_rate,
     "recovery_time": _recovery,

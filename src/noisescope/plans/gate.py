@@ -11,12 +11,17 @@ noise may have lost since the baseline.
 
 The verdict is "fail" where a row fails, else "pass" where a row that compares the model passes; it is undecided only
 where none of them decides. Samples that both measured are compared pair by pair, others as two independent sets.
+
+Refused are another architecture, data of another kind, and other samples unless the caller says that they come from the
+same source: what differs then is not the model alone. Another dtype, device, attention path, noise engine or number of
+seeds is reported beside the verdict: people move models between these, and want to know the effect.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +33,7 @@ from noisescope.diagnosis.sections import GateNumbers
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.values import counted, span
-from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most
+from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most, overall
 from noisescope.plans.gate_rows import (
     ConditionsRow,
     Decision,
@@ -40,13 +45,13 @@ from noisescope.plans.gate_rows import (
     SampleCounts,
     ScoreChange,
     ScoreRow,
-    verdict_of,
 )
 from noisescope.stats import Estimate
 from noisescope.stats.unpaired import smallest_unpaired, unpaired
 
 MEASURES: dict[Measure, str] = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
 POWER = 0.8  # of what a row says that it would have detected
+Pairs = tuple[list[int], list[int]] | None  # the places of the same samples on both sides; None: other samples
 _HOPELESS = math.log(1000)  # a ratio that needs no statistics
 
 
@@ -72,7 +77,8 @@ def decide(
     finite, kept = _finite(baseline, candidate), _clean_score(baseline, candidate, pairs, max_degradation)
     losses = [row.degradation.value for row in limits if row.degradation.value is not None]
     return Decision(
-        verdict=verdict_of([*divergence, *limits, kept], finite),
+        # Finite outputs can only fail a model: they do not show that it is as good.
+        verdict=FAIL if finite.verdict == FAIL else overall([row.verdict for row in (*divergence, *limits, kept)]),
         worse_than=worse_than,
         max_degradation_allowed=max_degradation,
         max_degradation=max(losses, default=None),
@@ -89,21 +95,20 @@ def decide(
 
 def _common(baseline: GateNumbers, candidate: GateNumbers) -> list[tuple[Measure, str]]:
     """(measure, operator) that both sides have."""
-    found: list[tuple[Measure, str]] = []
-    for measure in MEASURES:
-        now = _by_operator(candidate, measure)
-        found += [(measure, name) for name in _by_operator(baseline, measure) if name in now]
-    return found
+    return [
+        (measure, name)
+        for measure in MEASURES
+        for name in _by_operator(baseline, measure)
+        if name in _by_operator(candidate, measure)
+    ]
 
 
-def _by_operator(side: GateNumbers, measure: Measure) -> dict[str, Array]:
-    """Numbers [samples] by operator, NaN for what was not finite."""
-    found = side.predicted_kl if measure == "predicted_kl" else side.kl
-    return {name: _array(values) for name, values in found.items()}
+def _by_operator(side: GateNumbers, measure: Measure) -> Mapping[str, tuple[float | None, ...]]:
+    return side.predicted_kl if measure == "predicted_kl" else side.kl
 
 
 def _array(values: tuple[float | None, ...]) -> Array:
-    return np.array(values, dtype=np.float64)  # None becomes NaN
+    return np.array(values, dtype=np.float64)  # None, for what was not finite, becomes NaN
 
 
 def refuse_limits(worse_than: float, max_degradation: float) -> None:
@@ -146,7 +151,7 @@ def _divergence(
     """One operator on both sides; samples without a finite KL are left out."""
     measure, operator = of
     name = f"{MEASURES[measure]}: {operator}"
-    x, y = (_by_operator(side, measure)[operator] for side in (baseline, candidate))
+    x, y = (_array(_by_operator(side, measure)[operator]) for side in (baseline, candidate))
     if pairs is not None:
         x, y = x[pairs[0]], y[pairs[1]]
     known = np.isfinite(x), np.isfinite(y)
@@ -159,18 +164,14 @@ def _divergence(
         message = "no sample has a finite divergence"
         return DivergenceRow(name, UNDECIDED, message, measure, operator, left_out, None, None, ratio, None)
     shift = stats.trimmed_shift(u, v, paired=pairs is not None)
-    ratio = _exponential(shift.estimate(level))
+    logs = shift.estimate(level)
+    value, low, high = (None if end is None else math.exp(end) for end in (logs.value, logs.low, logs.high))
+    ratio = replace(logs, value=value, low=low, high=high)
     smallest = _smallest(shift, level, worse_than)
     verdict = _verdict(ratio, smallest, worse_than)
     before, now = (float(np.exp(np.median(side))) for side in (u, v))
     message = _ratio_sentence(ratio, smallest, verdict, worse_than)
     return DivergenceRow(name, verdict, message, measure, operator, left_out, before, now, ratio, smallest)
-
-
-def _exponential(shift: Estimate) -> Estimate:
-    """A difference of logarithms as a ratio."""
-    value, low, high = (None if end is None else math.exp(end) for end in (shift.value, shift.low, shift.high))
-    return Estimate(value, low, high, shift.n, shift.level, shift.note, shift.method)
 
 
 def _smallest(shift: stats.Shift, level: float, worse_than: float) -> float | None:
@@ -203,15 +204,11 @@ def _ratio_sentence(ratio: Estimate, smallest: float | None, verdict: Verdict, w
 def _limits(candidate: GateNumbers, limit: float) -> tuple[LimitRow, ...]:
     """What noise costs, operator by operator, against the most it may cost."""
     names = [name for name in candidate.accuracy if name != CLEAN]
-    clean = _array(candidate.accuracy[CLEAN])
+    clean, level = _array(candidate.accuracy[CLEAN]), stats.simultaneous_level(len(names))
     rows = []
     for name in names:
-        loss = stats.degradation(
-            clean,
-            _array(candidate.accuracy[name]),
-            chance=candidate.chance,
-            level=stats.simultaneous_level(len(names)),
-        )
+        noisy = _array(candidate.accuracy[name])
+        loss = stats.degradation(clean, noisy, chance=candidate.chance, level=level)
         check, verdict = f"{metric_name(candidate.metric)} under noise: {name}", at_most(loss, limit)
         rows.append(LimitRow(check, verdict, _limit_sentence(loss, limit, verdict), name, loss, limit))
     return tuple(rows)
@@ -266,14 +263,7 @@ def _finite(baseline: GateNumbers, candidate: GateNumbers) -> GateRow:
     return GateRow("finite outputs", FAIL if bad else PASS, message)
 
 
-# Whether a model may be compared with a baseline at all, and under which conditions both were measured.
-#
-# Refused are another architecture, data of another kind, and other samples unless the caller says that they come from
-# the same source: what differs then is not the model alone. Another dtype, device, attention path, noise engine or
-# number of seeds is reported beside the verdict: people move models between these, and want to know the effect.
-
-
-Pairs = tuple[list[int], list[int]] | None  # the places of the same samples on both sides; None: other samples
+# -- whether a model may be compared with a baseline, and under which conditions both were measured
 
 
 def pairs_of(first: Sequence[str], second: Sequence[str]) -> Pairs:
@@ -317,7 +307,16 @@ def refuse_other_samples(before: DataFacts, now: DataFacts, samples: tuple[Seque
 
 def conditions_row(before: Asked, now: Asked, numbers: tuple[GateNumbers, GateNumbers]) -> ConditionsRow:
     """How both were measured, as a check."""
-    sides = [_conditions(run, side) for run, side in zip((before, now), numbers, strict=True)]
+    sides: list[dict[str, str | int]] = [
+        {
+            "dtype": run.conditions.dtype,
+            "device": run.conditions.device,
+            "attention": run.conditions.attention,
+            "noise engine": run.conditions.engine,
+            "seeds": len(side.seeds),
+        }
+        for run, side in zip((before, now), numbers, strict=True)
+    ]
     both = [Difference(name, value, sides[1][name]) for name, value in sides[0].items()]
     unlike = tuple(one for one in both if one.baseline != one.candidate)
     if unlike:
@@ -327,17 +326,6 @@ def conditions_row(before: Asked, now: Asked, numbers: tuple[GateNumbers, GateNu
         words = "both " + ", ".join(f"{one.what} {one.baseline}" for one in both)
     counts = counts_of(numbers[0].samples, numbers[1].samples)
     return ConditionsRow("conditions of the baseline", UNDECIDED if unlike else PASS, f"{words}; {counts}", unlike)
-
-
-def _conditions(run: Asked, numbers: GateNumbers) -> dict[str, str | int]:
-    found = run.conditions
-    return {
-        "dtype": found.dtype,
-        "device": found.device,
-        "attention": found.attention,
-        "noise engine": found.engine,
-        "seeds": len(numbers.seeds),
-    }
 
 
 def counts_of(before: Sequence[str], now: Sequence[str]) -> SampleCounts:

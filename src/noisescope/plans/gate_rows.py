@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from noisescope.diagnosis.gate_baseline import CLEAN
 from noisescope.findings.values import counted
-from noisescope.findings.verdicts import FAIL, UNDECIDED, Verdict, headline, overall
+from noisescope.findings.verdicts import FAIL, UNDECIDED, Verdict, headline
 from noisescope.stats import Estimate
 
 SCHEMA_VERSION = 2  # 2: rows are typed, and an undecided row no longer hides behind those that pass
@@ -157,11 +156,6 @@ class GateResult(Decision):
     @property
     def failed(self) -> bool:
         return self.verdict == FAIL
-
-
-def verdict_of(compared: Sequence[GateRow], finite: GateRow) -> Verdict:
-    """By the rows that compare the model. Finite outputs can only fail it: they do not show that it is as good."""
-    return FAIL if finite.verdict == FAIL else overall([row.verdict for row in compared])
 
 
 def headline_of(decision: Decision, conditions: ConditionsRow) -> str:

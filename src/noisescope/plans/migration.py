@@ -26,7 +26,7 @@ from typing import Literal
 
 from noisescope.diagnosis.ranking import STANDS_OUT, typical_nats
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.diagnosis.rows import AvalanchePoint, Effect, LayerAnalysis
+from noisescope.diagnosis.rows import Effect, LayerAnalysis
 from noisescope.diagnosis.sections import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
 from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
@@ -107,12 +107,8 @@ def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
         )
     rows: list[tuple[NamedPlace, Effect]] = [(row.layer, row) for row in section.layers]
     rows += section.places.items()
-    view = _View(
-        section,
-        found.channel_analysis.per_layer if found.channel_analysis is not None else {},
-        found.findings,
-        typical_nats(section),
-    )
+    channels = found.channel_analysis.per_layer if found.channel_analysis is not None else {}
+    view = _View(section, channels, found.findings, typical_nats(section))
     judged = [_judged(view, place, row) for place, row in rows]
     judged.sort(key=lambda one: (one[0], view.position(one[1].place), -one[1].nats))
     ranks: tuple[Rank, ...] = (1, 2, 3)
@@ -126,7 +122,7 @@ def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
 
 @dataclass(frozen=True)
 class _View:
-    """What a diagnosis says about places."""
+    """What a diagnosis shows of places."""
 
     section: LayerAnalysis
     channels: Mapping[str, ChannelRow]  # by the module's name
@@ -152,9 +148,8 @@ class _View:
 
 def _judged(view: _View, place: NamedPlace, row: Effect) -> tuple[Rank, PlaceEvidence]:
     """A place's priority and every reason for it, the strongest first."""
-    found = [*_by_findings(view, place), *_by_avalanches(view, place)]
-    found += [*_by_effect(view, place, row), *_by_channels(view, place)]
-    found.sort(key=lambda reason: reason[0])
+    found = [*_by_findings(view, place), *_by_avalanches(view, place), *_by_effect(view, place, row)]
+    found = sorted([*found, *_by_channels(view, place)], key=lambda reason: reason[0])
     largest = max((info.global_max for _, info in view.captured(place)), default=None)
     reasons = tuple(dict.fromkeys(reason for _, reason in found))
     return (found[0][0] if found else 3), PlaceEvidence(place, reasons, row.nats, row.loss, largest)
@@ -182,7 +177,9 @@ def _by_avalanches(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]
     for point in view.section.avalanche_points:
         if not isinstance(place, int) or not point.start <= place <= point.end:
             continue
-        words = _avalanche_words(view.section, point)
+        loss, metric = point.degradation.value, metric_name(view.section.layers[0].metric)
+        lost = "" if loss is None else f": {percent(loss)} of the {metric} lost"
+        words = f"avalanche point {point.layer_range}{lost}"
         if not point.decided:
             yield 2, f"borderline {words}"
         elif point.common[0] <= place <= point.common[1]:
@@ -191,16 +188,11 @@ def _by_avalanches(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]
             yield 2, f"beside the core of {words}"
 
 
-def _avalanche_words(section: LayerAnalysis, point: AvalanchePoint) -> str:
-    loss, metric = point.degradation.value, metric_name(section.layers[0].metric)
-    return f"avalanche point {point.layer_range}" + ("" if loss is None else f": {percent(loss)} of the {metric} lost")
-
-
 def _by_effect(view: _View, place: NamedPlace, row: Effect) -> Iterable[tuple[Rank, str]]:
     """What noise in the place alone costs: a significant loss, and nats beside those of the median layer."""
     moderate, high, _ = BANDS["degradation"].limits
-    said = any(finding.unit == "share" and finding.target.kind in ("layer", "place") for finding in view.about(place))
-    if row.loss is not None and row.degradation is not None and row.loss >= moderate and not said:
+    known = any(finding.unit == "share" and finding.target.kind in ("layer", "place") for finding in view.about(place))
+    if row.loss is not None and row.degradation is not None and row.loss >= moderate and not known:
         words = f"noise in it alone costs {percent(row.loss)} of the {metric_name(row.metric)}"
         yield (1, words) if row.degradation.above(high) else (2, words)
     if view.median and row.nats >= STANDS_OUT * view.median:
@@ -215,27 +207,22 @@ def _by_channels(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]:
         if info.nonfinite_channels:
             yield 1, f"{name}: {info.nonfinite_channels} channels are not finite"
         if info.operator == "linear" and info.band in ("HIGH", "CRITICAL"):
-            largest = f"the largest {info.max_ratio:.0f} x the median"
-            words = f"{name}: {counted(info.num_outliers, 'outlier channel')}, {largest}"
-            yield 2, words
+            count = counted(info.num_outliers, "outlier channel")
+            yield 2, f"{name}: {count}, the largest {info.max_ratio:.0f} x the median"
 
 
 def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
     layers = tuple(one.place for one in evidence if isinstance(one.place, int))
     places = tuple(one.place for one in evidence if isinstance(one.place, str))
     precision = {str(one.place): _precision(rank, one.largest_activation) for one in evidence}
-    return Priority(rank, layers, places, precision, _validation(rank, places), MAX_MAPE[rank], tuple(evidence))
-
-
-def _validation(rank: Rank, places: Sequence[str]) -> str:
     limit = MAX_MAPE[rank]
-    if limit is None:
-        return "nothing special: the end-to-end score is enough"
-    what = "every operator of these layers between both machines" if rank == 1 else "the outputs of these layers"
-    words = f"compare {what}: MAPE below {100 * limit:g} %"
-    if places:
-        words += f"; compare {' and '.join(places)} by sketch: no operator may diverge beyond round-off"
-    return words
+    validation = "nothing special: the end-to-end score is enough"
+    if limit is not None:
+        what = "every operator of these layers between both machines" if rank == 1 else "the outputs of these layers"
+        validation = f"compare {what}: MAPE below {100 * limit:g} %"
+        if places:
+            validation += f"; compare {' and '.join(places)} by sketch: no operator may diverge beyond round-off"
+    return Priority(rank, layers, places, precision, validation, limit, tuple(evidence))
 
 
 def _precision(rank: Rank, largest: float | None) -> str:
@@ -251,7 +238,8 @@ def _commands(found: Diagnosis, priorities: Sequence[Priority], path: str, devic
     model, source = shlex.quote(run.model.source), run.data.source
     data = "" if source in NOT_FILES else f" --data {shlex.quote(source)}"
     first, second = (sorted(entry.layers) for entry in priorities[:2])
-    whole = f" --full-layers {_listed(sorted(first + second))}" if first or second else ""
+    both_ranks = ",".join(map(str, sorted(first + second)))
+    whole = f" --full-layers {both_ranks}" if both_ranks else ""
     dtype = f"--dtype {run.conditions.dtype}"  # the same on both machines, whatever each would choose
     here, there, both = "the reference machine", "the new machine", "either machine, with both records"
     record = f"noisescope record {model}{data} {dtype}{whole}"
@@ -266,12 +254,8 @@ def _commands(found: Diagnosis, priorities: Sequence[Priority], path: str, devic
     )
     for layers, limit in ((first, MAX_MAPE[1]), (second, MAX_MAPE[2])):
         if layers:
-            yield Command(both, f"{compare} --layers {_listed(layers)} --max-mape {limit:g}")
+            yield Command(both, f"{compare} --layers {','.join(map(str, layers))} --max-mape {limit:g}")
     yield Command(f"{there}, where a comparison fails", f"noisescope locate {model} {dtype} --device {device}")
     yield Command(
         "either machine: how the weakest places tolerate faults", f"noisescope plan fault-tests {report_path} --run"
     )
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ",".join(map(str, layers))

@@ -32,23 +32,13 @@ SECONDS = 30.0  # the solver gives what it has by then
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A format for one module, and what it costs."""
-
-    bits: float
-    effective_bits: float
-    predicted_kl: float
-    standard_error: float | None = None  # of the prediction; None where one sample was scored
-
-
-@dataclass(frozen=True)
 class Module:
     """A linear to plan for."""
 
     name: str
     place: int
     parameters: int
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, FormatScore]  # by format
     inputs: int | None = None  # weights of an output channel; exports need it
     kind: str = "Linear"  # its class
 
@@ -83,9 +73,8 @@ class Budget:
                     )
 
     def milliseconds_of(self, module: Module, name: str) -> float:
-        own = module.name in self.latency
-        row = self.latency[module.name if own else "*"] if own or "*" in self.latency else {}
-        share = 1.0 if own else module.parameters / 1e6
+        own = self.latency.get(module.name)
+        row, share = (self.latency.get("*", {}), module.parameters / 1e6) if own is None else (own, 1.0)
         if name not in row:
             raise InvalidInput(f"the latency table has no {name!r} for {module.name}, nor under '*'")
         return float(row[name]) * share
@@ -159,17 +148,14 @@ def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[
     )
 
 
-def _choices(scores: Mapping[str, FormatScore], wanted: Sequence[str]) -> dict[str, Choice]:
+def _choices(scores: Mapping[str, FormatScore], wanted: Sequence[str]) -> dict[str, FormatScore]:
     """The formats that are wanted. A narrower integer is predicted to cost no less than a wider one.
 
     Rounding to fewer bits of one kind is worse; where a few samples say the opposite it is their noise, and a plan
     would pick exactly these.
     """
-    found = {
-        name: Choice(score.bits, score.effective_bits, score.predicted_kl, score.standard_error)
-        for name, score in scores.items()
-    }
-    wider: Choice | None = None  # the costliest integer so far
+    found = dict(scores)
+    wider: FormatScore | None = None  # the costliest integer so far
     for name in INTEGERS:
         if name in found:
             if wider is not None and wider.predicted_kl > found[name].predicted_kl:
@@ -205,7 +191,10 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
 
     if granularity not in GRANULARITIES:
         raise unknown("granularity", granularity, GRANULARITIES)
-    groups = _groups(modules, granularity)
+    groups = [[i] for i in range(len(modules))]  # indices of modules that share a format
+    if granularity == "layer":
+        places = sorted({module.place for module in modules})
+        groups = [[i for i, module in enumerate(modules) if module.place == place] for place in places]
     formats = list(modules[0].choices)
     count, width = len(groups), len(formats)
     costs = np.array([[sum(modules[i].choices[f].predicted_kl for i in g) for f in formats] for g in groups])
@@ -219,10 +208,9 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
             raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats come to {least:.4g}")
         shares.append(table / limit)
         constraints.append(LinearConstraint(csr_array(shares[-1].reshape(1, -1)), -np.inf, 1))
+    scaled = costs / costs.mean() if costs.any() else costs  # of size 1: the solver's tolerances are absolute
     found = milp(
-        (costs / costs.mean()).ravel()
-        if costs.any()
-        else costs.ravel(),  # of size 1: the solver's tolerances are absolute
+        scaled.ravel(),
         integrality=np.ones(count * width),
         bounds=Bounds(0, 1),
         constraints=constraints,
@@ -251,14 +239,6 @@ def _widened(chosen: NDArray[np.intp], costs: Array, bits: Sequence[float], shar
         left = [room - float(s[row, best] - s[row, now]) for s, room in zip(shares, left, strict=True)]
         found.append(best)
     return found
-
-
-def _groups(modules: Sequence[Module], granularity: str) -> list[list[int]]:
-    """Indices of modules that share a format."""
-    if granularity == "module":
-        return [[i] for i in range(len(modules))]
-    places = sorted({module.place for module in modules})
-    return [[i for i, module in enumerate(modules) if module.place == place] for place in places]
 
 
 def random_plans(
@@ -294,10 +274,8 @@ def random_plans(
     return plans
 
 
-# The bit rule of the original method notes: 16, 8 or 4 bits for a layer by what noise in it costs.
+# -- the bit rule of the original method notes: 16, 8 or 4 bits for a layer by what noise in it costs
 
-
-LOWERED_BELOW = LIMITS["precision_8_to_4_bits"]
 L = TypeVar("L", bound=Hashable)  # a layer: its index, or whatever the caller knows it by
 NAMES = {16: ("bf16",), 8: ("int8", "fp8_e4m3"), 4: ("int4", "nvfp4", "mxfp4")}  # the first that is offered
 
@@ -311,23 +289,19 @@ def bits_by_rule(sensitivity: Mapping[L, float], target_average_bits: float = 6.
     if not sensitivity:
         raise InvalidInput("the bit rule needs the sensitivity of at least one layer")
     losses = {layer: _checked(layer, loss) for layer, loss in sensitivity.items()}
-    bits = {layer: _bits(loss) for layer, loss in losses.items()}
+    most, more = LIMITS["precision_16_bits"], LIMITS["precision_8_bits"]
+    bits = {layer: 16 if loss > most else 8 if loss > more else 4 for layer, loss in losses.items()}
     order = sorted(bits, key=lambda layer: losses[layer])
     if _average(bits) > target_average_bits:
+        low = LIMITS["precision_8_to_4_bits"]
         for layer in order:
-            if _average(bits) > target_average_bits and bits[layer] == 8 and losses[layer] < LOWERED_BELOW:
+            if _average(bits) > target_average_bits and bits[layer] == 8 and losses[layer] < low:
                 bits[layer] = 4
     else:
         for layer in reversed(order):
             if _average(bits) < target_average_bits and bits[layer] == 4:
                 bits[layer] = 8
     return bits
-
-
-def _bits(loss: float) -> int:
-    if loss > LIMITS["precision_16_bits"]:
-        return 16
-    return 8 if loss > LIMITS["precision_8_bits"] else 4
 
 
 def _checked(layer: Hashable, loss: object) -> float:

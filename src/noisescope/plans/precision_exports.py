@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from noisescope.diagnosis.format_costs import GROUP, UNTOUCHED
 from noisescope.errors import InvalidInput, unknown
@@ -33,16 +32,11 @@ from noisescope.jsonform import Json, to_json
 from noisescope.options.fields import TOOLS
 from noisescope.plans.precision import Module, Plan
 
-if TYPE_CHECKING:
-    import yaml
-
 SMALLEST_GROUP = 16  # in smaller ones scales would take more than a bit per weight
 INTEGERS = {"int8": 8, "int4": 4, "int3": 3}
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # the format's own
 TRANSPOSED = "Conv1D"
 TRANSPOSING = ("autoround",)  # tools that take it
-
-Spelling = Callable[[int], dict[str, Json]]  # a group -> a format with that group, as a tool spells it
 
 
 @dataclass(frozen=True)
@@ -54,77 +48,14 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """A module that a tool is to round. `group` is of integers; other formats have their own."""
+class RoundedModule:
+    """A module that a tool is to round, its format as the tool spells it. `group` is of integers alone."""
 
     module: str
+    inputs: int
     format: str
     group: int
-
-
-def _compressed(bits: int) -> Spelling:
-    """compressed-tensors' quantization arguments of a weight."""
-    about = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
-    return lambda group: {**about, "group_size": group}
-
-
-def _intx(name: str) -> Spelling:
-    """As torchao.core.config writes its configs."""
-    return lambda group: {
-        "_type": "IntxWeightOnlyConfig",
-        "_version": 2,
-        "_data": {
-            "weight_dtype": {"_type": "torch.dtype", "_data": name},
-            "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": group}},
-        },
-    }
-
-
-def _blocked(bits: int) -> Spelling:
-    return lambda group: {"num_bits": bits, "block_sizes": {-1: group, "type": "static"}}
-
-
-def _auto(bits: int) -> Spelling:
-    return lambda group: {**_weights("int", bits), "group_size": group}
-
-
-def _weights(data_type: str, bits: int) -> dict[str, Json]:
-    """AutoRound takes what a layer does not say from its scheme, and some of those round activations."""
-    return {"bits": bits, "data_type": data_type, "sym": True, "act_bits": 16}
-
-
-def _always(**spelled: Json) -> Spelling:
-    return lambda group: spelled
-
-
-_COMPRESSED: dict[str, Spelling] = {
-    **{name: _compressed(bits) for name, bits in INTEGERS.items()},
-    "fp8_e4m3": _always(num_bits=8, type="float", symmetric=True, strategy="channel"),
-    "nvfp4": _always(
-        num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16,
-        scale_dtype="torch.float8_e4m3fn", zp_dtype="torch.float8_e4m3fn",
-    ),
-    "mxfp4": _always(
-        num_bits=4, type="float", symmetric=True, strategy="group", group_size=32,
-        scale_dtype="torch.uint8", zp_dtype="torch.uint8",
-    ),
-}  # fmt: skip
-_MODELOPT: dict[str, Spelling] = {
-    **{name: _blocked(bits) for name, bits in INTEGERS.items()},
-    "fp8_e4m3": _always(num_bits=[4, 3], axis=0),
-    "nvfp4": _always(num_bits=[2, 1], block_sizes={-1: 16, "type": "dynamic", "scale_bits": [4, 3]}),
-    "mxfp4": _always(num_bits=[2, 1], block_sizes={-1: 32, "type": "dynamic", "scale_bits": [8, 0]}),
-}
-_AUTOROUND: dict[str, Spelling] = {
-    **{name: _auto(bits) for name, bits in INTEGERS.items()},
-    "fp8_e4m3": _always(**_weights("fp8", 8), group_size=-1),
-    "nvfp4": _always(**_weights("nv_fp4", 4), group_size=16),
-    "mxfp4": _always(**_weights("mx_fp", 4), group_size=32),
-}
-_TORCHAO: dict[str, Spelling] = {
-    **{name: _intx(name) for name in INTEGERS},
-    "fp8_e4m3": _always(_type="Float8WeightOnlyConfig", _version=2, _data={}),
-}
+    spelled: dict[str, Json]
 
 
 def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
@@ -134,78 +65,106 @@ def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
     """
     import yaml
 
-    made = {
-        "llm-compressor": (_recipe, _COMPRESSED),
-        "modelopt": (_modelopt, _MODELOPT),
-        "autoround": (_autoround, _AUTOROUND),
-        "torchao": (_torchao, _TORCHAO),
-    }
-    if tool == "json":
-        return Export(json.dumps(to_json(plan), indent=1) + "\n")
-    if tool not in made:
-        raise unknown("export", tool, TOOLS)
-    write, spellings = made[tool]
-    rounded = _rounded(plan, tool, modules, spellings)
-    found, notes = write(plan, rounded), _notes(rounded, modules)
-    if tool in ("llm-compressor", "modelopt"):
-        return Export(yaml.dump(found, Dumper=_plain_dumper(), sort_keys=False), notes)
-    return Export(json.dumps(found, indent=1) + "\n", notes)
+    class WithoutAnchors(yaml.SafeDumper):
+        """A format that many modules share is written out for each, as people would."""
 
-
-def _plain_dumper() -> type[yaml.SafeDumper]:
-    """YAML without anchors: a format that many modules share is written out for each, as people would."""
-    import yaml
-
-    class Plain(yaml.SafeDumper):
         def ignore_aliases(self, data: object) -> bool:
             return True
 
-    return Plain
+    if tool == "json":
+        return Export(json.dumps(to_json(plan), indent=1) + "\n")
+    if tool not in _WRITERS:
+        raise unknown("export", tool, TOOLS)
+    rounded = _rounded(plan, tool, modules)
+    found, notes = _WRITERS[tool](plan, rounded), _notes(rounded)
+    if tool in ("llm-compressor", "modelopt"):
+        return Export(yaml.dump(found, Dumper=WithoutAnchors, sort_keys=False), notes)
+    return Export(json.dumps(found, indent=1) + "\n", notes)
 
 
-def _rounded(plan: Plan, tool: str, modules: Sequence[Module], spellings: dict[str, Spelling]) -> list[Rounded]:
+def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[RoundedModule]:
     """The modules that a tool is to round, with groups that divide their inputs."""
     found = []
     for module in modules:
         name = plan.assignment[module.name]
         if name == UNTOUCHED:
             continue
-        if name not in spellings:
+        if name not in (offered := _spellings(GROUP)[tool]):
             raise InvalidInput(
-                f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *spellings))}"
+                f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *offered))}"
             )
         if module.kind == TRANSPOSED and tool not in TRANSPOSING:
             raise InvalidInput(
                 f"{tool} does not quantise {module.name}, which is a {TRANSPOSED} and no torch.nn.Linear: export for "
                 f"{' or '.join(TRANSPOSING)}, or export json"
             )
-        found.append(Rounded(module.name, name, _group(module, name)))
+        if module.inputs is None:
+            raise InvalidInput(
+                f"{module.name} was planned without its number of inputs, which decides on groups: plan from a report"
+            )
+        wanted = BLOCKS.get(name, GROUP)
+        group = math.gcd(wanted, module.inputs)  # the largest up to ours that divides them
+        if (name in BLOCKS and group < wanted) or (name in INTEGERS and group < SMALLEST_GROUP):
+            raise InvalidInput(
+                f"{module.name} has {module.inputs} inputs, which groups of {wanted} ({name}) do not divide, and the "
+                "tools take whole groups alone: plan with --formats bf16,fp8_e4m3, which have none, or export json"
+            )
+        found.append(RoundedModule(module.name, module.inputs, name, group, _spellings(group)[tool][name]))
     return found
 
 
-def _group(module: Module, name: str) -> int:
-    """The largest group up to ours that divides a module's inputs."""
-    if module.inputs is None:
-        raise InvalidInput(
-            f"{module.name} was planned without its number of inputs, which decides on groups: plan from a report"
-        )
-    wanted = BLOCKS.get(name, GROUP)
-    group = math.gcd(wanted, module.inputs)
-    if (name in BLOCKS and group < wanted) or (name in INTEGERS and group < SMALLEST_GROUP):
-        raise InvalidInput(
-            f"{module.name} has {module.inputs} inputs, which groups of {wanted} ({name}) do not divide, and the tools "
-            "take whole groups alone: plan with --formats bf16,fp8_e4m3, which have none, or export json"
-        )
-    return group
+def _spellings(group: int) -> dict[str, dict[str, dict[str, Json]]]:
+    """Each tool's formats as it spells them, integers in groups of that size."""
+    to_int = {"type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    to_float = {"type": "float", "symmetric": True}
+    fp4_scales = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+    mx_scales = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    granularity = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": group}}
+
+    def intx(name: str) -> dict[str, Json]:
+        data = {"weight_dtype": {"_type": "torch.dtype", "_data": name}, "granularity": granularity}
+        return {"_type": "IntxWeightOnlyConfig", "_version": 2, "_data": data}
+
+    def blocks(size: int, scale_bits: list[int]) -> dict[str, Json]:
+        return {"num_bits": [2, 1], "block_sizes": {-1: size, "type": "dynamic", "scale_bits": scale_bits}}
+
+    return {
+        "llm-compressor": {  # compressed-tensors' quantization arguments of a weight
+            **{name: {"num_bits": bits, **to_int} for name, bits in INTEGERS.items()},
+            "fp8_e4m3": {"num_bits": 8, **to_float, "strategy": "channel"},
+            "nvfp4": {"num_bits": 4, **to_float, "strategy": "tensor_group", "group_size": 16, **fp4_scales},
+            "mxfp4": {"num_bits": 4, **to_float, "strategy": "group", "group_size": 32, **mx_scales},
+        },
+        "modelopt": {
+            **{n: {"num_bits": bits, "block_sizes": {-1: group, "type": "static"}} for n, bits in INTEGERS.items()},
+            "fp8_e4m3": {"num_bits": [4, 3], "axis": 0},
+            "nvfp4": blocks(16, [4, 3]),
+            "mxfp4": blocks(32, [8, 0]),
+        },
+        "autoround": {
+            **{name: {**_weights("int", bits), "group_size": group} for name, bits in INTEGERS.items()},
+            "fp8_e4m3": {**_weights("fp8", 8), "group_size": -1},
+            "nvfp4": {**_weights("nv_fp4", 4), "group_size": 16},
+            "mxfp4": {**_weights("mx_fp", 4), "group_size": 32},
+        },
+        "torchao": {  # as torchao.core.config writes its configs
+            **{name: intx(name) for name in INTEGERS},
+            "fp8_e4m3": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}},
+        },
+    }
 
 
-def _notes(rounded: Sequence[Rounded], modules: Sequence[Module]) -> tuple[str, ...]:
+def _weights(data_type: str, bits: int) -> dict[str, Json]:
+    """AutoRound takes what a layer does not say from its scheme, and some of those round activations."""
+    return {"bits": bits, "data_type": data_type, "sym": True, "act_bits": 16}
+
+
+def _notes(rounded: Sequence[RoundedModule]) -> tuple[str, ...]:
     """One for each width that our groups do not divide."""
-    inputs = {module.name: module.inputs for module in modules}
-    narrow: dict[tuple[int | None, int], list[str]] = {}
+    narrow: dict[tuple[int, int], list[str]] = {}
     for one in rounded:
         if one.format in INTEGERS and one.group != GROUP:
-            narrow.setdefault((inputs[one.module], one.group), []).append(one.module)
+            narrow.setdefault((one.inputs, one.group), []).append(one.module)
     return tuple(
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are no multiple of "
         f"{GROUP}, so the file has groups of {group} there ({16 / group:g} bits of scales per weight)"
@@ -213,29 +172,30 @@ def _notes(rounded: Sequence[Rounded], modules: Sequence[Module]) -> tuple[str, 
     )
 
 
-def _recipe(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+def _recipe(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
     groups: dict[str, dict[str, Json]] = {}
     for one in rounded:
         key = one.format if one.group == GROUP or one.format not in INTEGERS else f"{one.format}_group_{one.group}"
-        groups.setdefault(key, {"targets": [], "weights": _COMPRESSED[one.format](one.group)})
+        groups.setdefault(key, {"targets": [], "weights": one.spelled})
         groups[key]["targets"].append(one.module)
     kept = [module for module, name in plan.assignment.items() if name == UNTOUCHED]
     modifier = {"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head", *kept]}}
     return {"quant_stage": {"quant_modifiers": modifier}}
 
 
-def _modelopt(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
-    rules: list[dict[str, Json]] = [{"quantizer_name": "*", "enable": False}]
-    for one in rounded:
-        rules.append({"quantizer_name": f"{one.module}.weight_quantizer", "cfg": _MODELOPT[one.format](one.group)})
-    return {"quant_cfg": rules, "algorithm": "max"}
+def _modelopt(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
+    rules = [{"quantizer_name": f"{one.module}.weight_quantizer", "cfg": one.spelled} for one in rounded]
+    return {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *rules], "algorithm": "max"}
 
 
-def _autoround(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
+def _autoround(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
     kept = {module: _weights("float", 16) for module in plan.assignment}
-    return {**kept, **{one.module: _AUTOROUND[one.format](one.group) for one in rounded}}
+    return {**kept, **{one.module: one.spelled for one in rounded}}
 
 
-def _torchao(plan: Plan, rounded: Sequence[Rounded]) -> dict[str, Json]:
-    configs = {one.module: _TORCHAO[one.format](one.group) for one in rounded}
+def _torchao(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
+    configs = {one.module: one.spelled for one in rounded}
     return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}
+
+
+_WRITERS = {"llm-compressor": _recipe, "modelopt": _modelopt, "autoround": _autoround, "torchao": _torchao}

@@ -1,4 +1,16 @@
-"""How much of a model a precision plan covers: the linears of its blocks, out of all weights there."""
+"""A precision plan with what was predicted and, where it was carried out, measured: the report's `precision_plan`.
+
+A plan is judged by the typical KL of held-out samples, beside uniform plans, the bit rule and random plans of the same
+bits. Two plans are compared sample by sample: the typical ratio of their KL, with its interval.
+
+A prediction adds up the scores of the chosen formats over modules. All modules are scored on the same few samples, so
+their errors are correlated, and a report keeps no scores by sample. Whatever the correlation,
+
+    standard error of the sum <= sum of the standard errors,
+
+which is reported as a bound. It reflects the spread of the samples alone: neither that a plan is the least of many
+noisy sums, whose own is too small for that reason, nor that predictions are of second order.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +35,9 @@ from noisescope.stats import Estimate
 from noisescope.stats.continuous import student_quantile
 from noisescope.trials import Results, Trial
 
-NEARLY_ALL = 0.99  # routers and short filters need no note
+NEARLY_ALL = 0.99  # of the weights are planned: routers and short filters need no note
+LEVEL = 0.95
+Kind = Literal["plan", "uniform", "bit rule", "random"]
 
 
 def planned_share(found: Diagnosis) -> float | None:
@@ -48,18 +62,7 @@ def _planned(scores: FormatScores) -> int:
     return sum(row.parameters for row in scores.modules)
 
 
-# How far the predicted KL of a precision plan can be trusted, and what to say where the measured one lies elsewhere.
-#
-# A prediction adds up the scores of the chosen formats over modules. All modules are scored on the same few samples,
-# so their errors are correlated, and a report keeps no scores by sample. Whatever the correlation,
-#
-# standard error of the sum <= sum of the standard errors,
-#
-# which is reported as a bound. It reflects the spread of the samples alone: neither that a plan is the least of many
-# noisy sums, whose own is too small for that reason, nor that predictions are of second order.
-
-
-LEVEL = 0.95
+# -- what is predicted
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,12 @@ def prediction_of(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Pr
     errors = [module.choices[plan.assignment[module.name]].standard_error for module in modules]
     known = [error for error in errors if error is not None]
     value, bound = plan.predicted_mean_kl, sum(known) if len(known) == len(errors) else None
-    half = None if bound is None else student_quantile(n, LEVEL) * bound
-    return Prediction(
-        value,
-        None if half is None else max(value - half, 0.0),
-        None if half is None else value + half,
-        n,
-        LEVEL,
-        bound,
-        # the report counts those of all its samples; formats are scored on the first
-        round(data.scored_tokens * n / data.samples),
-    )
+    low = high = None
+    if bound is not None:
+        half = student_quantile(n, LEVEL) * bound
+        low, high = max(value - half, 0.0), value + half
+    tokens = round(data.scored_tokens * n / data.samples)  # the report counts all samples, formats have the first
+    return Prediction(value, low, high, n, LEVEL, bound, tokens)
 
 
 def prediction_sentence(prediction: Prediction) -> str:
@@ -130,17 +128,11 @@ def _interval(estimate: Estimate) -> str:
     return f"{estimate.value:.3g} {span(estimate, '.3g')}"
 
 
-# A precision plan with what was predicted and, where it was carried out, measured: the report's `precision_plan`.
-#
-# A plan is judged by the typical KL of held-out samples, beside uniform plans, the bit rule and random plans of the
-# same bits. Two plans are compared sample by sample: the typical ratio of their KL, with its interval.
-
-
-Kind = Literal["plan", "uniform", "bit rule", "random"]
+# -- the plan with its measurements
 
 
 @dataclass(frozen=True)
-class Rival:
+class NamedPlan:
     """A plan to measure, and what it is there for: the plan itself, or one to compare it with."""
 
     name: str
@@ -204,17 +196,17 @@ class PrecisionPlan:
     note: str
     prediction: Prediction
     planned_share: float | None
-    verified: bool
-    mean_kl: float | None
-    typical_kl: float | None
-    uniform_typical_kl: float | None
-    uniform_format: str | None
-    bit_rule_typical_kl: float | None
-    bit_rule_bits: float | None
-    random: RandomPlans
-    rows: tuple[PlanRow, ...]
-    data: PlanData | None
-    notes: tuple[str, ...]
+    verified: bool = False
+    mean_kl: float | None = None
+    typical_kl: float | None = None
+    uniform_typical_kl: float | None = None
+    uniform_format: str | None = None
+    bit_rule_typical_kl: float | None = None
+    bit_rule_bits: float | None = None
+    random: RandomPlans = RandomPlans(0, None)
+    rows: tuple[PlanRow, ...] = ()
+    data: PlanData | None = None
+    notes: tuple[str, ...] = ()
 
 
 def predicted_plan(
@@ -222,21 +214,7 @@ def predicted_plan(
 ) -> PrecisionPlan:
     """A plan before it is carried out."""
     return PrecisionPlan(
-        **vars(plan),
-        counts=plan.counts(),
-        prediction=prediction,
-        planned_share=planned_share,
-        verified=False,
-        mean_kl=None,
-        typical_kl=None,
-        uniform_typical_kl=None,
-        uniform_format=None,
-        bit_rule_typical_kl=None,
-        bit_rule_bits=None,
-        random=RandomPlans(0, None),
-        rows=(),
-        data=None,
-        notes=tuple(notes),
+        **vars(plan), counts=plan.counts(), prediction=prediction, planned_share=planned_share, notes=tuple(notes)
     )
 
 
@@ -278,11 +256,11 @@ def _best_uniform(rows: Sequence[PlanRow], average_bits: float) -> PlanRow | Non
     )
 
 
-# Plans carried out on the model, all on the same samples: a plan counts only if it was measured.
+# -- plans carried out on the model, all on the same samples
 
 
 @dataclass(frozen=True)
-class Carried:
+class PlanScores:
     """One plan carried out: KL and score of each sample, beside the score of the model as it is."""
 
     kl: Array
@@ -301,16 +279,16 @@ class Carried:
     def clean_score(self) -> float:
         return float(self.clean_accuracy.mean())
 
-    def over(self, other: Carried) -> Estimate:
+    def over(self, other: PlanScores) -> Estimate:
         """The typical ratio of this plan's KL to another's on the same sample."""
         return ratio(self.kl, other.kl)
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedPlans:
     """Plans by name as they were carried out, and what could not be seen."""
 
-    plans: Mapping[str, Carried]
+    plans: Mapping[str, PlanScores]
     could_not_see: tuple[str, ...]
 
 
@@ -324,11 +302,11 @@ class Verification:
         asked = dict.fromkeys([None, *self.injections.values()])
         return [trial for injection in asked for trial in frame.ask(injection, seeds=(0,))]
 
-    def conclude(self, frame: StudyContext, results: Results, notes: Sequence[str] = ()) -> Verified:
+    def conclude(self, frame: StudyContext, results: Results, notes: Sequence[str] = ()) -> VerifiedPlans:
         plans = {name: self._carried(frame, results, injection) for name, injection in self.injections.items()}
-        return Verified(plans, tuple(notes))
+        return VerifiedPlans(plans, tuple(notes))
 
-    def _carried(self, frame: StudyContext, results: Results, injection: Injection | None) -> Carried:
+    def _carried(self, frame: StudyContext, results: Results, injection: Injection | None) -> PlanScores:
         clean = frame.answer(results, None)
         rounded = clean if injection is None else frame.answer(results, injection, seeds=(0,))
         assert clean is not None and rounded is not None
@@ -337,4 +315,4 @@ class Verification:
                 raise NoisescopeError(f"a plan could not be carried out: {answer.error}")
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
-        return Carried(kl, after.mean(axis=1), before)
+        return PlanScores(kl, after.mean(axis=1), before)

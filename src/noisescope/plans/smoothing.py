@@ -1,15 +1,6 @@
 """What to do about outlier channels, by the tables of the original method notes, with what it would gain.
 
-======================  ==============================================================================================
-largest over median     W8A8
-======================  ==============================================================================================
-above 50                SmoothQuant, alpha 0.75
-20 to 50                scales of their own (per-channel quantisation)
-10 to 20                monitor: one scale per tensor may be enough
-======================  ==============================================================================================
-
-For W4A16 it is AWQ, whatever the ratio above 10, and for W4A4 OmniQuant, whose gain is not measured here. Gains are
-measured on the linears that read the same channels:
+Gains are measured on the linears that read the same channels:
 
 =========================================  ===========================================================================
 outputs of                                 are read by
@@ -35,7 +26,9 @@ from noisescope.findings.advice import TARGETS
 from noisescope.findings.values import span
 from noisescope.stats import Estimate
 
-# By the band of the largest ratio (findings/bands.py), for W8A8; other targets have one method.
+# For W8A8 by the band of the largest channel over the median (findings/bands.py): above 10 it is watched, since one
+# scale per tensor may be enough; above 20 it gets a scale of its own; above 50 it is smoothed with this alpha. Other
+# targets have one method whatever the ratio above 10; the gain of OmniQuant is not measured here.
 METHODS = {"MODERATE": ("monitor", None), "HIGH": ("per-channel", None), "CRITICAL": ("SmoothQuant", 0.75)}
 OTHERS = {"W4A16": "AWQ", "W4A4": "OmniQuant"}
 
@@ -111,17 +104,12 @@ def gain_sentence(gain: Estimate) -> str:
     return words + "undecided whether it helps; more --samples narrow the interval"
 
 
-def channels_of(found: Diagnosis) -> Mapping[str, ChannelRow]:
-    """The modules whose channels were captured; refused where the channel level is missing."""
-    if found.channel_analysis is None or found.channel_analysis.evidence != "captured":
-        raise InvalidInput("the report has no channels: run `noisescope diagnose` with the channel level")
-    return found.channel_analysis.per_layer
-
-
 def recommendations(found: Diagnosis, folds: Sequence[FoldRow], *, target: str = "W8A8") -> tuple[SmoothingAdvice, ...]:
     """A row for each module with outliers, the largest first; gains are the largest of the folds that read it."""
+    if found.channel_analysis is None or found.channel_analysis.evidence != "captured":
+        raise InvalidInput("the report has no channels: run `noisescope diagnose` with the channel level")
     rows = []
-    for name, row in channels_of(found).items():
+    for name, row in found.channel_analysis.per_layer.items():
         method, alpha = method_for(row.max_ratio, target)
         if method == "none":
             continue
@@ -134,8 +122,7 @@ def recommendations(found: Diagnosis, folds: Sequence[FoldRow], *, target: str =
 
 def _reading(row: ChannelRow, folds: Sequence[FoldRow]) -> list[FoldRow]:
     """The folds whose linears read the output of a module."""
-    norms = [fold for fold in folds if fold.norm is not None]
-    place = row.layer
+    norms, place = [fold for fold in folds if fold.norm is not None], row.layer
     next_block = [fold for fold in norms if isinstance(place, int) and fold.place == place + 1]
     if row.operator == "residual":
         return next_block

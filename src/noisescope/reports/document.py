@@ -1,6 +1,6 @@
 """A report laid out for reading: sections of a few kinds of blocks. Markdown, HTML and PDF draw these and nothing else.
 
-Every number is turned into words once, when a cell is made, so that no two forms can disagree.
+Every number is rounded and put into words once, when a cell is made, so that no two forms can disagree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of the experiment of phases: arms, criteria, the theory, and the report they make up."""
+"""The experiment on noise by training phase: its rows, and the document that they make up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from noisescope.diagnosis.report import SCHEMA_VERSION
+from noisescope.findings import values
 from noisescope.jsonform import Json
-from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Document, Paragraph, Section, Table
+from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Document, Paragraph, Section
 from noisescope.reports.report import SavedReport
-from noisescope.reports.words import estimate, number, percent, plain, span, text, whole
+from noisescope.reports.words import estimate, number, percent, span, table
 from noisescope.stats import Estimate
 
 LOGS = ("gradient_norm", "held_out")  # quantities that are compared as logs
+_TONES = {"supported": "low", "refuted": "critical"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class PhasesSettings:
 
 
 @dataclass(frozen=True)
-class PhasesAsked:
+class PhasesRequest:
     """What an experiment was asked."""
 
     model: TaskSource
@@ -153,7 +155,7 @@ class PhasesCost:
 
 
 @dataclass(frozen=True)
-class PhasesRun(PhasesAsked):
+class PhasesRun(PhasesRequest):
     """An experiment that has ended, or was drawn from what is done."""
 
     cost: PhasesCost
@@ -164,7 +166,7 @@ class PhasesRun(PhasesAsked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhasesFound:
+class PhasesResult:
     """Everything the experiment shows."""
 
     schema_version: int = SCHEMA_VERSION
@@ -179,42 +181,36 @@ class PhasesFound:
     could_not_see: tuple[str, ...]
 
 
-# The experiment of phases as a document: verdicts first, then arms, then how it was done.
+# -- the document: verdicts first, then arms, then how it was done
 
 
-_TONES = {"supported": "low", "refuted": "critical"}
-
-
-class PhasesReport(SavedReport[PhasesFound]):
+class PhasesReport(SavedReport[PhasesResult]):
     """Reads, prints and saves as a report does."""
 
-    kinds: ClassVar = {"hypotheses": PhasesFound}
-    made: ClassVar = "noisescope experiment phases"
+    kinds: ClassVar = {"hypotheses": PhasesResult}
+    command: ClassVar = "noisescope experiment phases"
 
     def __repr__(self) -> str:
         return f"<PhasesReport: {self.value.trained.done} of {self.value.trained.of} trained>"
 
     def document(self) -> Document:
-        return phases_document(self.value)
+        found = self.value
+        run, settings, trained = found.run, found.run.settings, found.trained
+        facts = (
+            ("Task", f"{run.model.source}; {run.data.source}"),
+            ("Trained", f"{trained.done} of {trained.of} models: {len(settings.arms)} arms x {settings.seeds} seeds"),
+            ("Asked", f"{found.n} problems at each noise level, {settings.noise_seeds} draws of noise each"),
+            ("Noise", f"relative Gaussian on {', '.join(settings.operators)}"),
+        )
+        sections = (
+            Section("verdicts", "What it shows", tuple(_verdicts(found))),
+            Section("arms", "Arms", tuple(_arms(found))),
+            Section("method", "How it was done", tuple(_method(found))),
+        )
+        return Document("noisescope: noise in training, by phase", facts, sections, run.finished)
 
 
-def phases_document(report: PhasesFound) -> Document:
-    settings, trained = report.run.settings, report.trained
-    facts = (
-        ("Task", f"{report.run.model.source}; {report.run.data.source}"),
-        ("Trained", f"{trained.done} of {trained.of} models: {len(settings.arms)} arms x {settings.seeds} seeds"),
-        ("Asked", f"{report.n} problems at each noise level, {settings.noise_seeds} draws of noise each"),
-        ("Noise", f"relative Gaussian on {', '.join(settings.operators)}"),
-    )
-    sections = (
-        Section("verdicts", "What it shows", tuple(_verdicts(report))),
-        Section("arms", "Arms", tuple(_arms(report))),
-        Section("method", "How it was done", tuple(_method(report))),
-    )
-    return Document("noisescope: noise in training, by phase", facts, sections, report.run.finished)
-
-
-def theory_line(report: PhasesFound) -> str:
+def theory_line(report: PhasesResult) -> str:
     """The theory's verdict in a sentence."""
     return (
         f"The theory that backward noise regularises and forward noise makes robust, by its own criteria: "
@@ -235,8 +231,7 @@ def quantity(row: JudgedCriterion) -> Cell:
     if row.as_log:
         value, low, high = (math.exp(end) for end in (found.value, found.low, found.high))
         return Cell(f"factor {number(value)}", value, interval=span(low, high))
-    points = f"[{100 * found.low:+.2f}, {100 * found.high:+.2f}]"
-    return Cell(f"{100 * found.value:+.2f} points", found.value, interval=points)
+    return Cell(f"{100 * found.value:+.2f} points", found.value, interval=values.span(found, "+.2f", 100))
 
 
 def _more(row: JudgedCriterion) -> str:
@@ -257,57 +252,50 @@ def _needed(row: JudgedCriterion) -> str:
     return f"{needed.seeds} seeds{problems}"
 
 
-def _verdicts(report: PhasesFound) -> Iterator[Block]:
+def _verdicts(report: PhasesResult) -> Iterator[Block]:
     yield Paragraph(theory_line(report))
     yield Bullets(tuple(Paragraph(verdict, f"{name}:") for name, verdict in report.theory.because.items()))
     head = ("criterion", "difference", "verdict", "what would probably decide")
-    rows = tuple(
-        (text(row.statement), quantity(row), Cell(row.verdict, tone=_TONES.get(row.verdict, "unsure")),
-         text(_needed(row)))
+    rows = (
+        (row.statement, quantity(row), Cell(row.verdict, tone=_TONES.get(row.verdict, "unsure")), _needed(row))
         for row in report.hypotheses
-    )  # fmt: skip
-    yield Table("hypotheses", head, rows, "Criteria of the original method notes")
+    )
+    yield table("hypotheses", head, rows, "Criteria of the original method notes")
 
 
-def _arms(report: PhasesFound) -> Iterator[Block]:
+def _arms(report: PhasesResult) -> Iterator[Block]:
     levels = [f"{level:g}" for level in report.levels]
     noisy = [level for level in levels if float(level)]
     head = ("arm", "seeds", *(f"accuracy at {_noise(level)}" for level in levels))
     head += tuple(f"retention at {_noise(level)}" for level in noisy)
-    rows = tuple(
+    rows = (
         (
-            text(arm.name),
-            whole(len(arm.seeds)),
+            arm.name,
+            len(arm.seeds),
             *(estimate(arm.accuracy[level], share=True) for level in levels),
             *(estimate(arm.retention.get(level), share=True) for level in noisy),
         )
         for arm in report.arms
     )
-    yield Table("arms", head, rows, "Accuracy of the trained models, 95 % intervals over seeds and problems")
+    yield table("arms", head, rows, "Accuracy of the trained models, 95 % intervals over seeds and problems")
     for level in noisy:
         found = [(arm.name, arm.accuracy[level]) for arm in report.arms]
         bars = tuple(Bar(name, estimate(row, share=True), row.low, row.high) for name, row in found)
         yield Chart(f"accuracy-{level}", f"Accuracy at {_noise(level)}", "share of right answers", bars)
     head = ("arm", "diverged", "gradient norm", "held-out loss", "forward injections", "backward injections")
-    rows = tuple(
-        (
-            text(arm.name),
-            whole(arm.training.diverged),
-            plain(arm.training.gradient_norm),
-            plain(arm.training.held_out_loss),
-            whole(arm.training.injections.forward),
-            whole(arm.training.injections.backward),
-        )
+    trainings = (
+        (arm.name, of.diverged, of.gradient_norm, of.held_out_loss, of.injections.forward, of.injections.backward)
         for arm in report.arms
+        for of in (arm.training,)
     )
-    yield Table("training", head, rows, "Training: geometric means over the second half")
+    yield table("training", head, trainings, "Training: geometric means over the second half")
 
 
 def _noise(level: str) -> str:
     return f"{100 * float(level):g} % noise"
 
 
-def _method(report: PhasesFound) -> Iterator[Block]:
+def _method(report: PhasesResult) -> Iterator[Block]:
     run, training = report.run, report.run.settings.training
     practised = (
         ""

@@ -1,4 +1,8 @@
-"""What stands around a drawing: labels under an axis, a legend above it, numbers as the tables write them."""
+"""Charts, curves and heat maps of a document as matplotlib figures, sized for the text column of an A4 page.
+
+Drawing only: every number comes from the document. pyplot is not used and no setting outlives a call, so a notebook
+that draws its own figures is not disturbed.
+"""
 
 from __future__ import annotations
 
@@ -25,72 +29,9 @@ from matplotlib.transforms import ScaledTranslation
 from noisescope.reports.document import TONES, Bar, Chart, Curve, Document, HeatMap
 from noisescope.reports.text_layout import INK, QUIET, foreign, printable
 
-WIDTH = 7.0  # inches: the 178 mm between the margins of an A4 page
-
-
-def ticks(names: Sequence[str]) -> tuple[list[str], str, bool]:
-    """Labels under an axis, the first word if all share one ("layer 0", "layer 1"), and whether they can lie flat."""
-    labels = [short(name) for name in names]
-    first = labels[0].partition(" ")[0] + " " if len(labels) > 1 else ""
-    if len(first) > 1 and all(label.startswith(first) and label != first for label in labels):
-        labels = [label.removeprefix(first) for label in labels]
-    else:
-        first = ""
-    return labels, first.strip(), (0.04 + 0.06 * max(map(len, labels), default=0)) * len(labels) < WIDTH - 1.2
-
-
-def label_ticks(axes: Axes, names: Sequence[str], *, offset: float = 0.0) -> None:
-    labels, shared, flat = ticks(names)
-    room = (WIDTH - 1.2) / max(len(labels), 1)  # inches for each
-    step = math.ceil(0.095 / room)  # an upright label needs 0.095 inches
-    places = [place + offset for place in range(0, len(labels), step)]
-    axes.set_xticks(places, labels[::step], rotation=0 if flat else 90, size=7.0 if flat or room > 0.13 else 6.0)
-    axes.set_xlabel(shared)
-
-
-def short(name: str, limit: int = 28) -> str:
-    """A name that leaves room for the figure; the table beside it has the whole."""
-    name = printable(name)
-    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[1 - limit // 2 :]}"
-
-
-def legend(axes: Axes, handles: Sequence[Artist]) -> None:
-    """Above the axes, where no bar can be hidden by it: one line if it fits."""
-    sizes = [0.27 + 0.053 * len(str(handle.get_label())) for handle in handles]  # inches
-    if handles:
-        columns = len(handles) if sum(sizes) < WIDTH - 0.8 else max(1, int((WIDTH - 1) / max(sizes)))
-        axes.legend(
-            handles=list(handles), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False,
-            borderaxespad=0.3, borderpad=0, handlelength=1.2, handletextpad=0.5, columnspacing=1.4,
-        )  # fmt: skip
-
-
-def symbol(marker: str | tuple[int, int, float], words: str, **colours: str) -> Line2D:
-    return Line2D([], [], linestyle="", marker=marker, markersize=5, label=words, **colours)  # type: ignore[arg-type]
-
-
-def plain_numbers(axis: Axis) -> None:
-    """0.001 and 1e-05, as in the tables."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def spans(values: Sequence[float], ratio: float) -> bool:
-    return bool(values) and min(values) > 0 and max(values) / min(values) >= ratio
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-# Charts, curves and heat maps of a document as matplotlib figures, sized for the text column of an A4 page.
-#
-# Drawing only: every number comes from the document. pyplot is not used and no setting outlives a call, so a notebook
-# that draws its own figures is not disturbed.
-
-
 Drawable: TypeAlias = Chart | Curve | HeatMap
 
+WIDTH = 7.0  # inches: the 178 mm between the margins of an A4 page
 DPI = 200
 # Okabe and Ito's colours, which people with any form of colour blindness can tell apart; no tone is blue.
 COLOURS = {
@@ -204,7 +145,7 @@ def _chart(figure: Figure, axes: Axes, chart: Chart) -> int:
 def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Line2D]:
     """A triangle and the bar's label over each marked bar, hollow for what is undecided. The legend's entries."""
     entries: dict[str, Line2D] = {}
-    turned = len(bars) > 20
+    upright = len(bars) > 20
     for place, bar in enumerate(bars):
         value = finite(bar.cell.value)
         if bar.mark and value is not None:
@@ -214,13 +155,13 @@ def _marks(figure: Figure, axes: Axes, bars: Sequence[Bar]) -> list[Line2D]:
             axes.plot(place, highest, "v", color=INK, markerfacecolor=face, markersize=5, transform=raised, zorder=6)
             axes.annotate(
                 short(bar.label), (place, highest), (0, 11), textcoords="offset points", ha="center", va="bottom",
-                fontsize=7, rotation=90 if turned else 0, annotation_clip=False,
+                fontsize=7, rotation=90 if upright else 0, annotation_clip=False,
             )  # fmt: skip
             entries[bar.mark] = symbol("v", short(bar.mark), color=INK, markerfacecolor=face)
     if entries:  # room for the labels
         scale = axes.yaxis.get_transform()
         bottom, top = scale.transform(np.array(axes.get_ylim()))
-        axes.set_ylim(top=float(scale.inverted().transform(top + (0.32 if turned else 0.12) * (top - bottom))))
+        axes.set_ylim(top=float(scale.inverted().transform(top + (0.32 if upright else 0.12) * (top - bottom))))
     return list(entries.values())
 
 
@@ -308,3 +249,61 @@ def _heat_map(figure: Figure, axes: Axes, block: HeatMap) -> None:
     words = short(block.legend, 80) or "marked with * in the table"
     handles += [Patch(**_HATCHED, label="no value")] if bool(missing.any()) else []
     legend(axes, [*([symbol((6, 2, 0), words, color=INK)] if stars else []), *handles])
+
+
+# -- labels under an axis, a legend above it, numbers as the tables write them
+
+
+def ticks(names: Sequence[str]) -> tuple[list[str], str, bool]:
+    """Labels under an axis, the first word if all share one ("layer 0", "layer 1"), and whether they can lie flat."""
+    labels = [short(name) for name in names]
+    first = labels[0].partition(" ")[0] + " " if len(labels) > 1 else ""
+    if len(first) > 1 and all(label.startswith(first) and label != first for label in labels):
+        labels = [label.removeprefix(first) for label in labels]
+    else:
+        first = ""
+    return labels, first.strip(), (0.04 + 0.06 * max(map(len, labels), default=0)) * len(labels) < WIDTH - 1.2
+
+
+def label_ticks(axes: Axes, names: Sequence[str], *, offset: float = 0.0) -> None:
+    labels, shared, flat = ticks(names)
+    room = (WIDTH - 1.2) / max(len(labels), 1)  # inches for each
+    step = math.ceil(0.095 / room)  # an upright label needs 0.095 inches
+    places = [place + offset for place in range(0, len(labels), step)]
+    axes.set_xticks(places, labels[::step], rotation=0 if flat else 90, size=7.0 if flat or room > 0.13 else 6.0)
+    axes.set_xlabel(shared)
+
+
+def short(name: str, limit: int = 28) -> str:
+    """A name that leaves room for the figure; the table beside it has the whole."""
+    name = printable(name)
+    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[1 - limit // 2 :]}"
+
+
+def legend(axes: Axes, handles: Sequence[Artist]) -> None:
+    """Above the axes, where no bar can be hidden by it: one line if it fits."""
+    sizes = [0.27 + 0.053 * len(str(handle.get_label())) for handle in handles]  # inches
+    if handles:
+        columns = len(handles) if sum(sizes) < WIDTH - 0.8 else max(1, int((WIDTH - 1) / max(sizes)))
+        axes.legend(
+            handles=list(handles), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False,
+            borderaxespad=0.3, borderpad=0, handlelength=1.2, handletextpad=0.5, columnspacing=1.4,
+        )  # fmt: skip
+
+
+def symbol(marker: str | tuple[int, int, float], words: str, **colours: str) -> Line2D:
+    return Line2D([], [], linestyle="", marker=marker, markersize=5, label=words, **colours)  # type: ignore[arg-type]
+
+
+def plain_numbers(axis: Axis) -> None:
+    """0.001 and 1e-05, as in the tables."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def spans(values: Sequence[float], ratio: float) -> bool:
+    return bool(values) and min(values) > 0 and max(values) / min(values) >= ratio
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -41,17 +41,10 @@ def _template() -> jinja2.Template:
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         kind=lambda block: type(block).__name__,
-        exact=exact,
-        numeric_columns=numeric_columns,
-        is_wordy=is_wordy,
-        plot_bars=plot_bars,
-        plot_curve=plot_curve,
-        shade=shade,
-        LONG_TABLE=LONG_TABLE,
-        LONG_TEXT=LONG_TEXT,
-        LABEL=LABEL,
-        TALL_TABLE=TALL_TABLE,
     )
+    environment.globals.update(LONG_TABLE=LONG_TABLE, LONG_TEXT=LONG_TEXT, LABEL=LABEL, TALL_TABLE=TALL_TABLE)
+    for function in (exact, numeric_columns, is_wordy, plot_bars, plot_curve, shade):
+        environment.globals[function.__name__] = function
     return environment.from_string(_asset("page.html.j2"))
 
 

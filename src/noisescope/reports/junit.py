@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings.verdicts import VERDICTS, Verdict, headline, overall
@@ -53,21 +52,6 @@ def to_junit(suite: str, cases: Sequence[Case], summary: str = "") -> str:
     ET.SubElement(parent, "system-out").text = summary or headline(overall(verdicts), verdicts)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-class Checked(Protocol):
-    """A check that was decided, or not."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def verdict(self) -> Verdict: ...
-    @property
-    def message(self) -> str: ...
-
-
-def cases_of(rows: Iterable[Checked], seconds: Iterable[float]) -> list[Case]:
-    return [Case(row.name, row.verdict, row.message, spent) for row, spent in zip(rows, seconds, strict=True)]
 
 
 def write_junit(path: Path, suite: str, cases: Sequence[Case], summary: str = "") -> Path:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noisescope.reports.document import Block, Bullets, Document, HeatMap, Paragraph, Section, Table, Verdict
+from noisescope.reports.document import Block, Bullets, Document, HeatMap, Paragraph, Table, Verdict
 
 
 def to_markdown(document: Document) -> str:
     lines = [f"# {document.title}", ""]
     lines += [f"**{name}**: {escape(text)}  " for name, text in document.facts]
     for section in document.sections:
-        lines += ["", *_section(section)]
+        lines += ["", f"## {section.title}"]
+        for block in section.blocks:
+            if drawn := list(_block(block)):
+                lines += ["", *drawn]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _section(section: Section) -> Iterable[str]:
-    yield f"## {section.title}"
-    for block in section.blocks:
-        drawn = list(_block(block))
-        if drawn:
-            yield ""
-            yield from drawn
 
 
 def _block(block: Block) -> Iterable[str]:

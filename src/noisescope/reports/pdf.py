@@ -1,6 +1,6 @@
 """A document as PDF: A4 portrait, searchable text, an outline, tables whose rows stay whole and are never clipped.
 
-fpdf2 writes the file; typesetting.py decides where lines break, this file where pages do. The same document gives the
+fpdf2 writes the file; text_layout.py decides where lines break, this file where pages do. The same document gives the
 same bytes.
 """
 

@@ -1,15 +1,16 @@
-"""What to do, as sections: which layers to validate on new hardware, which number format each linear gets, whether the
-findings held under a fault, and what computes wrongly."""
+"""What to do, as sections: places to validate on new hardware, a number format for each linear, the check of the
+findings under a fault, and what computes wrongly."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from noisescope.findings.values import counted
 from noisescope.plans.migration import Priority
 from noisescope.plans.precision_results import PlanRow, PrecisionPlan
-from noisescope.reports.document import Block, Cell, Paragraph, Section, Table
-from noisescope.reports.values import DiagnosisReport, LocatedSuspect
-from noisescope.reports.words import band, counted_noun, estimate, mean, metric_name, percent, plain, run_metric, text
+from noisescope.reports.document import Block, Cell, Paragraph, Section
+from noisescope.reports.report import DiagnosisReport
+from noisescope.reports.words import estimate, mean, metric_name, percent, run_metric, table, tone
 from noisescope.sites import Place
 
 SUSPECTS = 10  # rows of the table of suspects
@@ -22,29 +23,27 @@ def migration(report: DiagnosisReport) -> Iterable[Section]:
     plan = report.migration_plan
     if plan is None:
         return
-    body = tuple(row for group in plan.priorities for row in _places(group))
+    rows = (row for group in plan.priorities for row in _places(group))
     asked = [f"Priority {group.priority}: {group.validation}." for group in plan.priorities if group.priority < 3]
     asked.append("MAPE is the mean absolute difference in per cent of the reference.")
     blocks: tuple[Block, ...] = (
         Paragraph(" ".join(asked), "On new hardware, validate these places first."),
-        Table("migration", ("priority", "place", "precision", "why"), body),
+        table("migration", ("priority", "place", "precision", "why"), rows),
         Paragraph("noisescope plan migration, with this report, prints the commands for both machines.", "Next:"),
         *(Paragraph(note) for note in plan.notes),
     )
     yield Section("migration", "Hardware migration plan", blocks)
 
 
-def _places(group: Priority) -> Iterable[tuple[Cell, ...]]:
-    urgency = Cell(str(group.priority), group.priority, band(_URGENCY[group.priority]).tone)
-    if group.priority == 3:
-        if group.evidence:
-            named = counted_noun(len(group.evidence), "other place")
-            precision = " or ".join(dict.fromkeys(group.precision.values()))
-            yield urgency, text(named), text(precision), text(f"no reason for more; {group.validation}")
-        return
-    for entry in group.evidence:
-        precision = group.precision[str(entry.place)]
-        yield urgency, text(place_name(entry.place)), text(precision), text("; ".join(entry.reasons[:2]))
+def _places(group: Priority) -> Iterable[tuple[object, ...]]:
+    urgency = Cell(str(group.priority), group.priority, tone(_URGENCY[group.priority]))
+    if group.priority < 3:
+        for one in group.evidence:
+            yield urgency, place_name(one.place), group.precision[str(one.place)], "; ".join(one.reasons[:2])
+    elif group.evidence:
+        precision = " or ".join(dict.fromkeys(group.precision.values()))
+        why = f"no reason for more; {group.validation}"
+        yield urgency, counted(len(group.evidence), "other place"), precision, why
 
 
 def place_name(place: Place) -> str:
@@ -59,11 +58,10 @@ def precision(report: DiagnosisReport) -> Iterable[Section]:
     blocks: list[Block] = [Paragraph(_planned(plan))]
     if plan.rows:
         head = ("plan", "bits per weight", "mean KL predicted", "mean KL measured", "typical KL measured", "accuracy")
-        blocks.append(Table("precision", head, tuple(map(_plan_row, plan.rows))))
+        blocks.append(table("precision", head, map(_plan_row, plan.rows)))
     drawn = plan.random
-    if (
-        plan.typical_kl is not None and drawn.median_typical_kl
-    ):  # neither without random plans nor where they round nothing
+    # Neither without random plans nor where they round nothing.
+    if plan.typical_kl is not None and drawn.median_typical_kl:
         share = percent(plan.typical_kl / drawn.median_typical_kl)
         words = f"Its typical KL is {share} of the median of {drawn.n} random plans with the same average bits."
         blocks.append(Paragraph(words))
@@ -87,15 +85,10 @@ def _planned(plan: PrecisionPlan) -> str:
     )
 
 
-def _plan_row(row: PlanRow) -> tuple[Cell, ...]:
-    return (
-        text(_KINDS.get(row.kind, row.name)),
-        Cell(f"{row.average_bits:.2f}", row.average_bits),
-        plain(row.predicted_mean_kl),
-        mean(row.kl.mean),
-        estimate(row.kl.typical),
-        estimate(row.accuracy, share=True),
-    )
+def _plan_row(row: PlanRow) -> tuple[object, ...]:
+    bits, accuracy = Cell(f"{row.average_bits:.2f}", row.average_bits), estimate(row.accuracy, share=True)
+    name = _KINDS.get(row.kind, row.name)
+    return name, bits, row.predicted_mean_kl, mean(row.kl.mean), row.kl.typical, accuracy
 
 
 def check(report: DiagnosisReport) -> Iterable[Section]:
@@ -104,12 +97,12 @@ def check(report: DiagnosisReport) -> Iterable[Section]:
     if section is None:
         return
     roles = {"warned": "warns of these", "least": "they diverge least", "between": ""}
-    body = tuple(
+    rows = (
         (
-            text(f"{row.start_layer} to {row.end_layer}"),
-            text(roles[row.role]),
-            plain(row.reported_kl),
-            text(row.error or percent(row.baseline_acc)),
+            f"{row.start_layer} to {row.end_layer}",
+            roles[row.role],
+            row.reported_kl,
+            row.error or percent(row.baseline_acc),
             estimate(row.noisy_acc_interval, share=True),
             estimate(row.degradation, share=True),
         )
@@ -122,7 +115,7 @@ def check(report: DiagnosisReport) -> Iterable[Section]:
         f"good report ranks the windows (KL injected) as the fault does ({metric} lost)."
     )
     head = ("layers", "this report", "KL injected", f"{metric} before", f"{metric} with the fault", f"{metric} lost")
-    yield Section("check", "The findings put to the test", (Paragraph(explained), Table("check", head, body)))
+    yield Section("check", "The findings put to the test", (Paragraph(explained), table("check", head, rows)))
 
 
 def locate(report: DiagnosisReport) -> Iterable[Section]:
@@ -138,21 +131,14 @@ def locate(report: DiagnosisReport) -> Iterable[Section]:
     blocks.append(Paragraph(verdict, "Verdict:"))
     if found.suspects:
         head = ("place", "operator", "module", "kind of fault", "confidence", "evidence")
-        body = tuple(map(_suspect, found.suspects[:SUSPECTS]))
-        blocks.append(Table("suspects", head, body, "Suspects, the likeliest first"))
+        rows = (
+            (place_name(row.place), row.operator, row.module, row.fault_class,
+             Cell(f"{row.confidence:.2f}", row.confidence), row.evidence)
+            for row in found.suspects[:SUSPECTS]
+        )  # fmt: skip
+        blocks.append(table("suspects", head, rows, "Suspects, the likeliest first"))
         blocks.append(Paragraph("An ulp is a unit in the last place of a number: the finest step that its format has."))
     if found.unseen:
-        unseen = f"{counted_noun(len(found.unseen), 'operator')}, such as {found.unseen[0]}."
+        unseen = f"{counted(len(found.unseen), 'operator')}, such as {found.unseen[0]}."
         blocks.append(Paragraph(unseen, "Not judged:"))
     yield Section("locate", "What computes wrongly", (*blocks, *map(Paragraph, found.notes)))
-
-
-def _suspect(row: LocatedSuspect) -> tuple[Cell, ...]:
-    return (
-        text(place_name(row.place)),
-        text(row.operator),
-        text(row.module),
-        text(row.fault_class),
-        Cell(f"{row.confidence:.2f}", row.confidence),
-        text(row.evidence),
-    )

@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed, as a document and as plain lines."""
+"""What changed between two runs, and a store's gates over time: as documents, and as plain lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import ClassVar
 
 from noisescope.diagnosis.change_rows import LOWER_IS_BETTER, UNCHANGED, ChangeRow, ComparedRuns, RunChanges, RunFacts
 from noisescope.diagnosis.rows import SIGNIFICANT
+from noisescope.findings import values
 from noisescope.jsonform import Json
 from noisescope.plans.gate_rows import GateResult
-from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Curve, Document, Paragraph, Section, Table
+from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Curve, Document, Paragraph, Section
 from noisescope.reports.report import SavedReport
-from noisescope.reports.words import SHARES, described, estimate, metric_name, number, percent, plain, text, whole
+from noisescope.reports.words import SHARES, cell, described, estimate, metric_name, number, percent, table
 from noisescope.stats import Estimate
 
 LARGEST = 5  # changes named on the first screen
@@ -31,7 +32,7 @@ class Comparison(SavedReport[ComparedRuns]):
     """Two runs side by side: reads, prints and saves as a report does."""
 
     kinds: ClassVar = {"comparison": ComparedRuns}
-    made: ClassVar[str] = "noisescope runs compare"
+    command: ClassVar[str] = "noisescope runs compare"
 
     def __repr__(self) -> str:
         return f"<Comparison: {self.changes.verdict.word}>"
@@ -41,14 +42,11 @@ class Comparison(SavedReport[ComparedRuns]):
         return self.value.comparison
 
     def document(self) -> Document:
-        return changes_document(self.changes)
-
-
-def changes_document(found: RunChanges) -> Document:
-    """Verdict first, then both runs, the changes, and what was not compared."""
-    sections = [_verdict(found), _runs(found), *_changes(found.rows), *_left_out(found), _method(found)]
-    facts = (("A", run_line(found.a)), ("B", run_line(found.b)))
-    return Document("noisescope: two runs compared", facts, tuple(sections))
+        """Verdict first, then both runs, the changes, and what was not compared."""
+        found = self.changes
+        sections = (_verdict(found), _runs(found), *_changes(found.rows), *_left_out(found), _method(found))
+        facts = (("A", run_line(found.a)), ("B", run_line(found.b)))
+        return Document("noisescope: two runs compared", facts, sections)
 
 
 # -- plain lines, also for the command line
@@ -97,7 +95,7 @@ def change_line(row: ChangeRow) -> str:
     return f"{where}: {sides}, {change(row).text}, n = {row.difference.n}, {how}; {judgement(row).text}"
 
 
-def largest(rows: Sequence[ChangeRow]) -> list[ChangeRow]:
+def largest_changes(rows: Sequence[ChangeRow]) -> list[ChangeRow]:
     """The rows to name first: the clean model's, then of every metric the largest significant changes."""
     clean = [row for row in rows if row.clean]
     noisy = [row for row in rows if not row.clean and row.verdict != "not measurable"]
@@ -116,8 +114,7 @@ def change(row: ChangeRow) -> Cell:
     if found.value is None:
         return estimate(found)
     factor, unit = (100.0, " points") if row.metric in SHARES else (1.0, "")
-    ends = ["..." if end is None else f"{factor * end:+.3g}" for end in (found.low, found.high)]
-    span = "" if found.low is None and found.high is None else f"[{ends[0]}, {ends[1]}]"
+    span = "" if found.low is None and found.high is None else values.span(found, "+.3g", factor)
     return Cell(f"{factor * found.value:+.3g}{unit}", found.value, _TONES.get(row.verdict, ""), interval=span)
 
 
@@ -150,7 +147,7 @@ def _side(row: ChangeRow, found: Estimate) -> Cell:
 
 def _verdict(found: RunChanges) -> Section:
     blocks: list[Block] = [Paragraph(verdict_line(found), "Verdict:")]
-    rows = largest(found.rows)
+    rows = largest_changes(found.rows)
     if rows:
         blocks.append(Bullets(tuple(Paragraph(change_line(row)) for row in rows)))
     blocks += [Paragraph(note, "Note:") for note in found.notes]
@@ -169,11 +166,10 @@ def _runs(found: RunChanges) -> Section:
         "device": [f"{run.device}, {run.conditions.dtype}" for run in both],
         "trials": [f"{run.trials} ({run.failed} failed)" for run in both],
     }
-    body = tuple((text(name), text(a), text(b)) for name, (a, b) in facts.items())
-    blocks: list[Block] = [Table("runs", ("", "A", "B"), body)]
+    blocks: list[Block] = [table("runs", ("", "A", "B"), ((name, *sides) for name, sides in facts.items()))]
     if found.differs:
-        rows = tuple((text(row.what), text(_listed(row.a)), text(_listed(row.b))) for row in found.differs)
-        blocks.append(Table("differs", ("what", "A", "B"), rows, "What was asked differently"))
+        rows = ((row.what, _listed(row.a), _listed(row.b)) for row in found.differs)
+        blocks.append(table("differs", ("what", "A", "B"), rows, "What was asked differently"))
     else:
         blocks.append(Paragraph("Both runs asked the same of the same model."))
     return Section("runs", "The runs", tuple(blocks))
@@ -185,22 +181,17 @@ def _changes(rows: Sequence[ChangeRow]) -> Iterable[Section]:
     for metric in dict.fromkeys(row.metric for row in sorted(rows, key=lambda row: row.metric in LOWER_IS_BETTER)):
         own = [row for row in rows if row.metric == metric]
         name = described(metric)
-        table = Table(f"changes-{metric}", head, tuple(map(_cells, own)), _caption(own[0]))
-        yield Section(f"changes-{metric}", f"Changes: {name}", (*_chart(metric, name, own), table))
+        medians = "Medians over samples, and the median of the differences: a few samples decide the mean of a KL"
+        caption = "" if own[0].statistic == "mean" else medians
+        changes = table(f"changes-{metric}", head, map(_cells, own), caption)
+        yield Section(f"changes-{metric}", f"Changes: {name}", (*_chart(metric, name, own), changes))
 
 
-def _caption(row: ChangeRow) -> str:
-    if row.statistic == "mean":
-        return ""
-    return "Medians over samples, and the median of the differences: a few samples decide the mean of a KL"
-
-
-def _cells(row: ChangeRow) -> tuple[Cell, ...]:
+def _cells(row: ChangeRow) -> tuple[object, ...]:
     p = row.p_corrected
     return (
-        text(row.label), _side(row, row.a), _side(row, row.b), change(row), judgement(row), whole(row.difference.n),
-        whole(None if row.seeds is None else row.seeds.common), text("yes" if row.paired else "no"),
-        Cell("" if p is None else f"{p:.2g}", p),
+        row.label, _side(row, row.a), _side(row, row.b), change(row), judgement(row), row.difference.n,
+        row.seeds and row.seeds.common, "yes" if row.paired else "no", Cell("" if p is None else f"{p:.2g}", p),
     )  # fmt: skip
 
 
@@ -231,19 +222,14 @@ def _left_out(found: RunChanges) -> Iterable[Section]:
 
 
 def _method(found: RunChanges) -> Section:
-    return Section(
-        "method",
-        "Method",
-        (
-            Paragraph(
-                "An injection is compared where both runs ran it alike: same operators, places, noise and score. Where "
-                "the samples are the same, differences are taken sample by sample, averaged over the seeds both have; "
-                "else the two means or medians are compared. Intervals are 95 % each; verdicts are by p values "
-                f"corrected for all {found.verdict.comparisons} comparisons (Holm), 5 % in all. The smallest "
-                "detectable difference would have been found in four of five such runs."
-            ),
-        ),
+    explained = (
+        "An injection is compared where both runs ran it alike: same operators, places, noise and score. Where "
+        "the samples are the same, differences are taken sample by sample, averaged over the seeds both have; "
+        "else the two means or medians are compared. Intervals are 95 % each; verdicts are by p values "
+        f"corrected for all {found.verdict.comparisons} comparisons (Holm), 5 % in all. The smallest "
+        "detectable difference would have been found in four of five such runs."
     )
+    return Section("method", "Method", (Paragraph(explained),))
 
 
 def _listed(value: Json) -> str:
@@ -253,7 +239,7 @@ def _listed(value: Json) -> str:
     return value[:12] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
 
 
-# Gates over time as two curves: divergence over the baseline's, and what noise costs. Drawn like any report's.
+# -- gates over time
 
 
 HEAD = ("gate", "step", "finished", "verdict", "worst row", "divergence over the baseline's", "score lost under noise")
@@ -266,29 +252,18 @@ def trend(history: Sequence[GateResult]) -> Document:
     places = [float(at) for at in (range(1, len(history) + 1) if numbered else steps)]
     across, last = "gate" if numbered else "step", history[-1] if history else None
     # Drawn without intervals: those of a gate hold for all its rows together, a chart's are 95 % each.
-    ratios = _points(places, [gate.worst.ratio.value for gate in history])
-    losses = _points(places, [gate.max_degradation for gate in history])
+    ratios = tuple((at, Bar("", cell(gate.worst.ratio.value))) for at, gate in zip(places, history, strict=True))
+    losses = tuple((at, Bar("", cell(gate.max_degradation))) for at, gate in zip(places, history, strict=True))
+    rows = (
+        (str(number), gate.step, gate.finished, gate.headline, gate.worst.name, gate.worst.ratio,
+         percent(gate.max_degradation))
+        for number, gate in enumerate(history, 1)
+    )  # fmt: skip
     blocks = (
         Curve("gate-divergence", "Divergence under noise over the baseline's, the worst row", across, "ratio", ratios,
               None if last is None else last.worse_than),
         Curve("gate-degradation", "Score lost under noise, the largest", across, "share of the clean score", losses,
               None if last is None else last.max_degradation_allowed),
-        Table("gates", HEAD, tuple(_row(number, gate) for number, gate in enumerate(history, 1))),
+        table("gates", HEAD, rows),
     )  # fmt: skip
     return Document("noisescope: gates over time", (), (Section("trend", "Gates over time", blocks),))
-
-
-def _points(places: Sequence[float], values: Sequence[float | None]) -> tuple[tuple[float, Bar], ...]:
-    return tuple((at, Bar("", plain(value))) for at, value in zip(places, values, strict=True))
-
-
-def _row(number: int, gate: GateResult) -> tuple[Cell, ...]:
-    return (
-        text(number),
-        whole(gate.step),
-        text(gate.finished),
-        text(gate.headline),
-        text(gate.worst.name),
-        estimate(gate.worst.ratio),
-        text(percent(gate.max_degradation)),
-    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
-from noisescope.diagnosis.rows import Effect, LevelEffect
+from noisescope.diagnosis.rows import Effect
 from noisescope.findings import Finding, Risk
-from noisescope.reports import level_sections, metric_sections, plan_sections
-from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Table, Verdict
-from noisescope.reports.values import DiagnosisReport
+from noisescope.findings.values import counted
+from noisescope.reports import analysis_sections as analysis
+from noisescope.reports import plan_sections as plans
+from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Verdict
+from noisescope.reports.report import TITLE, DiagnosisReport
 from noisescope.reports.words import (
     SHARES,
     band,
@@ -19,13 +21,11 @@ from noisescope.reports.words import (
     finding_span,
     metric_name,
     percent,
-    plain,
     run_metric,
-    text,
+    table,
     tone,
 )
 
-TITLE = "noisescope report"
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
 
 
@@ -36,21 +36,9 @@ def document_of(report: DiagnosisReport | Robustness) -> Document:
         sections = [robustness(report.robustness, run_metric(report.run))]
     else:
         noise = report.run.settings.perturbation
-        advice = (
-            recommendations,
-            plan_sections.migration,
-            plan_sections.precision,
-            plan_sections.check,
-            plan_sections.locate,
-        )
-        evidence = (
-            level_sections.operators,
-            level_sections.layers,
-            metric_sections.channels,
-            metric_sections.formats,
-            metric_sections.metrics,
-        )
-        last = (metric_sections.correlations, risk_scores, point_rules)
+        advice = (recommendations, plans.migration, plans.precision, plans.check, plans.locate)
+        evidence = (analysis.operators, analysis.layers, analysis.channels, analysis.formats, analysis.metrics)
+        last = (analysis.correlations, risk_scores, point_rules)
         sections = [section for part in (summary, *advice, *evidence, *last) for section in part(report)]
     diverging = isinstance(report, DiagnosisReport)
     sections += [method(report.run, diverging=diverging), *limits(report.could_not_see)]
@@ -60,8 +48,7 @@ def document_of(report: DiagnosisReport | Robustness) -> Document:
 def facts(run: Run, noise: str) -> Iterable[tuple[str, str]]:
     yield "Model", f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks"
     yield "Data", f"{run.data.source}, {run.data.samples} samples, {run.data.scored_tokens} scored tokens"
-    count = len(run.settings.seeds)
-    yield "Noise", f"{noise}, {count} seed{'' if count == 1 else 's'}"
+    yield "Noise", f"{noise}, {counted(len(run.settings.seeds), 'seed')}"
 
 
 def summary(report: DiagnosisReport) -> Iterable[Section]:
@@ -74,9 +61,9 @@ def summary(report: DiagnosisReport) -> Iterable[Section]:
     blocks.append(Bullets(findings, numbered=True) if findings else Paragraph("Nothing stands out."))
     blocks.append(Paragraph(found.next_step, "Next step:"))
     yield Section("summary", "Summary", tuple(blocks))
-    words = found.in_plain_words
-    leads = {"What it means": words.risk, "What to do": words.work, "How to know that it worked": words.success}
-    paragraphs = tuple(Paragraph(said, f"{lead}:") for lead, said in leads.items() if said)
+    plain = found.in_plain_words
+    leads = {"What it means": plain.risk, "What to do": plain.work, "How to know that it worked": plain.success}
+    paragraphs = tuple(Paragraph(words, f"{lead}:") for lead, words in leads.items() if words)
     if paragraphs:
         yield Section("plain-words", "In plain words", paragraphs)
 
@@ -89,38 +76,33 @@ def finding_line(finding: Finding) -> Paragraph:
 
 def recommendations(report: DiagnosisReport) -> Iterable[Section]:
     if report.recommendations:
-        body = tuple(
-            (band(row.priority), text(row.component), text(row.issue), text(row.action))
-            for row in report.recommendations
-        )
-        table = Table("recommendations", ("priority", "component", "issue", "action"), body)
-        yield Section("recommendations", "Recommendations", (table,))
+        head = ("priority", "component", "issue", "action")
+        rows = ((band(row.priority), row.component, row.issue, row.action) for row in report.recommendations)
+        yield Section("recommendations", "Recommendations", (table("recommendations", head, rows),))
 
 
 def robustness(found: RobustnessCurve, name: str) -> Section:
     metric, share = metric_name(name), name in SHARES
-    body = tuple(
+    rows = (
         (
             Cell(f"{row.noise_level:g}", row.noise_level),
-            text(row.error) if row.accuracy is None else estimate(row.accuracy, share=share),
+            row.error if row.accuracy is None else estimate(row.accuracy, share=share),
             estimate(row.retention, share=True),
             band_of(row),
         )
         for row in found.levels
     )
-    points = tuple(point for row in found.levels for point in _point(row, share=share))
+    points = tuple(
+        (row.noise_level, Bar(f"{row.noise_level:g}", estimate(score, share=share), score.low, score.high))
+        for row in found.levels
+        if (score := row.accuracy) is not None and score.value is not None
+    )
     head = ("noise level", metric, f"retention (share of the clean {metric})", "band of the loss")
     blocks: tuple[Block, ...] = (
         Curve("robustness-curve", f"{capitalised(metric)} under noise", "noise level", metric, points),
-        Table("robustness", head, body),
+        table("robustness", head, rows),
     )
     return Section("robustness", f"Robustness (noise on {', '.join(found.operators)})", blocks)
-
-
-def _point(row: LevelEffect, *, share: bool) -> Iterable[tuple[float, Bar]]:
-    found = row.accuracy
-    if found is not None and found.value is not None:
-        yield row.noise_level, Bar(f"{row.noise_level:g}", estimate(found, share=share), found.low, found.high)
 
 
 def method(run: Run, *, diverging: bool) -> Section:
@@ -171,13 +153,13 @@ def limits(could_not_see: Iterable[str]) -> Iterable[Section]:
         yield Section("limits", "What this run could not see", (Bullets(items),))
 
 
-# What the last pages hold: the two raw risk scores, and the point rules of the original method notes.
+# -- the last pages: the two raw risk scores, and the point rules of the original method notes
 
 
 def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
     """Both scores with their terms: they answer different questions and may differ."""
     found = report.executive_summary
-    body = (
+    rows = (
         _risk("report score (what the diagnosis found)", found.report_risk),
         _risk("dashboard score (the metrics)", found.dashboard_risk),
     )
@@ -186,14 +168,14 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
         "few samples to detect a loss that matters it is not measurable, whatever the scores say. The dashboard score "
         "looks at the point value of the loss under noise in all products alone."
     )
-    table = Table("risk-scores", ("score", "points", "level", "made of"), body)
-    yield Section("risk-scores", "Risk scores", (Paragraph(explained), table))
+    scores = table("risk-scores", ("score", "points", "level", "made of"), rows)
+    yield Section("risk-scores", "Risk scores", (Paragraph(explained), scores))
 
 
-def _risk(name: str, risk: Risk) -> tuple[Cell, ...]:
+def _risk(name: str, risk: Risk) -> tuple[object, ...]:
     terms = [term.reason if term.points is None else f"{term.reason} (+{term.points:g})" for term in risk.terms]
     points = Cell(f"{risk.score:g}", risk.score)
-    return text(name), points, band(risk.level), text(", ".join(terms) or "nothing counted")
+    return name, points, band(risk.level), ", ".join(terms) or "nothing counted"
 
 
 def point_rules(report: DiagnosisReport) -> Iterable[Section]:
@@ -211,20 +193,20 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
     blocks: list[Block] = [Paragraph(explained)]
     if rows:
         head = ("row", f"{metric} lost", "band by point value", "sensitivity score", "score band by point value")
-        blocks.append(Table("point-rules", head, tuple(_labels(name, row) for name, row in rows)))
+        blocks.append(table("point-rules", head, (_labels(name, row) for name, row in rows)))
     if points:
         head = ("layers", f"{metric} lost", "severity", "neighbours", "layers in common")
-        body = tuple(
+        body = (
             (
-                text(f"{point.start} to {point.end}"),
+                f"{point.start} to {point.end}",
                 Cell(percent(point.degradation), point.degradation),
                 band(point.severity),
-                text(", ".join(map(percent, point.neighbours))),
-                text(f"{point.common[0]} to {point.common[1]}"),
+                ", ".join(map(percent, point.neighbours)),
+                f"{point.common[0]} to {point.common[1]}",
             )
             for point in points
         )
-        blocks.append(Table("point-rule-avalanches", head, body, "Avalanche points by point values"))
+        blocks.append(table("point-rule-avalanches", head, body, "Avalanche points by point values"))
     yield Section("point-rules", "Point rules of the original method notes", tuple(blocks))
 
 
@@ -237,14 +219,8 @@ def _rows(report: DiagnosisReport) -> Iterable[tuple[str, Effect]]:
         yield from report.layer_analysis.places.items()
 
 
-def _labels(name: str, row: Effect) -> tuple[Cell, ...]:
+def _labels(name: str, row: Effect) -> tuple[object, ...]:
     assert row.point_rule is not None
-    value = None if row.degradation is None else row.degradation.value
-    rule = row.point_rule
-    return (
-        text(name),
-        Cell(percent(value), value),
-        band(rule.degradation_band),
-        plain(row.sensitivity_score),
-        band(rule.sensitivity_band),
-    )
+    value, rule = None if row.degradation is None else row.degradation.value, row.point_rule
+    loss = Cell(percent(value), value)
+    return name, loss, band(rule.degradation_band), row.sensitivity_score, band(rule.sensitivity_band)

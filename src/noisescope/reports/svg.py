@@ -11,7 +11,7 @@ from noisescope.reports.document import TONES, Bar, Chart, Curve
 LEFT, TOP, HEIGHT, RIGHT = 64.0, 36.0, 220.0, 20.0  # the plot's margins and its height
 LETTER = 6.6  # mean width of a letter at 12 px
 LANE = 18.0  # height of a line of marks
-TURN = math.radians(50)  # of labels that find no room side by side
+ROTATION = math.radians(50)  # of labels that find no room side by side
 LABEL = 16  # letters of a label that are drawn; the tooltip has them all
 
 Ticks = tuple[tuple[float, str], ...]  # (pixel, label)
@@ -48,7 +48,7 @@ class Plot:
     ticks: Ticks
     shapes: tuple[Shape, ...]
     pitch: float = 0.0  # from bar to bar
-    turned: bool = False  # whether the labels are
+    rotated: bool = False  # whether the labels are
     across: Ticks = ()  # of a numeric x axis
     tones: tuple[str, ...] = ()  # those in use, for the legend
     left: float = LEFT
@@ -56,7 +56,7 @@ class Plot:
 
 
 def plot_bars(chart: Chart) -> Plot:
-    """Bars side by side, never closer than their turned labels stand clear; a wide chart scrolls in its box."""
+    """Bars side by side, never closer than their rotated labels stand clear; a wide chart scrolls in its box."""
     pitch = max(15.0, min(48.0, 900 / max(1, len(chart.bars))))
     centres = [LEFT + pitch * (i + 0.5) for i in range(len(chart.bars))]
     flags = {i: centres[i] + 8 + LETTER * len(bar.mark) for i, bar in enumerate(chart.bars) if bar.mark}  # right ends
@@ -67,13 +67,13 @@ def plot_bars(chart: Chart) -> Plot:
     for index, lane in zip(flags, lanes, strict=True):
         shapes[index] = replace(shapes[index], flag=top - LANE * (lane + 1))
     longest = LETTER * min(LABEL, max((len(bar.label) for bar in chart.bars), default=0))
-    turned = longest > pitch - 6
+    rotated = longest > pitch - 6
     right = LEFT + pitch * len(chart.bars)
     return Plot(
         width=max(right, *flags.values(), 240.0) + RIGHT,
-        height=top + HEIGHT + (longest * math.sin(TURN) + 20 if turned else 28),
+        height=top + HEIGHT + (longest * math.sin(ROTATION) + 20 if rotated else 28),
         right=right, top=top, bottom=top + HEIGHT, zero=scale(0.0), ticks=ticks, shapes=tuple(shapes), pitch=pitch,
-        turned=turned, tones=tuple(t for t in TONES if t and any(bar.cell.tone == t for bar in chart.bars)),
+        rotated=rotated, tones=tuple(t for t in TONES if t and any(bar.cell.tone == t for bar in chart.bars)),
     )  # fmt: skip
 
 

@@ -1,16 +1,17 @@
-"""Numbers as words: the one place where a report's numbers are rounded."""
+"""Values as the cells of a report: the one place where its numbers are rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from noisescope import findings
 from noisescope.diagnosis.report import Run
 from noisescope.diagnosis.rows import Divergence, Effect
+from noisescope.diagnosis.sections import Threshold
 from noisescope.findings import Finding
 from noisescope.findings import metric_name as metric_name
-from noisescope.reports.document import TONES, Cell
+from noisescope.reports.document import TONES, Cell, Table
 from noisescope.stats import SELECTED, Correlation, Estimate
 
 _TONES = {
@@ -25,6 +26,26 @@ METRICS = {
     "nll": "loss of the clean model (nats per token)",
     "margin": "margin of the best token (logits)",
 }
+
+
+def table(key: str, head: Iterable[str], rows: Iterable[Iterable[object]], caption: str = "") -> Table:
+    """A table whose cells are made from values by their types."""
+    return Table(key, tuple(head), tuple(tuple(map(cell, row)) for row in rows), caption)
+
+
+def cell(value: object) -> Cell:
+    """A count, a rounded number, an estimate with its interval, or one line of text; empty for None."""
+    if isinstance(value, Cell):
+        return value
+    if isinstance(value, (Estimate, Correlation)):
+        return estimate(value)
+    if isinstance(value, Divergence):
+        return divergence(value)
+    if isinstance(value, int):
+        return Cell(str(value), float(value))
+    if value is None or isinstance(value, float):
+        return Cell(number(value), value)
+    return Cell(" ".join(str(value).split()))
 
 
 def run_metric(run: Run) -> str:
@@ -55,22 +76,17 @@ def span(low: float | None, high: float | None, show: Callable[[float | None], s
     return "" if low is None and high is None else f"[{show(low) or '...'}, {show(high) or '...'}]"
 
 
-def estimate(found: Estimate | Correlation | None, *, share: bool = False) -> Cell:
-    """An estimate with its interval: "12.3 % [8.1 %, 17.0 %]". What was not measured says so."""
+def estimate(found: Estimate | Correlation | None, *, share: bool = False, n: bool = False) -> Cell:
+    """An estimate with its interval, and its n where asked: "12.3 % [8.1 %, 17.0 %] (n = 64)".
+
+    What was not measured says so.
+    """
     if found is None:
         return Cell("")
     if found.value is None:
         return Cell(found.note, tone="unsure" if found.note else "")
-    show = percent if share else number
-    return Cell(show(found.value), float(found.value), interval=span(found.low, found.high, show))
-
-
-def counted(found: Estimate | None, *, share: bool = False) -> Cell:
-    """An estimate with its interval and its n."""
-    cell = estimate(found, share=share)
-    if found is None or found.value is None:
-        return cell
-    return replace(cell, rest=f" (n = {found.n})")
+    show, rest = percent if share else number, f" (n = {found.n})" if n else ""
+    return Cell(show(found.value), float(found.value), interval=span(found.low, found.high, show), rest=rest)
 
 
 def divergence(found: Divergence | None) -> Cell:
@@ -109,11 +125,11 @@ def band_of(row: Effect) -> Cell:
     return band(row.band)
 
 
-def band_between(kind: str, low: float | None, high: float | None, decided: str) -> Cell:
+def band_between(kind: str, found: Estimate | Threshold | None, decided: str) -> Cell:
     """The band of a metric by both ends of its interval; `decided` where there is no such interval."""
-    if low is None or high is None:
+    if found is None or found.low is None or found.high is None:
         return band(decided)
-    names = findings.band(kind, low), findings.band(kind, high)
+    names = findings.band(kind, found.low), findings.band(kind, found.high)
     if names[0] == names[1]:
         return band(names[0])
     mildest = max((tone(name) for name in names), key=TONES.index)
@@ -122,24 +138,6 @@ def band_between(kind: str, low: float | None, high: float | None, decided: str)
 
 def tone(name: str | None) -> str:
     return _TONES.get(name or "", "")
-
-
-def plain(value: float | None) -> Cell:
-    return Cell(number(value), value)
-
-
-def text(value: object) -> Cell:
-    """Anything as one line of text."""
-    return Cell(" ".join(str(value).split()))
-
-
-def whole(value: int | None) -> Cell:
-    return Cell("") if value is None else Cell(str(value), float(value))
-
-
-def counted_noun(count: int, noun: str) -> str:
-    """ "1 module", "2 modules"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def finding_lines(finding: Finding) -> list[str]:

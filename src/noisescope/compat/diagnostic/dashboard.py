@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from torch import Tensor, nn
 
 from noisescope import stats
-from noisescope.comparison.measures import Sums
+from noisescope.comparison.measures import ErrorSums
 from noisescope.compat.diagnostic.formulas import check_activations, compute_sparsity
 from noisescope.compat.diagnostic.levels import loss_of, threshold_value
 from noisescope.compat.diagnostic.questions import Question, Row, ask, ends_of, layer_of
@@ -282,7 +282,7 @@ def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
     check_activations(gpu_activations, npu_activations)
     dtype = str(gpu_activations.dtype).removeprefix("torch.")
     a, b = (x.detach().cpu().double().reshape(1, -1, x.shape[-1]).numpy() for x in (gpu_activations, npu_activations))
-    sums = Sums()
+    sums = ErrorSums()
     sums.add(0, a, b, dtype)
     sums.add_percent(a, b)
     found = sums.measures()

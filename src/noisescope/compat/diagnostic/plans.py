@@ -30,8 +30,17 @@ from noisescope.findings import percent
 from noisescope.jsonform import to_json
 from noisescope.measures.smoothing import Smoothed
 from noisescope.model.subject import Subject
-from noisescope.plans.fault_test_rows import from_columns, to_csv
-from noisescope.plans.fault_tests import WeakChannels, WeakOperator, WeakPoints, WeakWindow, tests_for, weak_points
+from noisescope.plans.fault_tests import (
+    MOST_CHANNEL_TESTS,
+    FaultTest,
+    channel_test,
+    from_columns,
+    operator_test,
+    propose_tests,
+    refuse_none,
+    to_csv,
+    window_test,
+)
 from noisescope.plans.migration import plan_migration
 from noisescope.plans.precision import bits_by_rule, missed_target
 from noisescope.training.layer_factors import ruled
@@ -129,11 +138,11 @@ class FaultInjectionTestGenerator:
     def __init__(self, diagnostic_report: Mapping[str, Any] | str | Path) -> None:
         self.report = full_report(diagnostic_report)
         own = "schema_version" in self.report
-        self.weak_points = weak_points(diagnosis_in(self.report)) if own else _from_notes(self.report)
+        self.tests = propose_tests(diagnosis_in(self.report)) if own else _from_notes(self.report)
 
     def generate_test_cases(self) -> list[Row]:
         """[{test_id, component, test_type, parameters, acceptance_criteria}]."""
-        return [test.to_dict() for test in tests_for(self.weak_points)]
+        return [test.to_dict() for test in refuse_none(self.tests)]
 
     def export_to_csv(self, test_cases: Iterable[Mapping[str, Any]], output_path: str | Path) -> None:
         """Write the cases as CSV; the folder is made where there is none."""
@@ -150,30 +159,27 @@ class FaultInjectionTestGenerator:
         return [to_json(result) for result in results]
 
 
-def _from_notes(report: Mapping[str, Any]) -> WeakPoints:
-    """What the notes' report warns of, with noisescope's names and places."""
+def _from_notes(report: Mapping[str, Any]) -> list[FaultTest]:
+    """Tests of what the notes' report warns of, with noisescope's names and places."""
     summary, channels = report.get("executive_summary"), report.get("channel_analysis") or {}
     if not isinstance(summary, Mapping):
         raise InvalidInput("fault tests are made from a diagnosis, and this report has no executive_summary")
-    windows = []
+    tests = [operator_test(our_name(name), "critical in the report") for name in summary.get("critical_operators", ())]
     for point in summary.get("avalanche_points", ()):
         start, end = ends_of(str(point.get("layer_range")))
-        windows.append(WeakWindow(start, end, f"avalanche point, {percent(point['degradation'])} lost"))
-    rows = [_weak_channels(name, row) for name, row in channels.get("per_layer", {}).items()]
-    return WeakPoints(
-        tuple(WeakOperator(our_name(name), "critical in the report") for name in summary.get("critical_operators", ())),
-        tuple(windows),
-        tuple(sorted((row for row in rows if row.channels), key=lambda row: -row.max_ratio)),
-    )
-
-
-def _weak_channels(name: str, row: Mapping[str, Any]) -> WeakChannels:
-    layer = layer_of(name)
-    if layer is None:
-        raise InvalidInput(
-            f"the report names {name!r}, which is not a module of a layer such as model.layers.9.mlp.down_proj"
-        )
-    return WeakChannels(name, layer, "linear", name, 0, tuple(row["outlier_indices"]), float(row["max_ratio"]))
+        tests.append(window_test(start, end, f"avalanche point, {percent(point['degradation'])} lost"))
+    outliers = []
+    for name, row in channels.get("per_layer", {}).items():
+        layer = layer_of(name)
+        if layer is None:
+            raise InvalidInput(
+                f"the report names {name!r}, which is not a module of a layer such as model.layers.9.mlp.down_proj"
+            )
+        if row["outlier_indices"]:
+            where = f"{layer}/linear/{name}"
+            outliers.append((name, where, tuple(row["outlier_indices"]), float(row["max_ratio"])))
+    worst = sorted(outliers, key=lambda row: -row[3])[:MOST_CHANNEL_TESTS]
+    return [*tests, *(channel_test(*row) for row in worst)]
 
 
 # Bits by layer, and outliers folded away, by the names of the original method notes.

@@ -17,8 +17,7 @@ from noisescope.diagnosis.context import GROUP, StudyContext
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model.subject import Subject, wrap
-from noisescope.reports.reading import read_report
-from noisescope.reports.report import Report
+from noisescope.reports.report import Report, read_report
 from noisescope.sites import GROUPS, canonical_operator
 from noisescope.trials import Results, Trial
 
@@ -85,7 +84,7 @@ def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 def diagnosis_in(report: Mapping[str, Any]) -> Diagnosis:
     """noisescope's own report as the value that it stands for."""
-    return report.diagnosis if isinstance(report, Report) else Report.checked(dict(report), "the report").diagnosis
+    return report.diagnosis if isinstance(report, Report) else Report.from_data(dict(report), "the report").diagnosis
 
 
 def layer_of(module: str) -> int | None:

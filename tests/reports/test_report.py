@@ -13,8 +13,7 @@ import pytest
 
 from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
-from noisescope.reports.report import Report
-from noisescope.reports.values import DiagnosisReport
+from noisescope.reports.report import DiagnosisReport, Report
 
 MUTATIONS = 400
 DROP = object()
@@ -84,7 +83,7 @@ def test_a_mutated_report_is_refused_in_a_line_or_read_as_it_stands(made: Diagno
             message = found.replace(str(tmp_path), "")
             assert "\n" not in found and found.isprintable() and len(message) < 300, (path, kind, found)
             continue
-        assert found.to_json() == Report.checked(json.loads(found.to_json()), "again").to_json()
+        assert found.to_json() == Report.from_data(json.loads(found.to_json()), "again").to_json()
         assert json.loads(found.to_json()) == json.loads(text), (path, kind)  # nothing lost, nothing guessed
         if number % 10 == 0:
             found.to_markdown()
@@ -105,7 +104,7 @@ def test_every_dropped_key_is_named_with_its_path(made: DiagnosisReport) -> None
     assert len(fields) > 200
     for path in random.Random(1).sample(fields, 60):
         with pytest.raises(InvalidInput, match=rf"report\.json is not a whole report: report.*'{path[-1]}'"):
-            Report.checked(mutated(data, path, DROP), "report.json")
+            Report.from_data(mutated(data, path, DROP), "report.json")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_what_does_not_fit_is_named(made: DiagnosisReport, path: Any, change: An
     """The part by its path, what was expected, what came."""
     data = mutated(json.loads(Report(made).to_json()), path, change)
     with pytest.raises(InvalidInput, match=message):
-        Report.checked(data, "report.json")
+        Report.from_data(data, "report.json")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_what_does_not_fit_is_named(made: DiagnosisReport, path: Any, change: An
 def test_another_version_is_refused_before_anything_else(version: Any, message: str) -> None:
     """Whatever else the file holds: an old report is not half understood, and the line says what to do."""
     with pytest.raises(InvalidInput, match=message) as caught:
-        Report.checked({"schema_version": version, "anything": object()}, "out/report.json")
+        Report.from_data({"schema_version": version, "anything": object()}, "out/report.json")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
