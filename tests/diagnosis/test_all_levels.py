@@ -386,7 +386,7 @@ def test_an_operator_that_was_never_computed_is_absent() -> None:
         return never
 
     for kind, evidence in (("NothingInjected", "absent"), ("RuntimeError", "failed")):
-        here = replace(context(levels=("operator",)), doubtful=frozenset({"gelu"}))
+        here = replace(context(levels=("operator",)), uncertain_operators=frozenset({"gelu"}))
         results: dict[str, Result] = {}
         while wanted := missing(all_levels.propose(here, results), results):
             results |= {trial.id: spoil(kind)(trial) or made_up(trial, harmless) for trial in wanted}

@@ -48,7 +48,7 @@ from noisescope.injection import Injection
 from noisescope.jsonform import from_json, to_json
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian, Uniform
-from noisescope.stats.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
+from noisescope.stats.unpaired import smallest_unpaired, unpaired, unpaired_p
 from noisescope.trials import Conditions, Result, Slice, Trial, canonical
 
 GEMM = Injection(Gaussian(0.05), operators=frozenset({"gemm"}), phases=frozenset({"forward"}))
@@ -523,7 +523,7 @@ def test_unpaired_intervals_cover(kind: str) -> None:
     """
     dice = np.random.default_rng(0)
     truth = {"right or wrong": -0.15, "nats": float(np.exp(0.5)), "medians": 1.0}[kind]
-    held, runs, centre = 0, 300, stats.median if kind == "medians" else mean
+    held, runs, centre = 0, 300, stats.median if kind == "medians" else stats.mean
     for _ in range(runs):
         if kind == "right or wrong":
             x, y = dice.binomial(1, 0.9, (80, 1)).astype(float), dice.binomial(1, 0.75, (120, 1)).astype(float)

@@ -12,7 +12,6 @@ from scipy import stats as reference
 from noisescope import stats
 from noisescope.errors import InvalidInput
 from noisescope.stats import trimmed_shift
-from noisescope.stats.typical import typical_values
 
 
 def test_agrees_with_yuens_test():
@@ -122,11 +121,3 @@ def test_typical_values_of_pareto_tails_are_covered(n: int, alpha: float) -> Non
     found = [stats.typical(values) for values in runs]
     covered = np.mean([f.low is not None and f.high is not None and f.low <= truth <= f.high for f in found])
     assert 0.93 <= covered <= 0.99
-
-
-def test_ranking_values_are_typical_values() -> None:
-    """What candidates are ranked by is the typical value of each."""
-    rows = np.random.default_rng(9).lognormal(0, 2, (5, 33))
-    rows[4, :20] = 0
-    for row, value in zip(rows, typical_values(rows), strict=True):
-        assert stats.typical(row).value == pytest.approx(value)

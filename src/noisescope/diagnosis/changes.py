@@ -33,7 +33,7 @@ from noisescope.diagnosis.effects import NOTHING
 from noisescope.diagnosis.stored_runs import CLEAN, StoredInjection, StoredRun, label_of, noise_of, order_of, target_of
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, to_json
-from noisescope.stats.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
+from noisescope.stats.unpaired import smallest_unpaired, unpaired, unpaired_p
 
 MEASURES = ("score", "generate", "custom")  # those that give a score per sample
 Question = tuple[str, StoredInjection | None]  # how it was scored, and what was injected
@@ -165,7 +165,7 @@ def _compared(first: Measured, second: Measured, metric: str, *, order: int, cus
     a = b = difference = NOTHING
     p = None
     if not sides.empty:
-        centre = stats.median if sides.median else mean
+        centre = stats.median if sides.median else stats.mean
         a, b = centre(sides.x, 0.95), centre(sides.y, 0.95)
         difference, p = _difference(sides)
     row = ChangeRow(
@@ -215,7 +215,7 @@ def _difference(sides: _Sides) -> tuple[stats.Estimate, float]:
     """B less A with its interval, and p of "no difference"."""
     x, y = sides.x, sides.y
     if not sides.paired:
-        centre = stats.median if sides.median else mean
+        centre = stats.median if sides.median else stats.mean
         return unpaired(x, y, centre=centre), unpaired_p(x, y, centre=centre)
     if not sides.median:
         return stats.difference(y, x), stats.p_no_difference(x, y)
@@ -233,10 +233,10 @@ def sign_test(changes: Array) -> float:
     return min(1.0, 2 * float(special.bdtr(least, n, 0.5)))
 
 
-def _smallest(sides: _Sides, difference: stats.Estimate, looks: int) -> float | None:
+def _smallest(sides: _Sides, difference: stats.Estimate, comparisons: int) -> float | None:
     if sides.paired and not sides.median:
-        return stats.smallest_detectable(sides.x, sides.y, looks=looks)
-    return smallest_unpaired(difference, looks)
+        return stats.smallest_detectable(sides.x, sides.y, comparisons=comparisons)
+    return smallest_unpaired(difference, comparisons)
 
 
 # -- verdicts

@@ -18,23 +18,19 @@ FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
 SAMPLES = 16  # a second sample tells more than a second draw on the same one, at the same cost
 
 
-def formats_trial(context: StudyContext) -> Trial | None:
-    """None in a screen, without the layer level, and where the metric is the caller's own."""
-    if context.few is None or context.settings.effort == "screen" or "layer" not in context.settings.levels:
-        return None
-    part = dataclasses.replace(context.few, stop=min(SAMPLES, context.test[-1].stop))
-    return Trial(context.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})
-
-
 def propose(context: StudyContext) -> list[Trial]:
-    trial = formats_trial(context)
-    return [] if trial is None else [trial]
+    """No trial in a screen, without the layer level, and where the metric is the caller's own."""
+    part, settings = context.curvature_slice, context.settings
+    if part is None or settings.effort == "screen" or "layer" not in settings.levels:
+        return []
+    part = dataclasses.replace(part, stop=min(SAMPLES, context.test[-1].stop))
+    return [Trial(context.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})]
 
 
 def conclude(context: StudyContext, results: Results) -> FormatScores | None:
     """Predicted KL per token of each format at each linear alone, mean of the samples with its standard error."""
-    trial = formats_trial(context)
-    found = None if trial is None else results.get(trial.id)
+    trials = propose(context)
+    found = results.get(trials[0].id) if trials else None
     if found is None:
         return None
     if found.failed:
