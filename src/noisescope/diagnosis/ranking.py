@@ -33,14 +33,7 @@ BAND_SEVERITY: dict[str, Severity] = {
     "HIGH": "HIGH",
     "MODERATE": "MODERATE",
 }
-
-
 Excess = Callable[[Target, Target], Estimate | None]
-
-
-def unknown_excess(whole: Target, part: Target) -> Estimate | None:
-    """Where samples are not at hand."""
-    return None
 
 
 @dataclass(frozen=True)
@@ -54,22 +47,16 @@ class Candidate:
     @property
     def severity(self) -> Severity:
         """Decided by the interval: the band that its lower end reaches."""
-        own = self._own_severity()
+        own: Severity = NOT_RATED
+        if self.effect.evidence == "failed":
+            own = NOT_MEASURABLE
+        elif self.effect.loss is not None and self.effect.loss >= 0:
+            own = BAND_SEVERITY.get(self.effect.band, BORDERLINE if self.effect.borderline else "LOW")
         return own if self.at_least is None else min(own, self.at_least, key=SEVERITIES.index)
-
-    def _own_severity(self) -> Severity:
-        row = self.effect
-        if row.evidence == "failed":
-            return NOT_MEASURABLE
-        if not row.significant or row.degradation is None or row.degradation.value is None or row.degradation.value < 0:
-            return NOT_RATED
-        if row.band in BAND_SEVERITY:
-            return BAND_SEVERITY[row.band]
-        return BORDERLINE if row.borderline else "LOW"
 
     @property
     def size(self) -> Estimate | None:
-        """The loss, allowing for its having been picked as the largest of its table."""
+        """The loss, corrected for selection where it is the largest of its table."""
         return self.effect.selected or self.effect.degradation
 
     @property
@@ -120,22 +107,28 @@ def counted_once(operators: Iterable[str]) -> list[str]:
     return [name for name in names if name in GROUPS or name not in parts]
 
 
-def ranked_findings(found: Sections, excess: Excess = unknown_excess) -> list[Finding]:
+def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) -> list[Finding]:
     """All findings about parts of the model, the most important first.
 
-    `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval.
+    `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval; None
+    where samples are not at hand.
     """
     whole = whole_model(found)
     same = () if whole is None else whole.target.operators
     rows = [row for row in candidates(found) if (row.target.kind, row.target.operators) != ("operator", same)]
     typical = typical_nats(found.layer_analysis)
     rated = [row for row in rows if row.severity in RATED]
-    kept = _collapsed(_one_window_a_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
+    kept = _collapsed(_one_window_per_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
     findings = [_rated(row, notes, found.layer_analysis) for row, notes in kept]
     named = [row.target for row, _ in kept]
-    moved = [row for row in rows if row.severity == NOT_RATED and row.effect.nats >= STANDS_OUT * typical > 0]
-    moved = [row for row in moved if row.target.kind in ("layer", "place", "cell")]
-    moved = [row for row in moved if not any(_said(row.target, target) for target in named)]
+    moved = [
+        row
+        for row in rows
+        if row.severity == NOT_RATED
+        and row.effect.nats >= STANDS_OUT * typical > 0
+        and row.target.kind in ("layer", "place", "cell")
+        and not any(_covered(row.target, target) for target in named)
+    ]
     kept = _collapsed(moved, lambda whole, part: False)
     scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
     findings += [
@@ -146,14 +139,12 @@ def ranked_findings(found: Sections, excess: Excess = unknown_excess) -> list[Fi
     return sorted(findings, key=_order)
 
 
-def _said(target: Target, named: Target) -> bool:
-    """Whether a finding about `named` says it already: the same place, a part of it, or a place that it is in.
+def _covered(target: Target, named: Target) -> bool:
+    """Whether a finding about `named` covers the target: the same place, a part of it, or a place that it is in.
 
-    A finding about an operator everywhere says nothing of where.
+    A finding about an operator everywhere names no place.
     """
-    if named.kind == "operator":
-        return False
-    return target == named or target.holds(named) or named.holds(target)
+    return named.kind != "operator" and (target == named or target.holds(named) or named.holds(target))
 
 
 def _order(finding: Finding) -> tuple[int, int, float, float]:
@@ -173,21 +164,16 @@ def typical_nats(layers: LayerAnalysis | None) -> float:
     return statistics.median(known) if known else 0.0
 
 
-# -- parts in place of wholes
-
-
-def _one_window_a_region(rows: Sequence[Candidate]) -> list[Candidate]:
+def _one_window_per_region(rows: Sequence[Candidate]) -> list[Candidate]:
     """Of windows that share layers, the one that loses most: one hot layer lifts all windows that hold it."""
     kept: list[Candidate] = []
+    taken: set[int] = set()
     for row in sorted(rows, key=lambda row: -row.loss):
-        if row.target.kind == "window" and any(_overlap(row.target, other.target) for other in kept):
-            continue
-        kept.append(row)
+        layers = set(row.target.layers) if row.target.kind == "window" else set()
+        if not layers & taken:
+            kept.append(row)
+            taken |= layers
     return kept
-
-
-def _overlap(one: Target, other: Target) -> bool:
-    return other.kind == "window" and bool(set(one.layers) & set(other.layers))
 
 
 def _collapsed(
@@ -205,7 +191,8 @@ def _collapsed(
         if enough:
             best = max(enough, key=lambda part: (-_width(part.target), part.loss, part.effect.nats))
             dropped.add(whole.target)
-            notes[best.target] += [*notes[whole.target], _adds(whole, best)]
+            adds = f"{whole.target.name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
+            notes[best.target] += [*notes[whole.target], adds]
             gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
         elif whole.target.layers:
             largest = max(parts, key=lambda part: (part.loss, part.effect.nats))
@@ -235,19 +222,11 @@ def _loss_accounted_for(whole: Candidate, part: Candidate, excess: Excess) -> bo
     return seen is not None and whole.loss - part.loss < seen
 
 
-def _adds(whole: Candidate, part: Candidate) -> str:
-    name = whole.target.name
-    return f"{name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
-
-
 def _largest_part(whole: Candidate, part: Candidate) -> str:
     if whole.severity == NOT_RATED:
         share = min(part.effect.nats / whole.effect.nats, 1.0)
         return f"{percent(share, 0)} of it in {part.target.name}"
     return f"{part.target.name} alone: {percent(part.loss)} lost"
-
-
-# -- sentences
 
 
 def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None) -> Finding:
