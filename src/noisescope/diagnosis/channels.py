@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -91,19 +90,14 @@ def conclude(context: StudyContext, results: Results, screened: Screened | None)
     return replace(found, evidence="captured", summary=summary_of(per_layer.values()), per_layer=per_layer)
 
 
-def captured_sites(captured: Result) -> Iterator[tuple[Site, Mapping[str, Any], dict[str, Array]]]:
-    """Each site of a capture with its facts and its statistics [C] by name."""
-    at = 0
-    for facts in captured.facts["sites"]:
-        end = at + facts["channels"]
-        yield site_of(facts), facts, {name: array[at:end].astype(np.float64) for name, array in captured.arrays.items()}
-        at = end
-
-
 def outliers_of(context: StudyContext, captured: Result, screened: Screened | None) -> dict[str, ChannelRow]:
     """Each module's channels under the four rules; `outlier_indices` are those of the first, the default."""
     rows: dict[str, ChannelRow] = {}
-    for site, facts, columns in captured_sites(captured):
+    at = 0
+    for facts in captured.facts["sites"]:
+        site, end = site_of(facts), at + facts["channels"]
+        columns = {name: array[at:end].astype(np.float64) for name, array in captured.arrays.items()}
+        at = end
         name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
         name = f"{name} #{site.occurrence}" if site.occurrence else name  # experts compute several products
         fisher = None if screened is None or site not in screened.sites else screened.by_channel(site)

@@ -1,4 +1,4 @@
-"""The metrics dashboard: the model in single numbers, and curvature per layer."""
+"""The metrics dashboard: the model in single numbers, curvature per layer, and how the metrics correlate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from noisescope.diagnosis.sections import (
     Sparsity,
     Trace,
 )
-from noisescope.findings import EXPECTED_CORRELATIONS, band, band_range, dashboard_risk
+from noisescope.findings import EXPECTED_CORRELATIONS, as_expected, band, band_range, dashboard_risk
 from noisescope.findings.bands import QualityBand
 from noisescope.sites import GROUPS
 from noisescope.stats import Correlation
@@ -215,12 +215,8 @@ def _expected(name: str, values: Sequence[float], sensitivity: Sequence[float], 
     found = stats.correlation(values, sensitivity, method="pearson")
     influence = stats.influence(values, sensitivity, method="pearson")
     without = None if influence is None else influence.without
-    carried = _beyond(found.value, sign, bound) and not _beyond(without, sign, bound)
+    carried = bool(as_expected(name, found.value)) and not as_expected(name, without)
     return ExpectedCorrelation(found, against, expected, _held(found, sign, bound), without, carried)
-
-
-def _beyond(value: float | None, sign: str, bound: float) -> bool:
-    return value is not None and (value > bound if sign == ">" else value < bound)
 
 
 def _held(found: Correlation, sign: str, bound: float) -> Literal["yes", "no", "undecided"]:
