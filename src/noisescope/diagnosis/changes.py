@@ -128,7 +128,7 @@ def _check_comparable(
 
 
 def _metrics(first: Measured, second: Measured, score: str) -> Iterator[str]:
-    """The score, and beside it what shows changes too small to turn an answer."""
+    """The score, and beside it what shows changes too small to alter an answer."""
     both = set(first.metrics) & set(second.metrics)
     if first.injection is not None:
         yield from (metric for metric in (score, "kl") if metric in both)
@@ -229,7 +229,7 @@ def sign_test(changes: Array) -> float:
 
 
 def _judged(found: Sequence[tuple[ChangeRow, _Sides]], *, floor: float) -> list[ChangeRow]:
-    """Holm's correction over all rows, and what each row says. A KL below `floor` can't be distinguished from 0."""
+    """Holm's correction over all rows, and the verdict of each row. A KL below `floor` can't be distinguished from 0."""
     p_values = [row.p for row, _ in found if row.p is not None]
     corrected, comparisons = iter(stats.holm(p_values)), len(p_values)
     rows = []

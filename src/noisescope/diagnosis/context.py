@@ -79,7 +79,7 @@ class StudyContext:
     measure_settings: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "accuracy"  # the one that degradation and bands are taken of
     chance: float = 0.0  # the task's accuracy by guessing
-    uncertain_operators: frozenset[str] = frozenset()  # the model may or may not compute them: trying tells
+    uncertain_operators: frozenset[str] = frozenset()  # the model may or may not compute them: a trial decides
     all_token_slices: tuple[Slice, ...] = ()  # the test samples again, every token scored: see gate_baseline.py
     sample_hashes: tuple[str, ...] = ()  # of each test sample's tokens, to find the same sample in another set
 

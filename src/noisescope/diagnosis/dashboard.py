@@ -28,7 +28,6 @@ from noisescope.diagnosis.sections import (
     Trace,
 )
 from noisescope.findings import EXPECTED_CORRELATIONS, as_expected, band, band_range, dashboard_risk
-from noisescope.findings.bands import QualityBand
 from noisescope.sites import GROUPS
 from noisescope.stats import Correlation
 from noisescope.trials import Results, Trial
@@ -81,6 +80,7 @@ def conclude(
     comparisons = len(context.present_operators) if "operator" in context.settings.levels else 1
     study = StudyResults(context, results, screened)
     whole = study.effect(context.injection(), comparisons=max(comparisons, 1))
+    tolerance = whole.noise_tolerance_index or NOTHING
     snr_bands = band_range("snr_db", whole.snr_db or NOTHING)
     loss = None if whole.degradation is None else whole.degradation.value
     wanted = {} if context.settings.effort == "screen" else threshold_sites(context, screened)
@@ -90,7 +90,9 @@ def conclude(
             relative_degradation=whole.degradation,
             degradation_band=whole.band,
             noise_tolerance_index=whole.noise_tolerance_index,
-            noise_tolerance_band=_tolerance_band(whole.noise_tolerance_index),
+            noise_tolerance_band=band(
+                "noise_tolerance_index", math.inf if tolerance.note == stats.UNBOUNDED else tolerance.value
+            ),
             critical_threshold=thresholds.get("model"),
         ),
         secondary=SecondaryMetrics(
@@ -107,12 +109,6 @@ def conclude(
         baseline=_baseline(study),
         risk=dashboard_risk(loss),
     )
-
-
-def _tolerance_band(index: stats.Estimate | None) -> QualityBand:
-    if index is None:
-        return band("noise_tolerance_index", None)
-    return band("noise_tolerance_index", math.inf if index.note == stats.UNBOUNDED else index.value)
 
 
 def _baseline(study: StudyResults) -> Baseline | None:

@@ -15,7 +15,7 @@ from noisescope.trials import Results, Trial
 UNTOUCHED = "bf16"
 GROUP = 64  # weights that share a scale, in integer formats
 FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
-SAMPLES = 16  # a second sample tells more than a second draw on the same one, at the same cost
+SAMPLES = 16  # a second sample adds more than a second draw on the same one, at the same cost
 
 
 def propose(context: StudyContext) -> list[Trial]:
@@ -39,26 +39,17 @@ def conclude(context: StudyContext, results: Results) -> FormatScores | None:
     count = predicted.shape[2]
     mean = predicted.mean(2)
     error = predicted.std(2, ddof=1) / np.sqrt(count) if count > 1 else np.full_like(mean, np.nan)
-    rows = tuple(
-        ModuleScores(
-            about["module"],
-            about["place"],
-            about["parameters"],
-            about["inputs"],
-            about["kind"],
-            {
-                name: FormatScore(
-                    bits,
-                    about["effective_bits"][name],
-                    float(mean[i, j]),
-                    float(error[i, j]) if count > 1 else None,
-                )
-                for j, (name, bits) in enumerate(found.facts["formats"])
-            },
-        )
-        for i, about in enumerate(found.facts["modules"])
-    )
-    return FormatScores(count, "", rows, _uniform(rows), found.facts["block_parameters"])
+    rows = []
+    for i, about in enumerate(found.facts["modules"]):
+        facts = {name: about[name] for name in ("module", "place", "parameters", "inputs", "kind")}
+        formats = {
+            name: FormatScore(
+                bits, about["effective_bits"][name], float(mean[i, j]), float(error[i, j]) if count > 1 else None
+            )
+            for j, (name, bits) in enumerate(found.facts["formats"])
+        }
+        rows.append(ModuleScores(**facts, formats=formats))
+    return FormatScores(count, "", tuple(rows), _uniform(rows), found.facts["block_parameters"])
 
 
 def _uniform(rows: Sequence[ModuleScores]) -> dict[str, UniformScore]:

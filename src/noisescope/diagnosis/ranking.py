@@ -144,7 +144,7 @@ def _covered(target: Target, named: Target) -> bool:
 
     A finding about an operator everywhere names no place.
     """
-    return named.kind != "operator" and (target == named or target.holds(named) or named.holds(target))
+    return named.kind != "operator" and (target == named or target.contains(named) or named.contains(target))
 
 
 def _order(finding: Finding) -> tuple[int, int, float, float]:
@@ -184,7 +184,7 @@ def _collapsed(
     gravest = {row.target: row.severity for row in rows}
     dropped: set[Target] = set()
     for whole in sorted(rows, key=lambda row: -_width(row.target)):
-        parts = [part for part in rows if whole.target.holds(part.target) and part.target not in dropped]
+        parts = [part for part in rows if whole.target.contains(part.target) and part.target not in dropped]
         enough = [part for part in parts if accounted_for(whole, part)]
         if whole.target in dropped or not parts:
             continue

@@ -229,7 +229,7 @@ def _score(row: Effect, critical: bool) -> float | None:
 
 
 def smallest_detectable(found: Sections) -> float | None:
-    """The loss that every operator would have shown; None where no loss could be found, or none was looked for."""
+    """The loss that every operator would have shown; None where no loss could be found, or none was tested for."""
     if found.metrics.baseline is None or not found.metrics.baseline.measurable:
         return None
     rows = [row for row in (found.operator_analysis or {}).values() if row.injected]

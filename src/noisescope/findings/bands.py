@@ -246,7 +246,7 @@ def band_range(metric: str, estimate: Estimate) -> tuple[str, str]:
 
 
 def meaning(metric: str, value: float | None) -> str:
-    """What the band of this value tells the reader."""
+    """What the band of this value means for the reader."""
     return _band(metric, value)[1]
 
 

@@ -64,7 +64,7 @@ def report_risk(
     """30 points a critical operator, 25 an avalanche point, 5 a percent of outlier channels; > 100 HIGH, > 50 MODERATE.
 
     `sensitivity_scores` holds each operator once: a group or its parts, never both. `channels` is the number really
-    looked at. None is what was not looked at or could not be measured.
+    captured. None is what was not tested or could not be measured.
     """
     terms = []
     for operator, score in sensitivity_scores.items():

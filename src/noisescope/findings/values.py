@@ -63,7 +63,7 @@ class Target:
             found |= GROUPS[name][0] if name in GROUPS else {name}
         return frozenset(found)
 
-    def holds(self, other: Target) -> bool:
+    def contains(self, other: Target) -> bool:
         """Whether noise in this target is also in all of the other, which is the more specific one.
 
         Noise in an operator also falls on the places outside the blocks that compute it.

@@ -36,12 +36,9 @@ def headline(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:
     return f"{words}; {open_} of {count} checks undecided" if open_ else words
 
 
-EXIT_CODES = {PASS: 0, FAIL: 1, UNDECIDED: 3}
-
-
 def exit_code(verdict: Verdict, *, allow_undecided: bool) -> int:
     """0 passed, 1 failed, 3 undecided, which `allow_undecided` makes 0."""
-    return 0 if verdict == UNDECIDED and allow_undecided else EXIT_CODES[verdict]
+    return {PASS: 0, FAIL: 1, UNDECIDED: 0 if allow_undecided else 3}[verdict]
 
 
 def at_most(estimate: Estimate, limit: float) -> Verdict:
