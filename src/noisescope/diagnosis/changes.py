@@ -229,7 +229,7 @@ def sign_test(changes: Array) -> float:
 
 
 def _judged(found: Sequence[tuple[ChangeRow, _Sides]], *, floor: float) -> list[ChangeRow]:
-    """Holm's correction over all rows, and the verdict of each row. A KL below `floor` can't be distinguished from 0."""
+    """Holm's correction over all rows, and each row's verdict. A KL below `floor` can't be distinguished from 0."""
     p_values = [row.p for row, _ in found if row.p is not None]
     corrected, comparisons = iter(stats.holm(p_values)), len(p_values)
     rows = []

@@ -80,7 +80,8 @@ def conclude(
     comparisons = len(context.present_operators) if "operator" in context.settings.levels else 1
     study = StudyResults(context, results, screened)
     whole = study.effect(context.injection(), comparisons=max(comparisons, 1))
-    tolerance = whole.noise_tolerance_index or NOTHING
+    index = whole.noise_tolerance_index or NOTHING
+    tolerance = math.inf if index.note == stats.UNBOUNDED else index.value
     snr_bands = band_range("snr_db", whole.snr_db or NOTHING)
     loss = None if whole.degradation is None else whole.degradation.value
     wanted = {} if context.settings.effort == "screen" else threshold_sites(context, screened)
@@ -90,9 +91,7 @@ def conclude(
             relative_degradation=whole.degradation,
             degradation_band=whole.band,
             noise_tolerance_index=whole.noise_tolerance_index,
-            noise_tolerance_band=band(
-                "noise_tolerance_index", math.inf if tolerance.note == stats.UNBOUNDED else tolerance.value
-            ),
+            noise_tolerance_band=band("noise_tolerance_index", tolerance),
             critical_threshold=thresholds.get("model"),
         ),
         secondary=SecondaryMetrics(

@@ -3,8 +3,8 @@
 A score depends on the answer alone. That is often a token or two, and what noise does to them differs from sample to
 sample by orders of magnitude: on the bundled model the log of a sample's KL has a standard deviation of 2.2 (predicted,
 noise in all products) to 3.4 (injected, one seed), so that two sets of 50 samples distinguish a factor of three, at
-best. Over every token of a sample it is 0.2 to 0.6, and they distinguish a factor of 1.2. `diagnose` keeps these numbers in its
-report, and a later gate measures the same of another model.
+best. Over every token of a sample it is 0.2 to 0.6, and they distinguish a factor of 1.2. `diagnose` keeps these
+numbers in its report, and a later gate measures the same of another model.
 """
 
 from __future__ import annotations

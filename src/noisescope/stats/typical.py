@@ -30,9 +30,9 @@ times the mean and 20 times the largest value seen,
 This is an allowance, not a law: a rarer or larger part of the population that shows in no sample is not covered, and
 nothing computed from the samples could. Where high / low passes 80 (for n < 100: 0.8 n, since a few samples that look
 harmless prove little) the interval says nothing of use and is refused; the lower end stays, with the whole of alpha.
-The constants are a trade: the bundled model's KL at n = 100 can't be distinguished from a lognormal with sigma 3 by its tail, so
-an upper end that is given for the one must hold for the other. They were tuned on other distributions and other samples
-than those in the table of benchmarks/README.md ("Coverage of intervals"), which shows what they achieve.
+The constants are a trade: by its tail the bundled model's KL at n = 100 is indistinguishable from a lognormal with
+sigma 3, so an upper end that is given for the one must hold for the other. They were tuned on other distributions and
+other samples than those in the table of benchmarks/README.md ("Coverage of intervals"), which shows what they achieve.
 
 R. R. Bahadur, L. J. Savage (1956), Annals of Mathematical Statistics 27, 1115-1122.
 W. R. Thompson (1936), Annals of Mathematical Statistics 7, 122-128 (confidence ranges for the median).
