@@ -55,11 +55,11 @@ GEMM = Injection(Gaussian(0.05), operators=frozenset({"gemm"}), phases=frozenset
 Scores = Mapping[Any, Mapping[str, Any]]  # injection, or None for the clean model -> metric -> [seeds, samples]
 
 
-def aimed(**changes: Any) -> Injection:
+def injection_with(**changes: Any) -> Injection:
     return dataclasses.replace(GEMM, **changes)
 
 
-SOFTMAX = aimed(operators={"softmax"}, places={3})
+SOFTMAX = injection_with(operators={"softmax"}, places={3})
 
 
 def run(
@@ -212,7 +212,7 @@ def test_the_verdict_is_corrected_for_every_look() -> None:
     moved = still.copy()
     moved[:, :12:2] = 1
     alone = compared(run("a", {GEMM: {"accuracy": still}}), run("b", {GEMM: {"accuracy": moved}}))
-    others = [aimed(layers=frozenset({layer})) for layer in range(20)]
+    others = [injection_with(layers=frozenset({layer})) for layer in range(20)]
     many = compared(
         run("a", {GEMM: {"accuracy": still}} | {other: {"accuracy": still} for other in others}),
         run("b", {GEMM: {"accuracy": moved}} | {other: {"accuracy": still} for other in others}),
@@ -358,7 +358,7 @@ def test_undecided_only_where_no_row_decides() -> None:
 def test_failed_and_lonely_injections_are_named() -> None:
     """What failed, and what only one run has, is listed and not compared."""
     a = run("a", {**chances(), SOFTMAX: chances()[GEMM]}, errors={SOFTMAX: "NothingInjected: why"})
-    b = run("b", {**chances(), SOFTMAX: chances()[GEMM], aimed(layers={0, 1, 2}): chances()[GEMM]})
+    b = run("b", {**chances(), SOFTMAX: chances()[GEMM], injection_with(layers={0, 1, 2}): chances()[GEMM]})
     found = compared(a, b)
     assert found.failed == (FailedInjection("softmax, layer 3 at 0.05", a="NothingInjected: why", b=""),)
     assert found.only_in_a == () and found.only_in_b == ("gemm, layers 0-2 at 0.05",)
@@ -418,25 +418,25 @@ def test_a_metric_of_ones_own() -> None:
     ("injection", "words"),
     [
         (GEMM, "gemm at 0.05"),
-        (aimed(layers={0, 1, 2}), "gemm, layers 0-2 at 0.05"),
-        (aimed(layers={0, 2, 3}), "gemm, layers 0, 2-3 at 0.05"),
+        (injection_with(layers={0, 1, 2}), "gemm, layers 0-2 at 0.05"),
+        (injection_with(layers={0, 2, 3}), "gemm, layers 0, 2-3 at 0.05"),
         (SOFTMAX, "softmax, layer 3 at 0.05"),
-        (aimed(operators=None, places={"lm_head"}), "lm_head at 0.05"),
-        (aimed(operators=None), "every operator at 0.05"),
+        (injection_with(operators=None, places={"lm_head"}), "lm_head at 0.05"),
+        (injection_with(operators=None), "every operator at 0.05"),
         (
-            aimed(operators=None, layers={1}, places={"embed"}),
+            injection_with(operators=None, layers={1}, places={"embed"}),
             "every operator, layer 1, embed at 0.05",
         ),
-        (aimed(operators={"norm", "linear"}), "linear + norm at 0.05"),
+        (injection_with(operators={"norm", "linear"}), "linear + norm at 0.05"),
         (
-            aimed(operators={"linear"}, places={0}, modules=("m.q_proj",), channels=(7,)),
+            injection_with(operators={"linear"}, places={0}, modules=("m.q_proj",), channels=(7,)),
             "linear, m.q_proj, channel 7 at 0.05",
         ),
-        (aimed(tensor="weight", channels=(1, 2)), "gemm, channels 1-2, tensor weight at 0.05"),
-        (aimed(layer_multipliers={3: 2.0}), "gemm, layer_multipliers 3: 2 at 0.05"),
-        (aimed(perturbation=Uniform(0.1, "rms")), "gemm at Uniform relative_to=rms 0.1"),
-        (aimed(perturbation=Format("fp8_e4m3")), "gemm as Format name=fp8_e4m3"),
-        (aimed(perturbation=json.dumps), "gemm by "),
+        (injection_with(tensor="weight", channels=(1, 2)), "gemm, channels 1-2, tensor weight at 0.05"),
+        (injection_with(layer_multipliers={3: 2.0}), "gemm, layer_multipliers 3: 2 at 0.05"),
+        (injection_with(perturbation=Uniform(0.1, "rms")), "gemm at Uniform relative_to=rms 0.1"),
+        (injection_with(perturbation=Format("fp8_e4m3")), "gemm as Format name=fp8_e4m3"),
+        (injection_with(perturbation=json.dumps), "gemm by "),
     ],
 )
 def test_injections_in_plain_words(injection: Injection, words: str) -> None:
@@ -447,18 +447,18 @@ def test_injections_in_plain_words(injection: Injection, words: str) -> None:
 
 def test_the_order_of_the_model() -> None:
     """Clean, everywhere, embed, blocks with windows after their first layer, the head, single channels."""
-    aims = [
+    injections = [
         None,
         GEMM,
-        aimed(operators=None, places={"embed"}),
-        aimed(layers={0}),
-        aimed(layers={0, 1, 2}),
-        aimed(layers={2}),
-        aimed(layers={10}),
-        aimed(operators=None, places={"lm_head"}),
-        aimed(places={0}, modules=("m",), channels=(1,)),
+        injection_with(operators=None, places={"embed"}),
+        injection_with(layers={0}),
+        injection_with(layers={0, 1, 2}),
+        injection_with(layers={2}),
+        injection_with(layers={10}),
+        injection_with(operators=None, places={"lm_head"}),
+        injection_with(places={0}, modules=("m",), channels=(1,)),
     ]
-    found = [None if aim is None else stored_injection(canonical(aim)) for aim in aims]
+    found = [None if one is None else stored_injection(canonical(one)) for one in injections]
     backwards = found[::-1]
     assert sorted(backwards, key=order_of) == found
 
@@ -480,11 +480,13 @@ def test_stored_injections_are_equal_where_they_are_the_same() -> None:
     def stored(injection: Injection) -> StoredInjection:
         return stored_injection(json.loads(json.dumps(canonical(injection))))
 
-    assert stored(aimed(seed=7)) == stored(GEMM) and hash(stored(aimed(seed=7))) == hash(stored(GEMM))
-    assert stored(aimed(perturbation=Twin(0.05))) != stored(GEMM)
-    assert label_of(stored(aimed(perturbation=Twin(0.05)))) == "gemm at Twin relative_to=element 0.05"
-    assert stored(aimed(layers={3})) == stored(aimed(places={3})) != stored(aimed(layers={2}))
-    assert stored(aimed(layer_multipliers={3: 2.0})) != stored(aimed(layer_multipliers={3: 2.5}))
+    assert stored(injection_with(seed=7)) == stored(GEMM) and hash(stored(injection_with(seed=7))) == hash(stored(GEMM))
+    assert stored(injection_with(perturbation=Twin(0.05))) != stored(GEMM)
+    assert label_of(stored(injection_with(perturbation=Twin(0.05)))) == "gemm at Twin relative_to=element 0.05"
+    assert (
+        stored(injection_with(layers={3})) == stored(injection_with(places={3})) != stored(injection_with(layers={2}))
+    )
+    assert stored(injection_with(layer_multipliers={3: 2.0})) != stored(injection_with(layer_multipliers={3: 2.5}))
 
 
 @pytest.mark.parametrize(

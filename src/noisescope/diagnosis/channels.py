@@ -198,8 +198,7 @@ def correlate_with_windows(
         if window.injected and window.degradation is not None and window.degradation.value is not None
     ]
     if len(measured) < 2:
-        note = "fewer than two windows were measured"
-        return stats.Correlation("pearson", None, None, None, None, len(measured), note=note)
+        return stats.Correlation("pearson", n=len(measured), note="fewer than two windows were measured")
     rows = list(rows)
     counts = [sum(row.num_outliers for row in rows if row.layer in window.layers) for window, _ in measured]
     every = max(1, -(-min(context.settings.window, context.blocks) // context.settings.step))

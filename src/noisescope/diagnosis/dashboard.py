@@ -205,7 +205,7 @@ def _expected(name: str, values: Sequence[float], sensitivity: Sequence[float], 
     sign, bound = EXPECTED_CORRELATIONS[name]
     expected = f"r {'above' if sign == '>' else 'below'} {bound}"
     if len(values) < 3:
-        nothing = Correlation("pearson", None, None, None, None, len(values), note="fewer than three layers")
+        nothing = Correlation("pearson", n=len(values), note="fewer than three layers")
         return ExpectedCorrelation(nothing, against, expected, "undecided", None, False)
     found = stats.correlation(values, sensitivity, method="pearson")
     influence = stats.influence(values, sensitivity, method="pearson")

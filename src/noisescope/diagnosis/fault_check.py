@@ -70,7 +70,7 @@ def chosen_windows(report: Diagnosis) -> list[ChosenWindow]:
 
 
 @dataclass(frozen=True)
-class Check:
+class FaultCheck:
     """One fault at the operators of each window."""
 
     name: str  # of the fault, for people

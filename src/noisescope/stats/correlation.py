@@ -22,11 +22,11 @@ class Correlation:
     """A correlation with its interval and the p of "no relation"; None where it can't be computed."""
 
     method: str
-    value: float | None
-    low: float | None
-    high: float | None
-    p: float | None
-    n: int
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    n: int = 0
     level: float = 0.95
     note: str = ""
 
@@ -56,7 +56,7 @@ def correlation(
     low, high = _limits(a, b, method, level)
     a, b = _prepared(a, method), _prepared(b, method)
     if not a.any() or not b.any():
-        return Correlation(method, None, None, None, None, n, level, NOT_MEASURABLE)
+        return Correlation(method, n=n, level=level, note=NOT_MEASURABLE)
     value = float(np.clip(a @ b, -1, 1))
     shuffled = np.random.default_rng(seed).permuted(np.tile(b, (permutations, 1)), axis=1) @ a
     p = float((1 + np.count_nonzero(np.abs(shuffled) >= abs(value) - 1e-12)) / (1 + permutations))
