@@ -55,11 +55,11 @@ GEMM = Injection(Gaussian(0.05), operators=frozenset({"gemm"}), phases=frozenset
 Scores = Mapping[Any, Mapping[str, Any]]  # injection, or None for the clean model -> metric -> [seeds, samples]
 
 
-def injection_with(**changes: Any) -> Injection:
+def gemm_at(**changes: Any) -> Injection:
     return dataclasses.replace(GEMM, **changes)
 
 
-SOFTMAX = injection_with(operators={"softmax"}, places={3})
+SOFTMAX = gemm_at(operators={"softmax"}, places={3})
 
 
 def run(
@@ -212,7 +212,7 @@ def test_the_verdict_is_corrected_for_every_look() -> None:
     moved = still.copy()
     moved[:, :12:2] = 1
     alone = compared(run("a", {GEMM: {"accuracy": still}}), run("b", {GEMM: {"accuracy": moved}}))
-    others = [injection_with(layers=frozenset({layer})) for layer in range(20)]
+    others = [gemm_at(layers=frozenset({layer})) for layer in range(20)]
     many = compared(
         run("a", {GEMM: {"accuracy": still}} | {other: {"accuracy": still} for other in others}),
         run("b", {GEMM: {"accuracy": moved}} | {other: {"accuracy": still} for other in others}),
@@ -358,7 +358,7 @@ def test_undecided_only_where_no_row_decides() -> None:
 def test_failed_and_lonely_injections_are_named() -> None:
     """What failed, and what only one run has, is listed and not compared."""
     a = run("a", {**chances(), SOFTMAX: chances()[GEMM]}, errors={SOFTMAX: "NothingInjected: why"})
-    b = run("b", {**chances(), SOFTMAX: chances()[GEMM], injection_with(layers={0, 1, 2}): chances()[GEMM]})
+    b = run("b", {**chances(), SOFTMAX: chances()[GEMM], gemm_at(layers={0, 1, 2}): chances()[GEMM]})
     found = compared(a, b)
     assert found.failed == (FailedInjection("softmax, layer 3 at 0.05", a="NothingInjected: why", b=""),)
     assert found.only_in_a == () and found.only_in_b == ("gemm, layers 0-2 at 0.05",)
@@ -418,25 +418,25 @@ def test_a_metric_of_ones_own() -> None:
     ("injection", "words"),
     [
         (GEMM, "gemm at 0.05"),
-        (injection_with(layers={0, 1, 2}), "gemm, layers 0-2 at 0.05"),
-        (injection_with(layers={0, 2, 3}), "gemm, layers 0, 2-3 at 0.05"),
+        (gemm_at(layers={0, 1, 2}), "gemm, layers 0-2 at 0.05"),
+        (gemm_at(layers={0, 2, 3}), "gemm, layers 0, 2-3 at 0.05"),
         (SOFTMAX, "softmax, layer 3 at 0.05"),
-        (injection_with(operators=None, places={"lm_head"}), "lm_head at 0.05"),
-        (injection_with(operators=None), "every operator at 0.05"),
+        (gemm_at(operators=None, places={"lm_head"}), "lm_head at 0.05"),
+        (gemm_at(operators=None), "every operator at 0.05"),
         (
-            injection_with(operators=None, layers={1}, places={"embed"}),
+            gemm_at(operators=None, layers={1}, places={"embed"}),
             "every operator, layer 1, embed at 0.05",
         ),
-        (injection_with(operators={"norm", "linear"}), "linear + norm at 0.05"),
+        (gemm_at(operators={"norm", "linear"}), "linear + norm at 0.05"),
         (
-            injection_with(operators={"linear"}, places={0}, modules=("m.q_proj",), channels=(7,)),
+            gemm_at(operators={"linear"}, places={0}, modules=("m.q_proj",), channels=(7,)),
             "linear, m.q_proj, channel 7 at 0.05",
         ),
-        (injection_with(tensor="weight", channels=(1, 2)), "gemm, channels 1-2, tensor weight at 0.05"),
-        (injection_with(layer_multipliers={3: 2.0}), "gemm, layer_multipliers 3: 2 at 0.05"),
-        (injection_with(perturbation=Uniform(0.1, "rms")), "gemm at Uniform relative_to=rms 0.1"),
-        (injection_with(perturbation=Format("fp8_e4m3")), "gemm as Format name=fp8_e4m3"),
-        (injection_with(perturbation=json.dumps), "gemm by "),
+        (gemm_at(tensor="weight", channels=(1, 2)), "gemm, channels 1-2, tensor weight at 0.05"),
+        (gemm_at(layer_multipliers={3: 2.0}), "gemm, layer_multipliers 3: 2 at 0.05"),
+        (gemm_at(perturbation=Uniform(0.1, "rms")), "gemm at Uniform relative_to=rms 0.1"),
+        (gemm_at(perturbation=Format("fp8_e4m3")), "gemm as Format name=fp8_e4m3"),
+        (gemm_at(perturbation=json.dumps), "gemm by "),
     ],
 )
 def test_injections_in_plain_words(injection: Injection, words: str) -> None:
@@ -450,13 +450,13 @@ def test_the_order_of_the_model() -> None:
     injections = [
         None,
         GEMM,
-        injection_with(operators=None, places={"embed"}),
-        injection_with(layers={0}),
-        injection_with(layers={0, 1, 2}),
-        injection_with(layers={2}),
-        injection_with(layers={10}),
-        injection_with(operators=None, places={"lm_head"}),
-        injection_with(places={0}, modules=("m",), channels=(1,)),
+        gemm_at(operators=None, places={"embed"}),
+        gemm_at(layers={0}),
+        gemm_at(layers={0, 1, 2}),
+        gemm_at(layers={2}),
+        gemm_at(layers={10}),
+        gemm_at(operators=None, places={"lm_head"}),
+        gemm_at(places={0}, modules=("m",), channels=(1,)),
     ]
     found = [None if one is None else stored_injection(canonical(one)) for one in injections]
     backwards = found[::-1]
@@ -480,13 +480,11 @@ def test_stored_injections_are_equal_where_they_are_the_same() -> None:
     def stored(injection: Injection) -> StoredInjection:
         return stored_injection(json.loads(json.dumps(canonical(injection))))
 
-    assert stored(injection_with(seed=7)) == stored(GEMM) and hash(stored(injection_with(seed=7))) == hash(stored(GEMM))
-    assert stored(injection_with(perturbation=Twin(0.05))) != stored(GEMM)
-    assert label_of(stored(injection_with(perturbation=Twin(0.05)))) == "gemm at Twin relative_to=element 0.05"
-    assert (
-        stored(injection_with(layers={3})) == stored(injection_with(places={3})) != stored(injection_with(layers={2}))
-    )
-    assert stored(injection_with(layer_multipliers={3: 2.0})) != stored(injection_with(layer_multipliers={3: 2.5}))
+    assert stored(gemm_at(seed=7)) == stored(GEMM) and hash(stored(gemm_at(seed=7))) == hash(stored(GEMM))
+    assert stored(gemm_at(perturbation=Twin(0.05))) != stored(GEMM)
+    assert label_of(stored(gemm_at(perturbation=Twin(0.05)))) == "gemm at Twin relative_to=element 0.05"
+    assert stored(gemm_at(layers={3})) == stored(gemm_at(places={3})) != stored(gemm_at(layers={2}))
+    assert stored(gemm_at(layer_multipliers={3: 2.0})) != stored(gemm_at(layer_multipliers={3: 2.5}))
 
 
 @pytest.mark.parametrize(

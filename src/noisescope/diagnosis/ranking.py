@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
 from noisescope.diagnosis.sections import ChannelAnalysis, Sections
 from noisescope.findings import BORDERLINE, NOT_MEASURABLE, NOT_RATED, SEVERITIES, Finding, Target, metric_name, percent
-from noisescope.findings.values import Severity
+from noisescope.findings.values import Severity, span
 from noisescope.sites import GROUPS, OuterPlace
 from noisescope.stats import Estimate
 
@@ -118,7 +118,7 @@ def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) 
     rows = [row for row in candidates(found) if (row.target.kind, row.target.operators) != ("operator", same)]
     typical = typical_nats(found.layer_analysis)
     rated = [row for row in rows if row.severity in RATED]
-    kept = _collapsed(_one_window_per_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
+    kept = _without_nested(_one_window_per_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
     findings = [_rated(row, notes, found.layer_analysis) for row, notes in kept]
     named = [row.target for row, _ in kept]
     moved = [
@@ -129,13 +129,13 @@ def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) 
         and row.target.kind in ("layer", "place", "cell")
         and not any(_covered(row.target, target) for target in named)
     ]
-    kept = _collapsed(moved, lambda whole, part: False)
+    kept = _without_nested(moved, lambda whole, part: False)
     scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
     findings += [
         _unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
     ][:MOST_PLACES]
     findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
-    findings += _channels(found.channel_analysis)
+    findings += _channel_findings(found.channel_analysis)
     return sorted(findings, key=_order)
 
 
@@ -176,20 +176,20 @@ def _one_window_per_region(rows: Sequence[Candidate]) -> list[Candidate]:
     return kept
 
 
-def _collapsed(
+def _without_nested(
     rows: Sequence[Candidate], accounted_for: Callable[[Candidate, Candidate], bool]
 ) -> list[tuple[Candidate, tuple[str, ...]]]:
     """The rows without wholes that a part accounts for, and without parts of places that are kept; notes say which."""
     notes: dict[Target, list[str]] = {row.target: [] for row in rows}
     gravest = {row.target: row.severity for row in rows}
     dropped: set[Target] = set()
-    for whole in sorted(rows, key=lambda row: -_width(row.target)):
+    for whole in sorted(rows, key=lambda row: -_extent(row.target)):
         parts = [part for part in rows if whole.target.contains(part.target) and part.target not in dropped]
         enough = [part for part in parts if accounted_for(whole, part)]
         if whole.target in dropped or not parts:
             continue
         if enough:
-            best = max(enough, key=lambda part: (-_width(part.target), part.loss, part.effect.nats))
+            best = max(enough, key=lambda part: (-_extent(part.target), part.loss, part.effect.nats))
             dropped.add(whole.target)
             adds = f"{whole.target.name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
             notes[best.target] += [*notes[whole.target], adds]
@@ -205,7 +205,7 @@ def _collapsed(
     ]
 
 
-def _width(target: Target) -> int:
+def _extent(target: Target) -> int:
     """How much of the model a target takes in: an operator everywhere, windows, layers, cells."""
     return {"operator": 10**6, "window": 1000 + len(target.layers), "layer": 100}.get(target.kind, 1)
 
@@ -245,14 +245,14 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
         unit="share",
         nats=effect.nats,
         evidence="injected",
-        notes=(*notes, *_also(row, layers)),
+        notes=(*notes, *_layer_notes(row, layers)),
     )
 
 
 def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_scale: float) -> Finding:
     effect = row.effect
     assert effect.divergence is not None
-    times = f"{_digits(effect.nats / typical)} times the median layer"
+    times = f"{_two_digits(effect.nats / typical)} times the median layer"
     verb = "moves" if effect.injected else "is predicted to move"
     return Finding(
         severity=NOT_RATED,
@@ -263,11 +263,11 @@ def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_
         unit="nats",
         nats=effect.nats,
         evidence=effect.evidence,
-        notes=(times, *notes, *_nonlinear(effect)),
+        notes=(times, *notes, *_nonlinearity_note(effect)),
     )
 
 
-def _digits(times: float) -> str:
+def _two_digits(times: float) -> str:
     """Two digits: more would not hold on other samples."""
     return f"{times:.1f}" if times < 10 else f"{float(f'{times:.2g}'):.0f}"
 
@@ -277,7 +277,7 @@ def _failed(row: Candidate) -> Finding:
     return Finding(NOT_MEASURABLE, row.target.name, statement, row.target, None, "share", None, "failed")
 
 
-def _also(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
+def _layer_notes(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
     """What else the run knows of the same layers."""
     for point in layers.avalanche_points if layers is not None else ():
         if row.target.layers and set(row.target.layers) <= set(range(point.start, point.end + 1)):
@@ -285,24 +285,24 @@ def _also(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
             if not point.decided:
                 yield f"{where} may be an avalanche point: the intervals do not decide"
             elif point.ratio is not None:
-                low, high = (f"{end:.1f}" if end is not None else "..." for end in (point.ratio.low, point.ratio.high))
-                yield f"{where} are an avalanche point: {point.ratio.value:.1f} [{low}, {high}] times their neighbours"
+                times = f"{point.ratio.value:.1f} {span(point.ratio, '.1f')}"
+                yield f"{where} are an avalanche point: {times} times their neighbours"
             else:
                 yield f"{where} are an avalanche point: their neighbours lose far less"
     for window in layers.windows if layers is not None and row.target.kind == "window" else ():
         index = window.interaction_index
         if window.layers == row.target.layers and index is not None and index.compounds:
             yield f"errors compound: noise in all diverges {index.index.value:.2f} times as far as in each alone"
-    yield from _nonlinear(row.effect)
+    yield from _nonlinearity_note(row.effect)
 
 
-def _nonlinear(effect: Effect) -> Iterable[str]:
+def _nonlinearity_note(effect: Effect) -> Iterable[str]:
     if effect.nonlinear and effect.injected_over_predicted is not None:
         times = effect.injected_over_predicted.value
         yield f"injected noise diverges {times:.2f} times as far as predicted: not linear here"
 
 
-def _channels(found: ChannelAnalysis | None) -> list[Finding]:
+def _channel_findings(found: ChannelAnalysis | None) -> list[Finding]:
     """By the largest ratio: one or two massive channels are the worst case, however small their share."""
     if found is None:
         return []
