@@ -27,7 +27,7 @@ from scipy import special
 
 from noisescope import stats
 from noisescope.stats import continuous, typical
-from noisescope.stats.samples import Array, Estimate
+from noisescope.stats.samples import Array
 
 SIZES = (16, 50, 100, 300)
 LEVEL = 0.95
@@ -47,7 +47,7 @@ def row(limits: Limits, truth: float) -> dict[str, float | None]:
     }
 
 
-def ends(estimates: Sequence[Estimate]) -> Limits:
+def ends(estimates: Sequence[stats.Estimate]) -> Limits:
     low = np.array([-np.inf if one.low is None else one.low for one in estimates])
     high = np.array([np.inf if one.high is None else one.high for one in estimates])
     return low, high
@@ -100,7 +100,7 @@ def agreement_shares(runs: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
             drawn = np.random.default_rng([at, n, 3]).choice(values, (runs, n))
             with np.errstate(all="ignore"):
                 old = continuous.mean_limits(drawn, LEVEL)
-            new = ends([stats.share(one) for one in drawn])
+            new = ends([stats.proportion(one) for one in drawn])
             for name, both in (("mean, v0.1", old), ("share", new)):
                 found.append({"case": f"layers {window}", "n": n, "method": name, **row(both, float(values.mean()))})
     return found
@@ -139,8 +139,8 @@ def correlations(runs: int) -> list[dict[str, Any]]:
 def selection(runs: int) -> list[dict[str, Any]]:
     """The window picked because it is largest: its ordinary interval and size, and those that allow for the choice."""
 
-    def scored(scores: Callable[..., Any], **how: Any) -> Callable[[Any, int, Array], stats.Picked]:
-        return lambda random, n, loss: stats.picked(*scores(random, n, loss, **how))
+    def scored(scores: Callable[..., Any], **how: Any) -> Callable[[Any, int, Array], stats.Selected]:
+        return lambda random, n, loss: stats.select_largest(*scores(random, n, loss, **how))
 
     kinds = {
         "0/1, 3 seeds, overlapping windows": scored(cases.right_or_wrong),

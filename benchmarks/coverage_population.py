@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from coverage_cases import typical_values
 
 import noisescope as ns
 from noisescope.api.preparation import Prepared, prepare_diagnosis
@@ -27,7 +28,6 @@ from noisescope.injection import Injection
 from noisescope.runs.store import Store
 from noisescope.stats.correlation import ranked
 from noisescope.stats.samples import Array
-from noisescope.stats.typical import typical_values
 from noisescope.trials import Results, Trial
 
 PROBLEMS = 4711  # seed

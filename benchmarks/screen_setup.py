@@ -109,7 +109,7 @@ def channel_cells(frame: StudyContext, screened: Screened, layers: int, count: i
     known: list[tuple[float, Site, int]] = []
     for site in screened.sites:
         if site.operator == "linear" and isinstance(site.place, int) and site.place < layers:
-            known += [(share, site, i) for i, share in enumerate(screened.channel_shares(site).tolist())]
+            known += [(share, site, i) for i, share in enumerate(screened.by_channel(site).tolist())]
     known.sort(key=lambda row: -row[0])
     draw = random.Random(0)
     top = known[: len(known) // 100]
@@ -132,7 +132,7 @@ def predict(screened: Screened, cell: Cell) -> float:
     if where.channels is None:
         return float(screened.predicted_by(where).mean())
     sites = [site for site in screened.sites if where.selects(site)]
-    return float(sum(screened.channel_shares(site)[list(where.channels)].sum() for site in sites))
+    return float(sum(screened.by_channel(site)[list(where.channels)].sum() for site in sites))
 
 
 def split_half(sweep: Array) -> float:

@@ -21,8 +21,9 @@ from noisescope.diagnosis.sections import Conclusions, FormatScore, HessianTrace
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.jsonform import from_json, to_json
+from noisescope.options.fields import LEVEL_ONE
 from noisescope.probe.noise import Gaussian
-from noisescope.sites import Site
+from noisescope.sites import OPERATORS, Site
 from noisescope.trials import Conditions, Result, Slice, Trial, missing, slices
 
 BLOCKS, SAMPLES = 12, 60
@@ -386,7 +387,7 @@ def test_an_operator_that_was_never_computed_is_absent() -> None:
         return never
 
     for kind, evidence in (("NothingInjected", "absent"), ("RuntimeError", "failed")):
-        here = replace(context(levels=("operator",)), doubtful=frozenset({"gelu"}))
+        here = replace(context(levels=("operator",)), uncertain_operators=frozenset({"gelu"}))
         results: dict[str, Result] = {}
         while wanted := missing(all_levels.propose(here, results), results):
             results |= {trial.id: spoil(kind)(trial) or made_up(trial, harmless) for trial in wanted}
@@ -502,6 +503,11 @@ def test_settings_are_checked() -> None:
             context(**wrong)
     with pytest.raises(InvalidInput, match="injects nothing"):
         Settings(Gaussian(0.0))
+
+
+def test_level_one_names_operators() -> None:
+    """The options' list is written without importing the sites."""
+    assert set(LEVEL_ONE) <= set(OPERATORS)
 
 
 def test_a_shallow_model_has_one_window() -> None:

@@ -48,18 +48,18 @@ from noisescope.injection import Injection
 from noisescope.jsonform import from_json, to_json
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian, Uniform
-from noisescope.stats.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
+from noisescope.stats.unpaired import smallest_unpaired, unpaired, unpaired_p
 from noisescope.trials import Conditions, Result, Slice, Trial, canonical
 
 GEMM = Injection(Gaussian(0.05), operators=frozenset({"gemm"}), phases=frozenset({"forward"}))
 Scores = Mapping[Any, Mapping[str, Any]]  # injection, or None for the clean model -> metric -> [seeds, samples]
 
 
-def aimed(**changes: Any) -> Injection:
+def gemm_at(**changes: Any) -> Injection:
     return dataclasses.replace(GEMM, **changes)
 
 
-SOFTMAX = aimed(operators={"softmax"}, places={3})
+SOFTMAX = gemm_at(operators={"softmax"}, places={3})
 
 
 def run(
@@ -212,7 +212,7 @@ def test_the_verdict_is_corrected_for_every_look() -> None:
     moved = still.copy()
     moved[:, :12:2] = 1
     alone = compared(run("a", {GEMM: {"accuracy": still}}), run("b", {GEMM: {"accuracy": moved}}))
-    others = [aimed(layers=frozenset({layer})) for layer in range(20)]
+    others = [gemm_at(layers=frozenset({layer})) for layer in range(20)]
     many = compared(
         run("a", {GEMM: {"accuracy": still}} | {other: {"accuracy": still} for other in others}),
         run("b", {GEMM: {"accuracy": moved}} | {other: {"accuracy": still} for other in others}),
@@ -358,7 +358,7 @@ def test_undecided_only_where_no_row_decides() -> None:
 def test_failed_and_lonely_injections_are_named() -> None:
     """What failed, and what only one run has, is listed and not compared."""
     a = run("a", {**chances(), SOFTMAX: chances()[GEMM]}, errors={SOFTMAX: "NothingInjected: why"})
-    b = run("b", {**chances(), SOFTMAX: chances()[GEMM], aimed(layers={0, 1, 2}): chances()[GEMM]})
+    b = run("b", {**chances(), SOFTMAX: chances()[GEMM], gemm_at(layers={0, 1, 2}): chances()[GEMM]})
     found = compared(a, b)
     assert found.failed == (FailedInjection("softmax, layer 3 at 0.05", a="NothingInjected: why", b=""),)
     assert found.only_in_a == () and found.only_in_b == ("gemm, layers 0-2 at 0.05",)
@@ -418,25 +418,25 @@ def test_a_metric_of_ones_own() -> None:
     ("injection", "words"),
     [
         (GEMM, "gemm at 0.05"),
-        (aimed(layers={0, 1, 2}), "gemm, layers 0-2 at 0.05"),
-        (aimed(layers={0, 2, 3}), "gemm, layers 0, 2-3 at 0.05"),
+        (gemm_at(layers={0, 1, 2}), "gemm, layers 0-2 at 0.05"),
+        (gemm_at(layers={0, 2, 3}), "gemm, layers 0, 2-3 at 0.05"),
         (SOFTMAX, "softmax, layer 3 at 0.05"),
-        (aimed(operators=None, places={"lm_head"}), "lm_head at 0.05"),
-        (aimed(operators=None), "every operator at 0.05"),
+        (gemm_at(operators=None, places={"lm_head"}), "lm_head at 0.05"),
+        (gemm_at(operators=None), "every operator at 0.05"),
         (
-            aimed(operators=None, layers={1}, places={"embed"}),
+            gemm_at(operators=None, layers={1}, places={"embed"}),
             "every operator, layer 1, embed at 0.05",
         ),
-        (aimed(operators={"norm", "linear"}), "linear + norm at 0.05"),
+        (gemm_at(operators={"norm", "linear"}), "linear + norm at 0.05"),
         (
-            aimed(operators={"linear"}, places={0}, modules=("m.q_proj",), channels=(7,)),
+            gemm_at(operators={"linear"}, places={0}, modules=("m.q_proj",), channels=(7,)),
             "linear, m.q_proj, channel 7 at 0.05",
         ),
-        (aimed(tensor="weight", channels=(1, 2)), "gemm, channels 1-2, tensor weight at 0.05"),
-        (aimed(layer_multipliers={3: 2.0}), "gemm, layer_multipliers 3: 2 at 0.05"),
-        (aimed(perturbation=Uniform(0.1, "rms")), "gemm at Uniform relative_to=rms 0.1"),
-        (aimed(perturbation=Format("fp8_e4m3")), "gemm as Format name=fp8_e4m3"),
-        (aimed(perturbation=json.dumps), "gemm by "),
+        (gemm_at(tensor="weight", channels=(1, 2)), "gemm, channels 1-2, tensor weight at 0.05"),
+        (gemm_at(layer_multipliers={3: 2.0}), "gemm, layer_multipliers 3: 2 at 0.05"),
+        (gemm_at(perturbation=Uniform(0.1, "rms")), "gemm at Uniform relative_to=rms 0.1"),
+        (gemm_at(perturbation=Format("fp8_e4m3")), "gemm as Format name=fp8_e4m3"),
+        (gemm_at(perturbation=json.dumps), "gemm by "),
     ],
 )
 def test_injections_in_plain_words(injection: Injection, words: str) -> None:
@@ -447,18 +447,18 @@ def test_injections_in_plain_words(injection: Injection, words: str) -> None:
 
 def test_the_order_of_the_model() -> None:
     """Clean, everywhere, embed, blocks with windows after their first layer, the head, single channels."""
-    aims = [
+    injections = [
         None,
         GEMM,
-        aimed(operators=None, places={"embed"}),
-        aimed(layers={0}),
-        aimed(layers={0, 1, 2}),
-        aimed(layers={2}),
-        aimed(layers={10}),
-        aimed(operators=None, places={"lm_head"}),
-        aimed(places={0}, modules=("m",), channels=(1,)),
+        gemm_at(operators=None, places={"embed"}),
+        gemm_at(layers={0}),
+        gemm_at(layers={0, 1, 2}),
+        gemm_at(layers={2}),
+        gemm_at(layers={10}),
+        gemm_at(operators=None, places={"lm_head"}),
+        gemm_at(places={0}, modules=("m",), channels=(1,)),
     ]
-    found = [None if aim is None else stored_injection(canonical(aim)) for aim in aims]
+    found = [None if one is None else stored_injection(canonical(one)) for one in injections]
     backwards = found[::-1]
     assert sorted(backwards, key=order_of) == found
 
@@ -480,11 +480,11 @@ def test_stored_injections_are_equal_where_they_are_the_same() -> None:
     def stored(injection: Injection) -> StoredInjection:
         return stored_injection(json.loads(json.dumps(canonical(injection))))
 
-    assert stored(aimed(seed=7)) == stored(GEMM) and hash(stored(aimed(seed=7))) == hash(stored(GEMM))
-    assert stored(aimed(perturbation=Twin(0.05))) != stored(GEMM)
-    assert label_of(stored(aimed(perturbation=Twin(0.05)))) == "gemm at Twin relative_to=element 0.05"
-    assert stored(aimed(layers={3})) == stored(aimed(places={3})) != stored(aimed(layers={2}))
-    assert stored(aimed(layer_multipliers={3: 2.0})) != stored(aimed(layer_multipliers={3: 2.5}))
+    assert stored(gemm_at(seed=7)) == stored(GEMM) and hash(stored(gemm_at(seed=7))) == hash(stored(GEMM))
+    assert stored(gemm_at(perturbation=Twin(0.05))) != stored(GEMM)
+    assert label_of(stored(gemm_at(perturbation=Twin(0.05)))) == "gemm at Twin relative_to=element 0.05"
+    assert stored(gemm_at(layers={3})) == stored(gemm_at(places={3})) != stored(gemm_at(layers={2}))
+    assert stored(gemm_at(layer_multipliers={3: 2.0})) != stored(gemm_at(layer_multipliers={3: 2.5}))
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,7 @@ def test_unpaired_intervals_cover(kind: str) -> None:
     """
     dice = np.random.default_rng(0)
     truth = {"right or wrong": -0.15, "nats": float(np.exp(0.5)), "medians": 1.0}[kind]
-    held, runs, centre = 0, 300, stats.median if kind == "medians" else mean
+    held, runs, centre = 0, 300, stats.median if kind == "medians" else stats.mean
     for _ in range(runs):
         if kind == "right or wrong":
             x, y = dice.binomial(1, 0.9, (80, 1)).astype(float), dice.binomial(1, 0.75, (120, 1)).astype(float)

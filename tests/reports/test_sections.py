@@ -12,7 +12,7 @@ from noisescope.diagnosis.rows import Divergence, Effect, Interaction
 from noisescope.reports.document import Bullets, Chart, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.report import DiagnosisReport, Report
 from noisescope.reports.words import band_between, band_of, divergence, estimate, finding_lines, metric_name
-from noisescope.stats import Estimate, picked
+from noisescope.stats import Estimate, select_largest
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_the_largest_row_is_given_corrected_for_selection(drawn: Document) -> No
 def test_a_finding_that_was_picked_says_which_end_is_corrected(made: DiagnosisReport) -> None:
     """Its interval allows for the choice at its lower end alone; other findings say nothing of it."""
     scores = np.random.default_rng(0).random((3, 40)) < [[0.9], [0.8], [0.5]]
-    size = picked(np.ones(40), list(scores.astype(float))).estimate
+    size = select_largest(np.ones(40), list(scores.astype(float))).estimate
     first = replace(made.findings[0], size=size)
     assert "(corrected for selection, upper end uncorrected), n = 40" in finding_lines(first)[0]
     assert "corrected" not in finding_lines(made.findings[0])[0]

@@ -186,9 +186,9 @@ def test_zeros_of_a_divergence_are_no_wrong_answers() -> None:
 def test_shares_are_counted_like_answers() -> None:
     """0/1 shares have Wilson's interval; shares that are nearly all 1 keep a width that Student's has not."""
     values = np.repeat([1.0, 0.0], [70, 30])
-    assert stats.share(values) == stats.mean(values)
+    assert stats.proportion(values) == stats.mean(values)
     alike, nearly = np.full(16, 0.95), np.array([1.0] * 29 + [0.5])
-    wide, none, high = stats.share(alike), stats.mean(alike), stats.share(nearly).high
+    wide, none, high = stats.proportion(alike), stats.mean(alike), stats.proportion(nearly).high
     assert wide.low is not None and wide.high is not None and none.low is not None and none.high is not None
     assert wide.high - wide.low > 0.02 > 1e-9 > none.high - none.low
     assert high is not None and high <= 1 < (stats.mean(nearly).high or 0)
@@ -337,7 +337,7 @@ def test_intervals_follow_shift_and_scale(values: Array, factor: float) -> None:
 
 
 def test_higher_level_is_wider() -> None:
-    """Correcting for 26 looks widens every interval."""
+    """Correcting for 26 comparisons widens every interval."""
     clean, noisy = (a[0] for a in flips(100, accuracy=0.75, loss=0.1))
     level = stats.simultaneous_level(26)
     assert level == pytest.approx(1 - 0.05 / 26)
@@ -410,7 +410,7 @@ def test_estimates_are_json() -> None:
         (lambda: stats.correlation([1, 2], [1, 2], method="spearmen"), "Did you mean 'spearman'"),
         (lambda: stats.correlation([1, 2], [1, 2], every=0), "at least 1"),
         (lambda: stats.influence([1, 2], [1, 2], method="spearmen"), "Did you mean 'spearman'"),
-        (lambda: stats.share([0.5, 1.5]), "between 0 and 1; got values from 0.5 to 1.5"),
+        (lambda: stats.proportion([0.5, 1.5]), "between 0 and 1; got values from 0.5 to 1.5"),
     ],
 )
 def test_mistakes_are_named(call: Any, words: str) -> None:
@@ -419,7 +419,7 @@ def test_mistakes_are_named(call: Any, words: str) -> None:
         call()
 
 
-# ---- many looks -----------------------------------------------------------------------------------------------------
+# ---- many comparisons -----------------------------------------------------------------------------------------------
 
 
 def test_holm_by_hand() -> None:
@@ -430,30 +430,30 @@ def test_holm_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "gain", "seeds", "looks"),
+    ("accuracy", "gain", "seeds", "comparisons"),
     [(0.75, 0.0, 1, 1), (0.75, 0.2, 1, 1), (0.75, 0.2, 3, 1), (0.75, 0.0, 1, 26), (0.97, 0.0, 1, 1)],
 )
-def test_smallest_detectable_effect_is_detected(accuracy: float, gain: float, seeds: int, looks: int) -> None:
+def test_smallest_detectable_effect_is_detected(accuracy: float, gain: float, seeds: int, comparisons: int) -> None:
     """A loss of the stated size is found in about 80 % of runs, also where nothing had changed before."""
     loss = gain * (1 - accuracy) / accuracy
     clean, noisy = flips(100, accuracy=accuracy, loss=loss, gain=gain, seeds=seeds, runs=50, seed=1)
-    sizes = [stats.smallest_detectable(x, y, looks=looks) for x, y in zip(clean, noisy, strict=True)]
+    sizes = [stats.smallest_detectable(x, y, comparisons=comparisons) for x, y in zip(clean, noisy, strict=True)]
     size = float(np.median([s for s in sizes if s is not None]))
     clean, noisy = flips(100, accuracy=accuracy, loss=loss + size / accuracy, gain=gain, seeds=seeds, runs=4000, seed=2)
     statistic = counted.difference_statistic(counted.Table.of(clean, noisy.mean(axis=2)))(0.0)
-    found = float(np.mean(statistic > counted.normal_quantile(stats.simultaneous_level(looks))))
+    found = float(np.mean(statistic > counted.normal_quantile(stats.simultaneous_level(comparisons))))
     assert 0.74 <= found <= 0.90
 
 
-def test_smallest_detectable_follows_n_looks_and_scale() -> None:
-    """More samples see less, more looks see less well; None where even a total loss would be missed."""
+def test_smallest_detectable_follows_n_comparisons_and_scale() -> None:
+    """More samples see less, more comparisons see less well; None where even a total loss would be missed."""
     clean = np.tile([1.0, 1.0, 1.0, 0.0], 100)
     size = stats.smallest_detectable(clean[:100], clean[:100])
     more = stats.smallest_detectable(clean, clean)
-    looks = stats.smallest_detectable(clean[:100], clean[:100], looks=26)
+    comparisons = stats.smallest_detectable(clean[:100], clean[:100], comparisons=26)
     relative = stats.smallest_detectable(clean[:100], clean[:100], relative=True)
-    assert size is not None and more is not None and looks is not None
-    assert more < 0.3 * size < size < looks
+    assert size is not None and more is not None and comparisons is not None
+    assert more < 0.3 * size < size < comparisons
     assert size == pytest.approx(0.058, abs=1e-3)
     assert relative == pytest.approx(size / 0.75)
     assert stats.smallest_detectable([1, 0, 1, 0], [1, 0, 1, 0]) is None

@@ -33,7 +33,7 @@ def test_size_is_cross_fitted_by_hand() -> None:
         inside = np.arange(60) % 10 == fold
         best = int(np.argmax(losses[:, ~inside].mean(axis=1)))
         kept[inside] = noisy[best].mean(axis=1)[inside]
-    found = stats.picked(clean, noisy)
+    found = stats.select_largest(clean, noisy)
     assert found.index == int(np.argmax(losses.mean(axis=1)))
     assert found.estimate.value == pytest.approx(1 - kept.mean() / clean.mean())
     assert found.estimate.value < found.observed.value  # type: ignore[operator]
@@ -43,7 +43,7 @@ def test_size_is_cross_fitted_by_hand() -> None:
 def test_the_lower_end_is_bonferronis_and_the_upper_one_its_own() -> None:
     """Only the lower end pays for the choice."""
     clean, noisy = windows(np.random.default_rng(1), 100, np.linspace(0.05, 0.3, 14))
-    found = stats.picked(clean, noisy)
+    found = stats.select_largest(clean, noisy)
     strict = stats.degradation(clean, noisy[found.index], level=1 - 0.05 / 14)
     plain = stats.degradation(clean, noisy[found.index])
     assert found.observed == plain
@@ -54,19 +54,19 @@ def test_the_lower_end_is_bonferronis_and_the_upper_one_its_own() -> None:
 def test_one_candidate_is_no_choice() -> None:
     """With one candidate nothing is corrected; without a clean score above chance nothing is measurable."""
     clean, noisy = windows(np.random.default_rng(2), 50, np.array([0.2]))
-    found = stats.picked(clean, noisy)
+    found = stats.select_largest(clean, noisy)
     assert found.estimate == found.observed == stats.degradation(clean, noisy[0])
-    nothing = stats.picked(np.zeros(20), [np.zeros(20), np.zeros(20)])
+    nothing = stats.select_largest(np.zeros(20), [np.zeros(20), np.zeros(20)])
     assert (nothing.estimate.value, nothing.estimate.note) == (None, stats.NOT_MEASURABLE)
     with pytest.raises(InvalidInput, match="no candidate was given"):
-        stats.picked(clean, [])
+        stats.select_largest(clean, [])
 
 
 def test_the_same_data_pick_the_same() -> None:
     """Nothing is drawn: twice the same call, twice the same answer; an order of candidates does not matter."""
     clean, noisy = windows(np.random.default_rng(3), 80, np.linspace(0.05, 0.3, 5))
-    found, again = stats.picked(clean, noisy), stats.picked(clean, noisy[::-1])
-    assert found == stats.picked(clean, noisy)
+    found, again = stats.select_largest(clean, noisy), stats.select_largest(clean, noisy[::-1])
+    assert found == stats.select_largest(clean, noisy)
     assert again.index == 4 - found.index
     assert again.estimate.low == found.estimate.low
 
@@ -83,7 +83,7 @@ def test_the_picked_window_is_covered_and_not_inflated(truth: str) -> None:
     rng = np.random.default_rng(5)
     covered, plain, sizes, naive, widths = [], [], [], [], []
     for _ in range(300):
-        found = stats.picked(*windows(rng, 100, losses))
+        found = stats.select_largest(*windows(rng, 100, losses))
         true, new, old = losses[found.index], found.estimate, found.observed
         assert new.value and new.low is not None and new.high is not None
         assert old.value and old.low is not None and old.high is not None

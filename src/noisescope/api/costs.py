@@ -95,7 +95,7 @@ def _made_up(context: StudyContext, trial: Trial) -> Result:
     if trial.measure == "screen":
         facts = [
             {"operator": s.operator, "place": s.place, "module": s.module, "component": s.component, "occurrence": 0}
-            for s in context.aimed
+            for s in context.default_sites
         ]
         arrays = {
             "sums": np.ones((len(facts), count)),

@@ -76,7 +76,7 @@ def check_findings(
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """
-    asked = fault_check.Check(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
+    asked = fault_check.FaultCheck(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice=samples)
     _, found = prepared.run(asked, ExecutionOptions())

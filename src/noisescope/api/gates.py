@@ -61,7 +61,7 @@ def gate(subject: Subject, asked: GateOptions) -> GateResult:
     )
     refuse_kind(run.data, prepared.asked.data)
     if not asked.other_samples:
-        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.context.names))
+        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.context.sample_hashes))
     now = _measured(prepared, asked)
     conditions = conditions_row(run, prepared.asked, (before, now))
     decision = decide(
@@ -124,7 +124,7 @@ class _Question:
         return gate_baseline.propose(context, results) + operators.propose(context, results)
 
     def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> _Found:
-        clean = context.over_whole.answer(results, None)
+        clean = context.scoring_all_tokens.answer(results, None)
         return _Found(gate_baseline.conclude(context, results), "" if clean is None else clean.error)
 
 

@@ -194,18 +194,18 @@ def prepared_for(subject: Subject, asked: ScoringOptions, settings: Settings) ->
         settings=settings,
         conditions=conditions(subject),
         sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.operators if unit.certain),
-        doubtful=frozenset(op for unit in anatomy.units if not unit.certain for op in unit.operators)
+        uncertain_operators=frozenset(op for unit in anatomy.units if not unit.certain for op in unit.operators)
         - anatomy.operators(),
         blocks=len(anatomy.blocks),
         test=slices(test.fingerprint, len(test), asked.slice),
         calibration=calibration,
-        few=None if own is not None else Slice(test.fingerprint, 0, min(FEW, len(test))),
+        curvature_slice=None if own is not None else Slice(test.fingerprint, 0, min(FEW, len(test))),
         measure=measure,
         measure_settings=extra_settings,
         metric="accuracy" if own is not None or generate else str(asked.metric),
         chance=chance_of(test, test_set, "custom" if own is not None else str(asked.metric)),
-        whole=() if own is not None else slices(whole.fingerprint, len(whole), asked.slice),
-        names=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
+        all_token_slices=() if own is not None else slices(whole.fingerprint, len(whole), asked.slice),
+        sample_hashes=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
     about = _asked(subject, context, test, test_set, own)
     return Prepared(subject, context, tuple(materials), own, about, tuple(notes))

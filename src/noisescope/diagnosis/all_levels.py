@@ -1,4 +1,4 @@
-"""The whole diagnosis as one pair: every trial that is wanted now, and the report's sections from what is known."""
+"""The whole diagnosis as one propose / conclude pair: the trials wanted now, and the report's sections."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from noisescope import stats
 from noisescope.diagnosis import channels, dashboard, format_costs, gate_baseline, layers, operators, screen
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.dashboard import correlations
-from noisescope.diagnosis.effects import paired
+from noisescope.diagnosis.effects import StudyResults
 from noisescope.diagnosis.ranking import ranked_findings
+from noisescope.diagnosis.screen import Screened
 from noisescope.diagnosis.sections import Conclusions, Sections
 from noisescope.diagnosis.summary import could_not_see, executive_summary, recommendations
 from noisescope.estimate import Estimate
@@ -26,8 +27,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
         trials += screen.propose(context, results)
     if any(trial.id not in results for trial in trials):
         return trials
-    screened = screen.conclude(context, results) if context.measure != "custom" else None
-    levels = context.settings.levels
+    screened, levels = _usable(_screened(context, results)), context.settings.levels
     if "operator" in levels:
         trials += operators.propose(context, results) + gate_baseline.propose(context, results)
     if "layer" in levels:
@@ -40,15 +40,16 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
 
 def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ()) -> Conclusions:
     """Everything but the run's own facts: the same results give the same values, to the last bit."""
-    screened = screen.conclude(context, results) if context.measure != "custom" else None
-    found = _sections(context, results, screened)
-    ranked = ranked_findings(found, functools.partial(_excess, context, results))
+    screened = _screened(context, results)
+    found = _sections(context, results, _usable(screened))
+    ranked = ranked_findings(found, functools.partial(_excess, StudyResults(context, results)))
     wanted = recommendations(found, ranked)
     limits = could_not_see(context, found, notes)
     if screened is not None and screened.error:
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
-    if screened is not None and screened.lost:
-        limits.append(f"{len(screened.lost)} sites changed in place have no prediction, such as {screened.lost[0]}")
+    if screened is not None and screened.unpredicted:
+        count, first = len(screened.unpredicted), screened.unpredicted[0]
+        limits.append(f"{count} sites changed in place have no prediction, such as {first}")
     return Conclusions(
         **vars(found),
         executive_summary=executive_summary(context, found, ranked, wanted),
@@ -58,17 +59,19 @@ def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ())
     )
 
 
-def _excess(context: StudyContext, results: Results, whole: Target, part: Target) -> Estimate | None:
+def _screened(context: StudyContext, results: Results) -> Screened | None:
+    return None if context.measure == "custom" else screen.conclude(context, results)
+
+
+def _usable(screened: Screened | None) -> Screened | None:
+    """A screen that failed predicts nothing."""
+    return None if screened is None or screened.error else screened
+
+
+def _excess(study: StudyResults, whole: Target, part: Target) -> Estimate | None:
     """What noise in a whole costs beyond noise in a part of it, sample by sample; None where one was not injected."""
-    clean = context.answer(results, None)
-    noisy = [context.answer(results, _injection(context, target)) for target in (whole, part)]
-    if clean is None or clean.error:
-        return None
-    known = [answer for answer in noisy if answer is not None and not answer.error]
-    if len(known) < 2:
-        return None
-    (before, more), (_, less) = (paired(context, clean, answer) for answer in known)
-    return stats.degradation_excess(before, more, less) if len(before) > 1 else None
+    scores = study.scores(_injection(study.context, whole), _injection(study.context, part))
+    return stats.degradation_excess(*scores) if scores is not None and len(scores[0]) > 1 else None
 
 
 def _injection(context: StudyContext, target: Target) -> Injection:
@@ -82,7 +85,7 @@ def _injection(context: StudyContext, target: Target) -> Injection:
     return context.injection(layers=frozenset(target.layers))
 
 
-def _sections(context: StudyContext, results: Results, screened: screen.Screened | None) -> Sections:
+def _sections(context: StudyContext, results: Results, screened: Screened | None) -> Sections:
     levels = context.settings.levels
     layer_analysis = layers.conclude(context, results, screened) if "layer" in levels else None
     captured = channels.conclude(context, results, screened) if "channel" in levels else None

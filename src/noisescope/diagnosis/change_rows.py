@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from noisescope.diagnosis.effects import NOTHING
 from noisescope.diagnosis.report import SCHEMA_VERSION, Asked
 from noisescope.diagnosis.rows import SIGNIFICANT
+from noisescope.diagnosis.stored_runs import CLEAN
 from noisescope.jsonform import Json
 from noisescope.stats import Estimate
 
 UNCHANGED: Final = "no significant difference"
 LOWER_IS_BETTER = ("kl", "nll")
 Change = Literal["worse", "better", "no significant difference", "not measurable"]
+VerdictWord = Literal["worse", "better", "mixed", "no significant difference", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -35,26 +38,26 @@ class ChangeRow:
     nothing could be measured, `smallest_detectable` where no difference could have been found.
     """
 
-    label: str
-    target: str
-    noise: str
-    operators: tuple[str, ...] | None
-    layers: tuple[int, ...]
-    places: tuple[str, ...]
+    label: str = CLEAN
+    target: str = CLEAN
+    noise: str = ""
+    operators: tuple[str, ...] | None = None
+    layers: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
     order: int
     metric: str
     statistic: Literal["mean", "median"]
     paired: bool
     left_out: int
-    seeds: SeedCounts | None
-    a: Estimate
-    b: Estimate
-    difference: Estimate
-    identical: bool
-    p: float | None
-    p_corrected: float | None
-    smallest_detectable: float | None
-    verdict: Change
+    seeds: SeedCounts | None = None
+    a: Estimate = NOTHING
+    b: Estimate = NOTHING
+    difference: Estimate = NOTHING
+    identical: bool = False
+    p: float | None = None
+    p_corrected: float | None = None
+    smallest_detectable: float | None = None
+    verdict: Change = "not measurable"
 
     @property
     def clean(self) -> bool:
@@ -85,7 +88,7 @@ class ChangeCounts:
 class ChangeVerdict:
     """All rows in a word: "undecided" only where no row could be measured."""
 
-    word: Literal["worse", "better", "mixed", "no significant difference", "undecided"]
+    word: VerdictWord
     worse: int
     better: int
     undecided: int

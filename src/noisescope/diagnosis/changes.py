@@ -27,13 +27,13 @@ from noisescope.diagnosis.change_rows import (
     RunChanges,
     RunFacts,
     SeedCounts,
+    VerdictWord,
 )
 from noisescope.diagnosis.context import Array
-from noisescope.diagnosis.effects import NOTHING
-from noisescope.diagnosis.stored_runs import CLEAN, StoredInjection, StoredRun, label_of, noise_of, order_of, target_of
+from noisescope.diagnosis.stored_runs import StoredInjection, StoredRun, label_of, noise_of, order_of, target_of
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, to_json
-from noisescope.stats.unpaired import mean, smallest_unpaired, unpaired, unpaired_p
+from noisescope.stats.unpaired import Centre, smallest_unpaired, unpaired, unpaired_p
 
 MEASURES = ("score", "generate", "custom")  # those that give a score per sample
 Question = tuple[str, StoredInjection | None]  # how it was scored, and what was injected
@@ -63,7 +63,7 @@ def compare_runs(a: StoredRun, b: StoredRun) -> ComparedRuns:
     """Both runs' facts, a row for every metric of every injection that both ran, and a verdict."""
     first, second = measured(a), measured(b)
     common = sorted(first.keys() & second.keys(), key=lambda key: order_of(key[1]))
-    _refuse_strangers(a, b, first, second, common)
+    _check_comparable(a, b, first, second, common)
     failed = [key for key in common if first[key].error or second[key].error]
     custom, score = a.measure == "custom", a.metric if a.metric == b.metric else "accuracy"
     found = [
@@ -74,8 +74,8 @@ def compare_runs(a: StoredRun, b: StoredRun) -> ComparedRuns:
     ]
     rows = tuple(sorted(_judged(found, floor=max(a.asked.kl_floor, b.asked.kl_floor)), key=_by_size))
     changes = RunChanges(
-        a=_facts(a),
-        b=_facts(b),
+        a=RunFacts(**vars(a.asked), name=a.name, trials=len(a.trials), failed=_failures(a)),
+        b=RunFacts(**vars(b.asked), name=b.name, trials=len(b.trials), failed=_failures(b)),
         differs=tuple(_differing(to_json(a.asked), to_json(b.asked))),
         metric="custom" if custom else score,
         verdict=_verdict(rows),
@@ -102,14 +102,14 @@ def measured(run: StoredRun) -> dict[Question, Measured]:
     return found
 
 
-def _refuse_strangers(
+def _check_comparable(
     a: StoredRun,
     b: StoredRun,
     first: Mapping[Question, Measured],
     second: Mapping[Question, Measured],
     common: Sequence[Question],
 ) -> None:
-    """Runs that can't be compared, and what to do about it."""
+    """Raise where two runs can't be compared, with what to do about it."""
     for run, found in ((a, first), (b, second)):
         if not found:
             raise InvalidInput(f"{run.name} has measured nothing yet. Finish it: noisescope runs resume {run.name}")
@@ -128,7 +128,7 @@ def _refuse_strangers(
 
 
 def _metrics(first: Measured, second: Measured, score: str) -> Iterator[str]:
-    """The score, and beside it what shows changes too small to turn an answer."""
+    """The score, and beside it what shows changes too small to alter an answer."""
     both = set(first.metrics) & set(second.metrics)
     if first.injection is not None:
         yield from (metric for metric in (score, "kl") if metric in both)
@@ -136,9 +136,6 @@ def _metrics(first: Measured, second: Measured, score: str) -> Iterator[str]:
     yield "accuracy" if score == "agreement" else score  # the clean model always agrees with itself
     if "nll" in both and first.data == second.data:  # over other tokens it is another thing
         yield "nll"
-
-
-# -- rows
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,8 @@ class _Sides:
     left_out: int
 
     @property
-    def empty(self) -> bool:
-        return not len(self.x) or not len(self.y)
+    def centre(self) -> Centre:
+        return stats.median if self.median else stats.mean
 
 
 def _compared(first: Measured, second: Measured, metric: str, *, order: int, custom: bool) -> tuple[ChangeRow, _Sides]:
@@ -161,35 +158,34 @@ def _compared(first: Measured, second: Measured, metric: str, *, order: int, cus
     seeds = sorted(first.values.keys() & second.values.keys())
     used = [seeds or sorted(side.values) for side in (first, second)]
     sides = _sides(first, second, used, metric, custom=custom)
-    injection = first.injection
-    a = b = difference = NOTHING
-    p = None
-    if not sides.empty:
-        centre = stats.median if sides.median else mean
-        a, b = centre(sides.x, 0.95), centre(sides.y, 0.95)
-        difference, p = _difference(sides)
     row = ChangeRow(
-        label=label_of(injection),
-        target=CLEAN if injection is None else target_of(injection),
-        noise="" if injection is None else noise_of(injection),
-        operators=None if injection is None else injection.operators,
-        layers=() if injection is None else injection.layers,
-        places=() if injection is None else injection.places,
         order=order,
         metric="custom" if custom else metric,
         statistic="median" if sides.median else "mean",
         paired=sides.paired,
         left_out=sides.left_out,
-        seeds=None if injection is None else SeedCounts(len(used[0]), len(used[1]), len(seeds)),
-        a=a,
-        b=b,
-        difference=difference,
-        identical=sides.paired and not sides.empty and np.array_equal(sides.x, sides.y),
-        p=p,
-        p_corrected=None,
-        smallest_detectable=None,
-        verdict="not measurable",
     )
+    if first.injection is not None:
+        row = replace(
+            row,
+            label=label_of(first.injection),
+            target=target_of(first.injection),
+            noise=noise_of(first.injection),
+            operators=first.injection.operators,
+            layers=first.injection.layers,
+            places=tuple(map(str, first.injection.places)),
+            seeds=SeedCounts(len(used[0]), len(used[1]), len(seeds)),
+        )
+    if len(sides.x) and len(sides.y):
+        difference, p = _difference(sides)
+        row = replace(
+            row,
+            a=sides.centre(sides.x, 0.95),
+            b=sides.centre(sides.y, 0.95),
+            difference=difference,
+            identical=sides.paired and np.array_equal(sides.x, sides.y),
+            p=p,
+        )
     return row, sides
 
 
@@ -215,8 +211,7 @@ def _difference(sides: _Sides) -> tuple[stats.Estimate, float]:
     """B less A with its interval, and p of "no difference"."""
     x, y = sides.x, sides.y
     if not sides.paired:
-        centre = stats.median if sides.median else mean
-        return unpaired(x, y, centre=centre), unpaired_p(x, y, centre=centre)
+        return unpaired(x, y, centre=sides.centre), unpaired_p(x, y, centre=sides.centre)
     if not sides.median:
         return stats.difference(y, x), stats.p_no_difference(x, y)
     changes = y.mean(axis=1) - x.mean(axis=1)
@@ -233,23 +228,17 @@ def sign_test(changes: Array) -> float:
     return min(1.0, 2 * float(special.bdtr(least, n, 0.5)))
 
 
-def _smallest(sides: _Sides, difference: stats.Estimate, looks: int) -> float | None:
-    if sides.paired and not sides.median:
-        return stats.smallest_detectable(sides.x, sides.y, looks=looks)
-    return smallest_unpaired(difference, looks)
-
-
-# -- verdicts
-
-
 def _judged(found: Sequence[tuple[ChangeRow, _Sides]], *, floor: float) -> list[ChangeRow]:
-    """Holm's correction over all rows, and what each row says. A KL below `floor` can't be distinguished from 0."""
-    looked = [row.p for row, _ in found if row.p is not None]
-    corrected = iter(stats.holm(looked))
+    """Holm's correction over all rows, and each row's verdict. A KL below `floor` can't be distinguished from 0."""
+    p_values = [row.p for row, _ in found if row.p is not None]
+    corrected, comparisons = iter(stats.holm(p_values)), len(p_values)
     rows = []
     for row, sides in found:
         if row.p is not None:
-            smallest = _smallest(sides, row.difference, len(looked))
+            if sides.paired and not sides.median:
+                smallest = stats.smallest_detectable(sides.x, sides.y, comparisons=comparisons)
+            else:
+                smallest = smallest_unpaired(row.difference, comparisons)
             row = replace(row, p_corrected=next(corrected), smallest_detectable=smallest)
         rows.append(replace(row, verdict=_change(row, floor)))
     return rows
@@ -281,19 +270,12 @@ def _counts(rows: Sequence[ChangeRow]) -> ChangeCounts:
 def _verdict(rows: Sequence[ChangeRow]) -> ChangeVerdict:
     """By the rows that could be measured; the clean model's own rows count like any other."""
     total = _counts(rows)
-    metrics = {
-        metric: _counts([row for row in rows if row.metric == metric])
-        for metric in dict.fromkeys(row.metric for row in rows)
-    }
-    if total.worse and total.better:
-        return ChangeVerdict("mixed", **vars(total), metrics=metrics)
+    names = dict.fromkeys(row.metric for row in rows)
+    metrics = {metric: _counts([row for row in rows if row.metric == metric]) for metric in names}
+    word: VerdictWord = UNCHANGED if total.undecided < total.comparisons else "undecided"
     if total.worse or total.better:
-        return ChangeVerdict("worse" if total.worse else "better", **vars(total), metrics=metrics)
-    decided = total.undecided < total.comparisons
-    return ChangeVerdict(UNCHANGED if decided else "undecided", **vars(total), metrics=metrics)
-
-
-# -- what else is said
+        word = "mixed" if total.worse and total.better else "worse" if total.worse else "better"
+    return ChangeVerdict(word, **vars(total), metrics=metrics)
 
 
 def _labels(found: Mapping[Question, Measured], *, without: Sequence[Question] = ()) -> tuple[str, ...]:
@@ -302,9 +284,8 @@ def _labels(found: Mapping[Question, Measured], *, without: Sequence[Question] =
     return tuple(label_of(injection) for injection in sorted(left, key=order_of))
 
 
-def _facts(run: StoredRun) -> RunFacts:
-    failed = sum(trial.result.failed for trial in run.trials)
-    return RunFacts(**vars(run.asked), name=run.name, trials=len(run.trials), failed=failed)
+def _failures(run: StoredRun) -> int:
+    return sum(trial.result.failed for trial in run.trials)
 
 
 def _differing(a: Mapping[str, Json], b: Mapping[str, Json], before: str = "") -> Iterator[AskedDifferently]:

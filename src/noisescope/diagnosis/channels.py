@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis.context import Array, StudyContext
-from noisescope.diagnosis.effects import effect
+from noisescope.diagnosis.effects import StudyResults
 from noisescope.diagnosis.rows import WindowEffect
 from noisescope.diagnosis.screen import Screened, site_of
 from noisescope.diagnosis.sections import (
@@ -43,7 +42,8 @@ def propose(context: StudyContext, results: Results, screened: Screened | None) 
     capture = capture_trial(context)
     trials = [] if capture is None else [capture]
     if context.settings.effort != "screen":
-        for site, channel in channels_to_confirm(context, screened):
+        count = CONFIRMED_FULL if context.settings.effort == "full" else CONFIRMED
+        for site, channel, _ in costliest(screened)[:count]:
             trials += context.ask(channel_injection(context, site, channel))
     return trials
 
@@ -57,28 +57,22 @@ def channel_injection(context: StudyContext, site: Site, channel: int) -> Inject
     )
 
 
-def channels_to_confirm(context: StudyContext, screened: Screened | None) -> list[tuple[Site, int]]:
-    count = CONFIRMED_FULL if context.settings.effort == "full" else CONFIRMED
-    return [(site, channel) for site, channel, _ in costliest(screened)[:count]]
-
-
-def costliest(screened: Screened | None, listed: int = LISTED) -> list[tuple[Site, int, float]]:
+def costliest(screened: Screened | None) -> list[tuple[Site, int, float]]:
     """(site, channel, predicted KL) of linears inside the blocks, the costliest first."""
-    if screened is None or screened.error:
+    if screened is None:
         return []
     found: list[tuple[Site, int, float]] = []
     for site in screened.sites:
-        if site.operator != "linear" or not isinstance(site.place, int):
-            continue
-        cost = screened.channel_shares(site)
-        for channel in np.argsort(-cost)[:listed]:
-            found.append((site, int(channel), float(cost[channel])))
-    return sorted(found, key=lambda entry: -entry[2])[:listed]
+        if site.operator == "linear" and isinstance(site.place, int):
+            cost = screened.by_channel(site)
+            found += [(site, int(channel), float(cost[channel])) for channel in np.argsort(-cost)[:LISTED]]
+    return sorted(found, key=lambda entry: -entry[2])[:LISTED]
 
 
 def conclude(context: StudyContext, results: Results, screened: Screened | None) -> ChannelAnalysis:
     trial = capture_trial(context)
     captured = None if trial is None else results.get(trial.id)
+    study = StudyResults(context, results)
     found = ChannelAnalysis(
         evidence="none",
         error="",
@@ -86,7 +80,7 @@ def conclude(context: StudyContext, results: Results, screened: Screened | None)
         threshold=context.settings.outlier_threshold,
         summary=None,
         per_layer={},
-        costliest=tuple(_cost_row(context, results, *entry) for entry in costliest(screened)),
+        costliest=tuple(_cost_row(study, *entry) for entry in costliest(screened)),
     )
     if captured is None:
         return found
@@ -96,22 +90,18 @@ def conclude(context: StudyContext, results: Results, screened: Screened | None)
     return replace(found, evidence="captured", summary=summary_of(per_layer.values()), per_layer=per_layer)
 
 
-def captured_sites(captured: Result) -> Iterator[tuple[Site, Mapping[str, Any], dict[str, Array]]]:
-    """Each site of a capture with its facts and its statistics [C] by name."""
-    at = 0
-    for facts in captured.facts["sites"]:
-        end = at + facts["channels"]
-        yield site_of(facts), facts, {name: array[at:end].astype(np.float64) for name, array in captured.arrays.items()}
-        at = end
-
-
 def outliers_of(context: StudyContext, captured: Result, screened: Screened | None) -> dict[str, ChannelRow]:
     """Each module's channels under the four rules; `outlier_indices` are those of the first, the default."""
     rows: dict[str, ChannelRow] = {}
-    for site, facts, columns in captured_sites(captured):
+    at = 0
+    for facts in captured.facts["sites"]:
+        site, end = site_of(facts), at + facts["channels"]
+        columns = {name: array[at:end].astype(np.float64) for name, array in captured.arrays.items()}
+        at = end
         name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
         name = f"{name} #{site.occurrence}" if site.occurrence else name  # experts compute several products
-        found = outliers(columns, _fisher(screened, site), context.settings.outlier_threshold)
+        fisher = None if screened is None or site not in screened.sites else screened.by_channel(site)
+        found = outliers(columns, fisher, context.settings.outlier_threshold)
         rows[name] = ChannelRow(
             layer=canonical_place(site.place),
             operator=site.operator,
@@ -140,7 +130,7 @@ def summary_of(rows: Iterable[ChannelRow]) -> OutlierSummary:
     )
 
 
-def outliers(columns: Mapping[str, Array], fisher: Array | None, threshold: float, *, listed: int = LISTED) -> Outliers:
+def outliers(columns: Mapping[str, Array], fisher: Array | None, threshold: float) -> Outliers:
     """The four rules, on statistics [C] of one module's channels. Channels that are not finite are counted apart."""
     finite = np.isfinite(columns["max"])
     columns = {name: np.where(finite, column, 0.0) for name, column in columns.items()}
@@ -150,14 +140,12 @@ def outliers(columns: Mapping[str, Array], fisher: Array | None, threshold: floa
     spread = np.where(middle > 0, columns["q99"] / np.where(middle > 0, middle, 1.0), 0.0)
     found = np.flatnonzero(ratio > threshold)
     order = found[np.argsort(-ratio[found], kind="stable")]
-    by_fisher = (
-        None
-        if fisher is None or len(fisher) != len(ratio)
-        else int((fisher > np.quantile(fisher, LIMITS["outlier_fisher_quantile"])).sum())
-    )
+    by_fisher = None
+    if fisher is not None and len(fisher) == len(ratio):
+        by_fisher = int((fisher > np.quantile(fisher, LIMITS["outlier_fisher_quantile"])).sum())
     return Outliers(
-        outlier_indices=tuple(int(i) for i in order[:listed]),
-        outlier_ratios=tuple(float(ratio[i]) for i in order[:listed]),
+        outlier_indices=tuple(int(i) for i in order[:LISTED]),
+        outlier_ratios=tuple(float(ratio[i]) for i in order[:LISTED]),
         num_outliers=len(found),
         total_channels=len(ratio),
         outlier_percentage=100 * len(found) / len(ratio),
@@ -185,14 +173,8 @@ def over_median(values: Array) -> Array:
     return ratio
 
 
-def _fisher(screened: Screened | None, site: Site) -> Array | None:
-    if screened is None or site not in screened.sites:
-        return None
-    return screened.channel_shares(site)
-
-
-def _cost_row(context: StudyContext, results: Results, site: Site, channel: int, cost: float) -> CostlyChannel:
-    known = effect(context, results, channel_injection(context, site, channel))
+def _cost_row(study: StudyResults, site: Site, channel: int, cost: float) -> CostlyChannel:
+    known = study.effect(channel_injection(study.context, site, channel))
     assert isinstance(site.place, int)
     injected = None if known.kl is None else known.kl.mean.value
     return CostlyChannel(
@@ -206,7 +188,7 @@ def _cost_row(context: StudyContext, results: Results, site: Site, channel: int,
     )
 
 
-def correlate_with_layers(
+def correlate_with_windows(
     context: StudyContext, windows: Sequence[WindowEffect], rows: Iterable[ChannelRow]
 ) -> stats.Correlation:
     """Outlier counts against the degradation of windows that share no layer (the cross-level correlation)."""
@@ -216,8 +198,7 @@ def correlate_with_layers(
         if window.injected and window.degradation is not None and window.degradation.value is not None
     ]
     if len(measured) < 2:
-        note = "fewer than two windows were measured"
-        return stats.Correlation("pearson", None, None, None, None, len(measured), note=note)
+        return stats.Correlation("pearson", n=len(measured), note="fewer than two windows were measured")
     rows = list(rows)
     counts = [sum(row.num_outliers for row in rows if row.layer in window.layers) for window, _ in measured]
     every = max(1, -(-min(context.settings.window, context.blocks) // context.settings.step))

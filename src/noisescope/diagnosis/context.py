@@ -1,9 +1,9 @@
-"""The frame of a diagnosis: what is asked, of what, on which samples; and how answers are put together."""
+"""A study's settings, model facts and samples; the trials that a question takes, and their results as one answer."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import Injection, checked_scale
-from noisescope.options.fields import DEFAULT_OPERATORS, EFFORTS, LEVEL_ONE, LEVELS
+from noisescope.options.fields import DEFAULT_OPERATORS, EFFORTS, LEVELS
 from noisescope.options.fields import GROUP as GROUP
 from noisescope.options.sensitivity import DiagnoseOptions
-from noisescope.sites import OPERATORS, Site, canonical_operator
+from noisescope.sites import GROUPS, Site, canonical_operator, matches_operator
 from noisescope.trials import Conditions, Result, Results, Slice, Trial
 
 Array = NDArray[np.float64]
@@ -74,14 +74,14 @@ class StudyContext:
     blocks: int
     test: tuple[Slice, ...]
     calibration: Slice | None = None
-    few: Slice | None = None  # the few samples on which curvature and gradients are measured
+    curvature_slice: Slice | None = None  # the few samples on which curvature, gradients and formats are measured
     measure: str = "score"  # "score", "generate" or "custom"
     measure_settings: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "accuracy"  # the one that degradation and bands are taken of
     chance: float = 0.0  # the task's accuracy by guessing
-    doubtful: frozenset[str] = frozenset()  # operators that the model may or may not compute: trying tells
-    whole: tuple[Slice, ...] = ()  # the test samples again, every token of them scored: see gate baseline.py
-    names: tuple[str, ...] = ()  # a hash of each test sample's tokens: the same sample in another set has the same
+    uncertain_operators: frozenset[str] = frozenset()  # the model may or may not compute them: a trial decides
+    all_token_slices: tuple[Slice, ...] = ()  # the test samples again, every token scored: see gate_baseline.py
+    sample_hashes: tuple[str, ...] = ()  # of each test sample's tokens, to find the same sample in another set
 
     @property
     def metric_name(self) -> str:
@@ -89,18 +89,21 @@ class StudyContext:
         return "custom" if self.measure == "custom" else self.metric
 
     @cached_property
-    def present(self) -> frozenset[str]:
-        """Operators and groups that the model has, outside routers and rotary tables."""
-        from noisescope.sites import GROUPS, matches_operator
-
-        found = {site.operator for site in self.aimed} | self.doubtful
-        groups = {g for g in GROUPS if any(matches_operator({g}, s.operator, s.component) for s in self.aimed)}
-        return frozenset(found | groups)
+    def default_sites(self) -> tuple[Site, ...]:
+        """Sites that an injection reaches unless it is restricted: all but routers and rotary tables."""
+        return tuple(site for site in self.sites if site.component != "router" and site.place != "rotary")
 
     @cached_property
-    def aimed(self) -> tuple[Site, ...]:
-        """Sites that an injection hits without being told to."""
-        return tuple(site for site in self.sites if site.component != "router" and site.place != "rotary")
+    def present(self) -> frozenset[str]:
+        """Operators and groups that the model has, outside routers and rotary tables."""
+        found = {site.operator for site in self.default_sites} | self.uncertain_operators
+        groups = {g for g in GROUPS if any(matches_operator({g}, s.operator, s.component) for s in self.default_sites)}
+        return frozenset(found | groups)
+
+    @property
+    def present_operators(self) -> list[str]:
+        """Those of the settings' operators that the model computes."""
+        return [name for name in self.settings.operators if name in self.present]
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
@@ -111,27 +114,29 @@ class StudyContext:
             starts.append(self.blocks - size)  # whatever the step, every layer is in a window
         return tuple((start, start + size - 1) for start in starts)
 
-    def injection(self, *, scale: float | None = None, **aim: Any) -> Injection:
-        """The settings' noise, forward only, aimed."""
+    @cached_property
+    def scoring_all_tokens(self) -> StudyContext:
+        """The same study with every token of a sample scored."""
+        return dataclasses.replace(self, test=self.all_token_slices, measure="score", measure_settings={})
+
+    def injection(self, *, scale: float | None = None, **where: Any) -> Injection:
+        """The settings' noise, forward only; `where` are fields of `Injection`."""
         noise = self.settings.perturbation
         if scale is not None:
             noise = dataclasses.replace(noise, scale=scale)
-        aim.setdefault("operators", frozenset(self.settings.layer_operators))
-        return Injection(noise, phases=frozenset({"forward"}), **aim)
-
-    @cached_property
-    def over_whole(self) -> StudyContext:
-        """The same questions, asked of every token."""
-        return dataclasses.replace(self, test=self.whole, measure="score", measure_settings={})
-
-    # -- questions
+        where.setdefault("operators", frozenset(self.settings.layer_operators))
+        return Injection(noise, phases=frozenset({"forward"}), **where)
 
     def ask(self, injection: Injection | None, *, seeds: Sequence[int] | None = None) -> list[Trial]:
         """The trials of a question: every slice, every seed. None asks for the clean model."""
         chosen = tuple(self.settings.seeds if seeds is None else seeds)
         if (injection, chosen) not in self._asked:
             noise = [None] if injection is None else [dataclasses.replace(injection, seed=seed) for seed in chosen]
-            self._asked[injection, chosen] = [self._trial(part, one) for one in noise for part in self.test]
+            self._asked[injection, chosen] = [
+                Trial(self.conditions, self.measure, part, one, self.measure_settings)
+                for one in noise
+                for part in self.test
+            ]
         return list(self._asked[injection, chosen])
 
     @cached_property
@@ -139,16 +144,10 @@ class StudyContext:
         """Trials by question: their ids are hashes, and every wave asks for all of them again."""
         return {}
 
-    def _trial(self, part: Slice, injection: Injection | None) -> Trial:
-        return Trial(self.conditions, self.measure, part, injection, self.measure_settings)
-
-    def scale_of(self, injection: Injection) -> float:
-        return float(injection.perturbation.scale)  # type: ignore[attr-defined]
-
     def answer(
         self, results: Results, injection: Injection | None, *, seeds: Sequence[int] | None = None
     ) -> Answer | None:
-        """The answer, put together; None where a trial of it is not known yet."""
+        """The results of a question together; None where a trial of it is not known yet."""
         trials = self.ask(injection, seeds=seeds)
         if any(trial.id not in results for trial in trials):
             return None
@@ -180,30 +179,17 @@ class Answer:
     def injections(self) -> int:
         return sum(int(result.facts.get("injections", 0)) for row in self.rows for result in row)
 
-    def values(self, name: str) -> Array:
-        return np.stack([_column(row, name) for row in self.rows])
-
-    def mean(self, name: str) -> Array:
-        """Seeds averaged: noise is drawn anew for each sample, so the sample is what is independent."""
-        with np.errstate(invalid="ignore"):
-            column = self.values(name)
-            known = np.isfinite(column)
-            total = np.where(known, column, 0.0).sum(0)
-            count = known.sum(0)
-            return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
     @property
     def nonfinite(self) -> int:
         return int(np.nansum(self.values("nonfinite"))) if "nonfinite" in self.metrics else 0
 
+    def values(self, name: str) -> Array:
+        rows = [[np.nan if v is None else v for result in row for v in result.values[name]] for row in self.rows]
+        return np.array(rows, dtype=np.float64)
 
-def _column(row: Iterable[Result], name: str) -> Array:
-    return np.concatenate([np.array([np.nan if v is None else v for v in result.values[name]]) for result in row])
-
-
-def present_operators(context: StudyContext) -> list[str]:
-    """Those of the settings' operators that the model computes."""
-    return [name for name in context.settings.operators if name in context.present]
-
-
-assert set(LEVEL_ONE) <= set(OPERATORS)
+    def mean(self, name: str) -> Array:
+        """Seeds averaged: noise is drawn anew for each sample, so the sample is what is independent."""
+        column = self.values(name)
+        known = np.isfinite(column)
+        total, count = np.where(known, column, 0.0).sum(0), known.sum(0)
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis.context import Answer, Array, StudyContext
-from noisescope.diagnosis.rows import Divergence, E, Effect, PointRule
+from noisescope.diagnosis.rows import Divergence, Effect, PointRule
 from noisescope.diagnosis.screen import Screened
 from noisescope.findings import NOT_MEASURABLE, band, band_range
 from noisescope.findings.bands import LossKind
@@ -17,46 +18,58 @@ from noisescope.injection import Injection
 from noisescope.trials import Results
 
 NOTHING = stats.Estimate(None, None, None, 0, note=NOT_MEASURABLE)
+PROPORTIONS = ("accuracy", "next_token_accuracy", "agreement")
 
 
-def effect(
-    context: StudyContext,
-    results: Results,
-    injection: Injection,
-    screened: Screened | None = None,
-    *,
-    looks: int = 1,
-    bands: LossKind = "degradation",
-) -> Effect:
-    """Everything known of an injection. `looks` counts the rows of its table, which intervals and p account for."""
-    scale = context.scale_of(injection)
-    known = Effect(metric=context.metric_name)
-    if screened is not None and not screened.error:
-        predicted = divergence(screened.predicted_by(injection, scale), looks)
-        known = replace(known, evidence="predicted", predicted_kl=predicted)
-    clean, noisy = context.answer(results, None), context.answer(results, injection)
-    for answer in (clean, noisy):
-        if answer is not None and answer.error:
-            return replace(known, evidence="failed", error=answer.error)
-    if clean is None or noisy is None:
-        return known
-    found = replace(task_loss(context, clean, noisy, scale, looks=looks, bands=bands), predicted_kl=known.predicted_kl)
-    over = None
-    if "kl" in noisy.metrics and screened is not None and not screened.error:
-        over = ratio(noisy.mean("kl"), screened.predicted_by(injection, scale))
-    return replace(
-        found,
-        evidence="injected",
-        total_injections=noisy.injections,
-        seeds=noisy.seeds,
-        nonfinite=noisy.nonfinite,
-        failed_samples=int((~np.isfinite(noisy.values(context.metric))).any(0).sum()),
-        kl=divergence(noisy.mean("kl"), looks) if "kl" in noisy.metrics else None,
-        agreement=mean_of(noisy, "agreement"),
-        nll=mean_of(noisy, "nll"),
-        snr_db=mean_of(noisy, "snr_db"),
-        injected_over_predicted=over,
-    )
+@dataclass(frozen=True)
+class StudyResults:
+    """A study with the results known so far, and what its screen predicts: None without one, or where it failed."""
+
+    context: StudyContext
+    results: Results
+    screened: Screened | None = None
+
+    def answer(self, injection: Injection | None) -> Answer | None:
+        return self.context.answer(self.results, injection)
+
+    def scores(self, *injections: Injection) -> tuple[Array, ...] | None:
+        """The clean score of each sample, and its scores [samples, seeds] under each injection; None where unknown."""
+        clean, noisy = self.answer(None), [self.answer(injection) for injection in injections]
+        known = [answer for answer in noisy if answer is not None and not answer.error]
+        if clean is None or clean.error or len(known) < len(noisy):
+            return None
+        both = [paired(self.context, clean, answer) for answer in known]
+        return both[0][0], *(after for _, after in both)
+
+    def effect(self, injection: Injection, *, comparisons: int = 1, bands: LossKind = "degradation") -> Effect:
+        """Everything known of an injection. Intervals and p account for `comparisons`, the rows of its table."""
+        noise: Any = injection.perturbation
+        scale = float(noise.scale)
+        known = Effect(metric=self.context.metric_name)
+        prediction = None if self.screened is None else self.screened.predicted_by(injection, scale)
+        if prediction is not None:
+            known = replace(known, evidence="predicted", predicted_kl=divergence(prediction, comparisons))
+        clean, noisy = self.answer(None), self.answer(injection)
+        for answer in (clean, noisy):
+            if answer is not None and answer.error:
+                return replace(known, evidence="failed", error=answer.error)
+        if clean is None or noisy is None:
+            return known
+        kl = noisy.mean("kl") if "kl" in noisy.metrics else None
+        return replace(
+            task_loss(self.context, clean, noisy, scale, comparisons=comparisons, bands=bands),
+            evidence="injected",
+            predicted_kl=known.predicted_kl,
+            total_injections=noisy.injections,
+            seeds=noisy.seeds,
+            nonfinite=noisy.nonfinite,
+            failed_samples=int((~np.isfinite(noisy.values(self.context.metric))).any(0).sum()),
+            kl=None if kl is None else divergence(kl, comparisons),
+            agreement=mean_of(noisy, "agreement"),
+            nll=mean_of(noisy, "nll"),
+            snr_db=mean_of(noisy, "snr_db"),
+            injected_over_predicted=None if kl is None or prediction is None else ratio(kl, prediction),
+        )
 
 
 def task_loss(
@@ -65,30 +78,32 @@ def task_loss(
     noisy: Answer,
     scale: float,
     *,
-    looks: int = 1,
+    comparisons: int = 1,
     bands: LossKind = "degradation",
 ) -> Effect:
     """The score before and after, degradation with its intervals and bands, and what could have been detected."""
     before, after = paired(context, clean, noisy)
     if not len(before):
         return Effect(metric=context.metric_name, degradation=NOTHING)
-    loss = stats.degradation(before, after, chance=context.chance, level=stats.simultaneous_level(looks))
-    if context.measure != "custom" and before.mean() > 0:
-        loss = loss.within(1 - 1 / float(before.mean()), 1.0)  # a share can't rise above 1, nor fall below 0
+    loss = stats.degradation(before, after, chance=context.chance, level=stats.simultaneous_level(comparisons))
+    interval = stats.mean(after)
+    if context.measure != "custom":  # a metric of one's own may be anything; a share lies between 0 and 1
+        interval = interval.within(0.0, 1.0)
+        loss = loss.within(1 - 1 / float(before.mean()), 1.0) if before.mean() > 0 else loss
     score = None if loss.value is None else loss.value / scale
     lower, upper = band_range(bands, loss)
     return Effect(
         metric=context.metric_name,
         baseline_acc=float(before.mean()),
         noisy_acc=float(after.mean()),
-        noisy_acc_interval=_score(context, after),
+        noisy_acc_interval=interval,
         degradation=loss,
         band=lower,
         band_upper=upper,
         sensitivity_score=score,
         noise_tolerance_index=stats.noise_tolerance(loss),
         p=stats.p_no_difference(before, after),
-        smallest_detectable=stats.smallest_detectable(before, after, looks=looks, relative=True),
+        smallest_detectable=stats.smallest_detectable(before, after, comparisons=comparisons, relative=True),
         point_rule=PointRule(band(bands, loss.value), band("sensitivity_score", score)),
     )
 
@@ -100,33 +115,28 @@ def paired(context: StudyContext, clean: Answer, noisy: Answer) -> tuple[Array, 
     return before[known], np.nan_to_num(after[known], nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def correct_looks(rows: Sequence[E]) -> list[E]:
-    """The rows with Holm's correction over the p values of those that were looked at together."""
-    looked = [row.p for row in rows if row.p is not None]
-    corrected = iter(stats.holm(looked))
+def correct_for_comparisons(rows: Sequence[Effect]) -> list[Effect]:
+    """The rows of a table with Holm's correction over their p values."""
+    corrected = iter(stats.holm([row.p for row in rows if row.p is not None]))
     return [row if row.p is None else replace(row, p_corrected=next(corrected)) for row in rows]
 
 
-def pick_largest(
-    context: StudyContext, results: Results, rows: Sequence[E], injections: Sequence[Injection]
-) -> list[E]:
-    """The rows of a table, the one with the largest loss with a size that allows for its having been picked."""
-    clean = context.answer(results, None)
+def effects_table(
+    study: StudyResults, injections: Sequence[Injection], *, comparisons: int, bands: LossKind = "degradation"
+) -> list[Effect]:
+    """The effects of injections that are compared: p corrected, and the size of the largest loss for its selection."""
+    rows = [study.effect(injection, comparisons=comparisons, bands=bands) for injection in injections]
+    rows = correct_for_comparisons(rows)
     measured = [i for i, row in enumerate(rows) if row.degradation is not None and row.degradation.value is not None]
-    if clean is None or clean.error or len(measured) < 2:
-        return list(rows)
-    scores = []
-    for i in measured:
-        noisy = context.answer(results, injections[i])
-        assert noisy is not None
-        before, after = paired(context, clean, noisy)
-        scores.append(after)
-    found = stats.picked(before, scores, chance=context.chance)
-    largest = measured[found.index]
-    return [replace(row, selected=found.estimate) if i == largest else row for i, row in enumerate(rows)]
+    scores = study.scores(*(injections[i] for i in measured)) if len(measured) > 1 else None
+    if scores is not None:
+        selected = stats.select_largest(scores[0], scores[1:], chance=study.context.chance)
+        largest = measured[selected.index]
+        rows[largest] = replace(rows[largest], selected=selected.estimate)
+    return rows
 
 
-def on_one_scale(rows: Sequence[E], prediction_scale: float) -> list[E]:
+def on_one_scale(rows: Sequence[Effect], prediction_scale: float) -> list[Effect]:
     """The rows with `nats`: the injected size, or the predicted one times the scale."""
     return [replace(row, nats=_nats(row, prediction_scale)) for row in rows]
 
@@ -144,15 +154,12 @@ def _nats(row: Effect, scale: float) -> float:
     return (row.predicted_kl.typical.value or 0.0) * scale if row.predicted_kl is not None else 0.0
 
 
-# -- estimates
-
-
-def divergence(values: Array, looks: int = 1) -> Divergence:
+def divergence(values: Array, comparisons: int = 1) -> Divergence:
     """The typical KL and the mean over the samples whose KL is finite."""
     known = np.maximum(values[np.isfinite(values)], 0.0)  # rounding may leave -1e-12
     if not len(known):
         return Divergence(NOTHING, NOTHING)
-    level = stats.simultaneous_level(looks)
+    level = stats.simultaneous_level(comparisons)
     return Divergence(stats.typical(known, level), stats.nonnegative_mean(known, level))
 
 
@@ -164,10 +171,7 @@ def mean_of(answer: Answer, name: str) -> stats.Estimate | None:
     known = values[np.isfinite(values)]
     if not len(known):
         return NOTHING
-    return stats.share(known) if name in SHARES else stats.mean(known, countable=False)
-
-
-SHARES = ("accuracy", "next_token_accuracy", "agreement")
+    return stats.proportion(known) if name in PROPORTIONS else stats.mean(known, countable=False)
 
 
 def ratio(above: Array, below: Array) -> stats.Estimate:
@@ -176,18 +180,13 @@ def ratio(above: Array, below: Array) -> stats.Estimate:
     return stats.typical_ratio(np.maximum(above[known], 0.0), np.maximum(below[known], 0.0)) if known.any() else NOTHING
 
 
-def clean_score(context: StudyContext, values: Array, name: str | None = None) -> stats.Estimate:
-    """The mean of a column of the clean model; `name` None is the metric."""
+def clean_score(context: StudyContext, clean: Answer, name: str) -> stats.Estimate:
+    """The mean of a column of the clean model."""
+    values = clean.values(name)[0]
     known = values[np.isfinite(values)]
     if not len(known):
         return NOTHING
     if name == "nll":
         return stats.nonnegative_mean(np.maximum(known, 0.0))
     found = stats.mean(known)
-    is_share = (context.metric if name is None else name) in SHARES and context.measure != "custom"
-    return found.within(0.0, 1.0) if is_share else found
-
-
-def _score(context: StudyContext, after: Array) -> stats.Estimate:
-    found = stats.mean(after)
-    return found if context.measure == "custom" else found.within(0.0, 1.0)  # a metric of one's own may be anything
+    return found.within(0.0, 1.0) if name in PROPORTIONS and context.measure != "custom" else found

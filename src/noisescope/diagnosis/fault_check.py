@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from noisescope.diagnosis.context import StudyContext
-from noisescope.diagnosis.effects import correct_looks, task_loss
+from noisescope.diagnosis.effects import correct_for_comparisons, task_loss
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Effect, WindowEffect, as_row
 from noisescope.errors import InvalidInput
@@ -29,13 +29,8 @@ class ChosenWindow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedWindow(Effect):
+class CheckedWindow(ChosenWindow, Effect):
     """What the fault did in one window."""
-
-    role: Literal["warned", "least", "between"]
-    start_layer: int
-    end_layer: int
-    reported_kl: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ def chosen_windows(report: Diagnosis) -> list[ChosenWindow]:
 
 
 @dataclass(frozen=True)
-class Check:
+class FaultCheck:
     """One fault at the operators of each window."""
 
     name: str  # of the fault, for people
@@ -92,16 +87,14 @@ class Check:
         return [trial for injection in injections for trial in context.ask(injection, seeds=(0,))]
 
     def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> CheckResult:
-        rows = correct_looks([self._row(context, results, window) for window in self.windows])
-        samples = context.test[-1].stop
-        return CheckResult(self.name, self.operators, samples, tuple(rows))
+        effects = correct_for_comparisons([self._effect(context, results, window) for window in self.windows])
+        rows = [as_row(row, CheckedWindow, **vars(window)) for row, window in zip(effects, self.windows, strict=True)]
+        return CheckResult(self.name, self.operators, context.test[-1].stop, tuple(rows))
 
-    def _row(self, context: StudyContext, results: Results, window: ChosenWindow) -> CheckedWindow:
+    def _effect(self, context: StudyContext, results: Results, window: ChosenWindow) -> Effect:
         clean, noisy = context.answer(results, None), context.answer(results, self._injection(window), seeds=(0,))
         assert clean is not None and noisy is not None
         failed = clean.error or noisy.error
         if failed:
-            found = Effect(evidence="failed", metric=context.metric_name, error=failed)
-        else:
-            found = replace(task_loss(context, clean, noisy, 1.0, looks=len(self.windows)), evidence="injected")
-        return as_row(found, CheckedWindow, **vars(window))
+            return Effect(evidence="failed", metric=context.metric_name, error=failed)
+        return replace(task_loss(context, clean, noisy, 1.0, comparisons=len(self.windows)), evidence="injected")

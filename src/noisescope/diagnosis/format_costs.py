@@ -15,26 +15,22 @@ from noisescope.trials import Results, Trial
 UNTOUCHED = "bf16"
 GROUP = 64  # weights that share a scale, in integer formats
 FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
-SAMPLES = 16  # a second sample tells more than a second draw on the same one, at the same cost
-
-
-def formats_trial(context: StudyContext) -> Trial | None:
-    """None in a screen, without the layer level, and where the metric is the caller's own."""
-    if context.few is None or context.settings.effort == "screen" or "layer" not in context.settings.levels:
-        return None
-    part = dataclasses.replace(context.few, stop=min(SAMPLES, context.test[-1].stop))
-    return Trial(context.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})
+SAMPLES = 16  # a second sample adds more than a second draw on the same one, at the same cost
 
 
 def propose(context: StudyContext) -> list[Trial]:
-    trial = formats_trial(context)
-    return [] if trial is None else [trial]
+    """No trial in a screen, without the layer level, and where the metric is the caller's own."""
+    part, settings = context.curvature_slice, context.settings
+    if part is None or settings.effort == "screen" or "layer" not in settings.levels:
+        return []
+    part = dataclasses.replace(part, stop=min(SAMPLES, context.test[-1].stop))
+    return [Trial(context.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})]
 
 
 def conclude(context: StudyContext, results: Results) -> FormatScores | None:
     """Predicted KL per token of each format at each linear alone, mean of the samples with its standard error."""
-    trial = formats_trial(context)
-    found = None if trial is None else results.get(trial.id)
+    trials = propose(context)
+    found = results.get(trials[0].id) if trials else None
     if found is None:
         return None
     if found.failed:
@@ -43,26 +39,17 @@ def conclude(context: StudyContext, results: Results) -> FormatScores | None:
     count = predicted.shape[2]
     mean = predicted.mean(2)
     error = predicted.std(2, ddof=1) / np.sqrt(count) if count > 1 else np.full_like(mean, np.nan)
-    rows = tuple(
-        ModuleScores(
-            about["module"],
-            about["place"],
-            about["parameters"],
-            about["inputs"],
-            about["kind"],
-            {
-                name: FormatScore(
-                    bits,
-                    about["effective_bits"][name],
-                    float(mean[i, j]),
-                    float(error[i, j]) if count > 1 else None,
-                )
-                for j, (name, bits) in enumerate(found.facts["formats"])
-            },
-        )
-        for i, about in enumerate(found.facts["modules"])
-    )
-    return FormatScores(count, "", rows, _uniform(rows), found.facts["block_parameters"])
+    rows = []
+    for i, about in enumerate(found.facts["modules"]):
+        facts = {name: about[name] for name in ("module", "place", "parameters", "inputs", "kind")}
+        formats = {
+            name: FormatScore(
+                bits, about["effective_bits"][name], float(mean[i, j]), float(error[i, j]) if count > 1 else None
+            )
+            for j, (name, bits) in enumerate(found.facts["formats"])
+        }
+        rows.append(ModuleScores(**facts, formats=formats))
+    return FormatScores(count, "", tuple(rows), _uniform(rows), found.facts["block_parameters"])
 
 
 def _uniform(rows: Sequence[ModuleScores]) -> dict[str, UniformScore]:

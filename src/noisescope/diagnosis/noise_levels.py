@@ -1,28 +1,28 @@
-"""The critical threshold: the noise at which a tenth of the accuracy is gone, by bisection, with an interval.
+"""Accuracy over noise levels: the critical threshold by bisection, and accuracy and retention at given levels.
 
-One (seed, sample, site) has one draw at every scale, so the curve of degradation over scale is nearly monotone even
-for few samples, and bisection is sound. The interval comes from the samples: drawn again with replacement, each draw's
-curve (made monotone) is inverted.
+The critical threshold is the noise at which a tenth of the accuracy is gone. One (seed, sample, site) has one draw at
+every scale, so the curve of degradation over scale is nearly monotone even for few samples, and bisection is sound. The
+interval comes from the samples: drawn again with replacement, each draw's curve (made monotone) is inverted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis.context import Array, StudyContext
-from noisescope.diagnosis.effects import clean_score, correct_looks, effect, paired
+from noisescope.diagnosis.effects import StudyResults, clean_score, correct_for_comparisons
 from noisescope.diagnosis.report import RobustnessCurve
 from noisescope.diagnosis.rows import Effect, LevelEffect, as_row
 from noisescope.diagnosis.sections import Threshold, Tried
 from noisescope.errors import InvalidInput
 from noisescope.findings import NOT_MEASURABLE, band
-from noisescope.injection import Injection, checked_scale
+from noisescope.injection import checked_scale
 from noisescope.trials import Results, Trial
 
 TOLERANCE = 0.001  # bisection ends when the threshold is known to this
@@ -40,16 +40,16 @@ class Bisection:
     error: str = ""
 
 
-def bisect(context: StudyContext, results: Results, **aim: Any) -> Bisection:
+def bisect(context: StudyContext, results: Results, **sites: Any) -> Bisection:
     """Walk along what is known. The highest scale comes first: a threshold beyond it needs no bisection."""
     highest = context.settings.highest_scale
-    clean = _accuracy(context, results, None)
+    clean = _clean_accuracy(context, results)
     if clean is None or not stats.measurable(clean[np.isfinite(clean)], context.chance):
         return Bisection((), 0.0, None, None)
     tried: list[tuple[float, Array]] = []
     low, high, scale = 0.0, highest, highest
     while high - low > min(TOLERANCE, highest / 100):
-        answer = context.answer(results, context.injection(scale=scale, **aim))
+        answer = context.answer(results, context.injection(scale=scale, **sites))
         if answer is None or answer.error:
             failed = "" if answer is None else answer.error
             return Bisection(tuple(tried), low, high if tried else None, scale if answer is None else None, failed)
@@ -66,16 +66,16 @@ def bisect(context: StudyContext, results: Results, **aim: Any) -> Bisection:
     return Bisection(tuple(tried), low, high, None)
 
 
-def propose(context: StudyContext, results: Results, **aim: Any) -> list[Trial]:
+def propose(context: StudyContext, results: Results, **sites: Any) -> list[Trial]:
     """The next scale's trials; [] when the threshold is known or can't be."""
-    scale = bisect(context, results, **aim).wanted
-    return [] if scale is None else context.ask(context.injection(scale=scale, **aim))
+    scale = bisect(context, results, **sites).wanted
+    return [] if scale is None else context.ask(context.injection(scale=scale, **sites))
 
 
-def conclude(context: StudyContext, results: Results, **aim: Any) -> Threshold:
+def conclude(context: StudyContext, results: Results, **sites: Any) -> Threshold:
     """The threshold with its interval; "> 0.20" where it was not reached, "not measurable" at chance."""
-    known = bisect(context, results, **aim)
-    clean = _accuracy(context, results, None)
+    known = bisect(context, results, **sites)
+    clean = _clean_accuracy(context, results)
     target = context.settings.target_degradation
     nothing = Threshold(None, NOT_MEASURABLE, None, None, NOT_MEASURABLE, target, 0, ())
     if clean is None or (not known.tried and not known.error):
@@ -110,7 +110,7 @@ def _interval(
     lost = np.maximum.accumulate(1 - means / np.maximum(means[:, :1], 1e-12), axis=1)
     thresholds = [_crossing(scales, row, context.settings.target_degradation) for row in lost]
     low, high = np.quantile(thresholds, [0.025, 0.975], method="nearest")
-    return _finite(low), _finite(high)
+    return (float(low) if np.isfinite(low) else None), (float(high) if np.isfinite(high) else None)
 
 
 def _crossing(scales: Array, lost: Array, target: float) -> float:
@@ -124,16 +124,9 @@ def _crossing(scales: Array, lost: Array, target: float) -> float:
     return float(scales[at - 1] + share * (scales[at] - scales[at - 1]))
 
 
-def _accuracy(context: StudyContext, results: Results, injection: Injection | None) -> Array | None:
-    answer = context.answer(results, injection)
+def _clean_accuracy(context: StudyContext, results: Results) -> Array | None:
+    answer = context.answer(results, None)
     return None if answer is None or answer.error else answer.mean(context.metric)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-# Accuracy and retention at several noise levels, on the same samples with the same draws.
 
 
 def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
@@ -154,7 +147,7 @@ class RobustnessFound:
 
 @dataclass(frozen=True)
 class RobustnessQuestion:
-    """The pair of this question: the levels are all that it has."""
+    """Accuracy and retention at several noise levels, on the same samples with the same draws."""
 
     levels: tuple[float, ...]
 
@@ -163,22 +156,22 @@ class RobustnessQuestion:
         return context.ask(None) + noisy
 
     def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> RobustnessFound:
-        rows = correct_looks([self._row(context, results, level) for level in self.levels])
-        return RobustnessFound(RobustnessCurve(context.settings.layer_operators, tuple(rows)), tuple(notes))
-
-    def _row(self, context: StudyContext, results: Results, level: float) -> LevelEffect:
-        clean = context.answer(results, None)
+        study = StudyResults(context, results)
+        clean = study.answer(None)
         assert clean is not None
-        row, score, kept = Effect(metric=context.metric_name), None, None
-        if clean.error:
-            row = replace(row, evidence="failed", error=clean.error)
-        elif level == 0:
-            score = clean_score(context, clean.values(context.metric)[0])
-        else:
-            row = effect(context, results, context.injection(scale=level), looks=len(self.levels))
-            score = row.noisy_acc_interval
-            noisy = context.answer(results, context.injection(scale=level))
-            if noisy is not None and not noisy.error:
-                together = stats.simultaneous_level(len(self.levels))
-                kept = stats.retention(*paired(context, clean, noisy), chance=context.chance, level=together)
-        return as_row(row, LevelEffect, noise_level=level, accuracy=score, retention=kept)
+        injections = [context.injection(scale=level) if level else None for level in self.levels]
+        unmeasured = Effect(metric=context.metric_name, evidence="failed" if clean.error else "none", error=clean.error)
+        rows = [
+            unmeasured if injection is None else study.effect(injection, comparisons=len(self.levels))
+            for injection in injections
+        ]
+        together, curve = stats.simultaneous_level(len(self.levels)), []
+        for level, injection, row in zip(self.levels, injections, correct_for_comparisons(rows), strict=True):
+            accuracy, kept = row.noisy_acc_interval, None
+            scores = None if injection is None else study.scores(injection)
+            if scores is not None:
+                kept = stats.retention(*scores, chance=context.chance, level=together)
+            elif injection is None and not clean.error:
+                accuracy = clean_score(context, clean, context.metric)
+            curve.append(as_row(row, LevelEffect, noise_level=level, accuracy=accuracy, retention=kept))
+        return RobustnessFound(RobustnessCurve(context.settings.layer_operators, tuple(curve)), tuple(notes))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
 from noisescope.diagnosis.sections import ChannelAnalysis, Sections
 from noisescope.findings import BORDERLINE, NOT_MEASURABLE, NOT_RATED, SEVERITIES, Finding, Target, metric_name, percent
-from noisescope.findings.values import Severity
+from noisescope.findings.values import Severity, span
 from noisescope.sites import GROUPS, OuterPlace
 from noisescope.stats import Estimate
 
@@ -33,14 +33,7 @@ BAND_SEVERITY: dict[str, Severity] = {
     "HIGH": "HIGH",
     "MODERATE": "MODERATE",
 }
-
-
 Excess = Callable[[Target, Target], Estimate | None]
-
-
-def unknown_excess(whole: Target, part: Target) -> Estimate | None:
-    """Where samples are not at hand."""
-    return None
 
 
 @dataclass(frozen=True)
@@ -54,22 +47,16 @@ class Candidate:
     @property
     def severity(self) -> Severity:
         """Decided by the interval: the band that its lower end reaches."""
-        own = self._own_severity()
+        own: Severity = NOT_RATED
+        if self.effect.evidence == "failed":
+            own = NOT_MEASURABLE
+        elif self.effect.loss is not None and self.effect.loss >= 0:
+            own = BAND_SEVERITY.get(self.effect.band, BORDERLINE if self.effect.borderline else "LOW")
         return own if self.at_least is None else min(own, self.at_least, key=SEVERITIES.index)
-
-    def _own_severity(self) -> Severity:
-        row = self.effect
-        if row.evidence == "failed":
-            return NOT_MEASURABLE
-        if not row.significant or row.degradation is None or row.degradation.value is None or row.degradation.value < 0:
-            return NOT_RATED
-        if row.band in BAND_SEVERITY:
-            return BAND_SEVERITY[row.band]
-        return BORDERLINE if row.borderline else "LOW"
 
     @property
     def size(self) -> Estimate | None:
-        """The loss, allowing for its having been picked as the largest of its table."""
+        """The loss, corrected for selection where it is the largest of its table."""
         return self.effect.selected or self.effect.degradation
 
     @property
@@ -120,40 +107,44 @@ def counted_once(operators: Iterable[str]) -> list[str]:
     return [name for name in names if name in GROUPS or name not in parts]
 
 
-def ranked_findings(found: Sections, excess: Excess = unknown_excess) -> list[Finding]:
+def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) -> list[Finding]:
     """All findings about parts of the model, the most important first.
 
-    `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval.
+    `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval; None
+    where samples are not at hand.
     """
     whole = whole_model(found)
     same = () if whole is None else whole.target.operators
     rows = [row for row in candidates(found) if (row.target.kind, row.target.operators) != ("operator", same)]
     typical = typical_nats(found.layer_analysis)
     rated = [row for row in rows if row.severity in RATED]
-    kept = _collapsed(_one_window_a_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
+    kept = _without_nested(_one_window_per_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
     findings = [_rated(row, notes, found.layer_analysis) for row, notes in kept]
     named = [row.target for row, _ in kept]
-    moved = [row for row in rows if row.severity == NOT_RATED and row.effect.nats >= STANDS_OUT * typical > 0]
-    moved = [row for row in moved if row.target.kind in ("layer", "place", "cell")]
-    moved = [row for row in moved if not any(_said(row.target, target) for target in named)]
-    kept = _collapsed(moved, lambda whole, part: False)
+    moved = [
+        row
+        for row in rows
+        if row.severity == NOT_RATED
+        and row.effect.nats >= STANDS_OUT * typical > 0
+        and row.target.kind in ("layer", "place", "cell")
+        and not any(_covered(row.target, target) for target in named)
+    ]
+    kept = _without_nested(moved, lambda whole, part: False)
     scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
     findings += [
         _unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
     ][:MOST_PLACES]
     findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
-    findings += _channels(found.channel_analysis)
+    findings += _channel_findings(found.channel_analysis)
     return sorted(findings, key=_order)
 
 
-def _said(target: Target, named: Target) -> bool:
-    """Whether a finding about `named` says it already: the same place, a part of it, or a place that it is in.
+def _covered(target: Target, named: Target) -> bool:
+    """Whether a finding about `named` covers the target: the same place, a part of it, or a place that it is in.
 
-    A finding about an operator everywhere says nothing of where.
+    A finding about an operator everywhere names no place.
     """
-    if named.kind == "operator":
-        return False
-    return target == named or target.holds(named) or named.holds(target)
+    return named.kind != "operator" and (target == named or target.contains(named) or named.contains(target))
 
 
 def _order(finding: Finding) -> tuple[int, int, float, float]:
@@ -173,39 +164,35 @@ def typical_nats(layers: LayerAnalysis | None) -> float:
     return statistics.median(known) if known else 0.0
 
 
-# -- parts in place of wholes
-
-
-def _one_window_a_region(rows: Sequence[Candidate]) -> list[Candidate]:
+def _one_window_per_region(rows: Sequence[Candidate]) -> list[Candidate]:
     """Of windows that share layers, the one that loses most: one hot layer lifts all windows that hold it."""
     kept: list[Candidate] = []
+    taken: set[int] = set()
     for row in sorted(rows, key=lambda row: -row.loss):
-        if row.target.kind == "window" and any(_overlap(row.target, other.target) for other in kept):
-            continue
-        kept.append(row)
+        layers = set(row.target.layers) if row.target.kind == "window" else set()
+        if not layers & taken:
+            kept.append(row)
+            taken |= layers
     return kept
 
 
-def _overlap(one: Target, other: Target) -> bool:
-    return other.kind == "window" and bool(set(one.layers) & set(other.layers))
-
-
-def _collapsed(
+def _without_nested(
     rows: Sequence[Candidate], accounted_for: Callable[[Candidate, Candidate], bool]
 ) -> list[tuple[Candidate, tuple[str, ...]]]:
     """The rows without wholes that a part accounts for, and without parts of places that are kept; notes say which."""
     notes: dict[Target, list[str]] = {row.target: [] for row in rows}
     gravest = {row.target: row.severity for row in rows}
     dropped: set[Target] = set()
-    for whole in sorted(rows, key=lambda row: -_width(row.target)):
-        parts = [part for part in rows if whole.target.holds(part.target) and part.target not in dropped]
+    for whole in sorted(rows, key=lambda row: -_extent(row.target)):
+        parts = [part for part in rows if whole.target.contains(part.target) and part.target not in dropped]
         enough = [part for part in parts if accounted_for(whole, part)]
         if whole.target in dropped or not parts:
             continue
         if enough:
-            best = max(enough, key=lambda part: (-_width(part.target), part.loss, part.effect.nats))
+            best = max(enough, key=lambda part: (-_extent(part.target), part.loss, part.effect.nats))
             dropped.add(whole.target)
-            notes[best.target] += [*notes[whole.target], _adds(whole, best)]
+            adds = f"{whole.target.name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
+            notes[best.target] += [*notes[whole.target], adds]
             gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
         elif whole.target.layers:
             largest = max(parts, key=lambda part: (part.loss, part.effect.nats))
@@ -218,7 +205,7 @@ def _collapsed(
     ]
 
 
-def _width(target: Target) -> int:
+def _extent(target: Target) -> int:
     """How much of the model a target takes in: an operator everywhere, windows, layers, cells."""
     return {"operator": 10**6, "window": 1000 + len(target.layers), "layer": 100}.get(target.kind, 1)
 
@@ -235,19 +222,11 @@ def _loss_accounted_for(whole: Candidate, part: Candidate, excess: Excess) -> bo
     return seen is not None and whole.loss - part.loss < seen
 
 
-def _adds(whole: Candidate, part: Candidate) -> str:
-    name = whole.target.name
-    return f"{name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
-
-
 def _largest_part(whole: Candidate, part: Candidate) -> str:
     if whole.severity == NOT_RATED:
         share = min(part.effect.nats / whole.effect.nats, 1.0)
         return f"{percent(share, 0)} of it in {part.target.name}"
     return f"{part.target.name} alone: {percent(part.loss)} lost"
-
-
-# -- sentences
 
 
 def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None) -> Finding:
@@ -266,14 +245,14 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
         unit="share",
         nats=effect.nats,
         evidence="injected",
-        notes=(*notes, *_also(row, layers)),
+        notes=(*notes, *_layer_notes(row, layers)),
     )
 
 
 def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_scale: float) -> Finding:
     effect = row.effect
     assert effect.divergence is not None
-    times = f"{_digits(effect.nats / typical)} times the median layer"
+    times = f"{_two_digits(effect.nats / typical)} times the median layer"
     verb = "moves" if effect.injected else "is predicted to move"
     return Finding(
         severity=NOT_RATED,
@@ -284,11 +263,11 @@ def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_
         unit="nats",
         nats=effect.nats,
         evidence=effect.evidence,
-        notes=(times, *notes, *_nonlinear(effect)),
+        notes=(times, *notes, *_nonlinearity_note(effect)),
     )
 
 
-def _digits(times: float) -> str:
+def _two_digits(times: float) -> str:
     """Two digits: more would not hold on other samples."""
     return f"{times:.1f}" if times < 10 else f"{float(f'{times:.2g}'):.0f}"
 
@@ -298,7 +277,7 @@ def _failed(row: Candidate) -> Finding:
     return Finding(NOT_MEASURABLE, row.target.name, statement, row.target, None, "share", None, "failed")
 
 
-def _also(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
+def _layer_notes(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
     """What else the run knows of the same layers."""
     for point in layers.avalanche_points if layers is not None else ():
         if row.target.layers and set(row.target.layers) <= set(range(point.start, point.end + 1)):
@@ -306,24 +285,24 @@ def _also(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
             if not point.decided:
                 yield f"{where} may be an avalanche point: the intervals do not decide"
             elif point.ratio is not None:
-                low, high = (f"{end:.1f}" if end is not None else "..." for end in (point.ratio.low, point.ratio.high))
-                yield f"{where} are an avalanche point: {point.ratio.value:.1f} [{low}, {high}] times their neighbours"
+                times = f"{point.ratio.value:.1f} {span(point.ratio, '.1f')}"
+                yield f"{where} are an avalanche point: {times} times their neighbours"
             else:
                 yield f"{where} are an avalanche point: their neighbours lose far less"
     for window in layers.windows if layers is not None and row.target.kind == "window" else ():
         index = window.interaction_index
         if window.layers == row.target.layers and index is not None and index.compounds:
             yield f"errors compound: noise in all diverges {index.index.value:.2f} times as far as in each alone"
-    yield from _nonlinear(row.effect)
+    yield from _nonlinearity_note(row.effect)
 
 
-def _nonlinear(effect: Effect) -> Iterable[str]:
+def _nonlinearity_note(effect: Effect) -> Iterable[str]:
     if effect.nonlinear and effect.injected_over_predicted is not None:
         times = effect.injected_over_predicted.value
         yield f"injected noise diverges {times:.2f} times as far as predicted: not linear here"
 
 
-def _channels(found: ChannelAnalysis | None) -> list[Finding]:
+def _channel_findings(found: ChannelAnalysis | None) -> list[Finding]:
     """By the largest ratio: one or two massive channels are the worst case, however small their share."""
     if found is None:
         return []

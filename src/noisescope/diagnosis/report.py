@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from noisescope.diagnosis.rows import Effect, LayerAnalysis, LevelEffect
-from noisescope.diagnosis.sections import (
-    ChannelAnalysis,
-    Conclusions,
-    ExecutiveSummary,
-    ExpectedCorrelation,
-    FormatScores,
-    GateNumbers,
-    Metrics,
-)
-from noisescope.findings import Finding, Recommendation
+from noisescope.diagnosis.rows import LevelEffect
+from noisescope.diagnosis.sections import Conclusions
 from noisescope.trials import Conditions
 
 SCHEMA_VERSION = 2  # 2: rows are typed, labels are decided by intervals, KL has a median and a mean
@@ -98,22 +89,16 @@ class Run(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """Everything a diagnosis found."""
+class RunReport:
+    """What every report of a run starts with."""
 
     schema_version: int = SCHEMA_VERSION
     run: Run
-    executive_summary: ExecutiveSummary
-    operator_analysis: Mapping[str, Effect] | None
-    layer_analysis: LayerAnalysis | None
-    channel_analysis: ChannelAnalysis | None
-    metrics: Metrics
-    correlations: Mapping[str, ExpectedCorrelation]
-    format_scores: FormatScores | None
-    gate: GateNumbers | None
-    findings: tuple[Finding, ...]
-    recommendations: tuple[Recommendation, ...]
-    could_not_see: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis(Conclusions, RunReport):
+    """Everything a diagnosis found."""
 
     @classmethod
     def of(cls, run: Run, found: Conclusions) -> Diagnosis:
@@ -129,8 +114,6 @@ class RobustnessCurve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Robustness:
-    schema_version: int = SCHEMA_VERSION
-    run: Run
+class Robustness(RunReport):
     robustness: RobustnessCurve
     could_not_see: tuple[str, ...]

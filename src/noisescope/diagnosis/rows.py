@@ -227,9 +227,9 @@ def cell_target(row: CellEffect) -> Target:
     return Target("cell", (row.operator,), (row.layer,))
 
 
-E = TypeVar("E", bound=Effect)
+Row = TypeVar("Row", bound=Effect)
 
 
-def as_row(effect: Effect, kind: type[E], **where: Any) -> E:
+def as_row(effect: Effect, kind: type[Row], **where: Any) -> Row:
     """An effect as a row of a table, which says where it is."""
     return kind(**vars(effect), **where)

@@ -12,7 +12,7 @@ import numpy as np
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.injection import Injection
 from noisescope.sites import Site
-from noisescope.trials import Results, Trial
+from noisescope.trials import Results, Trial, missing
 
 
 def screen_injection(context: StudyContext) -> Injection:
@@ -21,11 +21,13 @@ def screen_injection(context: StudyContext) -> Injection:
     return Injection(unit, phases=frozenset({"forward"}))
 
 
+def screen_trials(context: StudyContext) -> list[Trial]:
+    where, settings = screen_injection(context), {"draws": context.settings.draws, "seed": 0}
+    return [Trial(context.conditions, "screen", part, where, settings) for part in context.test]
+
+
 def propose(context: StudyContext, results: Results) -> list[Trial]:
-    where = screen_injection(context)
-    settings = {"draws": context.settings.draws, "seed": 0}
-    trials = [Trial(context.conditions, "screen", part, where, settings) for part in context.test]
-    return [trial for trial in trials if trial.id not in results]
+    return missing(screen_trials(context), results)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Screened:
     channels: tuple[Array, ...]
     scale: float
     error: str = ""
-    lost: tuple[str, ...] = ()  # sites that could not be followed
+    unpredicted: tuple[str, ...] = ()  # sites changed in place, which could not be followed
 
     def predicted(self, select: Callable[[Site], bool]) -> Array:
         """Predicted KL per sample in nats, of the selected sites together, at the settings' scale."""
@@ -50,14 +52,14 @@ class Screened:
         return self.predicted(lambda site: site.place == layer)
 
     def predicted_by(self, injection: Injection, scale: float | None = None) -> Array:
+        """Predicted KL per sample of an injection, at the settings' scale or another."""
         used = self.scale if scale is None else scale
         total: Array = self.predicted(injection.selects) * (used / self.scale) ** 2
         return total
 
-    def channel_shares(self, site: Site) -> Array:
+    def by_channel(self, site: Site) -> Array:
         """Predicted KL of each channel of a site: means over the samples."""
-        at = self.sites.index(site)
-        total: Array = self.channels[at] * (self.scale**2 / 2)
+        total: Array = self.channels[self.sites.index(site)] * (self.scale**2 / 2)
         return total
 
 
@@ -68,11 +70,10 @@ def site_of(facts: Mapping[str, Any]) -> Site:
 
 def conclude(context: StudyContext, results: Results) -> Screened | None:
     """The screen of all slices put together; None where there is none."""
-    if propose(context, results):
+    trials = screen_trials(context)
+    if missing(trials, results):
         return None
-    where = screen_injection(context)
-    settings = {"draws": context.settings.draws, "seed": 0}
-    found = [results[Trial(context.conditions, "screen", part, where, settings).id] for part in context.test]
+    found = [results[trial.id] for trial in trials]
     failed = next((result.error for result in found if result.failed), "")
     if failed:
         return Screened((), np.zeros((0, 0)), (), context.settings.scale, failed)
@@ -80,5 +81,6 @@ def conclude(context: StudyContext, results: Results) -> Screened | None:
     samples = np.concatenate([result.arrays["sums"] / result.arrays["tokens"] for result in found], axis=1)
     flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / samples.shape[1]
     ends = np.cumsum([f["channels"] for f in found[0].facts["sites"]])[:-1]
-    lost = tuple(sorted({name for result in found for name in result.facts["lost"]}))
-    return Screened(sites, samples, tuple(np.split(np.asarray(flat), ends)), context.settings.scale, lost=lost)
+    unpredicted = tuple(sorted({name for result in found for name in result.facts["lost"]}))
+    by_site = tuple(np.split(np.asarray(flat), ends))
+    return Screened(sites, samples, by_site, context.settings.scale, unpredicted=unpredicted)

@@ -1,4 +1,7 @@
-"""The other sections of a diagnosis: channels, metrics, correlations, format scores, the gate, the summary."""
+"""The other sections of a diagnosis: channels, metrics, correlations, format scores, the gate, the summary.
+
+Field names are the keys of report.json (jsonform.py).
+"""
 
 from __future__ import annotations
 
@@ -235,12 +238,18 @@ class ExpectedCorrelation:
 
 
 @dataclass(frozen=True)
-class FormatScore:
-    """What one number format costs one linear: predicted KL per token, mean of the samples."""
+class UniformScore:
+    """One format for all linears: predictions add up."""
 
     bits: int
     effective_bits: float
     predicted_kl: float
+
+
+@dataclass(frozen=True)
+class FormatScore(UniformScore):
+    """What one number format costs one linear: predicted KL per token, mean of the samples."""
+
     standard_error: float | None
 
 
@@ -252,15 +261,6 @@ class ModuleScores:
     inputs: int
     kind: str
     formats: Mapping[str, FormatScore]
-
-
-@dataclass(frozen=True)
-class UniformScore:
-    """One format for all linears: predictions add up."""
-
-    bits: int
-    effective_bits: float
-    predicted_kl: float
 
 
 @dataclass(frozen=True)
@@ -346,10 +346,14 @@ class Sections:
 
 
 @dataclass(frozen=True)
-class Conclusions(Sections):
+class _Summarised:
+    executive_summary: ExecutiveSummary  # a base of its own, so that it comes before the sections in report.json
+
+
+@dataclass(frozen=True)
+class Conclusions(Sections, _Summarised):
     """The same with what follows from it: findings in one ranked list, and everything made from that list."""
 
-    executive_summary: ExecutiveSummary
     findings: tuple[Finding, ...]
     recommendations: tuple[Recommendation, ...]
     could_not_see: tuple[str, ...]

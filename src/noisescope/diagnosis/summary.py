@@ -1,4 +1,8 @@
-"""What to do, from the ranked findings: the same order, each with the advice for its kind."""
+"""From sections and ranked findings to the first screen of the report.
+
+Recommendations in the order of the findings, the risk level with its reasons, the next step, plain words for people who
+decide, and what the run could not detect.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ from collections.abc import Sequence
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.ranking import RATED, STANDS_OUT, counted_once, typical_nats, whole_model
 from noisescope.diagnosis.rows import Effect
-from noisescope.diagnosis.sections import ChannelAnalysis, ExecutiveSummary, PlainWords, Sections
+from noisescope.diagnosis.sections import Baseline, ExecutiveSummary, PlainWords, Sections
 from noisescope.findings import (
     ADVICE,
+    BANDS,
     BORDERLINE,
     LIMITS,
     NOT_MEASURABLE,
@@ -24,8 +29,8 @@ from noisescope.findings import (
     report_risk,
 )
 from noisescope.findings.bands import RiskLevel
-from noisescope.findings.risk import RISK_MEANINGS, higher_level
-from noisescope.findings.values import Urgency
+from noisescope.findings.risk import higher_level
+from noisescope.findings.values import Urgency, counted
 
 FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, though no loss was significant
 
@@ -33,29 +38,31 @@ FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, tho
 def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendation]:
     """One for each finding about a place, an operator or a module with outlier channels."""
     typical = typical_nats(found.layer_analysis)
-    wanted = []
-    for finding in ranked:
-        if finding.unit == "count":
-            wanted.append(Recommendation("CRITICAL", finding.component, finding.statement, _advice(found, finding)))
-        elif finding.unit == "share" and finding.severity in RATED:
-            priority = _urgency(finding)
-            wanted.append(Recommendation(priority, finding.component, finding.statement, _advice(found, finding)))
-        elif finding.unit == "nats" and finding.nats is not None:
-            priority = "MEDIUM" if finding.nats >= FAR * typical else "LOW"
-            wanted.append(Recommendation(priority, finding.component, finding.statement, _advice(found, finding)))
-        elif finding.unit == "ratio" and found.channel_analysis is not None:
-            wanted.append(_channel_advice(finding, found.channel_analysis))
-    return by_priority(wanted)
+    return by_priority(
+        Recommendation(priority, finding.component, finding.statement, _advice(found, finding))
+        for finding in ranked
+        if (priority := _priority(found, finding, typical)) is not None
+    )
 
 
-def _urgency(finding: Finding) -> Urgency:
-    if finding.severity == "CRITICAL" or finding.severity == "HIGH":
-        return finding.severity
-    return "MEDIUM"
+def _priority(found: Sections, finding: Finding, typical: float) -> Urgency | None:
+    """None where a finding asks for nothing."""
+    if finding.unit == "count":
+        return "CRITICAL"
+    if finding.unit == "share" and finding.severity in RATED:
+        return finding.severity if finding.severity == "CRITICAL" or finding.severity == "HIGH" else "MEDIUM"
+    if finding.unit == "nats" and finding.nats is not None:
+        return "MEDIUM" if finding.nats >= FAR * typical else "LOW"
+    if finding.unit == "ratio" and found.channel_analysis is not None:
+        row = found.channel_analysis.per_layer[finding.component]
+        return "MEDIUM" if row.band == "CRITICAL" and row.operator == "linear" else "LOW"
+    return None
 
 
 def _advice(found: Sections, finding: Finding) -> str:
     target = finding.target
+    if finding.unit == "ratio":
+        return f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
     if target.kind == "channels":
         return "Find where the numbers leave the range of the dtype: noisescope locate MODEL names the first operator."
     if target.kind == "operator":
@@ -67,16 +74,6 @@ def _advice(found: Sections, finding: Finding) -> str:
     return ADVICE["avalanche"] if target.layers and inside else ADVICE["critical layers"]
 
 
-def _channel_advice(finding: Finding, channels: ChannelAnalysis) -> Recommendation:
-    row = channels.per_layer[finding.component]
-    action = f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
-    priority: Urgency = "MEDIUM" if row.band == "CRITICAL" and row.operator == "linear" else "LOW"
-    return Recommendation(priority, finding.component, finding.statement, action)
-
-
-# The report for people who decide: what it means, what to do, how to know that it worked.
-
-
 _MEANING = {
     "LOW": "At the noise tried here nothing in the model breaks: the usual checks on the new device are enough.",
     "MODERATE": "Some parts of the model are sensitive to numerical error: protect them before moving the model.",
@@ -85,6 +82,8 @@ _MEANING = {
 }
 WIDEST = 0.2  # an interval of the clean score that is wider than this is no criterion to pass
 WANTED = 0.05  # half the width of one that is
+TOP = 3
+LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't call a model low-risk
 
 
 def plain_words(
@@ -98,18 +97,15 @@ def plain_words(
         return PlainWords(risk, "Nothing beyond the usual validation.", "")
     urgent = sum(one.priority in ("CRITICAL", "HIGH") for one in wanted)
     named = ", ".join(one.component for one in wanted[:3]) + (" and others" if len(wanted) > 3 else "")
-    things = f"{len(wanted)} {'item' if len(wanted) == 1 else 'items'}" + (
-        f", {urgent} of them urgent" if urgent else ""
-    )
-    return PlainWords(risk, f"Look at {things}: {named}. The recommendations say how.", _success(context, found))
+    items = counted(len(wanted), "item") + (f", {urgent} of them urgent" if urgent else "")
+    return PlainWords(risk, f"Look at {items}: {named}. The recommendations say how.", _success(context, found))
 
 
 def _success(context: StudyContext, found: Sections) -> str:
     """A criterion that a device can pass or fail, or how many samples it would take to have one."""
     baseline = found.metrics.baseline
-    if (
-        baseline is None or not baseline.measurable or context.metric == "agreement"
-    ):  # the clean model agrees with itself
+    clean_always_agrees = context.metric == "agreement"
+    if baseline is None or not baseline.measurable or clean_always_agrees:
         return ""
     clean = baseline.metrics.get(context.metric)
     if clean is None or clean.value is None or clean.low is None or clean.high is None:
@@ -139,21 +135,11 @@ def _loss(context: StudyContext, found: Sections) -> str:
     )
 
 
-# From rows and ranked findings to the first screen: risk, top findings, next step; and what the run could not see.
-
-
-TOP = 3
-LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't call a model low-risk
-
-
 def executive_summary(
     context: StudyContext, found: Sections, ranked: Sequence[Finding], wanted: Sequence[Recommendation]
 ) -> ExecutiveSummary:
-    operators = {
-        name: row
-        for name, row in (found.operator_analysis or {}).items()
-        if name in counted_once(found.operator_analysis or {}) and row.evidence != "absent"
-    }
+    rows = found.operator_analysis or {}
+    operators = {name: rows[name] for name in counted_once(rows) if rows[name].evidence != "absent"}
     critical = tuple(name for name, row in operators.items() if _critical(row, context.settings.scale))
     layers = found.layer_analysis
     points = () if layers is None else tuple(point for point in layers.avalanche_points if point.decided)
@@ -166,9 +152,8 @@ def executive_summary(
         None if channels is None else channels.total_channels,
     )
     whole = whole_model(found)
-    level, meaning = overall_risk(
-        risk.level, [*ranked, *([] if whole is None else [whole])], smallest_detectable(found)
-    )
+    every = [*ranked] if whole is None else [*ranked, whole]
+    level, meaning = overall_risk(risk.level, every, smallest_detectable(found))
     if level == NOT_MEASURABLE:
         meaning = _why_not(context, found) or meaning
     step = next_step(context, found, ranked)
@@ -203,15 +188,16 @@ def overall_risk(score_level: RiskLevel, ranked: Sequence[Finding], smallest: fl
     for finding in ranked:
         if finding.rated:
             level = higher_level(level, "HIGH" if finding.urgent else "MODERATE")
+    meanings = BANDS["report_risk"].meanings
     if level not in ("LOW", NOT_MEASURABLE):
-        return level, RISK_MEANINGS[level]
+        return level, meanings[level]
     borderline = next((finding for finding in ranked if finding.severity == BORDERLINE), None)
     if borderline is not None:
         return NOT_MEASURABLE, f"the loss in {borderline.component} may be low or high; more samples decide"
     if smallest is None or smallest > LEAST_POWER:
         what = "any loss" if smallest is None else f"a loss below {percent(smallest, 0)}"
         return NOT_MEASURABLE, f"too few samples to detect {what}"
-    return level, RISK_MEANINGS.get(level, "only a part of the model was measured")
+    return level, meanings.get(level, "only a part of the model was measured")
 
 
 def _why_not(context: StudyContext, found: Sections) -> str:
@@ -243,7 +229,7 @@ def _score(row: Effect, critical: bool) -> float | None:
 
 
 def smallest_detectable(found: Sections) -> float | None:
-    """The loss that every operator would have shown; None where no loss could be found, or none was looked for."""
+    """The loss that every operator would have shown; None where no loss could be found, or none was tested for."""
     if found.metrics.baseline is None or not found.metrics.baseline.measurable:
         return None
     rows = [row for row in (found.operator_analysis or {}).values() if row.injected]
@@ -257,9 +243,8 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
         return f"The clean model could not be measured: {found.first_error or 'its trials failed'}"
     if context.settings.effort == "screen":
         return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
-    baseline = found.metrics.baseline
-    if baseline is not None and not baseline.measurable:
-        return _not_measurable(context, found)
+    if not found.metrics.baseline.measurable:
+        return _not_measurable(context, found.metrics.baseline)
     urgent = next((finding for finding in ranked if finding.urgent), None)
     if urgent is not None:
         place = next((finding.component for finding in ranked if finding.target.places), None)
@@ -286,9 +271,7 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
     return f"No rated loss at this noise scale; {percent(smallest)} in one operator would have been detected.{first}"
 
 
-def _not_measurable(context: StudyContext, found: Sections) -> str:
-    baseline = found.metrics.baseline
-    assert baseline is not None
+def _not_measurable(context: StudyContext, baseline: Baseline) -> str:
     clean = baseline.metrics[context.metric]
     low, high = ("..." if end is None else percent(end) for end in (clean.low, clean.high))
     value = "not finite" if clean.value is None else percent(clean.value)

@@ -4,74 +4,37 @@ Bands, risk and avalanches are for injected task metrics; a predicted divergence
 could not be measured stays "not measurable" and never falls into a good band.
 """
 
-from noisescope.findings.advice import ADVICE, operator_advice, outlier_advice
-from noisescope.findings.avalanche import PointAvalanche, Window, avalanche_points, neighbours
-from noisescope.findings.bands import (
-    BANDS,
-    DASHBOARD_POINTS,
-    EXPECTED_CORRELATIONS,
-    GAIN_ROUND_OFF,
-    LIMITS,
-    NOT_MEASURABLE,
-    REPORT_POINTS,
-    ROUND_OFF,
-    Bands,
-    as_expected,
-    band,
-    band_range,
-    meaning,
-)
-from noisescope.findings.risk import Assessment, Risk, Term, dashboard_risk, hardware_assessment, report_risk
-from noisescope.findings.values import (
-    BORDERLINE,
-    METRIC_NAMES,
-    NOT_RATED,
-    PRIORITIES,
-    SEVERITIES,
-    Finding,
-    Recommendation,
-    Target,
-    by_priority,
-    metric_name,
-    percent,
-)
-
-__all__ = [
-    "ADVICE",
-    "BANDS",
-    "BORDERLINE",
-    "DASHBOARD_POINTS",
-    "EXPECTED_CORRELATIONS",
-    "GAIN_ROUND_OFF",
-    "LIMITS",
-    "METRIC_NAMES",
-    "NOT_MEASURABLE",
-    "NOT_RATED",
-    "PRIORITIES",
-    "REPORT_POINTS",
-    "ROUND_OFF",
-    "SEVERITIES",
-    "Assessment",
-    "Bands",
-    "Finding",
-    "PointAvalanche",
-    "Recommendation",
-    "Risk",
-    "Target",
-    "Term",
-    "Window",
-    "as_expected",
-    "avalanche_points",
-    "band",
-    "band_range",
-    "by_priority",
-    "dashboard_risk",
-    "hardware_assessment",
-    "meaning",
-    "metric_name",
-    "neighbours",
-    "operator_advice",
-    "outlier_advice",
-    "percent",
-    "report_risk",
-]
+from noisescope.findings.advice import ADVICE as ADVICE
+from noisescope.findings.advice import operator_advice as operator_advice
+from noisescope.findings.advice import outlier_advice as outlier_advice
+from noisescope.findings.avalanche import PointAvalanche as PointAvalanche
+from noisescope.findings.avalanche import Window as Window
+from noisescope.findings.avalanche import avalanche_points as avalanche_points
+from noisescope.findings.avalanche import neighbours as neighbours
+from noisescope.findings.bands import BANDS as BANDS
+from noisescope.findings.bands import DASHBOARD_POINTS as DASHBOARD_POINTS
+from noisescope.findings.bands import EXPECTED_CORRELATIONS as EXPECTED_CORRELATIONS
+from noisescope.findings.bands import GAIN_ROUND_OFF as GAIN_ROUND_OFF
+from noisescope.findings.bands import LIMITS as LIMITS
+from noisescope.findings.bands import NOT_MEASURABLE as NOT_MEASURABLE
+from noisescope.findings.bands import ROUND_OFF as ROUND_OFF
+from noisescope.findings.bands import as_expected as as_expected
+from noisescope.findings.bands import band as band
+from noisescope.findings.bands import band_range as band_range
+from noisescope.findings.bands import meaning as meaning
+from noisescope.findings.risk import Assessment as Assessment
+from noisescope.findings.risk import Risk as Risk
+from noisescope.findings.risk import Term as Term
+from noisescope.findings.risk import dashboard_risk as dashboard_risk
+from noisescope.findings.risk import hardware_assessment as hardware_assessment
+from noisescope.findings.risk import report_risk as report_risk
+from noisescope.findings.values import BORDERLINE as BORDERLINE
+from noisescope.findings.values import NOT_RATED as NOT_RATED
+from noisescope.findings.values import PRIORITIES as PRIORITIES
+from noisescope.findings.values import SEVERITIES as SEVERITIES
+from noisescope.findings.values import Finding as Finding
+from noisescope.findings.values import Recommendation as Recommendation
+from noisescope.findings.values import Target as Target
+from noisescope.findings.values import by_priority as by_priority
+from noisescope.findings.values import metric_name as metric_name
+from noisescope.findings.values import percent as percent

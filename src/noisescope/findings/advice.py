@@ -22,10 +22,7 @@ ADVICE: dict[str, str] = {
         "larger epsilon guards against division by almost nothing, but keep the one the model was trained with: "
         "raising it alters the model, so evaluate that as a change of its own."
     ),
-    "linear": _ACCUMULATE,
-    "matmul": _ACCUMULATE,
-    "bmm": _ACCUMULATE,
-    "gemm": _ACCUMULATE,
+    **dict.fromkeys(("linear", "matmul", "bmm", "gemm"), _ACCUMULATE),
     "attention": (
         "Errors of the products and of softmax compound here: give QK^T, the probabilities and PV scales of their "
         "own, and see which of the three carries the loss."

@@ -54,20 +54,23 @@ def avalanche_points(windows: Iterable[Window], *, threshold: float | None = Non
     """
     limit = LIMITS["avalanche_degradation"] if threshold is None else threshold
     measured = [w for w in windows if w.degradation is not None and not math.isnan(w.degradation)]
-    hits = [w for w in measured if _loss(w) > limit and _stands_out(w, neighbours(w, measured))]
+    beside = {w: [_loss(other) for other in neighbours(w, measured)] for w in measured}
+    factor = LIMITS["avalanche_neighbour_factor"]
+    hits = [w for w in measured if _loss(w) > limit and beside[w] and _loss(w) > factor * max(beside[w])]
     points = []
     while hits:
         worst = min(hits, key=lambda w: (-_loss(w), w.start))
         region = [w for w in hits if w.shares_layers_with(worst)]
         hits = [w for w in hits if w not in region]
+        common = max(w.start for w in region), min(w.end for w in region)
         points.append(
             PointAvalanche(
                 worst.start,
                 worst.end,
                 _loss(worst),
                 "CRITICAL" if _loss(worst) > LIMITS["avalanche_critical"] else "HIGH",
-                tuple(_loss(w) for w in neighbours(worst, measured)),
-                _common_layers(worst, region),
+                tuple(beside[worst]),
+                common if common[0] <= common[1] else (worst.start, worst.end),
             )
         )
     return sorted(points, key=lambda point: point.start)
@@ -83,13 +86,3 @@ def neighbours(window: Window, others: list[Window]) -> list[Window]:
     before = max((w for w in others if w.end < window.start), key=lambda w: (w.end, w.start), default=None)
     after = min((w for w in others if w.start > window.end), key=lambda w: (w.start, w.end), default=None)
     return [w for w in (before, after) if w is not None]
-
-
-def _stands_out(window: Window, neighbours: list[Window]) -> bool:
-    factor = LIMITS["avalanche_neighbour_factor"]
-    return bool(neighbours) and all(_loss(window) > factor * _loss(neighbour) for neighbour in neighbours)
-
-
-def _common_layers(worst: Window, region: list[Window]) -> tuple[int, int]:
-    start, end = max(w.start for w in region), min(w.end for w in region)
-    return (start, end) if start <= end else (worst.start, worst.end)

@@ -26,145 +26,126 @@ RiskName = Literal["report_risk", "dashboard_risk"]
 
 @dataclass(frozen=True)
 class Bands:
-    """Names for ranges of a number: names[i] up to limits[i], names[-1] beyond the last limit.
+    """Names for ranges of a number, each with its upper limit and its meaning; the last has no limit.
 
-    `upto` says for each limit whether the number on it belongs below ("<=") or above ("<"). The original method
-    notes write the outer bands strictly ("< 5 %", "> 20 %") and share the inner limits; a number on a shared limit
-    takes the milder name.
+    The sign says whether the number on the limit belongs below ("<=") or above ("<"). The original method notes write
+    the outer bands strictly ("< 5 %", "> 20 %") and share the inner limits; a number on a shared limit takes the
+    milder name.
     """
 
-    limits: tuple[float, ...]
-    names: tuple[str, ...]
-    upto: tuple[str, ...]
-    meanings: tuple[str, ...]
+    rows: tuple[tuple[str, str, float, str], ...]  # (name, sign, limit, meaning)
 
-    def __post_init__(self) -> None:
-        assert len(self.names) == len(self.meanings) == len(self.limits) + 1 == len(self.upto) + 1
-        assert list(self.limits) == sorted(self.limits) and set(self.upto) <= {"<", "<="}
+    @classmethod
+    def of(cls, *rows: tuple[str, str, float, str]) -> Bands:
+        limits = [limit for _, _, limit, _ in rows]
+        assert limits == sorted(limits) and limits[-1] == math.inf and {sign for _, sign, _, _ in rows} <= {"<", "<="}
+        return cls(rows)
 
-    def index(self, value: float) -> int:
-        for i, (limit, sign) in enumerate(zip(self.limits, self.upto, strict=True)):
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, *_ in self.rows)
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        return tuple(limit for _, _, limit, _ in self.rows[:-1])
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        return {name: meaning for name, _, _, meaning in self.rows}
+
+    def at(self, value: float) -> tuple[str, str]:
+        """The name and the meaning of the band that a number lies in."""
+        for name, sign, limit, meaning in self.rows:
             if value < limit or (sign == "<=" and value == limit):
-                return i
-        return len(self.limits)
+                return name, meaning
+        raise AssertionError(f"{value} is no number")
 
-
-_RISES = ("<", "<=", "<=")  # a larger number is worse
-_FALLS = ("<", "<", "<=")  # a larger number is better
 
 # Shares are fractions (0.05 = 5 %), ratios are plain, SNR is in dB.
 BANDS: dict[str, Bands] = {
-    "degradation": Bands(
-        (0.05, 0.10, 0.20),
-        ("LOW", "MODERATE", "HIGH", "CRITICAL"),
-        _RISES,
-        (
-            "fit for ordinary deployment",
-            "watch it; consider measures for this part alone",
-            "act: more precision here, or training with noise",
-            "don't deploy before this is solved",
-        ),
+    "degradation": Bands.of(
+        ("LOW", "<", 0.05, "fit for ordinary deployment"),
+        ("MODERATE", "<=", 0.1, "watch it; consider measures for this part alone"),
+        ("HIGH", "<=", 0.2, "act: more precision here, or training with noise"),
+        ("CRITICAL", "<=", math.inf, "don't deploy before this is solved"),
     ),
-    "window": Bands(  # the name "AVALANCHE" is the level; an avalanche point must stand out from its neighbours too
-        (0.05, 0.10, 0.15, 0.20),
-        ("ROBUST", "MODERATE", "HIGH", "AVALANCHE", "CRITICAL"),
-        ("<", "<=", "<=", "<="),
-        (
-            "errors in these layers are absorbed",
-            "some of the error gets through",
-            "sensitive layers",
-            "errors grow here: a bottleneck of the model",
-            "errors grow here beyond a fifth of the score",
-        ),
+    "window": Bands.of(  # the name "AVALANCHE" is the level; an avalanche point must stand out from its neighbours too
+        ("ROBUST", "<", 0.05, "errors in these layers are absorbed"),
+        ("MODERATE", "<=", 0.1, "some of the error gets through"),
+        ("HIGH", "<=", 0.15, "sensitive layers"),
+        ("AVALANCHE", "<=", 0.2, "errors grow here: a bottleneck of the model"),
+        ("CRITICAL", "<=", math.inf, "errors grow here beyond a fifth of the score"),
     ),
-    "sensitivity_score": Bands(  # degradation / noise scale
-        (1.5, 3.0),
-        ("ROBUST", "MODERATE", "CRITICAL"),
-        ("<", "<="),
-        ("ordinary quantisation will do", "monitor it in deployment", "validate this operator on the hardware"),
+    "sensitivity_score": Bands.of(  # degradation / noise scale
+        ("ROBUST", "<", 1.5, "ordinary quantisation will do"),
+        ("MODERATE", "<=", 3.0, "monitor it in deployment"),
+        ("CRITICAL", "<=", math.inf, "validate this operator on the hardware"),
     ),
-    "outlier_ratio": Bands(  # largest channel / median channel; an outlier is strictly above 10
-        (10.0, 20.0, 50.0),
-        ("NORMAL", "MODERATE", "HIGH", "CRITICAL"),
-        ("<=", "<=", "<="),
-        (
-            "no outlier channel",
-            "one scale per tensor may still do; monitor it",
-            "give each channel its own scale",
-            "move the range into the weights (SmoothQuant, alpha about 0.75)",
-        ),
+    "outlier_ratio": Bands.of(  # largest channel / median channel; an outlier is strictly above 10
+        ("NORMAL", "<=", 10.0, "no outlier channel"),
+        ("MODERATE", "<=", 20.0, "one scale per tensor may still do; monitor it"),
+        ("HIGH", "<=", 50.0, "give each channel its own scale"),
+        ("CRITICAL", "<=", math.inf, "move the range into the weights (SmoothQuant, alpha about 0.75)"),
     ),
-    "noise_tolerance_index": Bands(  # 1 / degradation; infinity (no loss) is allowed here
-        (5.0, 10.0, 20.0),
-        ("POOR", "FAIR", "GOOD", "EXCELLENT"),
-        _FALLS,
-        ("critically sensitive", "needs attention", "acceptable", "stands noise well"),
+    "noise_tolerance_index": Bands.of(  # 1 / degradation; infinity (no loss) is allowed here
+        ("POOR", "<", 5.0, "critically sensitive"),
+        ("FAIR", "<", 10.0, "needs attention"),
+        ("GOOD", "<=", 20.0, "acceptable"),
+        ("EXCELLENT", "<=", math.inf, "stands noise well"),
     ),
-    "critical_threshold": Bands(  # the noise scale that costs 10 % of the score
-        (0.02, 0.05, 0.10),
-        ("CRITICAL", "HIGH", "MODERATE", "LOW"),
-        _FALLS,
-        ("don't quantise this part", "mixed precision", "conservative quantisation (INT8)", "aggressive quantisation"),
+    "critical_threshold": Bands.of(  # the noise scale that costs 10 % of the score
+        ("CRITICAL", "<", 0.02, "don't quantise this part"),
+        ("HIGH", "<", 0.05, "mixed precision"),
+        ("MODERATE", "<=", 0.1, "conservative quantisation (INT8)"),
+        ("LOW", "<=", math.inf, "aggressive quantisation"),
     ),
-    "snr_db": Bands(  # measured downstream, clean against noisy
-        (20.0, 30.0, 40.0),
-        ("POOR", "FAIR", "GOOD", "EXCELLENT"),
-        _FALLS,
-        ("noise rules", "noise shows; monitor it", "the usual range", "noise hardly matters"),
+    "snr_db": Bands.of(  # measured downstream, clean against noisy
+        ("POOR", "<", 20.0, "noise rules"),
+        ("FAIR", "<", 30.0, "noise shows; monitor it"),
+        ("GOOD", "<=", 40.0, "the usual range"),
+        ("EXCELLENT", "<=", math.inf, "noise hardly matters"),
     ),
-    "gradient_ratio": Bands(  # norm with noise / norm without; 1 is best, so the bands mirror each other
-        (0.5, 0.7, 0.9, 1.1, 1.3, 1.5),
-        ("CRITICAL", "CONCERNING", "MODERATE", "STABLE", "MODERATE", "CONCERNING", "CRITICAL"),
-        ("<", "<", "<", "<=", "<=", "<="),
-        (
-            "noise rules the gradient",
-            "training takes another path",
-            "visible and manageable",
-            "gradients hardly change",
-            "visible and manageable",
-            "training takes another path",
-            "noise rules the gradient",
-        ),
+    "gradient_ratio": Bands.of(  # norm with noise / norm without; 1 is best, so the bands mirror each other
+        ("CRITICAL", "<", 0.5, "noise rules the gradient"),
+        ("CONCERNING", "<", 0.7, "training takes another path"),
+        ("MODERATE", "<", 0.9, "visible and manageable"),
+        ("STABLE", "<=", 1.1, "gradients hardly change"),
+        ("MODERATE", "<=", 1.3, "visible and manageable"),
+        ("CONCERNING", "<=", 1.5, "training takes another path"),
+        ("CRITICAL", "<=", math.inf, "noise rules the gradient"),
     ),
-    "sparsity": Bands(
-        (0.30, 0.70),
-        ("DENSE", "MIXED", "SPARSE"),
-        ("<", "<="),
-        ("most values count: expect more sensitivity", "neither dense nor sparse", "few values count: expect less"),
+    "sparsity": Bands.of(
+        ("DENSE", "<", 0.3, "most values count: expect more sensitivity"),
+        ("MIXED", "<=", 0.7, "neither dense nor sparse"),
+        ("SPARSE", "<=", math.inf, "few values count: expect less"),
     ),
-    "mae": Bands(
-        (1e-4, 1e-3, 1e-2),
-        ("NEGLIGIBLE", "ACCEPTABLE", "NOTICEABLE", "CRITICAL"),
-        _RISES,
-        ("no practical difference", "good for most uses", "look into it", "the devices disagree"),
+    "mae": Bands.of(
+        ("NEGLIGIBLE", "<", 0.0001, "no practical difference"),
+        ("ACCEPTABLE", "<=", 0.001, "good for most uses"),
+        ("NOTICEABLE", "<=", 0.01, "look into it"),
+        ("CRITICAL", "<=", math.inf, "the devices disagree"),
     ),
-    "mape": Bands(
-        (0.01, 0.05, 0.10),
-        ("EXCELLENT", "GOOD", "MODERATE", "SIGNIFICANT"),
-        _RISES,
-        ("the devices agree", "as FP16 against BF16", "they drift apart", "expect a loss of accuracy"),
+    "mape": Bands.of(
+        ("EXCELLENT", "<", 0.01, "the devices agree"),
+        ("GOOD", "<=", 0.05, "as FP16 against BF16"),
+        ("MODERATE", "<=", 0.1, "they drift apart"),
+        ("SIGNIFICANT", "<=", math.inf, "expect a loss of accuracy"),
     ),
-    "pearson": Bands(
-        (0.90, 0.95, 0.99),
-        ("POOR", "MODERATE", "GOOD", "EXCELLENT"),
-        _FALLS,
-        ("no match: look into it", "they drift apart", "good agreement", "excellent match"),
+    "pearson": Bands.of(
+        ("POOR", "<", 0.9, "no match: look into it"),
+        ("MODERATE", "<", 0.95, "they drift apart"),
+        ("GOOD", "<=", 0.99, "good agreement"),
+        ("EXCELLENT", "<=", math.inf, "excellent match"),
     ),
-    "report_risk": Bands(
-        (50.0, 100.0),
-        ("LOW", "MODERATE", "HIGH"),
-        ("<=", "<="),
-        (
-            "ordinary deployment practice is enough",
-            "targeted fixes recommended",
-            "validate it part by part on the hardware",
-        ),
+    "report_risk": Bands.of(
+        ("LOW", "<=", 50.0, "ordinary deployment practice is enough"),
+        ("MODERATE", "<=", 100.0, "targeted fixes recommended"),
+        ("HIGH", "<=", math.inf, "validate it part by part on the hardware"),
     ),
-    "dashboard_risk": Bands(
-        (30.0, 60.0),
-        ("LOW", "MODERATE", "HIGH"),
-        ("<=", "<="),
-        ("safe to deploy", "needs measures first", "not advised for deployment"),
+    "dashboard_risk": Bands.of(
+        ("LOW", "<=", 30.0, "safe to deploy"),
+        ("MODERATE", "<=", 60.0, "needs measures first"),
+        ("HIGH", "<=", math.inf, "not advised for deployment"),
     ),
 }
 
@@ -191,7 +172,7 @@ LIMITS: dict[str, float] = {
     "fault_nan_rate": 0.001,
     "fault_recovery_steps": 5.0,
     "fp16_maximum": 65504.0,
-    "divergence_factor": 3.0,  # two devices diverge where they differ by more than so many times what came in
+    "divergence_factor": 3.0,  # two devices diverge where outputs differ by so many times more than inputs
     "affordable_nats": 0.01,  # what a layer's difference between two devices may cost
 }
 
@@ -205,7 +186,7 @@ ROUND_OFF: dict[str, float] = {
 }
 
 # The gain by which they may: rounding to nearest makes none, but a constant rounded once does (half a unit round-off,
-# in the root mean square). Sketches are summed up in float32, which limits what can be told.
+# in the root mean square). Sketches are summed up in float32, which limits what can be distinguished.
 GAIN_ROUND_OFF: dict[str, float] = {name: max(size / 4, ROUND_OFF["float32"]) for name, size in ROUND_OFF.items()}
 
 # Points of the two risk scores.
@@ -214,9 +195,8 @@ DASHBOARD_POINTS = {
     "degradation": ((0.20, 50.0), (0.10, 30.0), (0.05, 10.0)),  # above so much: so many points
     "mape": ((0.10, 30.0), (0.05, 15.0)),
 }
-NONFINITE_POINTS = (
-    100.0  # of the dashboard, where one device alone has NaN or infinite numbers: HIGH, whatever the rest
-)
+# Of the dashboard, where one device alone has NaN or infinite numbers: HIGH, whatever the rest.
+NONFINITE_POINTS = 100.0
 
 # Correlations the original method notes expect, as (sign, bound): r > 0.7, r > 0.6, r < -0.5.
 # Sparsity is set against degradation: against robustness the same claim would have the other sign.
@@ -247,8 +227,7 @@ def band(metric: RiskName, value: float | None) -> RiskLevel: ...
 def band(metric: str, value: float | None) -> str: ...
 def band(metric: str, value: float | None) -> str:
     """The band's name: `band("degradation", 0.12) == "HIGH"`; None and NaN are "not measurable"."""
-    bands = _bands(metric)
-    return NOT_MEASURABLE if value is None or math.isnan(value) else bands.names[bands.index(value)]
+    return _band(metric, value)[0]
 
 
 @overload
@@ -262,16 +241,13 @@ def band_range(metric: str, estimate: Estimate) -> tuple[str, str]:
     """
     if estimate.value is None or (estimate.low is None and estimate.high is None):
         return NOT_MEASURABLE, NOT_MEASURABLE
-    bands = _bands(metric)
-    first = bands.names[0] if estimate.low is None else band(metric, estimate.low)
-    last = bands.names[-1] if estimate.high is None else band(metric, estimate.high)
-    return first, last
+    low, high = (-math.inf if estimate.low is None else estimate.low), estimate.high
+    return band(metric, low), band(metric, math.inf if high is None else high)
 
 
 def meaning(metric: str, value: float | None) -> str:
-    """What the band of this value tells the reader."""
-    bands = _bands(metric)
-    return NOT_MEASURABLE if value is None or math.isnan(value) else bands.meanings[bands.index(value)]
+    """What the band of this value means for the reader."""
+    return _band(metric, value)[1]
 
 
 def as_expected(name: str, correlation: float | None) -> bool | None:
@@ -284,7 +260,7 @@ def as_expected(name: str, correlation: float | None) -> bool | None:
     return correlation > bound if sign == ">" else correlation < bound
 
 
-def _bands(metric: str) -> Bands:
+def _band(metric: str, value: float | None) -> tuple[str, str]:
     if metric not in BANDS:
         raise unknown("metric", metric, BANDS)
-    return BANDS[metric]
+    return (NOT_MEASURABLE, NOT_MEASURABLE) if value is None or math.isnan(value) else BANDS[metric].at(value)

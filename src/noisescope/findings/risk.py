@@ -1,6 +1,7 @@
 """The two risk scores: the report's (what the diagnosis found) and the dashboard's (what the metrics say).
 
-They answer different questions and may disagree, so each carries its name and the terms it was made of.
+They answer different questions and may disagree, so each carries its name and the terms it was made of. With two
+devices compared, the assessment is never below what their worst measure says.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Risk:
 
 # What could not be measured is not called low.
 LEVELS: tuple[RiskLevel, ...] = ("LOW", NOT_MEASURABLE, "MODERATE", "HIGH")
-RISK_MEANINGS = dict(zip(BANDS["report_risk"].names, BANDS["report_risk"].meanings, strict=True))
+_MODERATE, _HIGH = ("NOTICEABLE", "MODERATE"), ("CRITICAL", "SIGNIFICANT", "POOR")  # bands of two devices' measures
+_NAMES = {"mae": "MAE", "mape": "MAPE", "pearson": "correlation"}
 
 
 def higher_level(one: RiskLevel, other: RiskLevel) -> RiskLevel:
@@ -62,7 +64,7 @@ def report_risk(
     """30 points a critical operator, 25 an avalanche point, 5 a percent of outlier channels; > 100 HIGH, > 50 MODERATE.
 
     `sensitivity_scores` holds each operator once: a group or its parts, never both. `channels` is the number really
-    looked at. None is what was not looked at or could not be measured.
+    captured. None is what was not tested or could not be measured.
     """
     terms = []
     for operator, score in sensitivity_scores.items():
@@ -123,21 +125,6 @@ def _risk(name: RiskName, terms: list[Term]) -> Risk:
     return Risk(name, score, band(name, score), meaning(name, score), tuple(terms))
 
 
-# The dashboard's risk with two devices compared: never below what their worst measure says.
-
-
-_LEVELS = BANDS["dashboard_risk"].names  # LOW, MODERATE, HIGH
-# Bands of two devices' measures as levels of risk; those that are not here are LOW.
-_LEVEL_OF = {
-    "NOTICEABLE": "MODERATE",
-    "MODERATE": "MODERATE",
-    "CRITICAL": "HIGH",
-    "SIGNIFICANT": "HIGH",
-    "POOR": "HIGH",
-}
-_NAMES = {"mae": "MAE", "mape": "MAPE", "pearson": "correlation"}
-
-
 @dataclass(frozen=True)
 class Assessment:
     """A risk level, and the score it started from."""
@@ -169,14 +156,14 @@ def hardware_assessment(
     score = dashboard_risk(degradation, mape)
     finite = None if mape is None or math.isinf(mape) else mape
     measures = {"mae": mae, "mape": finite, "pearson": correlation}
-    levels = {name: _LEVEL_OF.get(band(name, value), "LOW") for name, value in measures.items()}
-    worst = max(levels.values(), key=_LEVELS.index)
-    if _LEVELS.index(worst) > (_LEVELS.index(score.level) if score.level in _LEVELS else 0):
+    bands = {name: band(name, value) for name, value in measures.items()}
+    for level, alarming in (("HIGH", _HIGH), ("MODERATE", _MODERATE)):
         reasons = tuple(
-            f"{_NAMES[name]} {value:.3g} is {band(name, value)}"
-            for name, value in measures.items()
-            if levels[name] == worst
+            f"{_NAMES[name]} {measures[name]:.3g} is {found}" for name, found in bands.items() if found in alarming
         )
-        return Assessment(worst, BANDS["dashboard_risk"].meanings[_LEVELS.index(worst)], reasons, score)
+        if score.level in ("HIGH", level):
+            break
+        if reasons:
+            return Assessment(level, BANDS["dashboard_risk"].meanings[level], reasons, score)
     unknown = tuple(term.reason for term in score.terms if term.points is None)
     return Assessment(score.level, score.meaning, unknown if score.level == NOT_MEASURABLE else (), score)

@@ -1,4 +1,4 @@
-"""A finding and a recommendation as values, what they are about, and the order in which a reader should see them."""
+"""A finding and a recommendation as values, what they are about, their order, and the words of their sentences."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ class Target:
     @property
     def name(self) -> str:
         """For people: "layers 0 to 2", "layer 0, matmul", "operator softmax", "lm_head"."""
-        if self.kind == "operator":
-            return f"operator {' + '.join(self.operators)}"
-        if self.kind == "channels":
-            return str(self.module)
-        if self.kind == "place":
-            return str(self.place)
-        if self.kind == "window":
-            return f"layers {self.layers[0]} to {self.layers[-1]}"
-        if self.kind == "cell":
-            return f"layer {self.layers[0]}, {' + '.join(self.operators)}"
-        return f"layer {self.layers[0]}" if self.kind == "layer" else "the whole model"
+        operators = " + ".join(self.operators)
+        first, last = (self.layers[0], self.layers[-1]) if self.layers else (None, None)
+        names: dict[Kind, str] = {
+            "model": "the whole model",
+            "operator": f"operator {operators}",
+            "window": f"layers {first} to {last}",
+            "layer": f"layer {first}",
+            "place": str(self.place),
+            "cell": f"layer {first}, {operators}",
+            "channels": str(self.module),
+        }
+        return names[self.kind]
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -62,7 +63,7 @@ class Target:
             found |= GROUPS[name][0] if name in GROUPS else {name}
         return frozenset(found)
 
-    def holds(self, other: Target) -> bool:
+    def contains(self, other: Target) -> bool:
         """Whether noise in this target is also in all of the other, which is the more specific one.
 
         Noise in an operator also falls on the places outside the blocks that compute it.
@@ -130,9 +131,6 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-# Names of metrics in sentences.
-
-
 METRIC_NAMES = {
     "accuracy": "accuracy",
     "next_token_accuracy": "next-token accuracy",
@@ -146,9 +144,6 @@ METRIC_NAMES = {
 def metric_name(metric: str) -> str:
     """A metric as a sentence names it: "costs 12.3 % of the next-token accuracy"."""
     return METRIC_NAMES.get(metric, metric.replace("_", " "))
-
-
-# Numbers in the sentences of plans.
 
 
 def counted(number: int, noun: str) -> str:

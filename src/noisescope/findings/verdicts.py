@@ -1,4 +1,4 @@
-"""Verdicts of checks, and the one rule by which many checks become one verdict."""
+"""Verdicts of checks: a number against a limit, the one rule for many checks, and the exit code."""
 
 from __future__ import annotations
 
@@ -36,15 +36,9 @@ def headline(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:
     return f"{words}; {open_} of {count} checks undecided" if open_ else words
 
 
-EXIT_CODES = {PASS: 0, FAIL: 1, UNDECIDED: 3}
-
-
 def exit_code(verdict: Verdict, *, allow_undecided: bool) -> int:
     """0 passed, 1 failed, 3 undecided, which `allow_undecided` makes 0."""
-    return 0 if verdict == UNDECIDED and allow_undecided else EXIT_CODES[verdict]
-
-
-# A measured number against a limit: decided by its whole interval, or undecided.
+    return {PASS: 0, FAIL: 1, UNDECIDED: 0 if allow_undecided else 3}[verdict]
 
 
 def at_most(estimate: Estimate, limit: float) -> Verdict:

@@ -1,57 +1,31 @@
-"""Numbers with intervals: what a run has shown, and what it could have seen. numpy and scipy, no torch."""
+"""Numbers with intervals, and the smallest effect a run could have detected. numpy and scipy, no torch."""
 
-from noisescope.stats.correlation import Correlation, Influence, correlation, influence
-from noisescope.stats.intervals import (
-    degradation,
-    degradation_excess,
-    degradation_ratio,
-    difference,
-    mean,
-    measurable,
-    noise_tolerance,
-    retention,
-    share,
-)
-from noisescope.stats.multiple_comparisons import (
-    SELECTED,
-    Picked,
-    holm,
-    p_no_difference,
-    picked,
-    simultaneous_level,
-    smallest_detectable,
-)
-from noisescope.stats.samples import NOT_MEASURABLE, UNBOUNDED, Estimate
-from noisescope.stats.typical import Shift, median, nonnegative_mean, trimmed_shift, typical, typical_ratio
-
-__all__ = [
-    "NOT_MEASURABLE",
-    "SELECTED",
-    "UNBOUNDED",
-    "Correlation",
-    "Estimate",
-    "Influence",
-    "Picked",
-    "Shift",
-    "correlation",
-    "degradation",
-    "degradation_excess",
-    "degradation_ratio",
-    "difference",
-    "holm",
-    "influence",
-    "mean",
-    "measurable",
-    "median",
-    "noise_tolerance",
-    "nonnegative_mean",
-    "p_no_difference",
-    "picked",
-    "retention",
-    "share",
-    "simultaneous_level",
-    "smallest_detectable",
-    "trimmed_shift",
-    "typical",
-    "typical_ratio",
-]
+from noisescope.estimate import NOT_MEASURABLE as NOT_MEASURABLE
+from noisescope.estimate import UNBOUNDED as UNBOUNDED
+from noisescope.estimate import Estimate as Estimate
+from noisescope.stats.correlation import Correlation as Correlation
+from noisescope.stats.correlation import Influence as Influence
+from noisescope.stats.correlation import correlation as correlation
+from noisescope.stats.correlation import influence as influence
+from noisescope.stats.intervals import degradation as degradation
+from noisescope.stats.intervals import degradation_excess as degradation_excess
+from noisescope.stats.intervals import degradation_ratio as degradation_ratio
+from noisescope.stats.intervals import difference as difference
+from noisescope.stats.intervals import mean as mean
+from noisescope.stats.intervals import measurable as measurable
+from noisescope.stats.intervals import noise_tolerance as noise_tolerance
+from noisescope.stats.intervals import proportion as proportion
+from noisescope.stats.intervals import retention as retention
+from noisescope.stats.multiple_comparisons import SELECTED as SELECTED
+from noisescope.stats.multiple_comparisons import Selected as Selected
+from noisescope.stats.multiple_comparisons import holm as holm
+from noisescope.stats.multiple_comparisons import p_no_difference as p_no_difference
+from noisescope.stats.multiple_comparisons import select_largest as select_largest
+from noisescope.stats.multiple_comparisons import simultaneous_level as simultaneous_level
+from noisescope.stats.multiple_comparisons import smallest_detectable as smallest_detectable
+from noisescope.stats.typical import Shift as Shift
+from noisescope.stats.typical import median as median
+from noisescope.stats.typical import nonnegative_mean as nonnegative_mean
+from noisescope.stats.typical import trimmed_shift as trimmed_shift
+from noisescope.stats.typical import typical as typical
+from noisescope.stats.typical import typical_ratio as typical_ratio

@@ -43,7 +43,7 @@ def moments(values: Array) -> tuple[Array, Array, Array]:
     return mean, np.sqrt(variance / (n - 1)), skewness
 
 
-def agreed(t: Array, skewness: Array, n: int) -> Array:
+def agreed_statistic(t: Array, skewness: Array, n: int) -> Array:
     """The nearer to 0 of t and Hall's corrected t, and 0 where they differ in sign: what both agree on.
 
     Hall: t + g t^2 / (3 sqrt n) + g^2 t^3 / (27 n) + g / (6 sqrt n), where g is the skewness.
@@ -58,7 +58,7 @@ def agreed(t: Array, skewness: Array, n: int) -> Array:
 def mean_statistic(values: Array) -> Array:
     """The statistic of "the mean is 0"."""
     mean, error, skewness = moments(values)
-    return agreed(mean / np.maximum(error, 1e-200), skewness, values.shape[-1])
+    return agreed_statistic(mean / np.maximum(error, 1e-200), skewness, values.shape[-1])
 
 
 def mean_limits(values: Array, level: float) -> tuple[Array, Array]:
@@ -94,7 +94,7 @@ def ratio_statistic(x: Array, y: Array) -> Callable[[Any], Array]:
         third = vvv - 3 * theta * uvv + 3 * theta**2 * uuv - theta**3 * uuu
         t = (mean_y - theta * mean_x) / np.sqrt(variance / (n - 1))
         skewness = np.clip(third / variance**1.5, -np.sqrt(n), np.sqrt(n))  # beyond is rounding, where nothing varies
-        return agreed(t, skewness, n)
+        return agreed_statistic(t, skewness, n)
 
     return statistic
 
@@ -112,16 +112,16 @@ def ratio_limits(x: Array, y: Array, level: float) -> tuple[Array, Array]:
             return point
 
         last = 1 - 1e-9
-        w = outward(lambda w: statistic(at(w)), centre * 0, centre * 0 + last, quantile)
+        w, _ = bisect(lambda w: np.abs(statistic(at(w))) <= quantile, centre * 0, centre * 0 + last)
         return np.where(w > last - 1e-7, side * np.inf, at(w))
 
     return end(-1), end(1)
 
 
-def outward(statistic: Callable[[Any], Array], inside: Array, outside: Array, limit: Any) -> Array:
-    """Where |statistic| passes the limit on the way from inside (accepted) to outside: bisection, elementwise."""
-    for _ in range(50):
+def bisect(accepts: Callable[[Any], Any], inside: Any, outside: Any, *, steps: int = 50) -> tuple[Any, Any]:
+    """The last accepted and the first refused point on the way from `inside` to `outside`, elementwise."""
+    for _ in range(steps):
         middle = (inside + outside) / 2
-        accepted = np.abs(statistic(middle)) <= limit
+        accepted = accepts(middle)
         inside, outside = np.where(accepted, middle, inside), np.where(accepted, outside, middle)
-    return inside
+    return inside, outside

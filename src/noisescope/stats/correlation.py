@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.stats.samples import NOT_MEASURABLE, Array, checked_level, pairs
+from noisescope.estimate import NOT_MEASURABLE
+from noisescope.stats.samples import Array, checked_level, pairs
 
 METHODS = ("spearman", "pearson")
 
@@ -21,11 +22,11 @@ class Correlation:
     """A correlation with its interval and the p of "no relation"; None where it can't be computed."""
 
     method: str
-    value: float | None
-    low: float | None
-    high: float | None
-    p: float | None
-    n: int
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    n: int = 0
     level: float = 0.95
     note: str = ""
 
@@ -47,18 +48,15 @@ def correlation(
     none; n is what is left. The p is by permutation (seeded), which needs no normal values, only points that could be
     exchanged; the interval (`_limits`) is None below 4 points. A constant profile has no correlation: value None.
     """
-    if method not in METHODS:
-        raise unknown("correlation", method, METHODS)
     if every < 1:
         raise InvalidInput(f"every must be at least 1 (keep each point), got {every}")
     level = checked_level(level)
-    raw_x, raw_y = pairs(x, y, ("x", "y"))
-    a, b = raw_x.mean(axis=1)[::every], raw_y.mean(axis=1)[::every]
+    a, b = (profile[::every] for profile in _profiles(x, y, method))
     n = len(a)
     low, high = _limits(a, b, method, level)
     a, b = _prepared(a, method), _prepared(b, method)
     if not a.any() or not b.any():
-        return Correlation(method, None, None, None, None, n, level, NOT_MEASURABLE)
+        return Correlation(method, n=n, level=level, note=NOT_MEASURABLE)
     value = float(np.clip(a @ b, -1, 1))
     shuffled = np.random.default_rng(seed).permuted(np.tile(b, (permutations, 1)), axis=1) @ a
     p = float((1 + np.count_nonzero(np.abs(shuffled) >= abs(value) - 1e-12)) / (1 + permutations))
@@ -69,11 +67,11 @@ def correlation(
 class Influence:
     """What a correlation is without the one point that holds it up most."""
 
-    index: int  # of that point, among those that were kept
+    index: int  # of that point
     without: float
 
 
-def influence(x: ArrayLike, y: ArrayLike, *, method: str = "spearman", every: int = 1) -> Influence | None:
+def influence(x: ArrayLike, y: ArrayLike, *, method: str = "spearman") -> Influence | None:
     """The point whose removal brings the correlation nearest to 0, and the correlation without it.
 
     A correlation of 0.9 that is 0.2 without one point is a statement about that point. None where there is no
@@ -82,16 +80,20 @@ def influence(x: ArrayLike, y: ArrayLike, *, method: str = "spearman", every: in
     >>> influence([1, 2, 3, 4, 100], [2, 1, 4, 3, 90], method="pearson")
     Influence(index=4, without=0.6)
     """
-    if method not in METHODS:
-        raise unknown("correlation", method, METHODS)
-    raw_x, raw_y = pairs(x, y, ("x", "y"))
-    a, b = raw_x.mean(axis=1)[::every], raw_y.mean(axis=1)[::every]
+    a, b = _profiles(x, y, method)
     whole = float(_prepared(a, method) @ _prepared(b, method))
     if len(a) < 4 or not whole:
         return None
     left = np.sign(whole) * _left_out(a, b, method)
     index = int(np.argmin(left))
     return Influence(index, round(float(np.sign(whole) * left[index]), 12))
+
+
+def _profiles(x: ArrayLike, y: ArrayLike, method: str) -> tuple[Array, Array]:
+    if method not in METHODS:
+        raise unknown("correlation", method, METHODS)
+    a, b = pairs(x, y, ("x", "y"))
+    return a.mean(axis=1), b.mean(axis=1)
 
 
 def ranked(values: Array) -> Array:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.stats.continuous import outward
+from noisescope.stats.continuous import bisect
 from noisescope.stats.samples import Array
 
 # Pulls the design effect towards 1 (no gain from further seeds) by a quarter of one changed sample: with 0 or 1 changed
@@ -100,8 +100,7 @@ def difference_statistic(table: Table) -> Callable[[Any], Array]:
 def difference_limits(table: Table, level: float) -> tuple[Array, Array]:
     """The ends of the interval of lost - gained."""
     statistic, z = difference_statistic(table), normal_quantile(level)
-    centre = table.lost - table.gained
-    return outward(statistic, centre, centre * 0 - 1, z), outward(statistic, centre, centre * 0 + 1, z)
+    return _ends(lambda delta: np.abs(statistic(delta)) <= z, table.lost - table.gained, -1, 1)
 
 
 def ratio_statistic(table: Table) -> Callable[[Any], Array]:
@@ -130,13 +129,13 @@ def ratio_limits(table: Table, level: float) -> tuple[Array, Array]:
     statistic, z = ratio_statistic(table), normal_quantile(level)
     centre = (table.both + table.gained) / (table.both + table.lost)
     w = centre / (1 + centre)  # theta = w / (1 - w) runs over 0 to infinity
-
-    def along(w: Any) -> Array:
-        return statistic(w / (1 - w))
-
     tiny = 1e-12
-    low, high = outward(along, w, w * 0 + tiny, z), outward(along, w, w * 0 + 1 - tiny, z)
+    low, high = _ends(lambda w: np.abs(statistic(w / (1 - w))) <= z, w, tiny, 1 - tiny)
     return np.where(centre == 0, 0.0, low / (1 - low)), high / (1 - high)
+
+
+def _ends(accepts: Callable[[Any], Any], centre: Array, lowest: float, highest: float) -> tuple[Array, Array]:
+    return bisect(accepts, centre, centre * 0 + lowest)[0], bisect(accepts, centre, centre * 0 + highest)[0]
 
 
 def _divided(a: Array, b: Array) -> Array:

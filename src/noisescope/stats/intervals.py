@@ -1,33 +1,122 @@
-"""Two losses of one score, compared on the same samples: their ratio, and by how much one exceeds the other.
+"""Means, differences, degradations and ratios of scores, each with an interval.
 
-For a ratio of divergences see `typical_ratio` (quantiles.py), which holds for every tail.
-
-E. C. Fieller (1954), "Some problems in interval estimation", J. R. Stat. Soc. B 16, 175-185.
+Data are per-sample scores: shape (samples,), or (samples, seeds) for noisy runs. Noise draws are independent across
+samples, so the sample is the cluster: seeds are averaged within a sample, and n is the number of samples. Scores that
+are all 0 or 1 are treated as counts (`counted.py`), all others as continuous (`continuous.py`). For a ratio of
+divergences see `typical_ratio` (typical.py), which holds for every tail.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from noisescope.errors import InvalidInput
+from noisescope.estimate import NOT_MEASURABLE, UNBOUNDED, Estimate
 from noisescope.stats import continuous, counted
 from noisescope.stats.samples import (
-    NOT_MEASURABLE,
-    UNBOUNDED,
     Array,
-    Estimate,
-    are_counted,
+    Paired,
     checked_level,
     is_binary,
+    is_multiple,
     pairs,
     scores,
+    unseen_error,
 )
 
 NO_LOSS_BELOW = "the loss it is compared with does not stand clear of 0"
+
+
+def mean(values: ArrayLike, level: float = 0.95, *, countable: bool = True) -> Estimate:
+    """The mean over samples: Wilson's interval for 0/1 scores, Student's widened for skewness otherwise.
+
+    With `countable` False zeros and ones are numbers like others (a KL in nats). If all of them are 0 there is no
+    interval then: nothing tells how large the next one might be.
+
+    >>> mean([1, 1, 1, 0]).value
+    0.75
+    """
+    raw = scores(values, "values")
+    if countable and is_binary(raw):
+        return proportion(raw, level=level)
+    y, level = raw.mean(axis=1), checked_level(level)
+    value, n = float(y.mean()), len(y)
+    if n < 2 or not y.any():
+        return Estimate(value, None, None, n, level)
+    return _estimate(value, continuous.mean_limits(y, level), n, level, "mean")
+
+
+def proportion(values: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """The mean of proportions between 0 and 1, such as the share of tokens on which two models agree, per sample.
+
+    Wilson's interval with the effective number of samples (`counted.proportion_limits`). Most such values are exactly
+    1: Student's interval would have no width where all are, and too little where a few are not.
+
+    >>> full = proportion([1.0] * 20)
+    >>> full.value, round(full.low, 3), full.high, full.method
+    (1.0, 0.839, 1.0, 'wilson')
+    """
+    raw, level = scores(values, "values"), checked_level(level)
+    if raw.min() < 0 or raw.max() > 1:
+        raise InvalidInput(f"shares lie between 0 and 1; got values from {raw.min():.3g} to {raw.max():.3g}")
+    y = raw.mean(axis=1)
+    return _estimate(float(y.mean()), counted.proportion_limits(y, level), len(y), level, "wilson")
+
+
+def difference(clean: ArrayLike, noisy: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """Mean of clean - noisy over pairs. Its width is never 0 where nothing changed (`unseen_error`)."""
+    data, level = Paired.of(clean, noisy), checked_level(level)
+    d = data.x - data.y
+    if data.counted:
+        limits = counted.difference_limits(counted.Table.of(data.x, data.y), level)
+        return _estimate(float(d.mean()), limits, data.n, level, "paired difference")
+    return _mean_difference(d, data.x, level, constant=data.unchanged)
+
+
+def measurable(clean: ArrayLike, chance: float = 0.0, *, level: float = 0.95) -> bool:
+    """Whether the clean score stands clear of chance, so that a share of it can be lost.
+
+    The interval of its mean must stay above `chance` (1 / choices for multiple choice, 0 for free generation), and the
+    mean must exceed its own error t times, or a ratio to it has no bound (Fieller's condition; for 0/1 scores with
+    chance 0 it asks for 4 right answers, where Wilson's lower end is above 0 from the first on).
+    """
+    estimate = mean(clean, level)
+    if estimate.value is None or not estimate.above(chance) or estimate.n < 2:
+        return False
+    error = float(np.std(scores(clean, "clean").mean(axis=1), ddof=1)) / math.sqrt(estimate.n)
+    return estimate.value > continuous.student_quantile(estimate.n, level) * error
+
+
+def retention(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level: float = 0.95) -> Estimate:
+    """mean(noisy) / mean(clean), paired; value None and a note where the clean score is not `measurable`."""
+    data = Paired.of(clean, noisy)
+    if not measurable(clean, chance, level=level):
+        return Estimate(None, None, None, data.n, level, NOT_MEASURABLE)
+    x, y, n, level, method = data.x, data.y, data.n, checked_level(level), "paired ratio"
+    value = float(y.mean() / x.mean())
+    if data.counted:
+        return _estimate(value, counted.ratio_limits(counted.Table.of(x, y), level), n, level, method)
+    if n < 2:
+        return Estimate(value, None, None, n, level)
+    if is_multiple(x, y, value):
+        half = continuous.student_quantile(n, level) * unseen_error(x) / abs(float(x.mean()))
+        return _around(value, half, n, level, method)
+    low, high = continuous.ratio_limits(x, y, level)
+    if min(x.min(), y.min()) >= 0:
+        low = np.maximum(low, 0.0)
+    return _estimate(value, (low, high), n, level, method)
+
+
+def degradation(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level: float = 0.95) -> Estimate:
+    """1 - mean(noisy) / mean(clean), the share of the clean score that noise takes, paired."""
+    kept = retention(clean, noisy, chance=chance, level=level)
+    value, low, high = (None if end is None else 1 - end for end in (kept.value, kept.high, kept.low))
+    return replace(kept, value=value, low=low, high=high)
 
 
 def degradation_ratio(clean: ArrayLike, noisy: ArrayLike, beside: ArrayLike, *, level: float = 0.95) -> Estimate:
@@ -47,12 +136,10 @@ def degradation_ratio(clean: ArrayLike, noisy: ArrayLike, beside: ArrayLike, *, 
     value = float(above.mean() / below.mean()) if below.mean() > 0 else None
     if not difference(clean, beside, level=level).above(0.0):
         return Estimate(value, None, None, n, level, NO_LOSS_BELOW)
-    if value is not None and unchanged(below, above, value):
+    if value is not None and is_multiple(below, above, value):
         half = continuous.student_quantile(n, level) * unseen_error(x) / float(below.mean())
-        return around(value, half, n, level, "paired ratio")
-    ends = (float(end) for end in continuous.ratio_limits(below, above, level))
-    low, high = (end if math.isfinite(end) else None for end in ends)
-    return Estimate(value, low, high, n, level, "", "paired ratio")
+        return _around(value, half, n, level, "paired ratio")
+    return _estimate(value, continuous.ratio_limits(below, above, level), n, level, "paired ratio")
 
 
 def degradation_excess(
@@ -67,120 +154,8 @@ def degradation_excess(
     (0.4625, True)
     """
     x, a, b, level = _losses(clean, noisy, beside, level)
-    d, n = (x - a) - factor * (x - b), len(x)
-    value, method = float(d.mean()), "paired difference"
-    if n < 2:
-        return Estimate(value, None, None, n, level)
-    if np.ptp(d) <= 1e-12 * (np.abs(x).max() + 1):
-        half = continuous.student_quantile(n, level) * unseen_error(x)
-        return (
-            Estimate(value, value - half, value + half, n, level, "", method)
-            if half
-            else Estimate(value, None, None, n, level)
-        )
-    low, high = continuous.mean_limits(d, level)
-    return Estimate(value, float(low), float(high), n, level, "", method)
-
-
-def _losses(clean: ArrayLike, noisy: ArrayLike, beside: ArrayLike, level: float) -> tuple[Array, Array, Array, float]:
-    x, a = pairs(clean, noisy)
-    _, b = pairs(clean, beside, ("clean", "beside"))
-    return x.mean(axis=1), a.mean(axis=1), b.mean(axis=1), checked_level(level)
-
-
-# Means, differences, degradations and ratios, each with an interval.
-#
-# Data are per-sample scores: shape (samples,), or (samples, seeds) for noisy runs. Noise draws are independent across
-# samples, so the sample is the cluster: seeds are averaged within a sample, and n is the number of samples. Scores
-# that are all 0 or 1 are treated as counts (`counted.py`), all others as continuous (`continuous.py`).
-
-
-def mean(values: ArrayLike, *, level: float = 0.95, countable: bool = True) -> Estimate:
-    """The mean over samples: Wilson's interval for 0/1 scores, Student's widened for skewness otherwise.
-
-    With `countable` False zeros and ones are numbers like others (a KL in nats). If all of them are 0 there is no
-    interval then: nothing tells how large the next one might be.
-
-    >>> mean([1, 1, 1, 0]).value
-    0.75
-    """
-    raw = scores(values, "values")
-    y, level = raw.mean(axis=1), checked_level(level)
-    value, n = float(y.mean()), len(y)
-    if countable and is_binary(raw):
-        return _estimate(value, counted.proportion_limits(y, level), n, level, "wilson")
-    if n < 2 or not y.any():
-        return Estimate(value, None, None, n, level)
-    return _estimate(value, continuous.mean_limits(y, level), n, level, "mean")
-
-
-def share(values: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """The mean of shares between 0 and 1, such as the share of tokens on which two models agree, per sample.
-
-    Wilson's interval with the effective number of samples (`counted.proportion_limits`). Most shares are exactly 1:
-    Student's interval would have no width where all are, and too little where a few are not.
-
-    >>> full = share([1.0] * 20)
-    >>> full.value, round(full.low, 3), full.high, full.method
-    (1.0, 0.839, 1.0, 'wilson')
-    """
-    raw, level = scores(values, "values"), checked_level(level)
-    if raw.min() < 0 or raw.max() > 1:
-        raise InvalidInput(f"shares lie between 0 and 1; got values from {raw.min():.3g} to {raw.max():.3g}")
-    y = raw.mean(axis=1)
-    return _estimate(float(y.mean()), counted.proportion_limits(y, level), len(y), level, "wilson")
-
-
-def difference(clean: ArrayLike, noisy: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """Mean of clean - noisy over pairs. Its width is never 0 where nothing changed (`unseen_error`)."""
-    raw_x, raw_y = pairs(clean, noisy)
-    x, y, level = raw_x.mean(axis=1), raw_y.mean(axis=1), checked_level(level)
-    d, n, method = x - y, len(x), "paired difference"
-    value = float(d.mean())
-    if are_counted(raw_x, raw_y):
-        return _estimate(value, counted.difference_limits(counted.Table.of(x, y), level), n, level, method)
-    if n < 2:
-        return Estimate(value, None, None, n, level)
-    if unchanged(x, y):
-        half = continuous.student_quantile(n, level) * unseen_error(x)
-        return (
-            Estimate(value, value - half, value + half, n, level, "", method)
-            if half
-            else Estimate(value, None, None, n, level)
-        )
-    return _estimate(value, continuous.mean_limits(d, level), n, level, method)
-
-
-def measurable(clean: ArrayLike, chance: float = 0.0, *, level: float = 0.95) -> bool:
-    """Whether the clean score stands clear of chance, so that a share of it can be lost.
-
-    The interval of its mean must stay above `chance` (1 / choices for multiple choice, 0 for free generation), and the
-    mean must exceed its own error t times, or a ratio to it has no bound (Fieller's condition; for 0/1 scores with
-    chance 0 it asks for 4 right answers, where Wilson's lower end is above 0 from the first on).
-    """
-    estimate = mean(clean, level=level)
-    if estimate.value is None or estimate.low is None or estimate.low <= chance:
-        return False
-    x = scores(clean, "clean").mean(axis=1)
-    if estimate.n < 2:
-        return False
-    error = float(np.std(x, ddof=1)) / math.sqrt(estimate.n)
-    return estimate.value > continuous.student_quantile(estimate.n, level) * error
-
-
-def retention(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level: float = 0.95) -> Estimate:
-    """mean(noisy) / mean(clean), paired; value None and a note where the clean score is not `measurable`."""
-    x, _ = pairs(clean, noisy)
-    if not measurable(clean, chance, level=level):
-        return Estimate(None, None, None, len(x), level, NOT_MEASURABLE)
-    return _retention(clean, noisy, level)
-
-
-def degradation(clean: ArrayLike, noisy: ArrayLike, *, chance: float = 0.0, level: float = 0.95) -> Estimate:
-    """1 - mean(noisy) / mean(clean), the share of the clean score that noise takes, paired."""
-    kept = retention(clean, noisy, chance=chance, level=level)
-    value, low, high = (None if end is None else 1 - end for end in (kept.value, kept.high, kept.low))
-    return Estimate(value, low, high, kept.n, level, kept.note, kept.method)
+    d = (x - a) - factor * (x - b)
+    return _mean_difference(d, x, level, constant=bool(np.ptp(d) <= 1e-12 * (np.abs(x).max() + 1)))
 
 
 def noise_tolerance(degradation: Estimate) -> Estimate:
@@ -192,51 +167,34 @@ def noise_tolerance(degradation: Estimate) -> Estimate:
     if degradation.value is None:
         return Estimate(None, None, None, degradation.n, degradation.level, degradation.note or NOT_MEASURABLE)
     dust = 1e-12  # a loss of rounding errors is no loss
-    ends = (degradation.value, degradation.high, degradation.low)  # 1 / x turns the ends round
+    ends = (degradation.value, degradation.high, degradation.low)  # 1 / x exchanges the ends
     value, low, high = (None if d is None or d <= dust else 1 / d for d in ends)
-    note = UNBOUNDED if value is None else ""
-    return Estimate(value, low, high, degradation.n, degradation.level, note, degradation.method)
+    return replace(degradation, value=value, low=low, high=high, note=UNBOUNDED if value is None else "")
 
 
-def unchanged(x: Array, y: Array, factor: float = 1.0) -> bool:
-    """Whether y - factor x is one and the same number in all samples, up to rounding."""
-    return float(np.ptp(y - factor * x)) <= 1e-12 * float(np.abs(x).max() + np.abs(y).max())
+def _losses(clean: ArrayLike, noisy: ArrayLike, beside: ArrayLike, level: float) -> tuple[Array, Array, Array, float]:
+    x, a = pairs(clean, noisy)
+    _, b = pairs(clean, beside, ("clean", "beside"))
+    return x.mean(axis=1), a.mean(axis=1), b.mean(axis=1), checked_level(level)
 
 
-def unseen_error(clean: Array) -> float:
-    """A standard error for n continuous pairs that all changed alike (mostly: not at all).
+def _mean_difference(d: Array, clean: Array, level: float, *, constant: bool) -> Estimate:
+    """The mean of continuous paired differences; `constant` where they are all the same up to rounding."""
+    value, n, method = float(d.mean()), len(d), "paired difference"
+    if n < 2:
+        return Estimate(value, None, None, n, level)
+    if constant:
+        return _around(value, continuous.student_quantile(n, level) * unseen_error(clean), n, level, method)
+    return _estimate(value, continuous.mean_limits(d, level), n, level, method)
 
-    Zero is no honest error after n samples. Two pseudo-pairs are added as Agresti and Min (2005) do for 0/1 pairs, half
-    of one changed by plus and half by minus one standard deviation of the clean score: s / (n + 2).
-    """
-    scale = float(np.std(clean)) or float(abs(clean.mean()))
-    return scale / (len(clean) + 2)
 
-
-def around(value: float, half: float, n: int, level: float, method: str) -> Estimate:
+def _around(value: float, half: float, n: int, level: float, method: str) -> Estimate:
     """value +- half; no interval where half is 0."""
     if not half:
         return Estimate(value, None, None, n, level)
     return Estimate(value, value - half, value + half, n, level, "", method)
 
 
-def _retention(clean: ArrayLike, noisy: ArrayLike, level: float) -> Estimate:
-    raw_x, raw_y = pairs(clean, noisy)
-    x, y, level = raw_x.mean(axis=1), raw_y.mean(axis=1), checked_level(level)
-    value, n, method = float(y.mean() / x.mean()), len(x), "paired ratio"
-    if are_counted(raw_x, raw_y):
-        return _estimate(value, counted.ratio_limits(counted.Table.of(x, y), level), n, level, method)
-    if n < 2:
-        return Estimate(value, None, None, n, level)
-    if unchanged(x, y, value):
-        half = continuous.student_quantile(n, level) * unseen_error(x) / abs(float(x.mean()))
-        return around(value, half, n, level, method)
-    low, high = continuous.ratio_limits(x, y, level)
-    if min(x.min(), y.min()) >= 0:
-        low = np.maximum(low, 0.0)
-    return _estimate(value, (low, high), n, level, method)
-
-
-def _estimate(value: float, limits: tuple[Any, Any], n: int, level: float, method: str) -> Estimate:
+def _estimate(value: float | None, limits: tuple[Any, Any], n: int, level: float, method: str) -> Estimate:
     low, high = (float(end) if math.isfinite(end) else None for end in limits)
     return Estimate(value, low, high, n, level, "", method)

@@ -1,19 +1,36 @@
-"""Many looks at the same data: p values, their correction, and the smallest effect a run could have seen."""
+"""Many comparisons on the same data: p values, their correction, the smallest detectable effect, the largest of many.
+
+The largest of k estimates is too large on average, and its ordinary interval lies too high: of fourteen equal windows
+the one selected is covered by its 95 % interval in 67 % of runs. `select_largest` allows for the selection:
+
+- Interval: only the lower end suffers. It is taken at 1 - alpha / (2 k) (Bonferroni: all k lower ends hold together
+  with probability 1 - alpha / 2, for any dependence between windows that share samples), the upper at 1 - alpha / 2.
+- Size, by cross-fitting: the samples are split into ten folds (sample i is in fold i modulo ten). For each fold the
+  candidate is chosen on the other nine and measured on the fold. No sample takes part in choosing what it measures, so
+  nothing is inflated; where the folds choose differently, the size is that of what would be chosen on average.
+
+C. Fuentes, G. Casella, M. T. Wells (2018), "Confidence intervals for the means of the selected populations",
+Electronic Journal of Statistics 12, 58-79.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from noisescope.errors import InvalidInput
+from noisescope.estimate import Estimate
 from noisescope.stats import continuous, counted
-from noisescope.stats.intervals import degradation, unchanged, unseen_error
-from noisescope.stats.samples import Array, Estimate, are_counted, checked_level, pairs
+from noisescope.stats.intervals import degradation
+from noisescope.stats.samples import Array, Paired, checked_level, pairs, unseen_error
+
+FOLDS = 10
+SELECTED = "simultaneous"  # the method of an estimate whose size and lower end allow for the selection
 
 
 def p_no_difference(clean: ArrayLike, noisy: ArrayLike) -> float:
@@ -22,21 +39,20 @@ def p_no_difference(clean: ArrayLike, noisy: ArrayLike) -> float:
     The interval of `degradation` leaves 0 out in the same cases, since both statistics are the same at "no change";
     below 10 continuous samples a few skewed sets are exceptions, where its interval is the wider one.
     """
-    raw_x, raw_y = pairs(clean, noisy)
-    x, y = raw_x.mean(axis=1), raw_y.mean(axis=1)
-    n = len(x)
-    if are_counted(raw_x, raw_y):
+    data = Paired.of(clean, noisy)
+    x, y, n = data.x, data.y, data.n
+    if data.counted:
         return counted.normal_p(float(counted.difference_statistic(counted.Table.of(x, y))(0.0)))
     if n < 2:
         return 1.0
-    if unchanged(x, y):
-        error, d = unseen_error(x), float((x - y).mean())
-        return continuous.student_p(d / error, n) if error else 1.0
+    if data.unchanged:
+        error = unseen_error(x)
+        return continuous.student_p(float((x - y).mean()) / error, n) if error else 1.0
     return continuous.student_p(float(continuous.mean_statistic(x - y)), n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values corrected for the number of looks (Holm 1979), in the order given.
+    """p values corrected for the number of comparisons (Holm 1979), in the order given.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -45,49 +61,49 @@ def holm(p_values: Sequence[float]) -> list[float]:
         raise InvalidInput(f"p values lie between 0 and 1; got {list(p_values)}")
     corrected = [0.0] * len(p_values)
     largest = 0.0
-    for rank, look in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[look]))
-        corrected[look] = largest
+    for rank, at in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[at]))
+        corrected[at] = largest
     return corrected
 
 
-def simultaneous_level(looks: int, level: float = 0.95) -> float:
+def simultaneous_level(comparisons: int, level: float = 0.95) -> float:
     """The level each of several intervals needs so that all hold together with `level` (Bonferroni).
 
     Windows that overlap and share samples depend on each other; Bonferroni holds for any dependence, and Sidak's level
-    for independent looks is the same to three digits.
+    for independent comparisons is the same to three digits.
     """
-    if looks < 1:
-        raise InvalidInput(f"looks must be at least 1, got {looks}")
-    return 1 - (1 - checked_level(level)) / looks
+    if comparisons < 1:
+        raise InvalidInput(f"comparisons must be at least 1, got {comparisons}")
+    return 1 - (1 - checked_level(level)) / comparisons
 
 
 def smallest_detectable(
     clean: ArrayLike,
     noisy: ArrayLike,
     *,
-    looks: int = 1,
+    comparisons: int = 1,
     level: float = 0.95,
     power: float = 0.8,
     relative: bool = False,
 ) -> float | None:
-    """The smallest mean loss that this run would have found with probability `power`, corrected for `looks`.
+    """The smallest mean loss that this run would have found with probability `power`, corrected for `comparisons`.
 
     Continuous scores: (z_{1 - alpha / 2m} + z_power) standard errors; where all pairs changed alike, the error of
     `unseen_error`. 0/1 scores: see `_smallest_count`. `relative` divides by the clean mean, to be set beside
     `degradation`. None where no loss could be found: fewer than two samples, or not even a loss of every right answer.
     """
-    raw_x, raw_y = pairs(clean, noisy)
-    x, y = raw_x.mean(axis=1), raw_y.mean(axis=1)
-    z_alpha = counted.normal_quantile(simultaneous_level(looks, level))
+    data = Paired.of(clean, noisy)
+    x, y = data.x, data.y
+    z_alpha = counted.normal_quantile(simultaneous_level(comparisons, level))
     z_power = NormalDist().inv_cdf(power)
     top = float(x.mean())
-    if len(x) < 2 or (relative and top <= 0):
+    if data.n < 2 or (relative and top <= 0):
         return None
-    if are_counted(raw_x, raw_y):
+    if data.counted:
         smallest = _smallest_count(counted.Table.of(x, y), z_alpha, z_power, top)
     else:
-        error = unseen_error(x) if unchanged(x, y) else float(np.std(x - y, ddof=1)) / math.sqrt(len(x))
+        error = unseen_error(x) if data.unchanged else float(np.std(x - y, ddof=1)) / math.sqrt(data.n)
         smallest = (z_alpha + z_power) * error if error else None
     return smallest / top if smallest is not None and relative else smallest
 
@@ -114,41 +130,17 @@ def _smallest_count(table: counted.Table, z_alpha: float, z_power: float, top: f
     top = min(top, 1 - 2 * gained)
     if top <= 0 or not found(top):
         return None
-    low, high = 0.0, top
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if found(middle) else (middle, high)
-    return high
-
-
-# The largest of several effects: an interval and a size that allow for its having been picked because it is largest.
-#
-# The largest of k estimates is too large on average, and its ordinary interval lies too high: of fourteen equal
-# windows the one picked is covered by its 95 % interval in 67 % of runs.
-#
-# **Interval.** Only the lower end suffers from the choice. It is taken at 1 - alpha / (2 k) (Bonferroni: all k lower
-# ends hold together with probability 1 - alpha / 2, for any dependence between windows that share samples), the upper
-# end at 1 - alpha / 2.
-#
-# **Size.** Cross-fitting: the samples are split into ten folds (sample i is in fold i modulo ten). For each fold the
-# candidate is chosen on the other nine and measured on the fold. No sample takes part in choosing what it measures,
-# so nothing is inflated; where the folds choose differently, the size is that of what would be chosen on average.
-#
-# C. Fuentes, G. Casella, M. T. Wells (2018), "Confidence intervals for the means of the selected populations",
-# Electronic Journal of Statistics 12, 58-79.
-
-
-FOLDS = 10
-SELECTED = "simultaneous"  # the method of an estimate whose size and lower end allow for the choice
+    smallest, _ = continuous.bisect(lambda d: found(float(d)), top, 0.0)
+    return float(smallest)
 
 
 @dataclass(frozen=True)
-class Picked:
+class Selected:
     """The candidate with the largest effect.
 
-    `estimate` has the cross-fitted size and the interval that allows for the choice; `observed` is what the candidate
-    showed on the samples that it was picked on, with its ordinary interval. `agreement` is the share of folds that
-    choose the same candidate.
+    `estimate` has the cross-fitted size and the interval that allows for the selection; `observed` is what the
+    candidate showed on the samples that it was selected on, with its ordinary interval. `agreement` is the share of
+    folds that choose the same candidate.
     """
 
     index: int
@@ -158,11 +150,13 @@ class Picked:
     agreement: float
 
 
-def picked(clean: ArrayLike, candidates: Sequence[ArrayLike], *, chance: float = 0.0, level: float = 0.95) -> Picked:
+def select_largest(
+    clean: ArrayLike, candidates: Sequence[ArrayLike], *, chance: float = 0.0, level: float = 0.95
+) -> Selected:
     """The candidate with the largest `degradation`: `candidates` holds the noisy scores of each, same samples.
 
     >>> clean = [1] * 40
-    >>> found = picked(clean, [[1] * 39 + [0], [0, 1] * 20, [1] * 40])
+    >>> found = select_largest(clean, [[1] * 39 + [0], [0, 1] * 20, [1] * 40])
     >>> found.index, found.estimate.value, found.candidates
     (1, 0.5, 3)
     """
@@ -181,7 +175,7 @@ def picked(clean: ArrayLike, candidates: Sequence[ArrayLike], *, chance: float =
     observed = effect(data[index], level)
     folds = np.arange(n) % min(FOLDS, n)
     if n < 2 or k == 1 or observed.value is None:
-        return Picked(index, observed, observed, k, 1.0)
+        return Selected(index, observed, observed, k, 1.0)
     choices = np.array([int(np.argmax(losses[:, folds != fold].mean(axis=1))) for fold in range(folds.max() + 1)])
     columns = min(values.shape[1] for values in data)
     fitted = np.stack([data[choices[folds[i]]][i, :columns] for i in range(n)])
@@ -189,5 +183,5 @@ def picked(clean: ArrayLike, candidates: Sequence[ArrayLike], *, chance: float =
     value = effect(fitted, level).value
     if value is not None:  # what the folds say of others can't leave the interval of this one
         value = min(max(value, value if low is None else low), value if observed.high is None else observed.high)
-    estimate = Estimate(value, low, observed.high, observed.n, level, observed.note, SELECTED)
-    return Picked(index, estimate, observed, k, float(np.mean(choices == index)))
+    estimate = replace(observed, value=value, low=low, method=SELECTED)
+    return Selected(index, estimate, observed, k, float(np.mean(choices == index)))

@@ -1,16 +1,56 @@
-"""An estimate as a value, and the per-sample data it is made from."""
+"""Per-sample scores as arrays: checked, paired, and averaged over seeds within each sample."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from noisescope.errors import InvalidInput
-from noisescope.estimate import NOT_MEASURABLE as NOT_MEASURABLE
-from noisescope.estimate import UNBOUNDED as UNBOUNDED
-from noisescope.estimate import Estimate as Estimate
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Clean (x) and noisy (y) scores of the same samples, seeds averaged: seeds of a sample are not independent.
+
+    `counted` is right or wrong on the clean side, right or wrong (or averaged over seeds) on the noisy side.
+    """
+
+    x: Array
+    y: Array
+    counted: bool
+
+    @classmethod
+    def of(cls, clean: ArrayLike, noisy: ArrayLike) -> Paired:
+        x, y = pairs(clean, noisy)
+        return cls(x.mean(axis=1), y.mean(axis=1), is_binary(x) and bool(np.all((y >= 0) & (y <= 1))))
+
+    @property
+    def n(self) -> int:
+        return len(self.x)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether y - x is the same number in all samples, up to rounding."""
+        return is_multiple(self.x, self.y)
+
+
+def is_multiple(x: Array, y: Array, factor: float = 1.0) -> bool:
+    """Whether y - factor x is the same number in all samples, up to rounding."""
+    return float(np.ptp(y - factor * x)) <= 1e-12 * float(np.abs(x).max() + np.abs(y).max())
+
+
+def unseen_error(clean: Array) -> float:
+    """A standard error for n continuous pairs that all changed alike (mostly: not at all).
+
+    Zero is no honest error after n samples. Two pseudo-pairs are added as Agresti and Min (2005) do for 0/1 pairs, half
+    of one changed by plus and half by minus one standard deviation of the clean score: s / (n + 2).
+    """
+    scale = float(np.std(clean)) or float(abs(clean.mean()))
+    return scale / (len(clean) + 2)
 
 
 def scores(values: ArrayLike, what: str) -> Array:
@@ -43,24 +83,20 @@ def pairs(clean: ArrayLike, noisy: ArrayLike, what: tuple[str, str] = ("clean", 
     return x, y
 
 
-def is_binary(values: Array) -> bool:
-    return bool(np.all((values == 0) | (values == 1)))
-
-
-def are_counted(x: Array, y: Array) -> bool:
-    """Right or wrong on the clean side, right or wrong (or already averaged over seeds) on the other."""
-    return is_binary(x) and bool(np.all((y >= 0) & (y <= 1)))
-
-
-def nonnegative(values: Array, what: str) -> Array:
-    """The values, if none is below 0."""
+def nonnegative_means(values: Array, what: str) -> Array:
+    """The mean over seeds of each sample; no value may be below 0."""
     below = int(np.count_nonzero(values < 0))
     if below:
         raise InvalidInput(
             f"{what}: {below} of {values.size} values are below 0 (the lowest is {values.min():.3g}). A divergence is "
             "at least 0; round-off below 0 should be set to 0 first, and scores that change sign have a difference"
         )
-    return values
+    means: Array = values.mean(axis=1)
+    return means
+
+
+def is_binary(values: Array) -> bool:
+    return bool(np.all((values == 0) | (values == 1)))
 
 
 def checked_level(level: float) -> float:

@@ -6,15 +6,13 @@ import math
 from collections.abc import Callable
 from statistics import NormalDist
 
-from noisescope import stats
-from noisescope.stats import Estimate
+from noisescope.estimate import NOT_MEASURABLE, Estimate
+from noisescope.stats.continuous import bisect
+from noisescope.stats.intervals import mean
+from noisescope.stats.multiple_comparisons import simultaneous_level
 from noisescope.stats.samples import Array
 
 Centre = Callable[[Array, float], Estimate]  # of values [samples, seeds], at a level
-
-
-def mean(values: Array, level: float) -> Estimate:
-    return stats.mean(values, level=level)
 
 
 def unpaired(x: Array, y: Array, *, level: float = 0.95, centre: Centre = mean) -> Estimate:
@@ -29,13 +27,12 @@ def unpaired(x: Array, y: Array, *, level: float = 0.95, centre: Centre = mean) 
     first, second = centre(x, level), centre(y, level)
     n = min(first.n, second.n)
     if first.value is None or second.value is None:
-        return Estimate(None, None, None, n, level, stats.NOT_MEASURABLE)
-    value = second.value - first.value
-    if first.low is None or first.high is None or second.low is None or second.high is None:
-        return Estimate(value, None, None, n, level, "unpaired")
-    down = math.hypot(second.value - second.low, first.high - first.value)
-    up = math.hypot(second.high - second.value, first.value - first.low)
-    if not down and not up:  # nothing varies: an interval without width would be certain of anything
+        return Estimate(None, None, None, n, level, NOT_MEASURABLE)
+    value, down, up = second.value - first.value, 0.0, 0.0
+    if first.low is not None and first.high is not None and second.low is not None and second.high is not None:
+        down = math.hypot(second.value - second.low, first.high - first.value)
+        up = math.hypot(second.high - second.value, first.value - first.low)
+    if not down and not up:  # unknown, or nothing varies: an interval without width would be certain of anything
         return Estimate(value, None, None, n, level, "unpaired")
     return Estimate(value, value - down, value + up, n, level, "unpaired")
 
@@ -47,20 +44,18 @@ def unpaired_p(x: Array, y: Array, *, centre: Centre = mean) -> float:
         found = unpaired(x, y, level=1 - 10.0**exponent, centre=centre)
         return found.above(0.0) or found.below(0.0)
 
-    low, high = -12.0, -1e-9  # p as a power of ten
-    if not leaves_zero_out(high):
+    lowest, highest = -12.0, -1e-9  # p as a power of ten
+    if not leaves_zero_out(highest):
         return 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (low, middle) if leaves_zero_out(middle) else (middle, high)
-    return min(1.0, float(10.0**high))
+    exponent, _ = bisect(lambda at: leaves_zero_out(float(at)), highest, lowest, steps=30)
+    return min(1.0, float(10.0 ** float(exponent)))
 
 
-def smallest_unpaired(difference: Estimate, looks: int, *, power: float = 0.8) -> float | None:
+def smallest_unpaired(difference: Estimate, comparisons: int, *, power: float = 0.8) -> float | None:
     """The smallest difference that would have been found with probability `power`, from the width of its interval."""
     if difference.low is None or difference.high is None:
         return None
     normal = NormalDist()
     error = (difference.high - difference.low) / 2 / normal.inv_cdf((1 + difference.level) / 2)
-    wanted = normal.inv_cdf((1 + stats.simultaneous_level(looks)) / 2) + normal.inv_cdf(power)
+    wanted = normal.inv_cdf((1 + simultaneous_level(comparisons)) / 2) + normal.inv_cdf(power)
     return float(wanted * error) or None

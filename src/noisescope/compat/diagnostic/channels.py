@@ -203,7 +203,7 @@ def detect_outliers_fisher(model: Subject | nn.Module, calibration_data: Any, **
     screened: Screened = ask(model, calibration_data, _SCREEN, levels=("operator",), **more)
     if screened.error:
         raise NoisescopeError(f"the screen failed: {screened.error}")
-    shares = {site_label(site): screened.channel_shares(site) for site in screened.sites if site.operator == "linear"}
+    shares = {site_label(site): screened.by_channel(site) for site in screened.sites if site.operator == "linear"}
     limit = LIMITS["outlier_fisher_quantile"]
     return {name: torch.from_numpy(share > np.quantile(share, limit)) for name, share in shares.items()}
 
