@@ -42,19 +42,19 @@ RANKED_BY = {
 class Sweep:
     """Every window, layer and cell injected, and the screen."""
 
-    def propose(self, frame: StudyContext, results: Results) -> list[Trial]:
-        questions = [None, *(injection for group in groups(frame).values() for injection in group)]
-        return screen.propose(frame, results) + [trial for question in questions for trial in frame.ask(question)]
+    def propose(self, context: StudyContext, results: Results) -> list[Trial]:
+        questions = [None, *(injection for group in groups(context).values() for injection in group)]
+        return screen.propose(context, results) + [trial for question in questions for trial in context.ask(question)]
 
-    def conclude(self, frame: StudyContext, results: Results, notes: list[str]) -> dict[str, Any]:
+    def conclude(self, context: StudyContext, results: Results, notes: list[str]) -> dict[str, Any]:
         return {"schema_version": 1}
 
 
-def groups(frame: StudyContext) -> dict[str, list[Injection]]:
+def groups(context: StudyContext) -> dict[str, list[Injection]]:
     return {
-        "windows": [layers.window_injection(frame, window) for window in frame.windows],
-        "layers": [layers.layer_injection(frame, layer) for layer in range(frame.blocks)],
-        "cells": [layers.cell_injection(frame, *cell) for cell in layers.cells(frame)],
+        "windows": [layers.window_injection(context, window) for window in context.windows],
+        "layers": [layers.layer_injection(context, layer) for layer in range(context.blocks)],
+        "cells": [layers.cell_injection(context, *cell) for cell in layers.cells(context)],
     }
 
 
@@ -75,12 +75,12 @@ def measured(samples: int, work: Path) -> tuple[Prepared, Store]:
 
 def columns(prepared: Prepared, store: Store) -> dict[str, dict[str, Array]]:
     """[sites, samples] of windows, layers and cells: injected KL (mean of three seeds), predicted KL, agreement."""
-    frame = prepared.frame
-    screened = screen.conclude(frame, store)
+    context = prepared.context
+    screened = screen.conclude(context, store)
     assert screened is not None
     found = {}
-    for name, injections in groups(frame).items():
-        answers = [frame.answer(store, injection) for injection in injections]
+    for name, injections in groups(context).items():
+        answers = [context.answer(store, injection) for injection in injections]
         found[name] = {
             "injected": np.stack([answer.mean("kl") for answer in answers if answer is not None]),
             "agreement": np.stack([answer.mean("agreement") for answer in answers if answer is not None]),

@@ -84,19 +84,19 @@ def memory(subject: ns.Subject, data: Any, slice_samples: int) -> dict[str, floa
         max_new_tokens=8,
         slice=slice_samples,
     )
-    frame, peaks = prepared.frame, {}
-    part: Slice = frame.test[0]
-    with TrialRunner(subject, prepared.materials) as bench:
-        batch = bench.batches(part)[0]
+    context, peaks = prepared.context, {}
+    part: Slice = context.test[0]
+    with TrialRunner(subject, prepared.materials) as runner:
+        batch = runner.batches(part)[0]
         with torch.no_grad():
-            peaks["clean"] = _peak(lambda: bench.forward(batch))
-        trials = [frame.ask(window_injection(frame, w))[0] for w in (frame.windows[0], frame.windows[-1])]
-        trials += [frame.ask(level_one.injection(frame, name))[0] for name in ("linear", "softmax")]
-        peaks["sweep"] = _peak(lambda: [score(bench, trial)() for trial in trials])
-        bench.forget_slice()
-        where = screening.screen_injection(frame)
-        trial = Trial(frame.conditions, "screen", part, where, {"draws": 2, "seed": 0})
-        peaks["screen"] = _peak(lambda: screen(bench, trial))
+            peaks["clean"] = _peak(lambda: runner.forward(batch))
+        trials = [context.ask(window_injection(context, w))[0] for w in (context.windows[0], context.windows[-1])]
+        trials += [context.ask(level_one.injection(context, name))[0] for name in ("linear", "softmax")]
+        peaks["sweep"] = _peak(lambda: [score(runner, trial)() for trial in trials])
+        runner.forget_slice()
+        where = screening.screen_injection(context)
+        trial = Trial(context.conditions, "screen", part, where, {"draws": 2, "seed": 0})
+        peaks["screen"] = _peak(lambda: screen(runner, trial))
     gib = {name: value / 2**30 for name, value in peaks.items()}
     return {**gib, "sweep / clean": gib["sweep"] / gib["clean"], "screen / clean": gib["screen"] / gib["clean"]}
 
@@ -174,10 +174,10 @@ def captured(samples: int) -> float:
     items = read_data(demo.test_file()).items
     data = gather((items[i % len(items)] for i in range(samples)), "demo, repeated")
     prepared = api.prepare_diagnosis(ns.load("demo"), data, samples=8, calibration=data, calibration_samples=samples)
-    trial = capture_trial(prepared.frame)
+    trial = capture_trial(prepared.context)
     assert trial is not None
-    with TrialRunner(prepared.subject, prepared.materials) as bench:
-        assert not bench.run(trial).error
+    with TrialRunner(prepared.subject, prepared.materials) as runner:
+        assert not runner.run(trial).error
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -60,12 +60,12 @@ LENGTH = 128
 WINDOW = 3
 
 
-def scored_modules(bench: TrialRunner, material: Material, store: Store) -> tuple[list[Module], float]:
+def scored_modules(runner: TrialRunner, material: Material, store: Store) -> tuple[list[Module], float]:
     """Format scores as a diagnosis makes them, and their processor time."""
     settings = {"formats": FORMATS, "draws": 1, "seed": 0}
-    conditions = frame_of(bench.subject, material, 1).conditions
+    conditions = frame_of(runner.subject, material, 1).conditions
     trial = Trial(conditions, "formats", Slice(material.fingerprint, 0, len(material)), None, settings)
-    run_waves(lambda results: [trial], store, LocalExecutor(bench), NoProgress())
+    run_waves(lambda results: [trial], store, LocalExecutor(runner), NoProgress())
     found = store[trial.id]
     if found.failed:
         raise SystemExit(f"scoring failed: {found.error}")
@@ -88,36 +88,36 @@ def offering(modules: Sequence[Module], names: Sequence[str]) -> list[Module]:
     ]
 
 
-def layer_losses(bench: TrialRunner, frame: StudyContext, store: Store) -> dict[int, float]:
+def layer_losses(runner: TrialRunner, context: StudyContext, store: Store) -> dict[int, float]:
     """What 5 % noise in windows of three layers, side by side, costs of the next-token accuracy."""
-    starts = range(0, frame.blocks, WINDOW)
-    windows = {start: frame.injection(layers=frozenset(range(start, start + WINDOW))) for start in starts}
+    starts = range(0, context.blocks, WINDOW)
+    windows = {start: context.injection(layers=frozenset(range(start, start + WINDOW))) for start in starts}
     asked = [None, *windows.values()]
     run_waves(
-        lambda results: [t for one in asked for t in frame.ask(one, seeds=(0,))],
+        lambda results: [t for one in asked for t in context.ask(one, seeds=(0,))],
         store,
-        LocalExecutor(bench),
+        LocalExecutor(runner),
         NoProgress(),
     )
-    clean = frame.answer(store, None)
+    clean = context.answer(store, None)
     assert clean is not None
     losses = {}
     for start, injection in windows.items():
-        noisy = frame.answer(store, injection, seeds=(0,))
+        noisy = context.answer(store, injection, seeds=(0,))
         assert noisy is not None
-        loss = task_loss(frame, clean, noisy, 1.0).degradation
+        loss = task_loss(context, clean, noisy, 1.0).degradation
         known = loss is not None and loss.value is not None
         losses |= dict.fromkeys(range(start, start + WINDOW), loss.value if known else 0.0)
     return losses
 
 
 def measured(
-    bench: TrialRunner, frame: StudyContext, store: Store, plans: Mapping[str, Plan]
+    runner: TrialRunner, context: StudyContext, store: Store, plans: Mapping[str, Plan]
 ) -> dict[str, dict[str, Any]]:
     """Mean KL and next-token accuracy of each plan."""
     question = Verification({name: plan_injection(plan.assignment) for name, plan in plans.items()})
-    run_waves(lambda results: question.propose(frame, results), store, LocalExecutor(bench), NoProgress())
-    rows = question.conclude(frame, store).plans
+    run_waves(lambda results: question.propose(context, results), store, LocalExecutor(runner), NoProgress())
+    rows = question.conclude(context, store).plans
     return {
         name: {
             "average_bits": plan.average_bits,
@@ -131,8 +131,8 @@ def measured(
 
 
 def at_bits(
-    bench: TrialRunner,
-    frame: StudyContext,
+    runner: TrialRunner,
+    context: StudyContext,
     store: Store,
     modules: list[Module],
     losses: dict[int, float],
@@ -151,7 +151,7 @@ def at_bits(
         for kind, names in (("random", FORMATS), ("random int4, int8", ("int4", "int8")))
     }
     named = {f"{kind} {i}": one for kind, plans in drawn.items() for i, one in enumerate(plans)}
-    rows = measured(bench, frame, store, {"plan": plan, **rivals, **named})
+    rows = measured(runner, context, store, {"plan": plan, **rivals, **named})
     found = {"bits": bits, "counts": plan.counts(), **{name: rows[name] for name in ("plan", *rivals)}}
     kl = rows["plan"]["kl"]
     print(f"{bits:g} bits: KL {kl:.4f} at {plan.average_bits:.3f} bits; rule {rows['rule']['kl']:.4f} at "
@@ -188,8 +188,8 @@ def solving_time(modules: list[Module]) -> dict[str, Any]:
 
 
 def beside_modelopt(
-    bench: TrialRunner,
-    frame: StudyContext,
+    runner: TrialRunner,
+    context: StudyContext,
     store: Store,
     modules: list[Module],
     folder: str,
@@ -209,7 +209,7 @@ def beside_modelopt(
         "plan": optimal_plan(mine, budget),
         "plan by the same groups": plan_of(mine, spread(together.assignment, mine), "groups"),
     }
-    rows = measured(bench, frame, store, plans)
+    rows = measured(runner, context, store, plans)
     for name, row in rows.items():
         print(f"beside ModelOpt, {name}: KL {row['kl']:.4f} at {row['average_bits']:.3f} bits", flush=True)
     return {"version": version, "asked_bits": bits, "seconds": seconds, "counts": theirs.counts(), **rows}
@@ -278,17 +278,17 @@ def main() -> None:
         "bits_count": "nominal, over the 210 linears of the blocks; lm_head excluded",
         "plans": [],
     }
-    frame = frame_of(subject, test, 1)
-    with TrialRunner(subject, [scored, test]) as bench, Store(options.store) as store:
-        modules, result["scoring_seconds"] = scored_modules(bench, scored, store)
+    context = frame_of(subject, test, 1)
+    with TrialRunner(subject, [scored, test]) as runner, Store(options.store) as store:
+        modules, result["scoring_seconds"] = scored_modules(runner, scored, store)
         result["solving"] = solving_time(modules)
         print(f"scored in {result['scoring_seconds']:.0f} s; {result['solving']}", flush=True)
         tokens = torch.tensor([group[0].ids for group in scored.encoded.sequences])
         if "plans" in options.parts:
-            losses = layer_losses(bench, frame, store)
+            losses = layer_losses(runner, context, store)
             result["layer_losses"] = losses
             for bits in options.bits:
-                row = at_bits(bench, frame, store, modules, losses, bits, options.random)
+                row = at_bits(runner, context, store, modules, losses, bits, options.random)
                 result["plans"].append(row)
                 save(options.json, result)
             rows = [row["random"] for row in result["plans"]]
@@ -298,7 +298,7 @@ def main() -> None:
             print("predicted against measured, all random plans:", result["spearman"], flush=True)
             save(options.json, result)
         if "modelopt" in options.parts:
-            result["modelopt"] = beside_modelopt(bench, frame, store, modules, options.model, tokens, 5.0)
+            result["modelopt"] = beside_modelopt(runner, context, store, modules, options.model, tokens, 5.0)
             save(options.json, result)
     if "smoothquant" in options.parts:
         held_out = torch.tensor([group[0].ids for group in test.encoded.sequences])

@@ -56,9 +56,9 @@ DIRECT = ("dead_zone", "saturation", "bias")  # functions of the data; the other
 
 
 class OnceOnly(TrialRunner):
-    """A bench that simulates a fault once, whoever asks."""
+    """A runner that simulates a fault once, whoever asks."""
 
-    @functools.cache  # noqa: B019 (a bench lives as long as the benchmark)
+    @functools.cache  # noqa: B019 (a runner lives as long as the benchmark)
     def faulty_logits(self, layer: int, setting: Setting, *, draws: int = 1) -> Array:
         return super().faulty_logits(layer, setting, draws=draws)
 
@@ -76,7 +76,7 @@ def fault_of(family: str, size: float, seed: int) -> Fault:
     return make_fault(family, **settings, seed=seed)
 
 
-def fingerprint_tasks(subject: Subject, bench: TrialRunner, draw: random.Random) -> Iterator[Task]:
+def fingerprint_tasks(subject: Subject, runner: TrialRunner, draw: random.Random) -> Iterator[Task]:
     """Every family, size and block, in both modes."""
     blocks = range(len(subject.anatomy.blocks))
     everything = {mode: tuple(settings(mode, None, None, 0)) for mode in ("blind", "same-seed")}
@@ -87,7 +87,7 @@ def fingerprint_tasks(subject: Subject, bench: TrialRunner, draw: random.Random)
         about = {"family": family, "size": size, "layer": layer, "group": group}
         for mode, candidates in (("blind", everything["blind"]), ("same-seed", (own,))):
             yield functools.partial(
-                explained_row, subject, bench, fault, f"{layer}", mode=mode, candidates=candidates, about=about
+                explained_row, subject, runner, fault, f"{layer}", mode=mode, candidates=candidates, about=about
             )
     for layer, mode in itertools.product(blocks, everything):
         module = draw.choice(["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
@@ -96,7 +96,7 @@ def fingerprint_tasks(subject: Subject, bench: TrialRunner, draw: random.Random)
         yield functools.partial(
             explained_row,
             subject,
-            bench,
+            runner,
             fault,
             f"{layer}/linear/{module}",
             mode=mode,
@@ -112,7 +112,7 @@ def as_candidate(fault: Fault) -> Setting:
 
 def explained_row(
     subject: Subject,
-    bench: TrialRunner,
+    runner: TrialRunner,
     fault: Fault,
     where: str,
     *,
@@ -121,9 +121,9 @@ def explained_row(
     about: Row,
 ) -> Row:
     with faulty(subject.model, fault, where, anatomy=subject.anatomy) as scope:
-        said, _ = last_logits(subject.model, bench.batches[0])
+        said, _ = last_logits(subject.model, runner.batches[0])
     layers = range(len(subject.anatomy.blocks))
-    found = explained(bench, said.double().numpy(), None, mode=mode, faults=candidates, layers=layers)
+    found = explained(runner, said.double().numpy(), None, mode=mode, faults=candidates, layers=layers)
     first = found.suspects[0] if found.suspects else None
     return {
         "method": mode,
@@ -147,8 +147,8 @@ def healthy_fingerprint(subject: Subject, seed: int, how: str) -> Row:
         said, _ = last_logits(model, prompts)
         model.set_attn_implementation("sdpa")
     faults, layers = tuple(settings("blind", ["bias"], None, 0)), range(len(subject.anatomy.blocks))
-    with TrialRunner(model, subject.anatomy, [prompts], draws=2) as bench:
-        found = explained(bench, said.double().numpy(), None, mode="blind", faults=faults, layers=layers)
+    with TrialRunner(model, subject.anatomy, [prompts], draws=2) as runner:
+        found = explained(runner, said.double().numpy(), None, mode="blind", faults=faults, layers=layers)
     return {"method": "fingerprint", "kind": "healthy", "group": "healthy", "verdict": found.verdict}
 
 
@@ -245,10 +245,10 @@ def main() -> None:
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        OnceOnly(subject.model, subject.anatomy, [prompts], draws=DRAWS) as bench,
+        OnceOnly(subject.model, subject.anatomy, [prompts], draws=DRAWS) as runner,
     ):
         draw = random.Random(0)
-        tasks = [*fingerprint_tasks(subject, bench, draw), *replay_tasks(Path(folder), options.replays)]
+        tasks = [*fingerprint_tasks(subject, runner, draw), *replay_tasks(Path(folder), options.replays)]
         for seed, how in itertools.product(range(1, 21), ("one by one", "eager attention")):
             tasks.append(functools.partial(healthy_fingerprint, healthy, seed, how))
         draw.shuffle(tasks)

@@ -108,26 +108,26 @@ def print_levels(levels: list[dict[str, Any]]) -> None:
             print(f"    {draws} draws: Spearman {min(ranks):.4f} to {max(ranks):.4f}, <= 25 %: {share:.2f}")
 
 
-def cost(bench: TrialRunner, frame: StudyContext, pairs: int) -> list[dict[str, Any]]:
+def cost(runner: TrialRunner, context: StudyContext, pairs: int) -> list[dict[str, Any]]:
     """The screen's time over that of a clean forward of all samples in one batch."""
-    (material,) = bench.materials.values()
-    tokens = torch.tensor([group[0].ids for group in material.encoded.sequences], device=bench.device)
+    (material,) = runner.materials.values()
+    tokens = torch.tensor([group[0].ids for group in material.encoded.sequences], device=runner.device)
 
     def clean(size: int | None = None) -> None:
         with torch.no_grad():
             for part in torch.split(tokens, size or len(tokens)):
-                bench.model(input_ids=part, use_cache=False)
-        _wait(bench)
+                runner.model(input_ids=part, use_cache=False)
+        _wait(runner)
 
     def screening() -> None:
-        run_screen(bench, frame, draws=2, seed=0)
-        _wait(bench)
+        run_screen(runner, context, draws=2, seed=0)
+        _wait(runner)
 
     arms = {
         "clean forward, in four batches": lambda: clean(-(-len(tokens) // 4)),
         "screen, 2 draws": screening,
     }
-    alone = bench.device.type == "cpu" and torch.get_num_threads() == 1
+    alone = runner.device.type == "cpu" and torch.get_num_threads() == 1
     rows = compare(arms, clean, pairs, processor_seconds if alone else host_seconds)
     show(f"{'processor' if alone else 'wall'} time over that of a clean forward", rows, {"screen, 2 draws": 5.0})
     return rows
@@ -140,13 +140,13 @@ def processor_seconds(run: Run) -> float:
     return time.process_time() - start
 
 
-def _wait(bench: TrialRunner) -> None:
-    if bench.device.type == "cuda":
+def _wait(runner: TrialRunner) -> None:
+    if runner.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def open_bench(options: argparse.Namespace) -> tuple[TrialRunner, StudyContext]:
-    """Model and text; the bench is not entered yet."""
+    """Model and text; the runner is not entered yet."""
     torch.set_float32_matmul_precision("highest")
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -173,35 +173,35 @@ def swept_before(result: dict[str, Any], cells: list[Cell]) -> list[Array]:
 
 
 def chosen_channels(
-    bench: TrialRunner, frame: StudyContext, options: argparse.Namespace, result: dict[str, Any]
+    runner: TrialRunner, context: StudyContext, options: argparse.Namespace, result: dict[str, Any]
 ) -> list[Cell]:
     """The channels of an earlier run, if any: rounding changes a prediction, and with it the choice."""
     rows = [row for row in result.get("cells", []) if row["level"] == "channel"]
     if rows:
         named = [(*row["cell"].rsplit(" ", 1), row["part"]) for row in rows]
-        return [channel_cell(frame, module, int(channel), part) for module, channel, part in named]
-    chooser = run_screen(bench, frame, draws=2, seed=CHOOSING_SEED)
-    return channel_cells(frame, chooser, options.layers, options.channels)
+        return [channel_cell(context, module, int(channel), part) for module, channel, part in named]
+    chooser = run_screen(runner, context, draws=2, seed=CHOOSING_SEED)
+    return channel_cells(context, chooser, options.layers, options.channels)
 
 
 def sweep(options: argparse.Namespace, cells: list[Cell], seed: int) -> tuple[Array, float]:
     """One seed; cells that ask the same are run once."""
     if not _OPEN:
-        bench, frame = open_bench(options)
-        _OPEN.append((bench.__enter__(), frame))
-    bench, frame = _OPEN[0]
+        runner, context = open_bench(options)
+        _OPEN.append((runner.__enter__(), context))
+    runner, context = _OPEN[0]
     known: dict[str, Result] = {}
     rows = []
-    before = bench.forwards
+    before = runner.forwards
     for cell in cells:
-        (trial,) = frame.ask(cell.injection, seeds=[seed])
+        (trial,) = context.ask(cell.injection, seeds=[seed])
         if trial.id not in known:
-            known[trial.id] = bench.run(trial)
+            known[trial.id] = runner.run(trial)
         result = known[trial.id]
         if result.failed:
             raise SystemExit(f"{cell.level} {cell.name}: {result.error}")
         rows.append(np.mean(np.array(result.values["kl"], dtype=np.float64)))
-    return np.array(rows), bench.forwards - before
+    return np.array(rows), runner.forwards - before
 
 
 def main() -> None:
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="results; seeds of a sweep that it holds already are not run again")
     options = parser.parse_args()
 
-    bench, frame = open_bench(options)
+    runner, context = open_bench(options)
     machine = (
         torch.cuda.get_device_name()
         if options.device.startswith("cuda")
@@ -230,7 +230,7 @@ def main() -> None:
         "machine": machine,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "model": {"name": "SmolLM2-135M-Instruct", "fingerprint": frame.conditions.model, "dtype": "float32"},
+        "model": {"name": "SmolLM2-135M-Instruct", "fingerprint": context.conditions.model, "dtype": "float32"},
         "data": {"name": "GSM8K test", "items": options.items, "tokens": options.length,
                  "scored_tokens": options.items * (options.length - 1)},
         "noise": f"Gaussian({SCALE}), relative to each element, on outputs",
@@ -239,23 +239,25 @@ def main() -> None:
     earlier = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if {**earlier, **result} == earlier:
         result = earlier
-    with bench:
-        _OPEN.append((bench, frame))
+    with runner:
+        _OPEN.append((runner, context))
         if options.pairs:
-            result["cost"] = cost(bench, frame, options.pairs)
+            result["cost"] = cost(runner, context, options.pairs)
         if options.seeds:
-            against_sweep(bench, frame, options, result)
-        result["notes"] = bench.notes
+            against_sweep(runner, context, options, result)
+        result["notes"] = runner.notes
     save(options.json, result)
 
 
-def against_sweep(bench: TrialRunner, frame: StudyContext, options: argparse.Namespace, result: dict[str, Any]) -> None:
+def against_sweep(
+    runner: TrialRunner, context: StudyContext, options: argparse.Namespace, result: dict[str, Any]
+) -> None:
     started = time.perf_counter()
-    screens = {(2, 0): run_screen(bench, frame, draws=2, seed=0)}
+    screens = {(2, 0): run_screen(runner, context, draws=2, seed=0)}
     result["screen"] = {"seconds": time.perf_counter() - started, "forwards": 1, "backwards": 2}
     for draws, seed in itertools.product((1, 2, 4), range(SCREEN_SEEDS)):
-        screens[draws, seed] = run_screen(bench, frame, draws=draws, seed=seed)
-    cells = cells_of(frame, options.layers) + chosen_channels(bench, frame, options, result)
+        screens[draws, seed] = run_screen(runner, context, draws=draws, seed=seed)
+    cells = cells_of(context, options.layers) + chosen_channels(runner, context, options, result)
     swept = swept_before(result, cells)
     forwards, before = (result["sweep"][name] for name in ("forwards", "seconds")) if swept else (0.0, 0.0)
     started = time.perf_counter()

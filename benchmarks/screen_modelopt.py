@@ -111,13 +111,15 @@ def modelopt_scores(folder: str, tokens: torch.Tensor, name: str, method: str) -
     return scores, calls, times
 
 
-def screen_groups(bench: TrialRunner, material: Material, perturbation: Any, modules: list[str]) -> tuple[Array, float]:
+def screen_groups(
+    runner: TrialRunner, material: Material, perturbation: Any, modules: list[str]
+) -> tuple[Array, float]:
     """Predicted KL per token of each group at the perturbation's own size, and the screen's processor time."""
-    frame = frame_of(bench.subject, material, 1)
+    context = frame_of(runner.subject, material, 1)
     where = ns.Injection(perturbation, phases=frozenset({"forward"}))
-    trial = Trial(frame.conditions, "screen", frame.test[0], where, {"draws": DRAWS, "seed": 0})
+    trial = Trial(context.conditions, "screen", context.test[0], where, {"draws": DRAWS, "seed": 0})
     started = time.process_time()
-    result = bench.run(trial)
+    result = runner.run(trial)
     seconds = time.process_time() - started
     if result.failed:
         raise SystemExit(f"the screen failed: {result.error}")
@@ -125,7 +127,7 @@ def screen_groups(bench: TrialRunner, material: Material, perturbation: Any, mod
     half = (getattr(perturbation, "scale", 1.0) if _is_noise(perturbation) else 1.0) ** 2 / 2
     sites = result.facts["sites"]
     predicted = {}
-    for cell in cells_of(frame, frame.blocks):
+    for cell in cells_of(context, context.blocks):
         if cell.level == "group":
             names = cell.injection.modules or ()
             rows = [i for i, site in enumerate(sites) if site["operator"] == "linear" and site["module"] in names]
@@ -152,14 +154,14 @@ def rank(one: Array, other: Array) -> dict[str, Any]:
     return {"spearman": found.value, "low": found.low, "high": found.high, "n": found.n}
 
 
-def compared(bench: TrialRunner, material: Material, folder: str, tokens: torch.Tensor, name: str) -> dict[str, Any]:
+def compared(runner: TrialRunner, material: Material, folder: str, tokens: torch.Tensor, name: str) -> dict[str, Any]:
     """One format: every method's scores, cost and rank agreement with the truth."""
     by_kl, calls, kl_times = modelopt_scores(folder, tokens, name, "kl_div")
     by_gradient, _, gradient_times = modelopt_scores(folder, tokens, name, "gradient")
     modules = list(by_kl)
     truth = np.array(calls.truth)
     assert len(truth) == len(modules) == len(by_gradient)
-    forward = clean_seconds(bench.model, tokens)
+    forward = clean_seconds(runner.model, tokens)
     scores = {
         "ModelOpt, KL method": np.array(list(by_kl.values())),
         "ModelOpt, gradient method": np.array([by_gradient[module] for module in modules]),
@@ -170,9 +172,9 @@ def compared(bench: TrialRunner, material: Material, folder: str, tokens: torch.
         f"screen, Gaussian({SCALE}) relative to the row's rms": ns.Gaussian(SCALE, relative_to="rms"),
         f"screen, {FORMATS[name]} on outputs": ns.Format(FORMATS[name], granularity="tensor"),
     }
-    screen_groups(bench, material, ns.Gaussian(SCALE), modules)  # a first call, as the clean forward had
+    screen_groups(runner, material, ns.Gaussian(SCALE), modules)  # a first call, as the clean forward had
     for label, perturbation in screens.items():
-        scores[label], seconds = screen_groups(bench, material, perturbation, modules)
+        scores[label], seconds = screen_groups(runner, material, perturbation, modules)
         costs[label] = {"seconds": seconds, "scoring_forwards": 1, "scoring_backwards": DRAWS}
     rows = []
     for label, values in scores.items():
@@ -231,10 +233,10 @@ def main() -> None:
         "formats": [],
     }
     print({key: value for key, value in result.items() if key != "formats"})
-    with TrialRunner(subject, [material]) as bench:
+    with TrialRunner(subject, [material]) as runner:
         for name in options.formats:
             print(name)
-            found = compared(bench, material, options.model, tokens, name)
+            found = compared(runner, material, options.model, tokens, name)
             if options.sweep:
                 found["measured_noise"] = measured_noise(options.sweep, found["groups"])
             result["formats"].append(found)

@@ -74,12 +74,12 @@ def frame_of(subject: Subject, material: Material, seeds: int, perturbation: Any
     )
 
 
-def run_screen(bench: TrialRunner, frame: StudyContext, *, draws: int, seed: int) -> Screened:
+def run_screen(runner: TrialRunner, context: StudyContext, *, draws: int, seed: int) -> Screened:
     """A screen trial as a diagnosis runs it, with draws of another seed if wanted."""
-    asked = dataclasses.replace(frame, settings=dataclasses.replace(frame.settings, draws=draws))
+    asked = dataclasses.replace(context, settings=dataclasses.replace(context.settings, draws=draws))
     results: dict[str, Result] = {}
     for trial in screen.propose(asked, {}):
-        results[trial.id] = bench.run(dataclasses.replace(trial, settings={"draws": draws, "seed": seed}))
+        results[trial.id] = runner.run(dataclasses.replace(trial, settings={"draws": draws, "seed": seed}))
     screened = screen.conclude(asked, results)
     assert screened is not None
     if screened.error:
@@ -87,23 +87,23 @@ def run_screen(bench: TrialRunner, frame: StudyContext, *, draws: int, seed: int
     return screened
 
 
-def cells_of(frame: StudyContext, layers: int) -> list[Cell]:
+def cells_of(context: StudyContext, layers: int) -> list[Cell]:
     """Everything swept but channels."""
     cells = []
-    for layer in range(min(layers, frame.blocks)):
+    for layer in range(min(layers, context.blocks)):
         for operator in ("linear", "gemm"):
-            where = frame.injection(operators={operator}, layers={layer})
+            where = context.injection(operators={operator}, layers={layer})
             cells.append(Cell(f"layer: {operator}", str(layer), where))
         for operator in OPERATORS:
-            where = frame.injection(operators={operator}, layers={layer})
+            where = context.injection(operators={operator}, layers={layer})
             cells.append(Cell("layer x operator", f"{layer} {operator}", where))
         for group, names in GROUPS.items():
             modules = tuple(f"model.layers.{layer}.{name}" for name in names)
-            cells.append(Cell("group", f"{layer} {group}", frame.injection(operators={"linear"}, modules=modules)))
+            cells.append(Cell("group", f"{layer} {group}", context.injection(operators={"linear"}, modules=modules)))
     return cells
 
 
-def channel_cells(frame: StudyContext, screened: Screened, layers: int, count: int) -> list[Cell]:
+def channel_cells(context: StudyContext, screened: Screened, layers: int, count: int) -> list[Cell]:
     """Of all channels of the blocks' linears, half of `count` from the top 1 % by prediction (the very first of them
     among these), half at random from the rest."""
     known: list[tuple[float, Site, int]] = []
@@ -116,13 +116,13 @@ def channel_cells(frame: StudyContext, screened: Screened, layers: int, count: i
     head = top[: count // 8]
     rest = draw.sample(known[len(top) :], count // 2)
     more = draw.sample(top[len(head) :], count - len(rest) - len(head))
-    return [channel_cell(frame, site.module, i, "random") for _, site, i in rest] + [
-        channel_cell(frame, site.module, i, "top 1 %") for _, site, i in head + more
+    return [channel_cell(context, site.module, i, "random") for _, site, i in rest] + [
+        channel_cell(context, site.module, i, "top 1 %") for _, site, i in head + more
     ]
 
 
-def channel_cell(frame: StudyContext, module: str, channel: int, part: str) -> Cell:
-    where = frame.injection(operators={"linear"}, modules=(module,), channels=(channel,))
+def channel_cell(context: StudyContext, module: str, channel: int, part: str) -> Cell:
+    where = context.injection(operators={"linear"}, modules=(module,), channels=(channel,))
     return Cell("channel", f"{module} {channel}", where, part)
 
 
