@@ -15,12 +15,12 @@ from noisescope.comparison.rows import TokenRow as TokenRow
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.devices import CompareOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.reports.report import Report
 
 
-@asks(CompareOptions, "a", "b")
-def compare(asked: CompareOptions) -> Comparison:
+@takes_options(CompareOptions, "a", "b")
+def compare(options: CompareOptions) -> Comparison:
     """How two devices differ; `a` is the reference.
 
         found = ns.compare("gpu.record", "npu.record", max_mape=0.05, sensitivity="out/report.json")
@@ -29,12 +29,12 @@ def compare(asked: CompareOptions) -> Comparison:
     Records are those of `record`, or dumps of msprobe (a folder with dump.json).
     """
     return compare_records(
-        opened(asked.a),
-        opened(asked.b),
-        layers=asked.layers,
-        max_mape=asked.max_mape,
-        sensitivity=_diagnosed(asked.sensitivity),
-        affordable=asked.affordable,
+        opened(options.a),
+        opened(options.b),
+        layers=options.layers,
+        max_mape=options.max_mape,
+        sensitivity=_diagnosed(options.sensitivity),
+        affordable=options.affordable,
     )
 
 

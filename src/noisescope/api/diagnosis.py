@@ -22,7 +22,7 @@ from noisescope.localization.locate import locate
 from noisescope.model.subject import Subject
 from noisescope.options.groups import ExecutionOptions, LoadingOptions, Options
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans.migration import rank_places
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
@@ -31,8 +31,8 @@ from noisescope.reports.values import DiagnosisReport, LocateSection
 from noisescope.runs.store import Store
 
 
-@asks(DiagnoseOptions, "data")
-def diagnose(subject: Subject, asked: DiagnoseOptions) -> Report:
+@takes_options(DiagnoseOptions, "data")
+def diagnose(subject: Subject, options: DiagnoseOptions) -> Report:
     """Which operators, layers and channels are sensitive to numerical error.
 
         report = ns.diagnose(ns.load("demo"))
@@ -40,27 +40,27 @@ def diagnose(subject: Subject, asked: DiagnoseOptions) -> Report:
 
     With `output` results are stored there as they come, and the same call resumes.
     """
-    run, found = prepare_diagnosis(subject, options=asked).run(all_levels, asked)
+    run, found = prepare_diagnosis(subject, options=options).run(all_levels, options)
     diagnosis = DiagnosisReport.from_diagnosis(Diagnosis.of(run, found))
     if diagnosis.layer_analysis is not None and any(row.nats for row in diagnosis.layer_analysis.layers):
         diagnosis = replace(diagnosis, migration_plan=rank_places(diagnosis))
-    return _kept(Report(diagnosis), asked.output)
+    return _kept(Report(diagnosis), options.output)
 
 
-def cost_of_diagnosis(subject: Subject, asked: DiagnoseOptions) -> Cost:
+def cost_of_diagnosis(subject: Subject, options: DiagnoseOptions) -> Cost:
     """What a diagnosis would cost, from one timed forward."""
-    return prepare_diagnosis(subject, options=asked).cost(all_levels)
+    return prepare_diagnosis(subject, options=options).cost(all_levels)
 
 
-@asks(RobustnessOptions, "data")
-def robustness(subject: Subject, asked: RobustnessOptions) -> Report:
+@takes_options(RobustnessOptions, "data")
+def robustness(subject: Subject, options: RobustnessOptions) -> Report:
     """Accuracy and retention at several noise levels, with intervals."""
-    levels = curve.checked_levels(asked.noise_levels)
+    levels = curve.checked_levels(options.noise_levels)
     settings = Settings(
-        Gaussian(max(levels)), levels=("operator",), layer_operators=asked.operators, seeds=seeds_of(asked.seeds)
+        Gaussian(max(levels)), levels=("operator",), layer_operators=options.operators, seeds=seeds_of(options.seeds)
     )
-    run, found = prepared_for(subject, asked, settings).run(curve.RobustnessQuestion(levels), asked)
-    return _kept(Report(Robustness(run=run, **vars(found))), asked.output)
+    run, found = prepared_for(subject, options, settings).run(curve.RobustnessQuestion(levels), options)
+    return _kept(Report(Robustness(run=run, **vars(found))), options.output)
 
 
 def check_findings(
@@ -77,10 +77,10 @@ def check_findings(
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """
-    asked = fault_check.Check(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
+    options = fault_check.Check(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice=samples)
-    _, found = prepared.run(asked, ExecutionOptions())
+    _, found = prepared.run(options, ExecutionOptions())
     return _kept(Report(replace(report.diagnosis, check=found)), output)
 
 
@@ -100,18 +100,18 @@ def _kept(report: Report, output: str | Path | None) -> Report:
     return report
 
 
-# The demo: a diagnosis of the bundled model, put to the test, planned for, and a fault found.
-
-
-SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
+SAMPLES = 64  # of the demo, with two seeds: enough for a significant avalanche point within a minute
 HELD_OUT = 100
 BITS = 5
-BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # what is put in, and has to be found
+BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # the fault that the demo simulates, and has to locate
 FAULT = "int4"  # 4-bit integers with one scale per tensor
 
 
-def demonstrated(output: Path, progress: object, say: Callable[[str], None]) -> Report:
-    """The report of all steps; `say` is told which one begins."""
+def run_demo(output: Path, progress: object, announce: Callable[[str], None]) -> Report:
+    """A diagnosis of the bundled model, its findings checked, its precision planned, and a fault located.
+
+    `announce` gets a line as each step begins.
+    """
     problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
     unseen = dataclasses.replace(problems, items=problems.items[SAMPLES:])
     subject = load_subject(LoadingOptions(model="demo"))
@@ -123,7 +123,7 @@ def demonstrated(output: Path, progress: object, say: Callable[[str], None]) -> 
         calibration_samples=128,
         options=Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}),
     )
-    say("2. simulating a fault where the report warns, and where it does not")
+    announce("2. simulating a fault where the report warns, and where it does not")
     report = check_findings(
         subject,
         report,
@@ -133,7 +133,7 @@ def demonstrated(output: Path, progress: object, say: Callable[[str], None]) -> 
         samples=HELD_OUT,
         output=output,
     )
-    say(f"3. planning {BITS} bits per weight, and measuring what that costs")
+    announce(f"3. planning {BITS} bits per weight, and measuring what that costs")
     report = with_precision_planned(subject, report, BITS)
-    say("4. breaking one operation on purpose, and looking for it without a reference")
+    announce("4. breaking one operation on purpose, and looking for it without a reference")
     return with_fault_located(subject, report, BROKEN, output=output)

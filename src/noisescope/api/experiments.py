@@ -21,7 +21,7 @@ from noisescope.jsonform import to_json
 from noisescope.model.subject import load
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.runs import PhasesOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.reports.experiment import (
     PhasesAsked,
     PhasesCost,
@@ -46,35 +46,37 @@ from noisescope.trials import Result, content_id
 PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
 
 
-@asks(PhasesOptions)
-def phases(asked: PhasesOptions) -> PhasesReport:
+@takes_options(PhasesOptions)
+def phases(options: PhasesOptions) -> PhasesReport:
     """Train the bundled model's task under several kinds of noise, and ask each trained model under noise.
 
     What is done is kept in `output`; the same call goes on from there, also after `seconds` were up. Nothing is kept
     without a folder. A script that asks for several `workers` must do so under `if __name__ == "__main__":`.
     """
-    training = {name: vars(asked)[name] for name in ("steps", "batch", "rate", "examples", "layers", "width")}
-    task = _task(asked.method, asked.start, tests=asked.samples, **training)
-    chosen = tuple(Arm.of(text, asked.noise_scale) for text in asked.arms)
+    training = {name: vars(options)[name] for name in ("steps", "batch", "rate", "examples", "layers", "width")}
+    task = _task(options.method, options.start, tests=options.samples, **training)
+    chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)
     started = time.time()
-    with Store(asked.output) as store, _work_folder(asked.output) as folder:
-        if asked.retry_failed:
+    with Store(options.output) as store, _work_folder(options.output) as folder:
+        if options.retry_failed:
             store.forget_failures()
         design = Design(
             task=task,
             arms=chosen,
-            seeds=tuple(range(asked.seeds)),
-            levels=asked.noise_levels,
-            noise_seeds=asked.noise_seeds,
-            operators=frozenset(asked.operators),
+            seeds=tuple(range(options.seeds)),
+            levels=options.noise_levels,
+            noise_seeds=options.noise_seeds,
+            operators=frozenset(options.operators),
             factors=_factors(task, store) if any(arm.kind == "adaptive" for arm in chosen) else {},
-            device=asked.device,
+            device=options.device,
         )
-        about = _asked(design, asked.noise_scale, asked.start)
-        store.note(asked=to_json(about), **({} if asked.repeat is None else {"command": asked.repeat}))
-        _settle(design, store, folder, asked, deadline=math.inf if asked.seconds is None else started + asked.seconds)
-        report = PhasesReport(conclude(design, store, asked.noise_scale, run=_run(about, store, started)))
-        if asked.output is not None:
+        about = _asked(design, options.noise_scale, options.start)
+        store.note(asked=to_json(about), **({} if options.repeat is None else {"command": options.repeat}))
+        _settle(
+            design, store, folder, options, deadline=math.inf if options.seconds is None else started + options.seconds
+        )
+        report = PhasesReport(conclude(design, store, options.noise_scale, run=_run(about, store, started)))
+        if options.output is not None:
             store.note(report=report.data)
     return report
 

@@ -24,7 +24,7 @@ from noisescope.localization.locate import locate
 from noisescope.model.forwards import stepwise
 from noisescope.model.subject import Subject
 from noisescope.options.plans import FaultTestOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans.fault_test_rows import FaultTest, FaultTestResult, Hits, Measured
 from noisescope.plans.fault_tests import could_not_run, judge
 from noisescope.probe.noise import Gaussian
@@ -36,11 +36,11 @@ AFTER = 8  # steps that are watched after a fault of one step, where the sample 
 SHORTEST = 3 + int(LIMITS["fault_recovery_steps"])
 
 
-@asks(FaultTestOptions, "data")
+@takes_options(FaultTestOptions, "data")
 def run_fault_tests(
     subject: Subject,
     tests: Iterable[FaultTest],
-    asked: FaultTestOptions,
+    options: FaultTestOptions,
     *,
     on_result: Callable[[FaultTestResult], None] = lambda result: None,
 ) -> list[FaultTestResult]:
@@ -54,11 +54,11 @@ def run_fault_tests(
     noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
     prepared = prepare(
         subject,
-        asked.data,
+        options.data,
         settings=noiseless,
-        samples=asked.samples,
+        samples=options.samples,
         calibration_samples=0,
-        max_tokens=asked.max_tokens,
+        max_tokens=options.max_tokens,
         slice=1,
     )
     results = []
@@ -78,14 +78,14 @@ def run_reported(
     subject: Subject,
     report: Report,
     tests: Iterable[FaultTest],
-    asked: FaultTestOptions,
+    options: FaultTestOptions,
     *,
     on_result: Callable[[FaultTestResult], None],
 ) -> list[FaultTestResult]:
     """The tests of a report on its model, and on its data unless others are given."""
     check_sizes(report, subject)
-    data = data_of(report) if asked.data is None else asked.data
-    return run_fault_tests(subject, tests, options=replace(asked, data=data), on_result=on_result)
+    data = data_of(report) if options.data is None else options.data
+    return run_fault_tests(subject, tests, options=replace(options, data=data), on_result=on_result)
 
 
 class _Runner:
@@ -106,7 +106,7 @@ class _Runner:
     def measured(self, test: FaultTest) -> Measured:
         """What the test's criteria ask for."""
         faults, wanted = test.parameters.faults, test.acceptance_criteria
-        found = self._stepped(faults) if wanted.recovery_time is not None else self._asked(faults)
+        found = self._stepped(faults) if wanted.recovery_time is not None else self._answered(faults)
         return self._located(faults, found) if wanted.detection_required else found
 
     @contextlib.contextmanager
@@ -117,12 +117,12 @@ class _Runner:
 
     # -- whole requests
 
-    def _asked(self, faults: tuple[str, ...]) -> Measured:
+    def _answered(self, faults: tuple[str, ...]) -> Measured:
         if self._clean is None:
             self._clean, _ = self._answers()
         with self._broken(faults) as scopes:
             scores, broken = self._answers()
-        tokens = self.prepared.asked.data.scored_tokens
+        tokens = self.prepared.facts.data.scored_tokens
         loss = stats.degradation(self._clean, scores, chance=self.context.chance)
         return Measured(_hits(scopes), self.context.metric_name, loss, broken / tokens)
 

@@ -21,7 +21,7 @@ from noisescope.jsonform import from_json, to_json
 from noisescope.model.subject import Subject
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.sensitivity import GateBaselineOptions, GateOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans.gate import conditions_row, decide, refuse_kind, refuse_other_samples
 from noisescope.plans.gate_rows import GateBaseline, headline_of
 from noisescope.plans.gate_rows import GateResult as GateResult
@@ -33,14 +33,14 @@ from noisescope.runs.store import Store
 from noisescope.trials import Results, Trial
 
 
-@asks(GateOptions, "baseline", "data")
-def gate(subject: Subject, asked: GateOptions) -> GateResult:
+@takes_options(GateOptions, "baseline", "data")
+def gate(subject: Subject, options: GateOptions) -> GateResult:
     """The verdict on a model beside the report of an earlier one: plans/gate.py says how it is decided.
 
     On the baseline's own samples every number is compared in pairs. `conditions` lists what else differs: dtype,
     device, attention path.
     """
-    given: Any = asked.baseline
+    given: Any = options.baseline
     report = diagnosis_of(Report.load(given) if isinstance(given, (str, Path)) else given)
     before, run = _kept(report), report.run
     check_model(report, subject)
@@ -48,27 +48,27 @@ def gate(subject: Subject, asked: GateOptions) -> GateResult:
     prepared = _prepared(
         subject,
         GateBaselineOptions(
-            data=data_of(report) if asked.data is None else asked.data,
+            data=data_of(report) if options.data is None else options.data,
             noise_scale=run.settings.noise_scale,
             metric=before.metric,
             generate=run.data.measure == "generate",
-            samples=asked.samples,
-            seeds=before.seeds if asked.seeds is None else asked.seeds,
-            effort=asked.effort,
-            max_tokens=asked.max_tokens,
-            slice=asked.slice,
+            samples=options.samples,
+            seeds=before.seeds if options.seeds is None else options.seeds,
+            effort=options.effort,
+            max_tokens=options.max_tokens,
+            slice=options.slice,
         ),
     )
-    refuse_kind(run.data, prepared.asked.data)
-    if not asked.other_samples:
-        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.context.names))
-    now = _measured(prepared, asked)
-    conditions = conditions_row(run, prepared.asked, (before, now))
+    refuse_kind(run.data, prepared.facts.data)
+    if not options.other_samples:
+        refuse_other_samples(run.data, prepared.facts.data, (before.samples, prepared.context.names))
+    now = _measured(prepared, options)
+    conditions = conditions_row(run, prepared.facts, (before, now))
     decision = decide(
         before,
         now,
-        worse_than=1 + asked.max_worse,
-        max_degradation=asked.max_degradation,
+        worse_than=1 + options.max_worse,
+        max_degradation=options.max_degradation,
         kl_floor=run.kl_floor,
     )
     return GateResult(
@@ -76,27 +76,27 @@ def gate(subject: Subject, asked: GateOptions) -> GateResult:
         headline=headline_of(decision, conditions),
         model=subject.source,
         baseline=GateBaseline(run.model.source, run.finished),
-        step=asked.step,
+        step=options.step,
         finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         seconds=time.perf_counter() - started,
         conditions=conditions,
     )
 
 
-@asks(GateBaselineOptions, "data")
-def gate_baseline_of(subject: Subject, asked: GateBaselineOptions) -> GateNumbers:
+@takes_options(GateBaselineOptions, "data")
+def gate_baseline_of(subject: Subject, options: GateBaselineOptions) -> GateNumbers:
     """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
-    return _measured(_prepared(subject, asked), asked)
+    return _measured(_prepared(subject, options), options)
 
 
-def _prepared(subject: Subject, asked: GateBaselineOptions) -> Prepared:
+def _prepared(subject: Subject, options: GateBaselineOptions) -> Prepared:
     settings = Settings(
-        Gaussian(asked.noise_scale),
+        Gaussian(options.noise_scale),
         levels=("operator",),
-        operators=(GROUP,) if asked.effort == "screen" else gate_baseline.OPERATORS,
-        seeds=seeds_of(asked.seeds),
+        operators=(GROUP,) if options.effort == "screen" else gate_baseline.OPERATORS,
+        seeds=seeds_of(options.seeds),
     )
-    return prepared_for(subject, asked, settings)
+    return prepared_for(subject, options, settings)
 
 
 def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:
@@ -105,7 +105,7 @@ def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:
         raise NoisescopeError(f"the model could not be measured: {found.error}")
     if options.output is not None:
         with Store(options.output) as store:
-            store.note(answered=to_json(prepared.asked))
+            store.note(answered=to_json(prepared.facts))
     return found.numbers
 
 

@@ -10,10 +10,10 @@ from noisescope.options.devices import InspectOptions
 from noisescope.sites import OPERATORS, Place, place_order
 
 
-def inspected(asked: InspectOptions) -> dict[str, Any]:
+def inspected(options: InspectOptions) -> dict[str, Any]:
     """Places, operators and modules of the model that options name."""
-    subject = outline(asked.model, dtype=asked.dtype, attn_implementation=asked.attn_implementation)
-    return anatomy_facts(subject, verbose=asked.verbose)
+    subject = outline(options.model, dtype=options.dtype, attn_implementation=options.attn_implementation)
+    return anatomy_facts(subject, verbose=options.verbose)
 
 
 def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:

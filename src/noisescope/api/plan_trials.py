@@ -27,7 +27,7 @@ from noisescope.model.source import model_fingerprint
 from noisescope.model.subject import Subject
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.plans import SmoothquantOptions, VerifyOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans.gate import refuse_architecture
 from noisescope.plans.precision import (
     Module,
@@ -55,8 +55,8 @@ from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report, diagnosis_of
 
 
-@asks(VerifyOptions, "data")
-def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, asked: VerifyOptions) -> PrecisionPlan:
+@takes_options(VerifyOptions, "data")
+def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, options: VerifyOptions) -> PrecisionPlan:
     """The plan carried out by fake quantisation: KL and score beside uniform, rule and random plans.
 
     Samples are those after the ones that formats were scored on; a note says where there are no more. Random plans are
@@ -64,26 +64,26 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, a
     """
     found = diagnosis_of(report)
     check_sizes(found, subject)
-    planned = predicted_precision(found, plan, formats=asked.formats)
+    planned = predicted_precision(found, plan, formats=options.formats)
     missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
     if missing:
         raise InvalidInput(
             f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
         )
-    modules = modules_of(found, asked.formats)
+    modules = modules_of(found, options.formats)
     rivals = [Rival("plan", "plan", plan), *_rivals(found, modules, plan)]
-    drawn = random_plans(modules, plan.average_bits, asked.random, seed=asked.seed)
+    drawn = random_plans(modules, plan.average_bits, options.random, seed=options.seed)
     rivals += [Rival(f"random {i}", "random", one) for i, one in enumerate(drawn)]
-    given = data_of(found) if asked.data is None else asked.data
-    held_out, seen_before = _held_out(given, planned.prediction.n, asked.samples)
+    given = data_of(found) if options.data is None else options.data
+    held_out, seen_before = _held_out(given, planned.prediction.n, options.samples)
     prepared = prepare(
         subject,
         held_out,
         settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
-        samples=asked.samples,
+        samples=options.samples,
         calibration_samples=0,
-        max_tokens=asked.max_tokens,
-        slice=asked.samples,
+        max_tokens=options.max_tokens,
+        slice=options.samples,
     )
     question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
     run, verified = prepared.run(question, ExecutionOptions())
@@ -155,9 +155,6 @@ def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
     return data, [f"{held}: the plan may be measured on the samples it was made from. Give more with --data"]
 
 
-# SmoothQuant tried out on a model: scales folded into a copy, and what that does for 8-bit weights and activations.
-
-
 def token_batches(subject: Subject, data: Any, samples: int, max_tokens: int, *, which: str) -> list[Tensor]:
     """Token ids [1, T] of each sequence, whatever form data comes in."""
     material = material_of(subject, data, samples, max_tokens, which=which)[0]
@@ -181,17 +178,17 @@ def smooth_outliers(
     return smooth(subject.model, batches, alpha=alpha, places=places, anatomy=subject.anatomy)
 
 
-@asks(SmoothquantOptions, "data")
-def plan_smoothquant(subject: Subject, report: Report | Diagnosis, asked: SmoothquantOptions) -> SmoothingPlan:
+@takes_options(SmoothquantOptions, "data")
+def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: SmoothquantOptions) -> SmoothingPlan:
     """SmoothQuant carried out on a copy: W8A8 KL before and after, and advice for each module with outliers.
 
     The first half of the samples calibrates, on the other half the KL is measured.
     """
-    alpha, target, found = asked.alpha, asked.target, diagnosis_of(report)
+    alpha, target, found = options.alpha, options.target, diagnosis_of(report)
     recommendations(found, (), target=target)  # refuses a report without channels before the work begins
     check_sizes(found, subject)
-    given = data_of(found) if asked.data is None else asked.data
-    batches = token_batches(subject, given, asked.samples, asked.max_tokens, which="test")
+    given = data_of(found) if options.data is None else options.data
+    batches = token_batches(subject, given, options.samples, options.max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
     half = len(batches) // 2
@@ -214,9 +211,6 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, asked: Smooth
 def _fold_row(done: Folded) -> FoldRow:
     fold = done.fold
     return FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
-
-
-# What a report was made on, found again.
 
 
 BUILT_IN = "built-in text"

@@ -32,7 +32,7 @@ from noisescope.options.groups import (
     ScoringOptions,
 )
 from noisescope.options.sensitivity import DiagnoseOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.executor import Executor, InProcess, Progress, Silent, settle
@@ -41,33 +41,30 @@ from noisescope.runs.store import Store
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 
-def load_subject(asked: LoadingOptions) -> Subject:
+def load_subject(options: LoadingOptions) -> Subject:
     """The model of a command."""
-    return _loaded(asked.model, asked.dtype, asked)
+    return _loaded(options.model, options.dtype, options)
 
 
-def subject_of_report(report: Mapping[str, Any], asked: ReportModelOptions) -> Subject:
+def subject_of_report(report: Mapping[str, Any], options: ReportModelOptions) -> Subject:
     """The model that a report is of, in the dtype it was measured in; or another one."""
     run = report["run"]
-    return _loaded(asked.model or run["model"]["source"], asked.dtype or run["conditions"]["dtype"], asked)
+    return _loaded(options.model or run["model"]["source"], options.dtype or run["conditions"]["dtype"], options)
 
 
-def _loaded(model: str, dtype: str | None, asked: DeviceOptions) -> Subject:
+def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     """Without the loader's own progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     return load(
         model,
-        device=asked.device,
+        device=options.device,
         dtype=dtype,
-        device_map=asked.device_map,
-        revision=asked.revision,
-        trust_remote_code=asked.trust_remote_code,
+        device_map=options.device_map,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
     )
-
-
-# Data in any form as encoded samples, and what can be said of them before anything runs.
 
 
 def material_of(
@@ -134,56 +131,53 @@ def scored_tokens(test: Material) -> int:
     return sum(len(s.ids) - s.start for group in test.encoded.sequences for s in group)
 
 
-# From a model, data and settings to a frame of questions with the material to ask them on.
-
-
 FEW = 8  # samples for curvature and gradients: a second derivative is dear
 
 
-@asks(DiagnoseOptions, "data")
-def prepare_diagnosis(subject: Subject, asked: DiagnoseOptions) -> Prepared:
+@takes_options(DiagnoseOptions, "data")
+def prepare_diagnosis(subject: Subject, options: DiagnoseOptions) -> Prepared:
     """A diagnosis ready to run, or to say what it would cost."""
     settings = Settings(
-        Gaussian(asked.noise_scale) if asked.perturbation is None else asked.perturbation,
-        levels=asked.level,
-        operators=DEFAULT_OPERATORS if asked.operators is None else asked.operators,
-        window=asked.window,
-        step=asked.step,
-        outlier_threshold=asked.outlier_threshold,
-        seeds=seeds_of(asked.seeds),
-        effort=asked.effort,
-        target_degradation=asked.target_degradation,
-        highest_scale=asked.highest_scale,
+        Gaussian(options.noise_scale) if options.perturbation is None else options.perturbation,
+        levels=options.level,
+        operators=DEFAULT_OPERATORS if options.operators is None else options.operators,
+        window=options.window,
+        step=options.step,
+        outlier_threshold=options.outlier_threshold,
+        seeds=seeds_of(options.seeds),
+        effort=options.effort,
+        target_degradation=options.target_degradation,
+        highest_scale=options.highest_scale,
     )
-    return prepared_for(subject, asked, settings)
+    return prepared_for(subject, options, settings)
 
 
-@asks(MeasuringOptions, "data")
-def prepare(subject: Subject, asked: MeasuringOptions, *, settings: Settings) -> Prepared:
+@takes_options(MeasuringOptions, "data")
+def prepare(subject: Subject, options: MeasuringOptions, *, settings: Settings) -> Prepared:
     """Settings of your own ready to run: the data read, encoded and cut into slices."""
-    return prepared_for(subject, asked, settings)
+    return prepared_for(subject, options, settings)
 
 
-def prepared_for(subject: Subject, asked: ScoringOptions, settings: Settings) -> Prepared:
+def prepared_for(subject: Subject, options: ScoringOptions, settings: Settings) -> Prepared:
     """Read the data, encode it, cut it into slices, and say what was chosen."""
-    test, test_set = material_of(subject, asked.data, asked.samples, asked.max_tokens, which="test")
-    notes = list(data_notes(test, test_set, asked.samples))
+    test, test_set = material_of(subject, options.data, options.samples, options.max_tokens, which="test")
+    notes = list(data_notes(test, test_set, options.samples))
     materials = [test]
     calibration = None
-    if "channel" in settings.levels and isinstance(asked, MeasuringOptions) and asked.calibration_samples > 0:
-        extra, more = _calibration(subject, asked, test_set)
+    if "channel" in settings.levels and isinstance(options, MeasuringOptions) and options.calibration_samples > 0:
+        extra, more = _calibration(subject, options, test_set)
         notes += more
         materials.append(extra)
         calibration = Slice(extra.fingerprint, 0, len(extra))
-    generate = _generates(asked, test)
-    own = asked.metric if callable(asked.metric) else None
+    generate = _generates(options, test)
+    own = options.metric if callable(options.metric) else None
     measure = "custom" if own is not None else "generate" if generate else "score"
     extra_settings: dict[str, Any] = {}
     if own is not None:
         extra_settings = {"metric": own}
     elif generate:
         extra_settings = {
-            "max_new_tokens": asked.max_new_tokens,
+            "max_new_tokens": options.max_new_tokens,
             "texts": content_id([test.prompts, test.answers]),
         }
     whole = whole_samples(test)
@@ -197,43 +191,43 @@ def prepared_for(subject: Subject, asked: ScoringOptions, settings: Settings) ->
         doubtful=frozenset(op for unit in anatomy.units if not unit.certain for op in unit.operators)
         - anatomy.operators(),
         blocks=len(anatomy.blocks),
-        test=slices(test.fingerprint, len(test), asked.slice),
+        test=slices(test.fingerprint, len(test), options.slice),
         calibration=calibration,
         few=None if own is not None else Slice(test.fingerprint, 0, min(FEW, len(test))),
         measure=measure,
         measure_settings=extra_settings,
-        metric="accuracy" if own is not None or generate else str(asked.metric),
-        chance=chance_of(test, test_set, "custom" if own is not None else str(asked.metric)),
-        whole=() if own is not None else slices(whole.fingerprint, len(whole), asked.slice),
+        metric="accuracy" if own is not None or generate else str(options.metric),
+        chance=chance_of(test, test_set, "custom" if own is not None else str(options.metric)),
+        whole=() if own is not None else slices(whole.fingerprint, len(whole), options.slice),
         names=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
-    about = _asked(subject, context, test, test_set, own)
+    about = _facts(subject, context, test, test_set, own)
     return Prepared(subject, context, tuple(materials), own, about, tuple(notes))
 
 
-def _calibration(subject: Subject, asked: MeasuringOptions, test_set: DataSet | None) -> tuple[Material, list[str]]:
+def _calibration(subject: Subject, options: MeasuringOptions, test_set: DataSet | None) -> tuple[Material, list[str]]:
     """What channels are captured on, and a note where that is the test data."""
-    count, tokens = asked.calibration_samples, asked.max_tokens
-    if asked.calibration is None and (asked.data is not None or subject.source != "demo"):
-        source: Any = test_set if test_set is not None else asked.data
+    count, tokens = options.calibration_samples, options.max_tokens
+    if options.calibration is None and (options.data is not None or subject.source != "demo"):
+        source: Any = test_set if test_set is not None else options.data
         extra = material_of(subject, source, count, tokens, which="test")[0]
         return extra, ["no calibration data was given: channels were captured on the test data"]
-    return material_of(subject, asked.calibration, count, tokens, which="calibration")[0], []
+    return material_of(subject, options.calibration, count, tokens, which="calibration")[0], []
 
 
-def _generates(asked: ScoringOptions, test: Material) -> bool:
-    if callable(asked.metric):
-        return bool(asked.generate)
+def _generates(options: ScoringOptions, test: Material) -> bool:
+    if callable(options.metric):
+        return bool(options.generate)
     by_itself = test.kind in ("answer", "chat") and bool(test.prompts)
-    generate = by_itself if asked.generate is None else asked.generate
+    generate = by_itself if options.generate is None else options.generate
     if generate and not test.prompts:
         raise InvalidInput(f"generation needs prompts with answers; this data is of kind {test.kind!r}")
-    if generate and asked.metric != "accuracy":
-        raise InvalidInput(f"generation measures accuracy alone; metric {asked.metric!r} is teacher-forced")
+    if generate and options.metric != "accuracy":
+        raise InvalidInput(f"generation measures accuracy alone; metric {options.metric!r} is teacher-forced")
     return generate
 
 
-def _asked(
+def _facts(
     subject: Subject, context: StudyContext, test: Material, test_set: DataSet | None, own: Callable[..., Any] | None
 ) -> Asked:
     """For the report's `run`: what was asked."""
@@ -266,9 +260,6 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
 
-# A prepared question carried out: trials settled here or on Ray, stored, and concluded from.
-
-
 C = TypeVar("C", covariant=True)
 
 
@@ -293,7 +284,7 @@ class Prepared:
     context: StudyContext
     materials: tuple[Material, ...]
     metric: Callable[..., Any] | None
-    asked: Asked
+    facts: Asked
     notes: tuple[str, ...]
 
     def run(self, question: Question[C], options: ExecutionOptions) -> tuple[Run, C]:
@@ -304,7 +295,7 @@ class Prepared:
             if options.retry_failed:
                 store.forget_failures()
             before = len(store)
-            store.note(asked=to_json(self.asked), **({} if options.repeat is None else {"command": options.repeat}))
+            store.note(asked=to_json(self.facts), **({} if options.repeat is None else {"command": options.repeat}))
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
             with self._executor(options) as (execute, cost):
@@ -318,7 +309,7 @@ class Prepared:
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
             run = Run(
-                **vars(self.asked),
+                **vars(self.facts),
                 cost=spent,
                 notes=(*store.damage(), *notes),
                 **ended(),

@@ -23,7 +23,7 @@ from noisescope.localization.inputs import prompt_ids
 from noisescope.model.forwards import Prompts, check_vocabulary, device_name, device_of, dtype_of, evaluating, last_of
 from noisescope.model.subject import Subject
 from noisescope.options.devices import RecordOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.probe.capture import capture
 from noisescope.runs.recorder import Detail, write_record
 from noisescope.sites import Site
@@ -31,8 +31,8 @@ from noisescope.sites import Site
 _GRID = 16  # prompts are cut to a multiple of so many tokens, so that many share a forward without padding
 
 
-@asks(RecordOptions, "data", "output")
-def record(subject: Subject, asked: RecordOptions) -> Record:
+@takes_options(RecordOptions, "data", "output")
+def record(subject: Subject, options: RecordOptions) -> Record:
     """Run a model on prompts and write what every operator gave into the folder `output`.
 
         ns.record(ns.load("path/to/model", device="cuda"), "gsm8k.jsonl", "gpu.record", full_layers={9, 10})
@@ -40,32 +40,34 @@ def record(subject: Subject, asked: RecordOptions) -> Record:
     Sketches of every operator always; whole tensors of all operators with detail="full", else of the blocks in
     `full_layers`. Samples of `data` are cut to a multiple of 16 tokens.
     """
-    anatomy, layers = subject.anatomy, frozenset(asked.full_layers)
+    anatomy, layers = subject.anatomy, frozenset(options.full_layers)
     if not layers <= set(range(len(anatomy.blocks))):
         raise InvalidInput(f"full layers {sorted(layers)} are out of range: blocks are 0 to {len(anatomy.blocks) - 1}")
-    if asked.prompts is not None:
+    if options.prompts is not None:
         chosen = prompt_ids(
-            subject.model, subject.tokenizer, asked.prompts, seed=0, count=asked.samples, length=asked.max_tokens
+            subject.model, subject.tokenizer, options.prompts, seed=0, count=options.samples, length=options.max_tokens
         )
         source = "prompts"
     else:
-        chosen, source = _prompts_of(subject, asked)
+        chosen, source = _prompts_of(subject, options)
     about = {
         "model": {"source": subject.source, "architecture": anatomy.architecture, "blocks": len(anatomy.blocks)},
         "data": {"source": source, "samples": len(chosen)},
         "device": device_name(subject.model),
         "versions": versions(),
         "created": now(),
-        "notes": [] if asked.simulate is None else [f"recorded with a simulated fault: {asked.simulate}"],
+        "notes": [] if options.simulate is None else [f"recorded with a simulated fault: {options.simulate}"],
     }
-    kept = Detail(asked.detail == "full", layers, asked.inputs)
-    with nullcontext() if asked.simulate is None else faulty(subject.model, asked.simulate, anatomy=anatomy):
-        folder = write_record(subject.model, anatomy, chosen, asked.output, detail=kept, batch=asked.batch, about=about)
+    kept = Detail(options.detail == "full", layers, options.inputs)
+    with nullcontext() if options.simulate is None else faulty(subject.model, options.simulate, anatomy=anatomy):
+        folder = write_record(
+            subject.model, anatomy, chosen, options.output, detail=kept, batch=options.batch, about=about
+        )
     return read_record(folder)
 
 
-def _prompts_of(subject: Subject, asked: RecordOptions) -> tuple[Prompts, str]:
-    data, samples, max_tokens = asked.data, asked.samples, asked.max_tokens
+def _prompts_of(subject: Subject, options: RecordOptions) -> tuple[Prompts, str]:
+    data, samples, max_tokens = options.data, options.samples, options.max_tokens
     if data is None and subject.tokenizer is None:  # a bare module: seeded token ids
         ids = prompt_ids(subject.model, None, None, seed=0, count=samples, length=min(max_tokens, _GRID))
         return ids, "random token ids"
@@ -73,9 +75,6 @@ def _prompts_of(subject: Subject, asked: RecordOptions) -> tuple[Prompts, str]:
     rows = (group[0].ids for group in material.encoded.sequences)
     cut = tuple(ids[: len(ids) // _GRID * _GRID] or ids for ids in rows)
     return cut, "tokenised batches" if found is None else found.source
-
-
-# Activations of a model on calibration data, written to a folder.
 
 
 LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words

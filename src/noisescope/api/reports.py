@@ -1,4 +1,4 @@
-"""Reports drawn: figures, JUnit XML, the JSON Schema. No torch here."""
+"""Stored runs and reports, and the words to print them with. Needs neither the model nor torch."""
 
 from __future__ import annotations
 
@@ -18,37 +18,25 @@ from noisescope.diagnosis.report import SettingsFacts
 from noisescope.diagnosis.stored_runs import StoredRun, stored_run
 from noisescope.errors import InvalidInput
 from noisescope.findings import percent as percent
+from noisescope.findings import verdicts as verdicts
 from noisescope.findings.values import counted as counted
 from noisescope.findings.values import times_better as times_better
-from noisescope.findings.verdicts import Verdict as Verdict
-from noisescope.findings.verdicts import exit_code as exit_code
-from noisescope.findings.verdicts import headline as headline
-from noisescope.findings.verdicts import overall as overall
 from noisescope.jsonform import Json, to_json
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
 from noisescope.plans.smoothing import gain_sentence as gain_sentence
+from noisescope.reports import experiment as experiment
 from noisescope.reports import junit
+from noisescope.reports import run_changes as run_changes
+from noisescope.reports import words as words
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
-from noisescope.reports.experiment import theory_line as theory_line
-from noisescope.reports.experiment import verdict_line as verdict_line
 from noisescope.reports.junit import Checked, cases_of
 from noisescope.reports.reading import read_report
 from noisescope.reports.reading import schema as schema
 from noisescope.reports.report import Report as Report
 from noisescope.reports.run_changes import Comparison
-from noisescope.reports.run_changes import change_line as change_line
-from noisescope.reports.run_changes import largest as largest
-from noisescope.reports.run_changes import run_line as run_line
-from noisescope.reports.run_changes import verdict_line as change_verdict_line
-from noisescope.reports.words import band_of as band_of
-from noisescope.reports.words import estimate as estimate
-from noisescope.reports.words import finding_lines as finding_lines
-from noisescope.reports.words import mean as mean
 from noisescope.runs.store import FILE, Store
 from noisescope.sites import OPERATORS as OPERATORS
-
-__all__ = ["change_verdict_line"]
 
 
 def as_json(value: object) -> str:
@@ -69,9 +57,6 @@ def save_figures(document: Document, folder: Path) -> list[Path]:
     from noisescope.reports.figures import save_figures as save
 
     return save(document, folder)
-
-
-# Stored runs and reports: found, read, put in numbers. Needs neither the model nor torch.
 
 
 HISTORY = "gate history"
@@ -179,12 +164,6 @@ def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
     rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
             "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
     return {name: value for name, value in rows.items() if value is not None}
-
-
-# Numbers and findings in words, for whoever prints them. No torch here.
-
-
-# What a report says of its run: model, data, settings, versions. No torch here.
 
 
 def versions() -> dict[str, str]:

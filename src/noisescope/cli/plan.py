@@ -1,4 +1,4 @@
-"""`noisescope plan fault-tests REPORT`: tests for a hardware team, and what the model stands of them."""
+"""`noisescope plan WHAT REPORT`: what to do about a report's findings, tried out on the model where that tells more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import commands
+from noisescope.cli import commands, output
 from noisescope.cli.commands import add_command
 from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from noisescope.api.reports import Report
 
 
-def plan_fault_tests(asked: FaultTestOptions) -> None:
+def plan_fault_tests(options: FaultTestOptions) -> None:
     """Fault tests from a report, and their results.
 
     The operators, layers and channels that a report warns of, broken on purpose: what must hold then, and does it?
@@ -31,60 +31,61 @@ def plan_fault_tests(asked: FaultTestOptions) -> None:
     3 where no test could be decided.
     """
     from noisescope.api.plans import generate, to_csv
-    from noisescope.api.reports import as_json, headline, load_report, overall, write_junit
+    from noisescope.api.reports import as_json, load_report, verdicts, write_junit
 
-    report = load_report(asked.report)
-    tests = generate(report.diagnosis)[: asked.limit]
+    report = load_report(options.report)
+    tests = generate(report.diagnosis)[: options.limit]
     results: list[FaultTestResult] = []
-    if asked.run:
-        results = _results(report, tests, asked)
-    elif not asked.json:
+    if options.run:
+        results = _results(report, tests, options)
+    elif not options.json:
         for test in tests:
-            say_test(test)
+            print_test(test)
     found = as_json({"tests": [test.to_dict() for test in tests], "results": results})
-    paths = [] if asked.csv is None else [commands.written(asked.csv, to_csv(tests))]
-    if asked.output is not None:
-        paths.append(commands.written(asked.output / "fault_tests.csv", to_csv(tests)))
-        paths.append(commands.written(asked.output / "fault_tests.json", found))
-    if asked.junit is not None:
+    paths = [] if options.csv is None else [output.write_text(options.csv, to_csv(tests))]
+    if options.output is not None:
+        paths.append(output.write_text(options.output / "fault_tests.csv", to_csv(tests)))
+        paths.append(output.write_text(options.output / "fault_tests.json", found))
+    if options.junit is not None:
         spent = [result.seconds for result in results]
-        paths.append(write_junit(asked.junit, "noisescope fault tests", results, seconds=spent))
+        paths.append(write_junit(options.junit, "noisescope fault tests", results, seconds=spent))
     rows = [result.verdict for result in results]
-    verdict = overall(rows)
-    if asked.json:
+    verdict = verdicts.overall(rows)
+    if options.json:
         typer.echo(found, nl=False)
     else:
         if rows:
-            typer.echo(headline(verdict, [one.verdict for result in results for one in result.criteria] or rows))
-        for path in paths:
-            typer.echo(f"  {path}")
+            typer.echo(
+                verdicts.headline(verdict, [one.verdict for result in results for one in result.criteria] or rows)
+            )
+        output.print_each(paths)
     if rows:
-        commands.leave(verdict, asked)
+        commands.exit_by(verdict, options)
 
 
-def _results(report: Report, tests: list[FaultTest], asked: FaultTestOptions) -> list[FaultTestResult]:
+def _results(report: Report, tests: list[FaultTest], options: FaultTestOptions) -> list[FaultTestResult]:
     """The tests carried out, each shown as soon as it ends."""
     with commands.plain_warnings():
         from noisescope.api.fault_tests import run_reported
         from noisescope.api.preparation import subject_of_report
 
         return run_reported(
-            subject_of_report(report, asked),
+            subject_of_report(report, options),
             report,
             tests,
-            asked,
-            on_result=say_nothing if asked.json else say_test_result,
+            options,
+            on_result=(lambda result: None) if options.json else print_test_result,
         )
 
 
-def say_test(test: FaultTest) -> None:
+def print_test(test: FaultTest) -> None:
     typer.echo(f"{test.test_id}: {test.component} ({test.parameters.reason})")
     typer.echo(f"  {test.test_type}: {', '.join(test.parameters.faults)}")
     criteria = test.acceptance_criteria.columns()
     typer.echo("  accepted: " + ", ".join(f"{name} {limit}" for name, limit in criteria.items()))
 
 
-def say_test_result(result: FaultTestResult) -> None:
+def print_test_result(result: FaultTestResult) -> None:
     typer.echo(f"{result.verdict:<9}  {result.name}")
     if result.measured is not None:
         typer.echo(f"  {result.measured.hits}")
@@ -94,17 +95,10 @@ def say_test_result(result: FaultTestResult) -> None:
         typer.echo(f"  {result.message}")
 
 
-def say_nothing(result: FaultTestResult) -> None:
-    return
-
-
-# `noisescope plan migration REPORT`: what to validate first on new hardware.
-
-
 MOST_REASONS = 2
 
 
-def plan_hardware_migration(asked: MigrationOptions) -> None:
+def plan_hardware_migration(options: MigrationOptions) -> None:
     """Which layers to validate first on new hardware.
 
     Three priorities with their evidence, precision and validation, and the commands to run next.
@@ -116,16 +110,11 @@ def plan_hardware_migration(asked: MigrationOptions) -> None:
     from noisescope.api.plans import plan_migration
     from noisescope.api.reports import as_json
 
-    plan = plan_migration(asked)
-    if asked.output is not None:
-        commands.written(asked.output, as_json(plan))
-    if asked.json:
-        typer.echo(as_json(plan), nl=False)
-        return
-    say_migration(plan)
+    plan = plan_migration(options)
+    output.emit(as_json(plan), options, lambda: print_migration(plan))
 
 
-def say_migration(plan: MigrationSteps) -> None:
+def print_migration(plan: MigrationSteps) -> None:
     from noisescope.api.reports import counted
 
     for priority in plan.priorities:
@@ -139,14 +128,10 @@ def say_migration(plan: MigrationSteps) -> None:
     typer.echo(f"\nif a comparison fails: {plan.fallback}\n")
     for at, step in enumerate(plan.commands, 1):
         typer.echo(f"{at}. {step.where}\n   {step.command}")
-    for note in plan.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(plan.notes, "note: ")
 
 
-# `noisescope plan precision REPORT`: a number format for each linear.
-
-
-def plan_precision(asked: PrecisionOptions) -> None:
+def plan_precision(options: PrecisionOptions) -> None:
     """Choose a number format for each linear.
 
     At the least predicted KL that the budget allows; with --verify carried out on the model, beside uniform plans, the
@@ -165,28 +150,28 @@ def plan_precision(asked: PrecisionOptions) -> None:
     from noisescope.api.plans import plan_precision as choose
     from noisescope.api.reports import as_json, load_report
 
-    report = load_report(asked.report)
-    plan = choose(report, options=asked)
-    result = predicted_precision(report, plan, formats=asked.formats)
-    export = None if asked.export is None else exported(report, plan, asked)  # refused before the work of --verify
-    if asked.verify:
+    report = load_report(options.report)
+    plan = choose(report, options=options)
+    result = predicted_precision(report, plan, formats=options.formats)
+    export = None if options.export is None else exported(report, plan, options)  # refused before the work of --verify
+    if options.verify:
         with commands.plain_warnings():
             from noisescope.api.plan_trials import verify_precision
             from noisescope.api.preparation import subject_of_report
 
-            result = verify_precision(subject_of_report(report, asked), report, plan, options=asked)
-    if asked.output is not None and export is not None:
-        commands.written(asked.output, export.text)
+            result = verify_precision(subject_of_report(report, options), report, plan, options=options)
+    if options.output is not None and export is not None:
+        output.write_text(options.output, export.text)
         result = replace(result, notes=(*result.notes, *export.notes))
-    if asked.json:
+    if options.json:
         typer.echo(as_json(result), nl=False)
         return
-    say_plan(result)
-    if asked.output is not None:
-        typer.echo(f"  {asked.output}")
+    print_precision(result)
+    if options.output is not None:
+        typer.echo(f"  {options.output}")
 
 
-def say_plan(plan: PrecisionPlan) -> None:
+def print_precision(plan: PrecisionPlan) -> None:
     """What each format got, what it costs, and what it was compared with."""
     from noisescope.api.reports import counted, prediction_sentence
 
@@ -197,15 +182,14 @@ def say_plan(plan: PrecisionPlan) -> None:
     if plan.note:
         typer.echo(f"note: {plan.note}")
     if plan.data is not None:
-        say_measured(plan)
+        print_measured(plan)
     else:
         typer.echo("predicted only: --verify carries it out and measures")
-    for note in plan.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(plan.notes, "note: ")
 
 
-def say_measured(plan: PrecisionPlan) -> None:
-    from noisescope.api.reports import counted, estimate, mean
+def print_measured(plan: PrecisionPlan) -> None:
+    from noisescope.api.reports import counted, words
 
     assert plan.data is not None
     tokens = counted(plan.data.scored_tokens, "token")
@@ -216,8 +200,8 @@ def say_measured(plan: PrecisionPlan) -> None:
     )
     for row in plan.rows:
         if row.kind != "random":
-            average, typical = mean(row.kl.mean), estimate(row.kl.typical)
-            score, over = estimate(row.accuracy, share=True), estimate(row.over_plan)
+            average, typical = words.mean(row.kl.mean), words.estimate(row.kl.typical)
+            score, over = words.estimate(row.accuracy, share=True), words.estimate(row.over_plan)
             bits = f"{row.name:<18}{row.average_bits:>7.3f}  {row.predicted_mean_kl:<17.3g}"
             kl = f"{average.text:<30}  {typical.text:<30}"
             typer.echo(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
@@ -226,13 +210,10 @@ def say_measured(plan: PrecisionPlan) -> None:
         typer.echo(f"{plan.random.n} random plans of the same bits: {middle}")
 
 
-# `noisescope plan smoothquant REPORT`: outlier channels folded away, and what that gains.
-
-
 SHOWN = 10
 
 
-def plan_smoothquant(asked: SmoothquantOptions) -> None:
+def plan_smoothquant(options: SmoothquantOptions) -> None:
     """Fold outlier channels away, and measure what it gains.
 
     SmoothQuant on a copy of the model: 8-bit weights and activations before and after, and for each module with
@@ -245,25 +226,20 @@ def plan_smoothquant(asked: SmoothquantOptions) -> None:
     """
     from noisescope.api.reports import as_json, load_report
 
-    found = load_report(asked.report)
+    found = load_report(options.report)
     with commands.plain_warnings():
         from noisescope.api.plan_trials import plan_smoothquant as carry_out
         from noisescope.api.preparation import subject_of_report
 
-        result = carry_out(subject_of_report(found, asked), found, options=asked)
-    if asked.output is not None:
-        commands.written(asked.output, as_json(result))
-    if asked.json:
-        typer.echo(as_json(result), nl=False)
-    else:
-        say_result(result)
+        result = carry_out(subject_of_report(found, options), found, options=options)
+    output.emit(as_json(result), options, lambda: print_smoothing(result))
 
 
-def say_result(result: SmoothingPlan) -> None:
-    from noisescope.api.reports import estimate, gain_sentence, times_better
+def print_smoothing(result: SmoothingPlan) -> None:
+    from noisescope.api.reports import gain_sentence, times_better, words
 
     typer.echo(result.scheme)
-    before, after = (estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
+    before, after = (words.estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
     typer.echo(f"typical KL {before} before, {after} after (n = {result.gain.n})")
     typer.echo(gain_sentence(result.gain))
     typer.echo(f"the float output moved by {result.float_error:.2g} (relative L2)")
@@ -274,11 +250,7 @@ def say_result(result: SmoothingPlan) -> None:
         strength = "" if row.alpha is None else f", alpha {row.alpha:g}"
         measured = f"; error of the linears there: {gains}" if gains else ""
         typer.echo(f"  {row.component}: {row.max_ratio:.1f} x the median: {row.method}{strength}{measured}")
-    for note in result.notes:
-        typer.echo(f"note: {note}")
-
-
-# `noisescope plan WHAT REPORT`: what to do about a report's findings, tried out on the model where that tells more.
+    output.print_each(result.notes, "note: ")
 
 
 plan = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What to do about a report's findings.")

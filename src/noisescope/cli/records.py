@@ -1,4 +1,4 @@
-"""`noisescope record MODEL`: what this device computes, for a comparison with another."""
+"""`noisescope record MODEL`: what this device computes; `noisescope compare A B`: how two devices differ, and where."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import commands
+from noisescope.cli import commands, output
 from noisescope.options.devices import CompareOptions, RecordOptions
 
 if TYPE_CHECKING:
     from noisescope.api.comparison import Comparison, Crossing, SiteRow, TokenRow
 
 
-def record_device(asked: RecordOptions) -> None:
+def record_device(options: RecordOptions) -> None:
     """Record what this device computes, operator by operator.
 
     \b
@@ -32,16 +32,16 @@ def record_device(asked: RecordOptions) -> None:
     """
     from noisescope.api.localization import checked_fault
 
-    output = asked.output
-    checked_fault(asked.simulate)  # before torch is imported
-    with commands.plain_warnings(), _interruptible(output):
+    folder = options.output
+    checked_fault(options.simulate)  # before torch is imported
+    with commands.plain_warnings(), _interruptible(folder):
         from noisescope.api.preparation import load_subject
         from noisescope.api.records import record
 
-        found = record(load_subject(asked), options=asked)
-    size = sum(file.stat().st_size for file in output.iterdir())
+        found = record(load_subject(options), options=options)
+    size = sum(file.stat().st_size for file in folder.iterdir())
     facts = {
-        "record": str(output),
+        "record": str(folder),
         "bytes": size,
         "sites": len(found.sites),
         "prompts": found.count,
@@ -50,31 +50,27 @@ def record_device(asked: RecordOptions) -> None:
         "dtype": found.dtype,
         "notes": list(found.notes),
     }
-    if asked.json:
+    if options.json:
         typer.echo(json.dumps(facts, indent=1))
         return
     typer.echo(
-        f"{output}: {facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens, {found.dtype} on "
+        f"{folder}: {facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens, {found.dtype} on "
         f"{found.device}, {size / 1e6:.1f} MB"
     )
-    for note in found.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(found.notes, "note: ")
 
 
 @contextmanager
-def _interruptible(output: Path) -> Iterator[None]:
-    """Ctrl-C says what is left behind."""
+def _interruptible(folder: Path) -> Iterator[None]:
+    """Ctrl-C prints what is left behind."""
     from noisescope.api.records import is_unfinished
 
     try:
         yield
     except KeyboardInterrupt:
-        left = f" {output} holds an unfinished record: remove it, and record again" if is_unfinished(output) else ""
+        left = f" {folder} holds an unfinished record: remove it, and record again" if is_unfinished(folder) else ""
         typer.echo(f"\ninterrupted.{left}", err=True)
         raise typer.Exit(130) from None
-
-
-# `noisescope compare A.record B.record`: how two devices differ, and where they diverge.
 
 
 MOST_ROWS = 12
@@ -83,7 +79,7 @@ MOST_TOKENS = 3
 DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
 
 
-def compare_devices(asked: CompareOptions) -> None:
+def compare_devices(options: CompareOptions) -> None:
     """Compare what two devices computed.
 
     \b
@@ -97,29 +93,23 @@ def compare_devices(asked: CompareOptions) -> None:
     """
     from noisescope.api.comparison import compare
 
-    found = compare(options=asked)
-    if asked.output is not None:
-        commands.written(asked.output, found.to_json())
-    if asked.json:
-        typer.echo(found.to_json(), nl=False)
-    else:
-        say_comparison(found)
-    commands.leave(found.outcome, asked)
+    found = compare(options=options)
+    output.emit(found.to_json(), options, lambda: print_comparison(found))
+    commands.exit_by(found.outcome, options)
 
 
-def say_comparison(found: Comparison) -> None:
+def print_comparison(found: Comparison) -> None:
     """Both sides, the verdict, a table of the sites that matter, tokens, costs, what was not seen."""
     for name, side in (("a", found.sides.a), ("b", found.sides.b)):
         typer.echo(f"{name}: {side.path} ({side.architecture}, {side.dtype}, {side.device})")
     typer.echo(f"\n{found.verdict}. {found.words}\n")
-    say_rows(found)
-    say_tokens(found.tokens)
+    print_rows(found)
+    print_tokens(found.tokens)
     if found.sensitivity is not None:
-        say_costs(found.sensitivity)
+        print_costs(found.sensitivity)
     if found.max_mape is not None:
         typer.echo(f"\n{_decision(found)}")
-    for note in found.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(found.notes, "note: ")
 
 
 def _decision(found: Comparison) -> str:
@@ -140,7 +130,7 @@ def _decision(found: Comparison) -> str:
     return f"largest MAPE {largest}; allowed {found.max_mape:g}: {outcome}"
 
 
-def say_tokens(tokens: Sequence[TokenRow]) -> None:
+def print_tokens(tokens: Sequence[TokenRow]) -> None:
     """The tokens that differ most; sizes only where whole tensors are known."""
     if not tokens:
         return
@@ -152,7 +142,7 @@ def say_tokens(tokens: Sequence[TokenRow]) -> None:
         typer.echo(f"  token {token.token} of prompt {token.prompt}{size}")
 
 
-def say_rows(found: Comparison) -> None:
+def print_rows(found: Comparison) -> None:
     """The first site that diverges and those with the largest error, in the order they ran."""
     if found.verdict == "identical" and not any(row.nonfinite_both for row in found.sites):
         typer.echo(f"{len(found.sites)} sites are compared, none differs; --json lists them")
@@ -162,10 +152,7 @@ def say_rows(found: Comparison) -> None:
     shown = [row for row in found.sites if id(row) in chosen]
     whole = any(row.elements for row in shown)
     header = ("place", "operator", "module", "rel. L2", *(DETAILED if whole else ()), "")
-    rows = [header, *(_cells(row, row is found.first, whole) for row in shown)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(header))]
-    for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    typer.echo(output.aligned([header, *(_cells(row, row is found.first, whole) for row in shown)]))
     if len(found.sites) > len(shown):
         typer.echo(f"... the largest of {len(found.sites)} sites; --json lists all")
     if not whole:
@@ -200,7 +187,7 @@ def _marks(row: SiteRow, first: bool) -> Iterator[str]:
         yield f"max in outlier channel {row.where.channel}"
 
 
-def say_costs(crossing: Crossing) -> None:
+def print_costs(crossing: Crossing) -> None:
     """What to fix first, and which layers are within what they can afford."""
     typer.echo(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
     for cell in [cell for cell in crossing.cells if cell.cost >= 0][:MOST_CELLS]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from noisescope.errors import InvalidInput
-from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, option
+from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, command_option, option
 from noisescope.options.groups import (
     CheckingOptions,
     DeviceOptions,
@@ -29,14 +29,11 @@ class InspectOptions(PrintingOptions):
     command: ClassVar[str] = "inspect"
 
     model: str = changed(
-        LoadingOptions,
-        "model",
-        "demo",
-        help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME.",
+        LoadingOptions, "model", "demo", help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME."
     )
-    verbose: bool = option(False, "List every module with its operators.", short="-v", surface="command")
-    attn_implementation: str | None = option(
-        None, "sdpa, eager ...", unit="NAME", default_text="the model's own", surface="command"
+    verbose: bool = command_option(False, "List every module with its operators.", short="-v")
+    attn_implementation: str | None = command_option(
+        None, "sdpa, eager ...", unit="NAME", default_text="the model's own"
     )
     dtype: str | None = changed(DeviceOptions, "dtype")
 
@@ -55,11 +52,8 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
     batch: int = option(16, "Prompts of one length in one forward.", unit="N", least=1)
-    simulate: str | None = option(
-        None,
-        "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.",
-        unit="FAULT",
-        surface="command",
+    simulate: str | None = command_option(
+        None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
     )
     prompts: Sequence[Any] | None = option(
         None, "Texts or token ids, taken as they are instead of data.", surface="python", open=True
@@ -88,15 +82,9 @@ class CompareOptions(CheckingOptions, PrintingOptions):
         check=report_path,
     )  # fmt: skip
     affordable: float | None = option(
-        None,
-        "With sensitivity: nats that the difference of a layer may cost.",
-        unit="X",
-        above=0,
-        default_text="0.01",
+        None, "With sensitivity: nats that the difference of a layer may cost.", unit="X", above=0, default_text="0.01"
     )
-    output: Path | None = option(
-        None, "Write the comparison there as JSON.", unit="FILE", short="-o", surface="command"
-    )
+    output: Path | None = command_option(None, "Write the comparison there as JSON.", unit="FILE", short="-o")
 
     def check(self, named: Naming) -> None:
         if self.affordable is not None and self.sensitivity is None:
@@ -117,13 +105,12 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
     )
     # The flags of the original method notes' finder scripts: `simulated` is the text that they stand for.
-    ground_truth_layer: int | None = option(
-        None, "The block of a simulated fault.", unit="N", least=0, surface="command", hidden=True
+    ground_truth_layer: int | None = command_option(
+        None, "The block of a simulated fault.", unit="N", least=0, hidden=True
     )
-    fault_type: str | None = option(None, "Its family.", unit="NAME", surface="command", hidden=True)
-    fault_magnitude: float | None = option(None, "Its size.", unit="X", surface="command", hidden=True)
-    hw_error_scale: float | None = option(None, "The size of simulated noise.", unit="X", surface="command",
-                                          hidden=True)  # fmt: skip
+    fault_type: str | None = command_option(None, "Its family.", unit="NAME", hidden=True)
+    fault_magnitude: float | None = command_option(None, "Its size.", unit="X", hidden=True)
+    hw_error_scale: float | None = command_option(None, "The size of simulated noise.", unit="X", hidden=True)
     inputs: Any = option(
         None, "Prompts for audit and relations; built-in ones unless given.", surface="python", open=True
     )
@@ -142,7 +129,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         exists="folder",
     )
     seed: int = option(0, "Seed of the prompts and checks.", unit="N")
-    output: Path | None = option(None, "Write the verdict there as JSON.", unit="FILE", short="-o", surface="command")
+    output: Path | None = command_option(None, "Write the verdict there as JSON.", unit="FILE", short="-o")
 
     @property
     def simulated(self) -> str | None:
@@ -211,7 +198,7 @@ class PassportOptions(PrintingOptions):
     command: ClassVar[str] = "passport"
 
     device: str = changed(DeviceOptions, "device")
-    quick: bool = option(False, "Fewer points, sizes and repeats.", surface="command")
-    output: Path | None = option(None, "Write the passport to this file.", unit="FILE", short="-o", surface="command")
-    diff: Path | None = option(None, "Another passport: print how they differ.", unit="FILE", surface="command")
-    from_: Path | None = option(None, "Show this passport instead of measuring one.", unit="FILE", surface="command")
+    quick: bool = command_option(False, "Fewer points, sizes and repeats.")
+    output: Path | None = command_option(None, "Write the passport to this file.", unit="FILE", short="-o")
+    diff: Path | None = command_option(None, "Another passport: print how they differ.", unit="FILE")
+    from_: Path | None = command_option(None, "Show this passport instead of measuring one.", unit="FILE")

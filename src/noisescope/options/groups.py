@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import checked_scale
-from noisescope.options.fields import DEVICES, DTYPES, EXECUTORS, METRICS, TORCH_DEVICES, argument, changed, option
+from noisescope.options.fields import (
+    DEVICES,
+    DTYPES,
+    EXECUTORS,
+    METRICS,
+    TORCH_DEVICES,
+    argument,
+    changed,
+    command_option,
+    option,
+)
 from noisescope.options.values import CommandOptions
 
 ALLOWED = (
@@ -58,9 +68,6 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface").expanduser() / "hub"
 
 
-# Options that several commands share, each written once.
-
-
 Source = Path | Any | None  # a file; from Python also a DataSet or tokenised batches
 
 
@@ -95,41 +102,38 @@ def report_path(path: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class PrintingOptions(CommandOptions):
-    json: bool = option(False, "Print the result as JSON on stdout, and nothing else there.", surface="command",
+    json: bool = command_option(False, "Print the result as JSON on stdout, and nothing else there.",
                         aliases=("as_json",))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(CommandOptions):
-    config: Path | None = option(
+    config: Path | None = command_option(
         None,
         "YAML file with any of these options (and model). The command line takes precedence. Paths in the file are "
         "relative to the current folder.",
         unit="FILE",
-        surface="command",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckingOptions(CommandOptions):
-    allow_undecided: bool = option(False, "Exit with 0 instead of 3 where nothing could be decided.", surface="command")
+    allow_undecided: bool = command_option(False, "Exit with 0 instead of 3 where nothing could be decided.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(CommandOptions):
     title: ClassVar[str] = "Model loading"
 
-    device: str = option(
-        "cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", check=device_name, surface="command"
+    device: str = command_option("cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", check=device_name)
+    device_map: str | None = command_option(
+        None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M"
     )
-    device_map: str | None = option(
-        None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M", surface="command"
+    dtype: str | None = command_option(
+        None, "Number format of the weights.", unit="T", choices=DTYPES, default_text="as stored"
     )
-    dtype: str | None = option(
-        None, "Number format of the weights.", unit="T", choices=DTYPES, default_text="as stored", surface="command"
-    )
-    revision: str | None = option(None, "Version of a hub id.", unit="R", surface="command")
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", surface="command")
+    revision: str | None = command_option(None, "Version of a hub id.", unit="R")
+    trust_remote_code: bool = command_option(False, "Run Python code that comes with the model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +157,8 @@ class ReportOptions(CommandOptions):
 class ReportModelOptions(ReportOptions, DeviceOptions):
     """A report, and the model that it is of."""
 
-    model: str | None = option(
-        None, "Model to use.", unit="M", default_text="the report's", check=checked_model, surface="command"
+    model: str | None = command_option(
+        None, "Model to use.", unit="M", default_text="the report's", check=checked_model
     )
     dtype: str | None = changed(DeviceOptions, "dtype", default_text="the report's")
 

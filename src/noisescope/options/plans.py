@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from noisescope.errors import InvalidInput
-from noisescope.options.fields import GRANULARITIES, NARROWEST_BITS, TARGETS, TOOLS, WIDEST_BITS, changed, option
+from noisescope.options.fields import (
+    GRANULARITIES,
+    NARROWEST_BITS,
+    TARGETS,
+    TOOLS,
+    WIDEST_BITS,
+    changed,
+    command_option,
+    option,
+)
 from noisescope.options.groups import (
     CheckingOptions,
     PrintingOptions,
@@ -66,9 +75,9 @@ class VerifyOptions(FormatOptions):
 class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions):
     command: ClassVar[str] = "plan precision"
 
-    verify: bool = option(False, "Carry the plan out on the model, and measure.", surface="command")
-    export: str | None = option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS, surface="command")
-    output: Path | None = option(None, "With export: the file to write.", unit="FILE", short="-o", surface="command")
+    verify: bool = command_option(False, "Carry the plan out on the model, and measure.")
+    export: str | None = command_option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
+    output: Path | None = command_option(None, "With export: the file to write.", unit="FILE", short="-o")
 
     def check(self, named: Naming) -> None:
         if (self.export is None) != (self.output is None):
@@ -93,7 +102,7 @@ class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
     target: str = option("W8A8", "The format that recommendations are for.", unit="NAME", choices=TARGETS)
     samples: int = changed(SamplingOptions, "samples", 32, help="Half of them calibrate, half measure.")
     data: Source = changed(SamplingOptions, "data", default_text="the report's")
-    output: Path | None = option(None, "Write the result there as JSON.", unit="FILE", short="-o", surface="command")
+    output: Path | None = command_option(None, "Write the result there as JSON.", unit="FILE", short="-o")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +110,21 @@ class MigrationOptions(ReportOptions, PrintingOptions):
     command: ClassVar[str] = "plan migration"
 
     device: str = option("cuda", "The new machine's device, for the commands: cuda, npu ...", unit="D")
-    output: Path | None = option(None, "Write the plan there as JSON.", unit="FILE", short="-o", surface="command")
+    output: Path | None = command_option(None, "Write the plan there as JSON.", unit="FILE", short="-o")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions):
     command: ClassVar[str] = "plan fault-tests"
 
-    run: bool = option(False, "Carry the tests out with the fault simulator.", surface="command")
+    run: bool = command_option(False, "Carry the tests out with the fault simulator.")
     data: Source = changed(SamplingOptions, "data", default_text="the report's")
     samples: int = changed(SamplingOptions, "samples", 32)
-    limit: int | None = option(None, "Only the first N tests.", unit="N", least=1, default_text="all",
-                               surface="command")  # fmt: skip
-    csv: Path | None = option(None, "Write the tests there.", unit="FILE", surface="command")
-    junit: Path | None = option(None, "With run: write the results there as JUnit XML.", unit="FILE", surface="command")
-    output: Path | None = option(
-        None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o", surface="command"
+    limit: int | None = command_option(None, "Only the first N tests.", unit="N", least=1, default_text="all")
+    csv: Path | None = command_option(None, "Write the tests there.", unit="FILE")
+    junit: Path | None = command_option(None, "With run: write the results there as JUnit XML.", unit="FILE")
+    output: Path | None = command_option(
+        None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o"
     )
 
     def check(self, named: Naming) -> None:

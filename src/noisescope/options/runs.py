@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from noisescope.options.fields import REPORT_FORMATS, STARTS, TRAINING_METHODS, argument, changed, option
+from noisescope.options.fields import (
+    REPORT_FORMATS,
+    STARTS,
+    TRAINING_METHODS,
+    argument,
+    changed,
+    command_option,
+    option,
+)
 from noisescope.options.groups import DeviceOptions, ExecutionOptions, FileOptions, PrintingOptions, SamplingOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 from noisescope.options.values import CommandOptions
@@ -59,9 +67,6 @@ class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
     )
 
 
-# Options of the commands about stored runs and reports: report, runs list, show, resume, compare.
-
-
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions(CommandOptions):
     command: ClassVar[str] = "report"
@@ -69,19 +74,14 @@ class DrawOptions(CommandOptions):
     run: Path = argument(
         "RUN", "A run's folder or a report.json (`noisescope runs list` shows some).", surface="command"
     )
-    format: tuple[str, ...] = option(
-        REPORT_FORMATS,
-        "Forms to write.",
-        unit="LIST",
-        choices=REPORT_FORMATS,
-        word="report format",
-        surface="command",
+    format: tuple[str, ...] = command_option(
+        REPORT_FORMATS, "Forms to write.", unit="LIST", choices=REPORT_FORMATS, word="report format"
     )
-    figures: bool = option(False, "Also write the charts as PNG and SVG, into figures/.", surface="command")
-    output: Path | None = option(
-        None, "Folder to write into.", unit="DIR", short="-o", default_text="the run's own", surface="command"
+    figures: bool = command_option(False, "Also write the charts as PNG and SVG, into figures/.")
+    output: Path | None = command_option(
+        None, "Folder to write into.", unit="DIR", short="-o", default_text="the run's own"
     )
-    schema: bool = option(False, "Print the JSON Schema of report.json and stop.", stops=True, surface="command")
+    schema: bool = command_option(False, "Print the JSON Schema of report.json and stop.", stops=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class CompareRunsOptions(PrintingOptions):
 
     a: Path = argument("A", "The folder of a run.", surface="command")
     b: Path = argument("B", "The folder of another: differences are B less A.", surface="command")
-    output: Path | None = option(
-        None, "Folder for comparison.json, .md, .html and .pdf.", unit="DIR", short="-o", surface="command"
+    output: Path | None = command_option(
+        None, "Folder for comparison.json, .md, .html and .pdf.", unit="DIR", short="-o"
     )
     format: tuple[str, ...] = changed(
         DrawOptions, "format", REPORT_FORMATS, help="With -o: any of json, md, html, pdf."

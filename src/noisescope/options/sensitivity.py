@@ -16,6 +16,7 @@ from noisescope.options.fields import (
     LEVELS,
     TEMPLATES,
     changed,
+    command_option,
     option,
 )
 from noisescope.options.groups import (
@@ -75,12 +76,11 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
     output: Path | None = changed(
         ExecutionOptions, "output", None, command_default=Path("noisescope-run"), default_text="noisescope-run"
     )
-    save_activations: bool = option(
+    save_activations: bool = command_option(
         False,
         "Write outputs of the linears that feed the residual stream, on the calibration data, to OUTPUT/activations.",
-        surface="command",
     )
-    dry_run: bool = option(False, "Print trials, forwards, time and memory, and stop.", surface="command")
+    dry_run: bool = command_option(False, "Print trials, forwards, time and memory, and stop.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,7 @@ class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOp
                                         check=canonical_operator)  # fmt: skip
     seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
     generate: bool | None = changed(
-        ScoringOptions,
-        "generate",
-        None,
-        default_text="on where the data has answers",
-        negative="no-generate",
+        ScoringOptions, "generate", None, default_text="on where the data has answers", negative="no-generate"
     )
 
     def check(self, named: Naming) -> None:
@@ -137,14 +133,12 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
         choices=GATE_EFFORTS,
     )
     slice: int = changed(ScoringOptions, "slice")
-    junit: Path | None = option(None, "Write the checks there as JUnit XML.", unit="FILE", surface="command")
-    history: Path | None = option(
-        None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR", surface="command"
+    junit: Path | None = command_option(None, "Write the checks there as JUnit XML.", unit="FILE")
+    history: Path | None = command_option(
+        None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR"
     )
     step: int | None = option(None, "The checkpoint's step, for the trend.", unit="N")
-    template: str | None = option(
-        None, "Print a CI job and stop.", unit="NAME", choices=TEMPLATES, stops=True, surface="command"
-    )
+    template: str | None = command_option(None, "Print a CI job and stop.", unit="NAME", choices=TEMPLATES, stops=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,27 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "AQN": "aqn",
-    "NormNoise": "aqn",
-    "OperatorNoise": "aqn",
-    "TrainingNoise": "aqn",
-    "noise": "aqn",
-    "Constant": "schedules",
-    "Cosine": "schedules",
-    "Exponential": "schedules",
-    "Linear": "schedules",
-    "Staged": "schedules",
-    "equalised": "layer_factors",
-    "from_report": "layer_factors",
-    "ruled": "layer_factors",
-    "TrainingNoiseCallback": "trainer_callback",
-    "LightningNoiseCallback": "lightning_callback",
-    "gradient_pretest": "phases",
-}
-
-__all__ = [*_HOMES]
-
 if TYPE_CHECKING:
     from noisescope.training.aqn import AQN as AQN
     from noisescope.training.aqn import NormNoise as NormNoise
@@ -47,11 +26,23 @@ if TYPE_CHECKING:
     from noisescope.training.schedules import Staged as Staged
     from noisescope.training.trainer_callback import TrainingNoiseCallback as TrainingNoiseCallback
 
+_LAZY = {
+    "aqn": ("AQN", "NormNoise", "OperatorNoise", "TrainingNoise", "noise"),
+    "layer_factors": ("equalised", "from_report", "ruled"),
+    "lightning_callback": ("LightningNoiseCallback",),
+    "phases": ("gradient_pretest",),
+    "schedules": ("Constant", "Cosine", "Exponential", "Linear", "Staged"),
+    "trainer_callback": ("TrainingNoiseCallback",),
+}
+_HOMES = {name: f"noisescope.training.{home}" for home, names in _LAZY.items() for name in names}
+
+__all__ = [*_HOMES]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'noisescope.training' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"noisescope.training.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -178,9 +178,6 @@ def _columns(statistics: ChannelStatistics) -> dict[str, Array]:
     return {name: column.double().cpu().numpy() for name, column in found.items()}
 
 
-# Outlier channels by three of the rules of the original method notes.
-
-
 def detect_outliers(activations: Tensor, threshold: float = LIMITS["outlier_channel_ratio"]) -> Tensor:
     """Which channels [C] of activations [..., C] have a largest |x| over `threshold` times the median channel's."""
     if activations.dim() < 2:
@@ -236,9 +233,6 @@ def _screened(context: StudyContext, results: Results) -> Screened:
 
 
 _SCREEN = Question(screen.propose, _screened)
-
-
-# The outlier detector of the original method notes: channels far larger than the rest, on calibration data.
 
 
 class ChannelOutlierDetector:
@@ -319,7 +313,7 @@ class ChannelOutlierDetector:
 
     def apply_smoothquant_scaling(self, alpha: float = 0.5) -> Smoothed:
         """A copy of the model, smoothed where outliers are made and where they are read: in the block after."""
-        self.get_report()  # asks for statistics where there are none
+        self.get_report()  # refuses where no statistics were collected
         made = {row["layer"] for row in self.outlier_channels.values() if isinstance(row["layer"], int)}
         if not made:
             raise InvalidInput(

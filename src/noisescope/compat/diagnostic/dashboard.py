@@ -160,9 +160,6 @@ def _correlated(windows: Sequence[Profile], profile: Mapping[str, float], source
     return {"r": found.value, "p": found.p, "n": found.n}
 
 
-# The metrics dashboard of the original method notes: the model in single numbers.
-
-
 RELATIVE = 0.01  # of the tensor's rms: what counts as near zero behind SiLU and GELU
 
 

@@ -155,9 +155,6 @@ _WINDOWS = Question(_propose_windows, lambda context, results: to_json(layers.co
 _THRESHOLD = Question(_propose_threshold, lambda context, results: to_json(noise_levels.conclude(context, results)))
 
 
-# All three levels in one call and one report, in the shape of the original method notes.
-
-
 class IntegratedDiagnostic:
     """Operators, layers and channels of a model, and what to do about them.
 
@@ -244,9 +241,6 @@ def _with_outliers(section: Row) -> Row:
     """The channel section with only those modules under `per_layer` that have outliers."""
     rows = section.get("per_layer", {})
     return {**section, "per_layer": {name: row for name, row in rows.items() if row["num_outliers"]}}
-
-
-# The bar chart of sliding windows, in the colours of their bands.
 
 
 # From harmless to critical, light to dark, so that they differ in grey and for the colour-blind too.

@@ -111,9 +111,6 @@ def _loss_warning(name: str, row: Row, baseline: float | None, why: str) -> Row:
     }
 
 
-# Checkpoints against a baseline while training goes on, by the original method notes' name for the gate.
-
-
 class RobustnessMonitor:
     """Whether checkpoints stand noise as well as a baseline did.
 

@@ -90,9 +90,6 @@ class AdaptiveAQN:
             noisy_ops.set_training_only(False)
 
 
-# New hardware by the names of the original method notes: what to validate first, and what to break on purpose.
-
-
 def plan_hardware_migration(
     model: Subject | nn.Module, test_data: Any = None, calibration_data: Any = None, **more: Any
 ) -> Row:
@@ -174,9 +171,6 @@ def _weak_channels(name: str, row: Mapping[str, Any]) -> WeakChannels:
             f"the report names {name!r}, which is not a module of a layer such as model.layers.9.mlp.down_proj"
         )
     return WeakChannels(name, layer, "linear", name, 0, tuple(row["outlier_indices"]), float(row["max_ratio"]))
-
-
-# Bits by layer, and outliers folded away, by the names of the original method notes.
 
 
 def generate_mixed_precision_config(
