@@ -101,7 +101,7 @@ def rows_of(page: str) -> list[Row]:
 @pytest.fixture(scope="session")
 def page() -> list[Row]:
     """The rows of docs/compatibility.md."""
-    return rows_of((Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8"))
+    return rows_of((Path(__file__).parents[3] / "docs" / "compatibility.md").read_text(encoding="utf-8"))
 
 
 @dataclass

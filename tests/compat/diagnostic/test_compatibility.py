@@ -216,6 +216,6 @@ def test_names_are_loaded_when_used():
 
 
 def test_links_of_the_page():
-    page = (HERE.parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (HERE.parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([a-z_]+\.md)", page):
-        assert (HERE.parents[1] / "docs" / target).is_file()
+        assert (HERE.parents[2] / "docs" / target).is_file()

@@ -1,6 +1,6 @@
 """The classes and functions of the original method notes by their own names, thin over noisescope's own code.
 
-    from noisescope.compat.diagnostic import IntegratedDiagnostic
+    from noisescope.diagnostic import IntegratedDiagnostic
 
     diagnostic = IntegratedDiagnostic(model, test_data, calibration_data)
     diagnostic.run_full_diagnosis(noise_scale=0.05, window_size=3, outlier_threshold=10.0)

@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise of the original method notes: per-layer scales from a sensitivity profile."""
+"""What follows from a diagnosis, by the names of the original method notes: noise, migration, tests, bits."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ its recomputations belong to the forward that made them, in whatever thread auto
 Environment (read when this package is imported, never by `import noisescope`): NOISESCOPE_ENABLED, _SCALE, _TYPE,
 _ALL_OPS, _FORWARD_ONLY, _BACKWARD_ONLY (both = both phases), _TRAINING_ONLY, _LAYERS ("0,5,9-11", of the first model
 with blocks that is called), _OPERATORS, _SEED; the first seven also as VERL_NOISY_OPS_...
-`python -m noisescope.compat.noisy_ops script.py ARGS` runs a script with noise on and prints the counts to stderr.
+`python -m noisescope.noisy_ops script.py ARGS` runs a script with noise on and prints the counts to stderr.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def enable_noisy_ops(
 
 
 def disable_noisy_ops() -> dict[str, int]:
-    """Noise off and every module as it was; the counts. Raises NothingInjected if something aimed at was never hit."""
+    """Noise off and every module as it was; the counts. Raises NothingInjected if a target was never hit."""
     with state.lock:
         state.stop(check=True)
         return get_injection_stats()
@@ -180,9 +180,9 @@ def get_selective_operators() -> list[str] | None:
 
 def should_inject_for_operator(name: str) -> bool:
     """Whether the selection includes this operator, or part of this group."""
-    asked = _parts(_operator(name))
+    parts = _parts(_operator(name))
     operators = state.settings.operators
-    return operators is None or any(asked & _parts(chosen) for chosen in operators)
+    return operators is None or any(parts & _parts(chosen) for chosen in operators)
 
 
 def set_operator_noise_scales(scales: Mapping[str, float] | None) -> None:
@@ -267,8 +267,8 @@ def _parts(name: str) -> frozenset[str]:
     return GROUPS[name][0] if name in GROUPS else frozenset({name})
 
 
-from noisescope.compat.noisy_ops.environment import read_environment, say_at_exit  # noqa: E402  (they use the functions above)
+from noisescope.compat.noisy_ops.environment import read_environment, report_at_exit  # noqa: E402  (they use the functions above)
 
 read_environment()
 if state.call is not None:
-    atexit.register(say_at_exit)
+    atexit.register(report_at_exit)

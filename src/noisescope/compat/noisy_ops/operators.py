@@ -1,6 +1,6 @@
 """The seven operators by the original method notes' names, to call on tensors.
 
-    from noisescope.compat.noisy_ops import NoisyMatMul, enable_noisy_ops
+    from noisescope.noisy_ops import NoisyMatMul, enable_noisy_ops
 
     enable_noisy_ops(error_scale=0.05)
     y = NoisyMatMul.apply(a, b)  # or NoisyMatMul(a, b)
