@@ -1,8 +1,7 @@
-"""What is sensitive to numerical error, and whether that answer held."""
+"""What is sensitive to numerical error, whether that answer holds, and the demo of all steps."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from noisescope import demo
 from noisescope.api.costs import Cost
 from noisescope.api.plan_trials import with_precision_planned
-from noisescope.api.preparation import load_subject, prepare, prepare_diagnosis, prepared_for, seeds_of
+from noisescope.api.preparation import load_subject, prepare_diagnosis, prepared_for, seeds_of
 from noisescope.data.dataset import read_data
 from noisescope.diagnosis import all_levels, fault_check
 from noisescope.diagnosis import noise_levels as curve
@@ -20,7 +19,7 @@ from noisescope.diagnosis.report import Diagnosis, Robustness
 from noisescope.faults.simulator import faulty
 from noisescope.localization.locate import locate
 from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions, LoadingOptions, Options
+from noisescope.options.groups import ExecutionOptions, LoadingOptions, Options, ScoringOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 from noisescope.options.values import takes_options
 from noisescope.plans.migration import rank_places
@@ -77,10 +76,10 @@ def check_findings(
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """
-    options = fault_check.Check(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
+    check = fault_check.Check(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
-    prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice=samples)
-    _, found = prepared.run(options, ExecutionOptions())
+    prepared = prepared_for(subject, ScoringOptions(data=data, samples=samples, slice=samples), settings)
+    _, found = prepared.run(check, ExecutionOptions())
     return _kept(Report(replace(report.diagnosis, check=found)), output)
 
 
@@ -113,7 +112,7 @@ def run_demo(output: Path, progress: object, announce: Callable[[str], None]) ->
     `announce` gets a line as each step begins.
     """
     problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
-    unseen = dataclasses.replace(problems, items=problems.items[SAMPLES:])
+    unseen = replace(problems, items=problems.items[SAMPLES:])
     subject = load_subject(LoadingOptions(model="demo"))
     report = diagnose(
         subject,

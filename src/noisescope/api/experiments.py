@@ -22,17 +22,8 @@ from noisescope.model.subject import load
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.runs import PhasesOptions
 from noisescope.options.values import takes_options
-from noisescope.reports.experiment import (
-    PhasesAsked,
-    PhasesCost,
-    PhasesFound,
-    PhasesRun,
-    PhasesSettings,
-    ProblemSource,
-    TaskSource,
-    Trained,
-    TrainingSettings,
-)
+from noisescope.reports import experiment as report_rows
+from noisescope.reports.experiment import PhasesAsked, PhasesFound, PhasesRun, TrainingSettings
 from noisescope.reports.experiment import PhasesReport as PhasesReport
 from noisescope.runs.store import Store
 from noisescope.sites import Place
@@ -54,7 +45,8 @@ def phases(options: PhasesOptions) -> PhasesReport:
     without a folder. A script that asks for several `workers` must do so under `if __name__ == "__main__":`.
     """
     training = {name: vars(options)[name] for name in ("steps", "batch", "rate", "examples", "layers", "width")}
-    task = _task(options.method, options.start, tests=options.samples, **training)
+    make_task = arithmetic if options.method == "supervised" else practice
+    task = make_task(options.start, tests=options.samples, **training)
     chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)
     started = time.time()
     with Store(options.output) as store, _work_folder(options.output) as folder:
@@ -75,17 +67,12 @@ def phases(options: PhasesOptions) -> PhasesReport:
         _settle(
             design, store, folder, options, deadline=math.inf if options.seconds is None else started + options.seconds
         )
-        report = PhasesReport(conclude(design, store, options.noise_scale, run=_run(about, store, started)))
+        cost = report_rows.PhasesCost(time.time() - started, sum(store.seconds.values()), len(store))
+        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **ended())
+        report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
         if options.output is not None:
             store.note(report=report.data)
     return report
-
-
-def _task(method: str, start: str, **settings: Any) -> Arithmetic:
-    if method == "supervised":
-        return arithmetic(start, **settings)
-
-    return practice(start, **settings)
 
 
 def _settle(design: Design, store: Store, folder: Path, options: ExecutionOptions, *, deadline: float) -> None:
@@ -123,11 +110,11 @@ def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> P
             failures.append(f"{arm}, seed {seed}: {result.error}")
         else:
             found[str(arm)][seed] = outcome(result, design.levels)
-    rows = judge(criteria(design.arms, design.levels, scale), found)
+    hypotheses = judge(criteria(design.arms, design.levels, scale), found)
     trained = sum(map(len, found.values()))
     arms = [arm_row(name, runs, design.levels) for name, runs in found.items() if runs]
     notes = [f"failed: {failure}" for failure in failures]
-    notes += [f"{row.name}: {row.estimate.note}" for row in rows if row.verdict == UNMEASURABLE]
+    notes += [f"{row.name}: {row.estimate.note}" for row in hypotheses if row.verdict == UNMEASURABLE]
     notes += [note for arm in design.arms if (note := rounding(design, arm))]
     if missing:
         notes.append(f"{missing} of {len(design.trials())} trainings are not done yet: run the same command again")
@@ -137,9 +124,9 @@ def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> P
         seeds=tuple(design.seeds),
         n=design.task.samples,
         levels=tuple(design.levels),
-        trained=Trained(trained, len(failures), len(design.trials())),
-        hypotheses=tuple(rows),
-        theory=theory(rows),
+        trained=report_rows.Trained(trained, len(failures), len(design.trials())),
+        hypotheses=tuple(hypotheses),
+        theory=theory(hypotheses),
         could_not_see=tuple(notes),
     )
 
@@ -190,9 +177,11 @@ def _asked(design: Design, scale: float, start: str) -> PhasesAsked:
     settings = {**details.pop("settings"), **details}
     named = {field.name: settings.pop(field.name, None) for field in dataclasses.fields(TrainingSettings)}
     return PhasesAsked(
-        model=TaskSource("the bundled model, trained on" if start == "bundled" else "a new model, from scratch"),
-        data=ProblemSource(task.data_name(), task.samples),
-        settings=PhasesSettings(
+        model=report_rows.TaskSource(
+            "the bundled model, trained on" if start == "bundled" else "a new model, from scratch"
+        ),
+        data=report_rows.ProblemSource(task.data_name(), task.samples),
+        settings=report_rows.PhasesSettings(
             arms=tuple(str(arm) for arm in design.arms),
             seeds=len(design.seeds),
             noise_scale=scale,
@@ -203,13 +192,4 @@ def _asked(design: Design, scale: float, start: str) -> PhasesAsked:
             training=TrainingSettings(**{**named, "method": task.method, "others": settings}),
         ),
         device=design.device,
-    )
-
-
-def _run(asked: PhasesAsked, store: Store, started: float) -> PhasesRun:
-    return PhasesRun(
-        **vars(asked),
-        cost=PhasesCost(time.time() - started, sum(store.seconds.values()), len(store)),
-        notes=tuple(store.damage()),
-        **ended(),
     )

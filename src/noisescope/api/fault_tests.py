@@ -13,7 +13,7 @@ from torch import Tensor
 
 from noisescope import stats
 from noisescope.api.plan_trials import check_sizes, data_of
-from noisescope.api.preparation import Prepared, prepare
+from noisescope.api.preparation import Prepared, prepared_for
 from noisescope.data.tokens import Sequence
 from noisescope.diagnosis.context import Array, Settings
 from noisescope.errors import InvalidInput, NoisescopeError
@@ -23,6 +23,7 @@ from noisescope.findings import LIMITS
 from noisescope.localization.locate import locate
 from noisescope.model.forwards import stepwise
 from noisescope.model.subject import Subject
+from noisescope.options.groups import ScoringOptions
 from noisescope.options.plans import FaultTestOptions
 from noisescope.options.values import takes_options
 from noisescope.plans.fault_test_rows import FaultTest, FaultTestResult, Hits, Measured
@@ -51,16 +52,9 @@ def run_fault_tests(
     with and without the fault on the same samples.
     """
     tests = tuple(tests)
-    noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
-    prepared = prepare(
-        subject,
-        options.data,
-        settings=noiseless,
-        samples=options.samples,
-        calibration_samples=0,
-        max_tokens=options.max_tokens,
-        slice=1,
-    )
+    settings = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
+    scoring = ScoringOptions(data=options.data, samples=options.samples, max_tokens=options.max_tokens, slice=1)
+    prepared = prepared_for(subject, scoring, settings)
     results = []
     runner = _Runner(subject, prepared)
     for test in tests:
@@ -115,8 +109,6 @@ class _Runner:
             anatomy = self.subject.anatomy
             yield [stack.enter_context(faulty(self.subject.model, fault, anatomy=anatomy)) for fault in faults]
 
-    # -- whole requests
-
     def _answered(self, faults: tuple[str, ...]) -> Measured:
         if self._clean is None:
             self._clean, _ = self._answers()
@@ -138,8 +130,6 @@ class _Runner:
                 scores.append(result.values[self.context.metric][0] or 0.0)
                 broken += int(result.values["nonfinite"][0] or 0)
         return np.array(scores), broken
-
-    # -- token by token
 
     def _stepped(self, faults: tuple[str, ...]) -> Measured:
         """The fault hits one token; answers and recovery are of what follows it. Shorter samples are left out."""
@@ -173,24 +163,19 @@ class _Runner:
         right = (predicted[begin - first :] == torch.tensor(sequence.ids[begin:])).double()
         return float(right.min() if self.whole_answers else right.mean())
 
-    # -- detection
-
     def _located(self, faults: tuple[str, ...], found: Measured) -> Measured:
         with self._broken(faults):
             verdict = locate(self.subject)
         places = {parse_fault(fault)[1].place for fault in faults}
         suspect = verdict.suspects[0] if verdict.suspects else None
         right = verdict.verdict == "faulty" and suspect is not None and suspect.site.place in places
-        said = verdict.verdict if suspect is None else f"{verdict.verdict}: {suspect.site}, {suspect.fault_class}"
-        return replace(found, detected=right, located=f"says {said}")
+        words = verdict.verdict if suspect is None else f"{verdict.verdict}: {suspect.site}, {suspect.fault_class}"
+        return replace(found, detected=right, located=f"says {words}")
 
 
 def _hits(scopes: Iterable[FaultScope]) -> Hits:
     """Of all faults of a test together."""
-    hits = Hits(0, 0, 0)
-    for scope in scopes:
-        hits += Hits(scope.calls, scope.acted, scope.changed)
-    return hits
+    return sum((Hits(scope.calls, scope.acted, scope.changed) for scope in scopes), Hits(0, 0, 0))
 
 
 def _recovered(clean: Tensor, faulted: Tensor) -> int | None:

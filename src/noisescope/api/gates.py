@@ -1,17 +1,16 @@
-"""Whether a model got worse than its baseline: measured, decided, kept."""
+"""Whether a model got worse than its baseline: measured, decided, stored."""
 
 from __future__ import annotations
 
-import datetime
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from noisescope.api.plan_trials import check_model, data_of
 from noisescope.api.preparation import Prepared, prepared_for, seeds_of
+from noisescope.api.reports import now
 from noisescope.diagnosis import gate_baseline, operators
 from noisescope.diagnosis.context import GROUP, Settings, StudyContext
 from noisescope.diagnosis.report import Diagnosis
@@ -62,11 +61,11 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
     refuse_kind(run.data, prepared.facts.data)
     if not options.other_samples:
         refuse_other_samples(run.data, prepared.facts.data, (before.samples, prepared.context.names))
-    now = _measured(prepared, options)
-    conditions = conditions_row(run, prepared.facts, (before, now))
+    after = _measured(prepared, options)
+    conditions = conditions_row(run, prepared.facts, (before, after))
     decision = decide(
         before,
-        now,
+        after,
         worse_than=1 + options.max_worse,
         max_degradation=options.max_degradation,
         kl_floor=run.kl_floor,
@@ -77,7 +76,7 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
         model=subject.source,
         baseline=GateBaseline(run.model.source, run.finished),
         step=options.step,
-        finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        finished=now(),
         seconds=time.perf_counter() - started,
         conditions=conditions,
     )
@@ -100,32 +99,26 @@ def _prepared(subject: Subject, options: GateBaselineOptions) -> Prepared:
 
 
 def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:
-    _, found = prepared.run(_Question(), options)
-    if found.numbers is None:
-        raise NoisescopeError(f"the model could not be measured: {found.error}")
+    _, (numbers, error) = prepared.run(_Question(), options)
+    if numbers is None:
+        raise NoisescopeError(f"the model could not be measured: {error}")
     if options.output is not None:
         with Store(options.output) as store:
             store.note(answered=to_json(prepared.facts))
-    return found.numbers
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a gate compares, or why there is none."""
-
-    numbers: GateNumbers | None
-    error: str
+    return numbers
 
 
 class _Question:
-    """The numbers of a gate as a question of their own."""
+    """The numbers of a gate as a question of their own; where there are none, why."""
 
     def propose(self, context: StudyContext, results: Results) -> list[Trial]:
         return gate_baseline.propose(context, results) + operators.propose(context, results)
 
-    def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> _Found:
+    def conclude(
+        self, context: StudyContext, results: Results, notes: Sequence[str] = ()
+    ) -> tuple[GateNumbers | None, str]:
         clean = context.over_whole.answer(results, None)
-        return _Found(gate_baseline.conclude(context, results), "" if clean is None else clean.error)
+        return gate_baseline.conclude(context, results), "" if clean is None else clean.error
 
 
 def keep(result: GateResult, folder: str | Path) -> list[Path]:

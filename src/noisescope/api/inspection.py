@@ -21,14 +21,20 @@ def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
     model, anatomy = subject.model, subject.anatomy
     parameters = list(model.parameters())
     packed = [unit for unit in anatomy.units if unit.packed]
+    config = getattr(model, "config", None)
+    experts = None  # of an MoE model, how transformers computes them: "grouped_mm", "batched_mm", "eager"
+    if any(unit.kind == "experts" for unit in anatomy.units):
+        experts = getattr(config, "_experts_implementation", None) or "eager"
+    kernel = getattr(config, "_attn_implementation", None)  # that computes attention
+    products = anatomy.operators() & {"softmax", "matmul", "bmm"}
     found: dict[str, Any] = {
         "source": subject.source,
         "architecture": anatomy.architecture,
         "blocks": len(anatomy.blocks),
         "parameters": sum(parameter.numel() for parameter in parameters),  # a tied weight counts once
         "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
-        "attention": _attention(subject),
-        "experts": _experts(subject),
+        "attention": {"implementation": kernel or "torch", "fused": bool(products) and kernel != "eager"},
+        "experts": experts,
         "operators": _folded(anatomy.counts()),
         "left_alone": _folded(anatomy.counts(left_alone=True)),
         "possible": sorted({op for unit in anatomy.units if not unit.certain for op in unit.operators}),
@@ -39,20 +45,6 @@ def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
     if verbose:
         found["modules"] = _modules(anatomy)
     return found
-
-
-def _attention(subject: Subject) -> dict[str, Any]:
-    """Which kernel computes attention, and whether its products and softmax are fused in it."""
-    name = getattr(getattr(subject.model, "config", None), "_attn_implementation", None)
-    present = subject.anatomy.operators() & {"softmax", "matmul", "bmm"}
-    return {"implementation": name or "torch", "fused": bool(present) and name != "eager"}
-
-
-def _experts(subject: Subject) -> str | None:
-    """How transformers computes the experts of an MoE model: "grouped_mm", "batched_mm", "eager"."""
-    if not any(unit.kind == "experts" for unit in subject.anatomy.units):
-        return None
-    return getattr(getattr(subject.model, "config", None), "_experts_implementation", None) or "eager"
 
 
 def _folded(counts: dict[Place, dict[str, int]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Precision plans from a report, carried out on the model and measured."""
+"""Plans from a report, carried out on its model and measured: number formats, SmoothQuant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from noisescope import demo
 from noisescope.api.plans import plan_precision, predicted_precision
-from noisescope.api.preparation import material_of, prepare
+from noisescope.api.preparation import material_of, prepared_for
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.effects import divergence, ratio
@@ -21,34 +21,17 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings.values import counted
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection, weight_of
-from noisescope.measures.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
+from noisescope.measures.smoothing import W8A8, Smoothed, rounded_kl, smooth
 from noisescope.model.forwards import input_device
 from noisescope.model.source import model_fingerprint
 from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions
+from noisescope.options.groups import ExecutionOptions, ScoringOptions
 from noisescope.options.plans import SmoothquantOptions, VerifyOptions
 from noisescope.options.values import takes_options
+from noisescope.plans import precision, precision_results
 from noisescope.plans.gate import refuse_architecture
-from noisescope.plans.precision import (
-    Module,
-    Plan,
-    layer_sensitivity,
-    modules_of,
-    random_plans,
-    rule_plan,
-    uniform_plan,
-)
-from noisescope.plans.precision_results import (
-    Carried,
-    PlanData,
-    PlanRow,
-    PrecisionPlan,
-    Rival,
-    Verification,
-    measured_plan,
-    prediction_notes,
-    without_random,
-)
+from noisescope.plans.precision import Module, Plan, modules_of
+from noisescope.plans.precision_results import Carried, PlanData, PlanRow, PrecisionPlan, Rival, Verification
 from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.probe.noise import Gaussian
@@ -65,40 +48,32 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     found = diagnosis_of(report)
     check_sizes(found, subject)
     planned = predicted_precision(found, plan, formats=options.formats)
-    missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
-    if missing:
-        raise InvalidInput(
-            f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
-        )
+    if missing := sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units}):
+        other = f"the report is of another model ({subject.source} was given)"
+        raise InvalidInput(f"the model has no {missing[0]}: {other}")
     modules = modules_of(found, options.formats)
     rivals = [Rival("plan", "plan", plan), *_rivals(found, modules, plan)]
-    drawn = random_plans(modules, plan.average_bits, options.random, seed=options.seed)
+    rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
+    drawn = precision.random_plans(modules, plan.average_bits, options.random, seed=options.seed)
     rivals += [Rival(f"random {i}", "random", one) for i, one in enumerate(drawn)]
     given = data_of(found) if options.data is None else options.data
     held_out, seen_before = _held_out(given, planned.prediction.n, options.samples)
-    prepared = prepare(
-        subject,
-        held_out,
-        settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
-        samples=options.samples,
-        calibration_samples=0,
-        max_tokens=options.max_tokens,
-        slice=options.samples,
-    )
+    count, settings = options.samples, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
+    scoring = ScoringOptions(data=held_out, samples=count, max_tokens=options.max_tokens, slice=count)
+    prepared = prepared_for(subject, scoring, settings)
     question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
     run, verified = prepared.run(question, ExecutionOptions())
     own = verified.plans["plan"]
     rows = [_row(rival, verified.plans[rival.name], own) for rival in rivals]
     notes = [
-        *prediction_notes(planned.prediction, own.divergence.mean),
+        *precision_results.prediction_notes(planned.prediction, own.divergence.mean),
         *other_numbers(found, run.model.fingerprint),
         *seen_before,
-        *_rule_notes(rivals),
+        "the bit rule was not applied: the loss of no window could be measured" if rule is None else rule.note,
         *verified.could_not_see,
     ]
-    return measured_plan(
-        planned, rows, PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint), notes=notes
-    )
+    data = PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint)
+    return precision_results.measured_plan(planned, rows, data, notes=[note for note in notes if note])
 
 
 def with_precision_planned(
@@ -107,24 +82,17 @@ def with_precision_planned(
     """The report, and a precision plan carried out on its model."""
     plan = plan_precision(report, average_bits=average_bits)
     measured = verify_precision(subject, report, plan, random=random, samples=samples)
-    return Report(replace(report.diagnosis, precision_plan=without_random(measured)))
+    return Report(replace(report.diagnosis, precision_plan=precision_results.without_random(measured)))
 
 
 def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator[Rival]:
     """Uniform plans of every format offered, and the rule of the original method notes where it has a profile."""
     for name in modules[0].choices:
         if name != UNTOUCHED:
-            yield Rival(f"uniform {name}", "uniform", uniform_plan(modules, name), name)
-    sensitivity = layer_sensitivity(found)
+            yield Rival(f"uniform {name}", "uniform", precision.uniform_plan(modules, name), name)
+    sensitivity = precision.layer_sensitivity(found)
     if sensitivity:
-        yield Rival("bit rule", "bit rule", rule_plan(modules_of(found), sensitivity, plan.average_bits))
-
-
-def _rule_notes(rivals: Sequence[Rival]) -> list[str]:
-    rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
-    if rule is None:
-        return ["the bit rule was not applied: the loss of no window could be measured"]
-    return [rule.note] if rule.note else []
+        yield Rival("bit rule", "bit rule", precision.rule_plan(modules_of(found), sensitivity, plan.average_bits))
 
 
 def _row(rival: Rival, carried: Carried, own: Carried) -> PlanRow:
@@ -195,7 +163,10 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: Smoo
     smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
     before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
     after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
-    folds = tuple(map(_fold_row, smoothed.folds))
+    folds = tuple(
+        FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
+        for done, fold in ((done, done.fold) for done in smoothed.folds)
+    )
     return SmoothingPlan(
         scheme="W8A8: int8 weights with a scale per output channel, int8 activations with a scale per token",
         alpha=alpha,
@@ -208,20 +179,12 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: Smoo
     )
 
 
-def _fold_row(done: Folded) -> FoldRow:
-    fold = done.fold
-    return FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
-
-
-BUILT_IN = "built-in text"
-
-
 def data_of(report: Report | Diagnosis) -> DataSet | str | Path:
     """What `diagnose` takes as data: the same file, the demo's problems, or the built-in text."""
     source = diagnosis_of(report).run.data.source
     if source == "demo":
         return demo.test_file()
-    if source == BUILT_IN:
+    if source == "built-in text":
         return built_in()
     if not Path(source).exists():
         raise InvalidInput(f"the report was made on {source}, which is not there: give the data with --data")

@@ -1,4 +1,4 @@
-"""Precision plans from a report. No torch here: carrying one out is in planning.py."""
+"""Plans from a report: precision, migration, fault tests. No torch here: plan_trials.py carries them out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that options name."""
+"""From options to a run: the model loaded, the data encoded and cut into slices, the question carried out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from noisescope.api.costs import Cost, estimate
-from noisescope.api.reports import ended, settings_facts
+from noisescope.api.reports import ended
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings, StudyContext
-from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run
+from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.report import Cost as RunCost
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
@@ -113,22 +113,13 @@ def data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[s
 
 
 def chance_of(test: Material, found: DataSet | None, metric: str) -> float:
-    """What guessing gets: of one's own metric nothing is known, and tokens are guessed as the commonest one."""
-    if metric == "custom" or metric == "agreement":
+    """What guessing gets: of one's own metric nothing is known, and the best guess of a token is the commonest one."""
+    if metric in ("custom", "agreement"):
         return 0.0
     if metric == "next_token_accuracy" or test.kind == "text":
-        return _commonest(test)
+        counts = Counter(token for group in test.encoded.sequences for s in group for token in s.ids[s.start :])
+        return max(counts.values()) / max(sum(counts.values()), 1)
     return 0.0 if found is None else tokens.chance(found)
-
-
-def _commonest(test: Material) -> float:
-    """The share of the commonest scored token: what always saying the same would get right."""
-    tokens = Counter(token for group in test.encoded.sequences for s in group for token in s.ids[s.start :])
-    return max(tokens.values()) / max(sum(tokens.values()), 1)
-
-
-def scored_tokens(test: Material) -> int:
-    return sum(len(s.ids) - s.start for group in test.encoded.sequences for s in group)
 
 
 FEW = 8  # samples for curvature and gradients: a second derivative is dear
@@ -171,38 +162,35 @@ def prepared_for(subject: Subject, options: ScoringOptions, settings: Settings) 
         calibration = Slice(extra.fingerprint, 0, len(extra))
     generate = _generates(options, test)
     own = options.metric if callable(options.metric) else None
-    measure = "custom" if own is not None else "generate" if generate else "score"
-    extra_settings: dict[str, Any] = {}
+    measure, measure_settings = "score", dict[str, Any]()
     if own is not None:
-        extra_settings = {"metric": own}
+        measure, measure_settings = "custom", {"metric": own}
     elif generate:
-        extra_settings = {
-            "max_new_tokens": options.max_new_tokens,
-            "texts": content_id([test.prompts, test.answers]),
-        }
+        texts = content_id([test.prompts, test.answers])
+        measure, measure_settings = "generate", {"max_new_tokens": options.max_new_tokens, "texts": texts}
     whole = whole_samples(test)
     if own is None and whole.fingerprint != test.fingerprint:
         materials.append(whole)
     anatomy = subject.anatomy
+    possible = (operator for unit in anatomy.units if not unit.certain for operator in unit.operators)
     context = StudyContext(
         settings=settings,
         conditions=conditions(subject),
         sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.operators if unit.certain),
-        doubtful=frozenset(op for unit in anatomy.units if not unit.certain for op in unit.operators)
-        - anatomy.operators(),
+        doubtful=frozenset(possible) - anatomy.operators(),
         blocks=len(anatomy.blocks),
         test=slices(test.fingerprint, len(test), options.slice),
         calibration=calibration,
         few=None if own is not None else Slice(test.fingerprint, 0, min(FEW, len(test))),
         measure=measure,
-        measure_settings=extra_settings,
+        measure_settings=measure_settings,
         metric="accuracy" if own is not None or generate else str(options.metric),
         chance=chance_of(test, test_set, "custom" if own is not None else str(options.metric)),
         whole=() if own is not None else slices(whole.fingerprint, len(whole), options.slice),
         names=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
-    about = _facts(subject, context, test, test_set, own)
-    return Prepared(subject, context, tuple(materials), own, about, tuple(notes))
+    facts = _facts(subject, context, test, test_set, own)
+    return Prepared(subject, context, tuple(materials), own, facts, tuple(notes))
 
 
 def _calibration(subject: Subject, options: MeasuringOptions, test_set: DataSet | None) -> tuple[Material, list[str]]:
@@ -231,6 +219,8 @@ def _facts(
     subject: Subject, context: StudyContext, test: Material, test_set: DataSet | None, own: Callable[..., Any] | None
 ) -> Asked:
     """For the report's `run`: what was asked."""
+    settings = context.settings
+    chosen = {**vars(settings), "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
     return Asked(
         model=ModelFacts(
             source=subject.source,
@@ -243,12 +233,12 @@ def _facts(
             source="tokenised batches" if test_set is None else test_set.source,
             kind=test.kind,
             samples=len(test),
-            scored_tokens=scored_tokens(test),
+            scored_tokens=sum(len(s.ids) - s.start for group in test.encoded.sequences for s in group),
             fingerprint=test.fingerprint,
             note="" if test_set is None else test_set.note,
             measure=context.measure,
         ),
-        settings=settings_facts(context.settings),
+        settings=SettingsFacts(**chosen),
         metric=context.metric if own is None else content_id(own),
         conditions=context.conditions,
         device=device_name(subject.model),
@@ -278,7 +268,7 @@ def progress_of(options: ExecutionOptions) -> Progress:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A frame with the material to measure it on."""
+    """A question's context with the material to measure it on."""
 
     subject: Subject
     context: StudyContext
@@ -308,13 +298,8 @@ class Prepared:
                 trials_run_now=len(store) - before,
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
-            run = Run(
-                **vars(self.facts),
-                cost=spent,
-                notes=(*store.damage(), *notes),
-                **ended(),
-                store=None if options.output is None else str(options.output),
-            )
+            folder = None if options.output is None else str(options.output)
+            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **ended(), store=folder)
         return run, found
 
     def _executor(self, options: ExecutionOptions) -> Any:

@@ -13,8 +13,6 @@ from typing import Any
 
 from noisescope import __version__
 from noisescope.diagnosis.changes import compare_runs
-from noisescope.diagnosis.context import Settings
-from noisescope.diagnosis.report import SettingsFacts
 from noisescope.diagnosis.stored_runs import StoredRun, stored_run
 from noisescope.errors import InvalidInput
 from noisescope.findings import percent as percent
@@ -59,9 +57,6 @@ def save_figures(document: Document, folder: Path) -> list[Path]:
     return save(document, folder)
 
 
-HISTORY = "gate history"
-
-
 def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for each run up to two folders deep, and what is wrong with those that can't be read."""
     found = sorted(path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE}"))
@@ -81,8 +76,7 @@ def comparison_of(a: Path, b: Path) -> Comparison:
 
 def stored_command(folder: Path) -> dict[str, Any] | None:
     """The command that a run was made by; None for a call from Python."""
-    with Store(folder, create=False) as store:
-        command: dict[str, Any] | None = store.fact("command")
+    command: dict[str, Any] | None = _stored(folder, "command")
     return command
 
 
@@ -104,12 +98,16 @@ def any_report(run: Path) -> Report | PhasesReport | Comparison:
     return Report.checked(found, str(run))
 
 
+def _stored(run: Path, fact: str) -> Any:
+    with Store(run, create=False) as store:
+        return store.fact(fact)
+
+
 def stored_report(run: Path) -> Json:
     """What a finished run keeps in its store, if there is one."""
     if not (run / FILE).exists():
         return None
-    with Store(run, create=False) as store:
-        found: Json = store.fact("report")
+    found: Json = _stored(run, "report")
     if found is None and not (run / "report.json").exists():
         raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
     return found
@@ -130,7 +128,7 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
         failures = Counter(result.error for result in store.values() if result.failed)
         history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
         row: dict[str, Any] = {
-            "command": HISTORY if history else (about.get("command") or {}).get("name", "a call from Python"),
+            "command": "gate history" if history else (about.get("command") or {}).get("name", "a call from Python"),
             "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
             "data": asked.get("data", {}).get("source", "?"),
             "state": counted(len(gates), "verdict") if history else state_of(folder, about),
@@ -142,12 +140,12 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
             "measures": store.measures(),
         }
         if whole:
-            row |= {"errors": dict(failures), "settings": {**asked.get("settings", {}), **_elsewhere(asked)}}
+            row |= {"errors": dict(failures), "settings": _settings(asked)}
         return row
 
 
 def state_of(folder: Path, about: dict[str, Any]) -> str:
-    """ "complete", or how to go on. A report of an earlier question in the same folder does not count."""
+    """complete, or how to resume. A report of an earlier question in the same folder does not count."""
     asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
     if run and all(run.get(name) == value for name, value in asked.items()):
         return "complete"
@@ -158,12 +156,12 @@ def state_of(folder: Path, about: dict[str, Any]) -> str:
     return f"not finished: call the same function again with output={str(folder)!r}"
 
 
-def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
-    """What was asked besides the settings of the diagnosis."""
+def _settings(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was asked: the settings of the diagnosis, data, metric, dtype and device."""
     data, conditions = asked.get("data", {}), asked.get("conditions", {})
-    rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
-            "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
-    return {name: value for name, value in rows.items() if value is not None}
+    rest = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric")}
+    rest |= {"dtype": conditions.get("dtype"), "device": asked.get("device")}
+    return {**asked.get("settings", {}), **{name: value for name, value in rest.items() if value is not None}}
 
 
 def versions() -> dict[str, str]:
@@ -181,8 +179,3 @@ def now() -> str:
 def ended() -> dict[str, Any]:
     """When and where a run came to its end."""
     return {"finished": now(), "versions": versions(), "host": platform.node()}
-
-
-def settings_facts(settings: Settings) -> SettingsFacts:
-    chosen = {**vars(settings), "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
-    return SettingsFacts(**chosen)
