@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 O = TypeVar("O", bound=CommandOptions)  # noqa: E741
 E = TypeVar("E", bound=ExecutionOptions)
+COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any], None]]] = {}  # all that were added, by name
 _NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
 
 
 def add_command(app: typer.Typer, options: type[O], run: Callable[[O], None]) -> None:
     """`run` as a command of the app: called with the options, checked."""
+    COMMANDS[options.command] = options, run
     known = options_of(options, "command")
 
     def call(**given: Any) -> None:

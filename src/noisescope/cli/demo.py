@@ -46,7 +46,7 @@ def run_demo(options: DemoOptions) -> None:
 
 
 def print_demo(report: Report) -> None:
-    """What was found, a few lines that make the point, what it cost."""
+    """The findings, whether they held, what it cost."""
     output.print_findings(report)
     print_check(report)
     output.print_cost(report)

@@ -146,7 +146,7 @@ def print_passport(passport: dict[str, Any]) -> None:
     _print_table("Element by element", {name: found["elementwise"] for name, found in whole.items()}, _ELEMENTWISE)
     functions = list(dict.fromkeys(name for found in whole.values() for name in found["functions"]))
     tables = {name: found["functions"] for name, found in whole.items()}
-    _print_table("Functions: worst error in ulp", tables, {name: name for name in functions})
+    _print_table("Functions: worst error in ulp", tables, dict(zip(functions, functions, strict=True)))
     _print_table("Fused attention", {name: found["attention"] for name, found in whole.items()}, _ATTENTION)
     for name, found in passport["dtypes"].items():
         if "skipped" in found:
@@ -203,12 +203,11 @@ def _print_unlike(op: str, main: dict[str, dict[str, Any]], tables: dict[str, di
 
 def _not_as_it_should_be(dtypes: dict[str, Any]) -> list[str]:
     """Every probe whose answer no healthy arithmetic gives."""
-    found = []
-    for name, sections in dtypes.items():
-        for section, lines in sections.items():
-            tables = lines.items() if section == "products" else [(section, lines)]
-            for op, table in tables:
-                for key, line in table.items():
-                    if isinstance(line, dict) and "nonsense" in line:
-                        found.append(f"{name} ({op}, {key.replace('_', ' ')}): {line['nonsense']}")
-    return found
+    return [
+        f"{name} ({op}, {key.replace('_', ' ')}): {line['nonsense']}"
+        for name, sections in dtypes.items()
+        for section, lines in sections.items()
+        for op, table in (lines.items() if section == "products" else [(section, lines)])
+        for key, line in table.items()
+        if isinstance(line, dict) and "nonsense" in line
+    ]

@@ -14,7 +14,9 @@ from noisescope.options.plans import FaultTestOptions, MigrationOptions, Precisi
 if TYPE_CHECKING:
     from noisescope.api.plan_trials import SmoothingPlan
     from noisescope.api.plans import FaultTest, FaultTestResult, MigrationSteps, PrecisionPlan
-    from noisescope.api.reports import Report
+
+MOST_REASONS = 2
+MOST_MODULES = 10
 
 
 def plan_fault_tests(options: FaultTestOptions) -> None:
@@ -37,7 +39,12 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     tests = generate(report.diagnosis)[: options.limit]
     results: list[FaultTestResult] = []
     if options.run:
-        results = _results(report, tests, options)
+        with commands.plain_warnings():
+            from noisescope.api.fault_tests import run_reported
+            from noisescope.api.preparation import subject_of_report
+
+            show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
+            results = run_reported(subject_of_report(report, options), report, tests, options, on_result=show)
     elif not options.json:
         for test in tests:
             print_test(test)
@@ -63,21 +70,6 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
         commands.exit_by(verdict, options)
 
 
-def _results(report: Report, tests: list[FaultTest], options: FaultTestOptions) -> list[FaultTestResult]:
-    """The tests carried out, each shown as soon as it ends."""
-    with commands.plain_warnings():
-        from noisescope.api.fault_tests import run_reported
-        from noisescope.api.preparation import subject_of_report
-
-        return run_reported(
-            subject_of_report(report, options),
-            report,
-            tests,
-            options,
-            on_result=(lambda result: None) if options.json else print_test_result,
-        )
-
-
 def print_test(test: FaultTest) -> None:
     typer.echo(f"{test.test_id}: {test.component} ({test.parameters.reason})")
     typer.echo(f"  {test.test_type}: {', '.join(test.parameters.faults)}")
@@ -93,9 +85,6 @@ def print_test_result(result: FaultTestResult) -> None:
         typer.echo(f"  {criterion.verdict:<9}  {criterion.criterion}: {criterion.message}")
     if not result.criteria:
         typer.echo(f"  {result.message}")
-
-
-MOST_REASONS = 2
 
 
 def plan_hardware_migration(options: MigrationOptions) -> None:
@@ -210,9 +199,6 @@ def print_measured(plan: PrecisionPlan) -> None:
         typer.echo(f"{plan.random.n} random plans of the same bits: {middle}")
 
 
-SHOWN = 10
-
-
 def plan_smoothquant(options: SmoothquantOptions) -> None:
     """Fold outlier channels away, and measure what it gains.
 
@@ -245,7 +231,7 @@ def print_smoothing(result: SmoothingPlan) -> None:
     typer.echo(f"the float output moved by {result.float_error:.2g} (relative L2)")
     folds = [fold for fold in result.folds if fold.alpha is not None]
     typer.echo(f"{len(folds)} of {len(result.folds)} folds smoothed; the others are better left alone")
-    for row in result.recommendations[:SHOWN]:
+    for row in result.recommendations[:MOST_MODULES]:
         gains = ", ".join(f"{name} {times_better(gain)}" for name, gain in row.gains.items())
         strength = "" if row.alpha is None else f", alpha {row.alpha:g}"
         measured = f"; error of the linears there: {gains}" if gains else ""

@@ -16,6 +16,11 @@ from noisescope.options.devices import CompareOptions, RecordOptions
 if TYPE_CHECKING:
     from noisescope.api.comparison import Comparison, Crossing, SiteRow, TokenRow
 
+MOST_ROWS = 12
+MOST_CELLS = 5
+MOST_TOKENS = 3
+DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
+
 
 def record_device(options: RecordOptions) -> None:
     """Record what this device computes, operator by operator.
@@ -53,10 +58,8 @@ def record_device(options: RecordOptions) -> None:
     if options.json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    typer.echo(
-        f"{folder}: {facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens, {found.dtype} on "
-        f"{found.device}, {size / 1e6:.1f} MB"
-    )
+    counts = f"{facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens"
+    typer.echo(f"{folder}: {counts}, {found.dtype} on {found.device}, {size / 1e6:.1f} MB")
     output.print_each(found.notes, "note: ")
 
 
@@ -71,12 +74,6 @@ def _interruptible(folder: Path) -> Iterator[None]:
         left = f" {folder} holds an unfinished record: remove it, and record again" if is_unfinished(folder) else ""
         typer.echo(f"\ninterrupted.{left}", err=True)
         raise typer.Exit(130) from None
-
-
-MOST_ROWS = 12
-MOST_CELLS = 5
-MOST_TOKENS = 3
-DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
 
 
 def compare_devices(options: CompareOptions) -> None:
@@ -161,17 +158,15 @@ def print_rows(found: Comparison) -> None:
 
 def _cells(row: SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
     sign = "" if row.elements else "~"
-    size = "-" if row.size is None else f"{sign}{row.size:.2g}"
-    site = (str(row.place), row.operator, row.module, size)
-    return (*site, *(_detailed(row) if whole else ()), "; ".join(_marks(row, first)))
+    cells: tuple[str, ...] = (str(row.place), row.operator, row.module, _number(row.size, f"{sign}{{:.2g}}"))
+    if whole:
+        band = row.bands.mape if row.elements or not row.measurable else "needs full detail"
+        cells += (_number(row.mape, "{:.2g}"), band, _number(row.pearson, "{:.5f}"), _number(row.max_ulp, "{:.3g}"))
+    return (*cells, "; ".join(_marks(row, first)))
 
 
-def _detailed(row: SiteRow) -> tuple[str, ...]:
-    mape = "-" if row.mape is None else f"{row.mape:.2g}"
-    band = row.bands.mape if row.elements or not row.measurable else "needs full detail"
-    pearson = "-" if row.pearson is None else f"{row.pearson:.5f}"
-    ulps = "-" if row.max_ulp is None else f"{row.max_ulp:.3g}"
-    return (mape, band, pearson, ulps)
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _marks(row: SiteRow, first: bool) -> Iterator[str]:
@@ -199,7 +194,7 @@ def print_costs(crossing: Crossing) -> None:
         typer.echo(f"  layer {cell.layer} {cell.operator}: {cost}{mark}")
     typer.echo(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
     for row in crossing.tolerances:
-        has = "-" if row.relative_l2 is None else f"{row.relative_l2:.2g}"
+        has = _number(row.relative_l2, "{:.2g}")
         within = {True: "yes", False: "no", None: "-"}[row.within]
         broken = f"  {row.unmeasurable} sites not measurable" if row.unmeasurable else ""
         rough = "  rough: noise is not linear there" if row.nonlinear else ""

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import typer
 
-from noisescope.cli.commands import add_command
-from noisescope.cli.demo import run_demo
-from noisescope.cli.diagnose import diagnose_model, robustness_of_model
-from noisescope.cli.experiment import experiment_phases
-from noisescope.cli.gate import gate_model
+from noisescope.cli.commands import COMMANDS, add_command
 from noisescope.cli.output import print_each
 from noisescope.errors import InvalidInput
-from noisescope.options.runs import (
-    CompareRunsOptions,
-    DrawOptions,
-    ListOptions,
-    PhasesOptions,
-    ResumeOptions,
-    ShowOptions,
-)
-from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.runs import CompareRunsOptions, DrawOptions, ListOptions, ResumeOptions, ShowOptions
+from noisescope.options.sensitivity import DemoOptions
+
+runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
 
 
 def draw_report(options: DrawOptions) -> None:
@@ -48,19 +38,6 @@ def draw_report(options: DrawOptions) -> None:
     if options.figures:
         paths += save_figures(report.document(), target / "figures")
     print_each(paths, "")
-
-
-runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
-RESUMED: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
-    cls.command: (cls, run)
-    for cls, run in (
-        (DemoOptions, run_demo),
-        (DiagnoseOptions, diagnose_model),
-        (RobustnessOptions, robustness_of_model),
-        (GateOptions, gate_model),
-        (PhasesOptions, experiment_phases),
-    )
-}
 
 
 def list_runs(options: ListOptions) -> None:
@@ -107,13 +84,13 @@ def resume_run(options: ResumeOptions) -> None:
     """Go on with a run that was interrupted: the same command again."""
     from noisescope.api.reports import stored_command
 
-    command = stored_command(options.folder)
-    if not command or command.get("name") not in RESUMED:
+    command = stored_command(options.folder) or {}
+    cls, run = COMMANDS.get(command.get("name", ""), (None, None))
+    if cls is None or run is None or not issubclass(cls, (ExecutionOptions, DemoOptions)):
         raise InvalidInput(
             f"{options.folder} was made from Python, not by a command: call the same function again with "
             f"output={str(options.folder)!r}"
         )
-    cls, run = RESUMED[command["name"]]
     run(cls.from_stored({**command["options"], "output": options.folder}))
 
 

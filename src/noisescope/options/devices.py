@@ -43,15 +43,15 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     command: ClassVar[str] = "record"
 
     output: Path = option(Path("noisescope.record"), "A new folder.", unit="DIR", short="-o")
-    detail: str = option("sketch", "full keeps whole tensors of everything.", unit="NAME", choices=DETAILS)
-    full_layers: tuple[int, ...] = option((), "Blocks of which whole tensors are kept, such as 9,10.", unit="LIST",
+    detail: str = option("sketch", "full keeps whole tensors of everything.", choices=DETAILS)
+    full_layers: tuple[int, ...] = option((), "Blocks of which whole tensors are kept, such as 9,10.",
                                           least=0, default_text="none")  # fmt: skip
     inputs: bool = option(
         True, "With whole tensors: keep the inputs of modules too, for a replay.", negative="no-inputs"
     )
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
-    batch: int = option(16, "Prompts of one length in one forward.", unit="N", least=1)
+    batch: int = option(16, "Prompts of one length in one forward.", least=1)
     simulate: str | None = command_option(
         None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
     )
@@ -71,20 +71,19 @@ class CompareOptions(CheckingOptions, PrintingOptions):
         "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
     )
     layers: tuple[int, ...] | None = option(
-        None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", unit="LIST", least=0,
-        default_text="all",
-    )  # fmt: skip
+        None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", least=0, default_text="all"
+    )
     max_mape: float | None = option(
-        None, "The check fails where the MAPE of a site is larger; needs whole tensors.", unit="X", least=0
+        None, "The check fails where the MAPE of a site is larger; needs whole tensors.", least=0
     )
     sensitivity: Path | Mapping[str, Any] | None = option(
-        None, "The report.json of a diagnosis of this model: differences are given in nats.", unit="FILE", open=True,
+        None, "The report.json of a diagnosis of this model: differences are given in nats.", open=True,
         check=report_path,
     )  # fmt: skip
     affordable: float | None = option(
-        None, "With sensitivity: nats that the difference of a layer may cost.", unit="X", above=0, default_text="0.01"
+        None, "With sensitivity: nats that the difference of a layer may cost.", above=0, default_text="0.01"
     )
-    output: Path | None = command_option(None, "Write the comparison there as JSON.", unit="FILE", short="-o")
+    output: Path | None = command_option(None, "Write the comparison there as JSON.", short="-o")
 
     def check(self, named: Naming) -> None:
         if self.affordable is not None and self.sensitivity is None:
@@ -98,19 +97,17 @@ class CompareOptions(CheckingOptions, PrintingOptions):
 class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOptions):
     command: ClassVar[str] = "locate"
 
-    method: str = option("auto", "How to look for the fault.", unit="NAME", choices=LOCATE_METHODS)
+    method: str = option("auto", "How to look for the fault.", choices=LOCATE_METHODS)
     simulate: str | None = changed(
         RecordOptions,
         "simulate",
         help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
     )
     # The flags of the original method notes' finder scripts: `simulated` is the text that they stand for.
-    ground_truth_layer: int | None = command_option(
-        None, "The block of a simulated fault.", unit="N", least=0, hidden=True
-    )
+    ground_truth_layer: int | None = command_option(None, "The block of a simulated fault.", least=0, hidden=True)
     fault_type: str | None = command_option(None, "Its family.", unit="NAME", hidden=True)
-    fault_magnitude: float | None = command_option(None, "Its size.", unit="X", hidden=True)
-    hw_error_scale: float | None = command_option(None, "The size of simulated noise.", unit="X", hidden=True)
+    fault_magnitude: float | None = command_option(None, "Its size.", hidden=True)
+    hw_error_scale: float | None = command_option(None, "The size of simulated noise.", hidden=True)
     inputs: Any = option(
         None, "Prompts for audit and relations; built-in ones unless given.", surface="python", open=True
     )
@@ -128,8 +125,8 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         open=True,
         exists="folder",
     )
-    seed: int = option(0, "Seed of the prompts and checks.", unit="N")
-    output: Path | None = command_option(None, "Write the verdict there as JSON.", unit="FILE", short="-o")
+    seed: int = option(0, "Seed of the prompts and checks.")
+    output: Path | None = command_option(None, "Write the verdict there as JSON.", short="-o")
 
     @property
     def simulated(self) -> str | None:
@@ -199,6 +196,6 @@ class PassportOptions(PrintingOptions):
 
     device: str = changed(DeviceOptions, "device")
     quick: bool = command_option(False, "Fewer points, sizes and repeats.")
-    output: Path | None = command_option(None, "Write the passport to this file.", unit="FILE", short="-o")
-    diff: Path | None = command_option(None, "Another passport: print how they differ.", unit="FILE")
-    from_: Path | None = command_option(None, "Show this passport instead of measuring one.", unit="FILE")
+    output: Path | None = command_option(None, "Write the passport to this file.", short="-o")
+    diff: Path | None = command_option(None, "Another passport: print how they differ.")
+    from_: Path | None = command_option(None, "Show this passport instead of measuring one.")

@@ -49,6 +49,7 @@ KINDS: dict[type, str] = {
     str: "text",
     Path: "a path as text",
 }
+_UNITS: dict[type, str] = {int: "N", float: "X", Path: "FILE"}
 _MEMBERS = {int: "whole numbers", float: "numbers", str: "names"}
 _EXAMPLES = {int: "9,10", float: "0,0.05,0.10", str: "softmax,norm"}
 _KEY = "option"
@@ -61,7 +62,7 @@ class Option:
 
     help: str
     python: str = ""  # what Python takes besides, as a sentence
-    unit: str = ""  # what stands for the value in help and tables: N, FILE, LIST
+    unit: str = ""  # what stands for the value in help and tables, where its kind alone (N, FILE, LIST) does not say it
     default_text: str = ""  # the default in words, where the value alone would not say it
     word: str = ""  # what an unknown choice is called: "report format"
     choices: tuple[str, ...] = ()
@@ -266,8 +267,10 @@ def _read_options(cls: type) -> dict[str, Option]:
     found = {}
     for name in dict.fromkeys(order):
         kind, many, optional = _kind_of(hints[name])
+        option: Option = fields[name].metadata[_KEY]
+        unit = option.unit or ("LIST" if many else "NAME" if option.choices else _UNITS.get(kind, ""))
         read = {"name": name, "kind": kind, "many": many, "optional": optional, "default": fields[name].default}
-        found[name] = dataclasses.replace(fields[name].metadata[_KEY], **read)
+        found[name] = dataclasses.replace(option, unit=unit, **read)
     return found
 
 

@@ -112,7 +112,6 @@ class FileOptions(CommandOptions):
         None,
         "YAML file with any of these options (and model). The command line takes precedence. Paths in the file are "
         "relative to the current folder.",
-        unit="FILE",
     )
 
 
@@ -171,14 +170,13 @@ class SamplingOptions(CommandOptions):
         None,
         "JSONL, JSON, CSV or Parquet file.",
         python="Or a DataSet, or tokenised batches.",
-        unit="FILE",
         default_text="the demo's own, else built-in text",
         exists="file",
         open=True,
         aliases=("test_data",),
     )
-    samples: int = option(100, "Number of samples: the first N of the data.", unit="N", least=1, aliases=("n_samples",))
-    max_tokens: int = option(256, "Longer samples are cut, and the report counts them.", unit="N", least=1)
+    samples: int = option(100, "Number of samples: the first N of the data.", least=1, aliases=("n_samples",))
+    max_tokens: int = option(256, "Longer samples are cut, and the report counts them.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,16 +189,14 @@ class ScoringOptions(SamplingOptions):
         "accuracy",
         "The score that degradation and bands refer to.",
         python="Or a function (model, batches) -> one score per sample.",
-        unit="NAME",
         choices=METRICS,
         open=True,
     )
     generate: bool | None = option(False, "Score answers by generation (slow) instead of teacher forcing.")
-    max_new_tokens: int = option(256, "With generate: the longest answer.", unit="N", least=1)
+    max_new_tokens: int = option(256, "With generate: the longest answer.", least=1)
     slice: int = option(
         50,
         "Samples in one forward; fewer need less memory. Part of a trial's identity.",
-        unit="N",
         least=1,
         aliases=("slice_samples",),
     )
@@ -213,13 +209,12 @@ class MeasuringOptions(ScoringOptions):
     calibration: Source = option(
         None,
         "Data that channel statistics are captured on.",
-        unit="FILE",
         default_text="the demo's own, else the test data",
         exists="file",
         open=True,
         aliases=("calibration_data",),
     )
-    calibration_samples: int = option(1000, "Samples for channel statistics; 0 captures none.", unit="N", least=0)
+    calibration_samples: int = option(1000, "Samples for channel statistics; 0 captures none.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +230,8 @@ class ExecutionOptions(CommandOptions):
         default_text="nothing is stored",
         short="-o",
     )
-    executor: str = option("local", "Where trials run.", unit="NAME", choices=EXECUTORS)
-    workers: int = option(2, "With executor ray: number of workers.", unit="N", least=1, aliases=("processes",))
+    executor: str = option("local", "Where trials run.", choices=EXECUTORS)
+    workers: int = option(2, "With executor ray: number of workers.", least=1, aliases=("processes",))
     address: str | None = option(
         None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster"
     )

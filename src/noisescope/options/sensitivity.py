@@ -41,30 +41,24 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
     command: ClassVar[str] = "diagnose"
 
     level: tuple[str, ...] = option(
-        LEVELS, "What to look at.", unit="LIST", choices=LEVELS, words={"full": LEVELS}, aliases=("levels", "mode")
+        LEVELS, "What to look at.", choices=LEVELS, words={"full": LEVELS}, aliases=("levels", "mode")
     )
     effort: str = option(
-        "standard",
-        "screen predicts, standard injects where it matters, full injects everywhere.",
-        unit="NAME",
-        choices=EFFORTS,
+        "standard", "screen predicts, standard injects where it matters, full injects everywhere.", choices=EFFORTS
     )
     noise_scale: float = option(0.05, "Relative size of the Gaussian noise; 0 is refused.", unit="S", check=noise_scale)
     operators: tuple[str, ...] | None = option(
         None,
         "Operators and groups to test: rows of the operator level and columns of the map.",
-        unit="LIST",
         default_text=", ".join(DEFAULT_OPERATORS),
         check=canonical_operator,
     )
     seeds: int | tuple[int, ...] = option(
-        3, "Number of noise seeds, counted from 0.", python="Or a list of seeds.", unit="N", least=1, open=True
+        3, "Number of noise seeds, counted from 0.", python="Or a list of seeds.", least=1, open=True
     )
-    window: int = option(3, "Layers in a sliding window.", unit="N", least=1, aliases=("window_size",))
-    step: int = option(1, "Layers between windows.", unit="N", least=1, aliases=("step_size",))
-    outlier_threshold: float = option(
-        10.0, "A channel is an outlier at this many times the median channel.", unit="X", above=0
-    )
+    window: int = option(3, "Layers in a sliding window.", least=1, aliases=("window_size",))
+    step: int = option(1, "Layers between windows.", least=1, aliases=("step_size",))
+    outlier_threshold: float = option(10.0, "A channel is an outlier at this many times the median channel.", above=0)
     perturbation: Any = option(
         None, "Another perturbation than Gaussian noise: a value with a field scale.", surface="python", open=True
     )
@@ -87,10 +81,8 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
 class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
     command: ClassVar[str] = "robustness"
 
-    noise_levels: tuple[float, ...] = option(
-        (0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", unit="LIST", least=0
-    )
-    operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, everywhere in the model.", unit="LIST",
+    noise_levels: tuple[float, ...] = option((0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", least=0)
+    operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, everywhere in the model.",
                                         check=canonical_operator)  # fmt: skip
     seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
     generate: bool | None = changed(
@@ -109,7 +101,6 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
     baseline: Path | Mapping[str, Any] = option(
         None,
         "The report.json of an earlier diagnosis.",
-        unit="FILE",
         required=True,
         open=True,
         check=report_path,
@@ -129,16 +120,15 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
     effort: str = option(
         "screen",
         "screen predicts, and injects into all products once; standard injects into every operator.",
-        unit="NAME",
         choices=GATE_EFFORTS,
     )
     slice: int = changed(ScoringOptions, "slice")
-    junit: Path | None = command_option(None, "Write the checks there as JUnit XML.", unit="FILE")
+    junit: Path | None = command_option(None, "Write the checks there as JUnit XML.")
     history: Path | None = command_option(
         None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR"
     )
-    step: int | None = option(None, "The checkpoint's step, for the trend.", unit="N")
-    template: str | None = command_option(None, "Print a CI job and stop.", unit="NAME", choices=TEMPLATES, stops=True)
+    step: int | None = option(None, "The checkpoint's step, for the trend.")
+    template: str | None = command_option(None, "Print a CI job and stop.", choices=TEMPLATES, stops=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@
 
 `enable_noisy_ops` takes no model: the outermost module called is opened as `noisescope.inject` would open it, and stays
 open until `disable_noisy_ops`, so that backward passes and recomputations find it open. Raw tensor calls outside
-modules are not noised; `NoisyMatMul(a, b)` and the other six of `operators.py` are. Settings act from the next call on
+modules are not noised; `NoisyMatMul(a, b)` and the other six of its kind are. Settings act from the next call on
 and outlive disable; so do counts, until the next enable or reset.
 
 Here "matmul" means all matrix products (linear, matmul, bmm). `None` selects everything (the products, and with
@@ -33,18 +33,13 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from noisescope.compat.noisy_ops.operators import NoisyBMM as NoisyBMM
-from noisescope.compat.noisy_ops.operators import NoisyGeLU as NoisyGeLU
-from noisescope.compat.noisy_ops.operators import NoisyLayerNorm as NoisyLayerNorm
-from noisescope.compat.noisy_ops.operators import NoisyLinear as NoisyLinear
-from noisescope.compat.noisy_ops.operators import NoisyMatMul as NoisyMatMul
-from noisescope.compat.noisy_ops.operators import NoisySiLU as NoisySiLU
-from noisescope.compat.noisy_ops.operators import NoisySoftmax as NoisySoftmax
 from noisescope.compat.noisy_ops.state import state
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
@@ -234,6 +229,42 @@ def print_injection_summary(file: TextIO | None = None) -> None:
     rows |= {f"layer {layer}": counts for layer, counts in get_layer_injection_stats().items()}
     for name, counts in rows.items():
         print(f"noisescope: {name:<12} forward {counts['forward']:>8} backward {counts['backward']:>8}", file=file)
+
+
+@dataclass(frozen=True)
+class NoisyOperator:
+    """A function of torch to call on tensors, noised where the process-wide settings say so: `NoisyMatMul(a, b)`.
+
+    While noise is on it does what a module's own call would get: forward noise on the result, backward noise on the
+    gradient of each input, by the selections, scales and phases that are set, and counted. Inside a model that noise is
+    on it has the layer of the block that calls it, and is noised once: where the model's own calls are noised already,
+    it only passes them on.
+    """
+
+    name: str
+    operator: str
+    function: Callable[..., Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = state.operator_call(self.name, self.operator, self.function, list(args), kwargs)
+        return result
+
+    def apply(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same call, as autograd functions spell it."""
+        return self(*args, **kwargs)
+
+
+def _softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.softmax(input, dim, dtype=dtype)
+
+
+NoisyMatMul = NoisyOperator("NoisyMatMul", "matmul", torch.matmul)
+NoisyBMM = NoisyOperator("NoisyBMM", "bmm", torch.bmm)
+NoisyLinear = NoisyOperator("NoisyLinear", "linear", F.linear)
+NoisySoftmax = NoisyOperator("NoisySoftmax", "softmax", _softmax)
+NoisySiLU = NoisyOperator("NoisySiLU", "silu", F.silu)
+NoisyGeLU = NoisyOperator("NoisyGeLU", "gelu", F.gelu)
+NoisyLayerNorm = NoisyOperator("NoisyLayerNorm", "norm", F.layer_norm)
 
 
 def __getattr__(name: str) -> Any:
