@@ -28,14 +28,8 @@ def compare(options: CompareOptions) -> Comparison:
 
     Records are those of `record`, or dumps of msprobe (a folder with dump.json).
     """
-    return compare_records(
-        opened(options.a),
-        opened(options.b),
-        layers=options.layers,
-        max_mape=options.max_mape,
-        sensitivity=_diagnosed(options.sensitivity),
-        affordable=options.affordable,
-    )
+    a, b, sensitivity = open_record(options.a), open_record(options.b), _diagnosed(options.sensitivity)
+    return compare_records(a, b, sensitivity=sensitivity, **options.pick("layers", "max_mape", "affordable"))
 
 
 def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -> Diagnosis | None:
@@ -49,7 +43,7 @@ def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -
     return Report.checked(sensitivity, "the sensitivity report").diagnosis
 
 
-def opened(record: Record | str | Path) -> Record:
+def open_record(record: Record | str | Path) -> Record:
     """A record from wherever it comes."""
     if isinstance(record, Record):
         return record

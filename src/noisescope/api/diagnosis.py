@@ -9,8 +9,8 @@ from typing import Any
 
 from noisescope import demo
 from noisescope.api.costs import Cost
-from noisescope.api.plan_trials import with_precision_planned
-from noisescope.api.preparation import load_subject, prepare_diagnosis, prepared_for, seeds_of
+from noisescope.api.plan_trials import add_precision_plan
+from noisescope.api.preparation import load_subject, prepare_diagnosis, prepare_run, seeds_of
 from noisescope.data.dataset import read_data
 from noisescope.diagnosis import all_levels, fault_check
 from noisescope.diagnosis import noise_levels as curve
@@ -58,7 +58,7 @@ def robustness(subject: Subject, options: RobustnessOptions) -> Report:
     settings = Settings(
         Gaussian(max(levels)), levels=("operator",), layer_operators=options.operators, seeds=seeds_of(options.seeds)
     )
-    run, found = prepared_for(subject, options, settings).run(curve.RobustnessQuestion(levels), options)
+    run, found = prepare_run(subject, options, settings).run(curve.RobustnessQuestion(levels), options)
     return _kept(Report(Robustness(run=run, **vars(found))), options.output)
 
 
@@ -78,12 +78,12 @@ def check_findings(
     """
     check = fault_check.Check(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
-    prepared = prepared_for(subject, ScoringOptions(data=data, samples=samples, slice=samples), settings)
+    prepared = prepare_run(subject, ScoringOptions(data=data, samples=samples, slice=samples), settings)
     _, found = prepared.run(check, ExecutionOptions())
     return _kept(Report(replace(report.diagnosis, check=found)), output)
 
 
-def with_fault_located(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
+def add_located_fault(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
     """The report, and what `locate` says of the model while a simulated fault is in it."""
     with faulty(subject.model, fault, anatomy=subject.anatomy) as scope:
         verdict = locate(subject)
@@ -133,6 +133,6 @@ def run_demo(output: Path, progress: object, announce: Callable[[str], None]) ->
         output=output,
     )
     announce(f"3. planning {BITS} bits per weight, and measuring what that costs")
-    report = with_precision_planned(subject, report, BITS)
+    report = add_precision_plan(subject, report, BITS)
     announce("4. breaking one operation on purpose, and looking for it without a reference")
-    return with_fault_located(subject, report, BROKEN, output=output)
+    return add_located_fault(subject, report, BROKEN, output=output)

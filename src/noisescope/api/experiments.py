@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from noisescope.api.preparation import progress_of
-from noisescope.api.reports import ended
+from noisescope.api.reports import end_facts
 from noisescope.demo.task import Arithmetic, arithmetic, practice
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
@@ -44,7 +44,7 @@ def phases(options: PhasesOptions) -> PhasesReport:
     What is done is kept in `output`; the same call goes on from there, also after `seconds` were up. Nothing is kept
     without a folder. A script that asks for several `workers` must do so under `if __name__ == "__main__":`.
     """
-    training = {name: vars(options)[name] for name in ("steps", "batch", "rate", "examples", "layers", "width")}
+    training = options.pick("steps", "batch", "rate", "examples", "layers", "width")
     make_task = arithmetic if options.method == "supervised" else practice
     task = make_task(options.start, tests=options.samples, **training)
     chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)
@@ -68,7 +68,7 @@ def phases(options: PhasesOptions) -> PhasesReport:
             design, store, folder, options, deadline=math.inf if options.seconds is None else started + options.seconds
         )
         cost = report_rows.PhasesCost(time.time() - started, sum(store.seconds.values()), len(store))
-        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **ended())
+        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **end_facts())
         report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
         if options.output is not None:
             store.note(report=report.data)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from noisescope import stats
-from noisescope.api.plan_trials import check_sizes, data_of
-from noisescope.api.preparation import Prepared, prepared_for
+from noisescope.api.plan_trials import check_sizes, find_data
+from noisescope.api.preparation import Prepared, prepare_run
 from noisescope.data.tokens import Sequence
 from noisescope.diagnosis.context import Array, Settings
 from noisescope.errors import InvalidInput, NoisescopeError
@@ -54,7 +54,7 @@ def run_fault_tests(
     tests = tuple(tests)
     settings = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
     scoring = ScoringOptions(data=options.data, samples=options.samples, max_tokens=options.max_tokens, slice=1)
-    prepared = prepared_for(subject, scoring, settings)
+    prepared = prepare_run(subject, scoring, settings)
     results = []
     runner = _Runner(subject, prepared)
     for test in tests:
@@ -68,7 +68,7 @@ def run_fault_tests(
     return results
 
 
-def run_reported(
+def run_report_tests(
     subject: Subject,
     report: Report,
     tests: Iterable[FaultTest],
@@ -78,7 +78,7 @@ def run_reported(
 ) -> list[FaultTestResult]:
     """The tests of a report on its model, and on its data unless others are given."""
     check_sizes(report, subject)
-    data = data_of(report) if options.data is None else options.data
+    data = find_data(report) if options.data is None else options.data
     return run_fault_tests(subject, tests, options=replace(options, data=data), on_result=on_result)
 
 

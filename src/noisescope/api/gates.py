@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.plan_trials import check_model, data_of
-from noisescope.api.preparation import Prepared, prepared_for, seeds_of
+from noisescope.api.plan_trials import check_model, find_data
+from noisescope.api.preparation import Prepared, prepare_run, seeds_of
 from noisescope.api.reports import now
 from noisescope.diagnosis import gate_baseline, operators
 from noisescope.diagnosis.context import GROUP, Settings, StudyContext
@@ -34,7 +34,7 @@ from noisescope.trials import Results, Trial
 
 @takes_options(GateOptions, "baseline", "data")
 def gate(subject: Subject, options: GateOptions) -> GateResult:
-    """The verdict on a model beside the report of an earlier one: plans/gate.py says how it is decided.
+    """The verdict on a model beside the report of an earlier one: plans/gate.py holds the rules.
 
     On the baseline's own samples every number is compared in pairs. `conditions` lists what else differs: dtype,
     device, attention path.
@@ -47,15 +47,12 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
     prepared = _prepared(
         subject,
         GateBaselineOptions(
-            data=data_of(report) if options.data is None else options.data,
+            data=find_data(report) if options.data is None else options.data,
             noise_scale=run.settings.noise_scale,
             metric=before.metric,
             generate=run.data.measure == "generate",
-            samples=options.samples,
             seeds=before.seeds if options.seeds is None else options.seeds,
-            effort=options.effort,
-            max_tokens=options.max_tokens,
-            slice=options.slice,
+            **options.pick("samples", "effort", "max_tokens", "slice"),
         ),
     )
     refuse_kind(run.data, prepared.facts.data)
@@ -83,7 +80,7 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
 
 
 @takes_options(GateBaselineOptions, "data")
-def gate_baseline_of(subject: Subject, options: GateBaselineOptions) -> GateNumbers:
+def measure_baseline(subject: Subject, options: GateBaselineOptions) -> GateNumbers:
     """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
     return _measured(_prepared(subject, options), options)
 
@@ -95,7 +92,7 @@ def _prepared(subject: Subject, options: GateBaselineOptions) -> Prepared:
         operators=(GROUP,) if options.effort == "screen" else gate_baseline.OPERATORS,
         seeds=seeds_of(options.seeds),
     )
-    return prepared_for(subject, options, settings)
+    return prepare_run(subject, options, settings)
 
 
 def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:

@@ -10,7 +10,7 @@ from noisescope.options.devices import InspectOptions
 from noisescope.sites import OPERATORS, Place, place_order
 
 
-def inspected(options: InspectOptions) -> dict[str, Any]:
+def describe_model(options: InspectOptions) -> dict[str, Any]:
     """Places, operators and modules of the model that options name."""
     subject = outline(options.model, dtype=options.dtype, attn_implementation=options.attn_implementation)
     return anatomy_facts(subject, verbose=options.verbose)

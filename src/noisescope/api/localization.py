@@ -1,4 +1,4 @@
-"""A fault looked for, also one that is put in first. Torch is loaded once a fault is known to be one."""
+"""A simulated fault, located. Torch is loaded once the fault is known to be one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PROMPTS, _LENGTH = 16, 16  # of the records that a simulated fault needs
 
 
-def checked_fault(text: str | None) -> None:
+def check_fault(text: str | None) -> None:
     """Refuse a fault that can't be simulated, before a model is loaded."""
     if text is not None:
         fault, where = parse_fault(text)

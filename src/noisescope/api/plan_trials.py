@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from noisescope import demo
-from noisescope.api.plans import plan_precision, predicted_precision
-from noisescope.api.preparation import material_of, prepared_for
+from noisescope.api.plans import plan_precision, predict_precision
+from noisescope.api.preparation import encode_data, prepare_run
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.effects import divergence, ratio
@@ -47,7 +47,7 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     """
     found = diagnosis_of(report)
     check_sizes(found, subject)
-    planned = predicted_precision(found, plan, formats=options.formats)
+    planned = predict_precision(found, plan, formats=options.formats)
     if missing := sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units}):
         other = f"the report is of another model ({subject.source} was given)"
         raise InvalidInput(f"the model has no {missing[0]}: {other}")
@@ -56,18 +56,18 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
     drawn = precision.random_plans(modules, plan.average_bits, options.random, seed=options.seed)
     rivals += [Rival(f"random {i}", "random", one) for i, one in enumerate(drawn)]
-    given = data_of(found) if options.data is None else options.data
+    given = find_data(found) if options.data is None else options.data
     held_out, seen_before = _held_out(given, planned.prediction.n, options.samples)
     count, settings = options.samples, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     scoring = ScoringOptions(data=held_out, samples=count, max_tokens=options.max_tokens, slice=count)
-    prepared = prepared_for(subject, scoring, settings)
+    prepared = prepare_run(subject, scoring, settings)
     question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
     run, verified = prepared.run(question, ExecutionOptions())
     own = verified.plans["plan"]
     rows = [_row(rival, verified.plans[rival.name], own) for rival in rivals]
     notes = [
         *precision_results.prediction_notes(planned.prediction, own.divergence.mean),
-        *other_numbers(found, run.model.fingerprint),
+        *other_weights_note(found, run.model.fingerprint),
         *seen_before,
         "the bit rule was not applied: the loss of no window could be measured" if rule is None else rule.note,
         *verified.could_not_see,
@@ -76,7 +76,7 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     return precision_results.measured_plan(planned, rows, data, notes=[note for note in notes if note])
 
 
-def with_precision_planned(
+def add_precision_plan(
     subject: Subject, report: Report, average_bits: float, *, random: int = 16, samples: int = 64
 ) -> Report:
     """The report, and a precision plan carried out on its model."""
@@ -125,7 +125,7 @@ def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
 
 def token_batches(subject: Subject, data: Any, samples: int, max_tokens: int, *, which: str) -> list[Tensor]:
     """Token ids [1, T] of each sequence, whatever form data comes in."""
-    material = material_of(subject, data, samples, max_tokens, which=which)[0]
+    material = encode_data(subject, data, samples, max_tokens, which=which)[0]
     device = input_device(subject.model)
     return [
         torch.tensor([s.ids], device=device) for group in material.encoded.sequences for s in group if len(s.ids) > 1
@@ -155,7 +155,7 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: Smoo
     alpha, target, found = options.alpha, options.target, diagnosis_of(report)
     recommendations(found, (), target=target)  # refuses a report without channels before the work begins
     check_sizes(found, subject)
-    given = data_of(found) if options.data is None else options.data
+    given = find_data(found) if options.data is None else options.data
     batches = token_batches(subject, given, options.samples, options.max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
@@ -175,11 +175,11 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: Smoo
         float_error=smoothed.float_error,
         folds=folds,
         recommendations=recommendations(found, folds, target=target),
-        notes=tuple(other_numbers(found, model_fingerprint(subject.model))),
+        notes=tuple(other_weights_note(found, model_fingerprint(subject.model))),
     )
 
 
-def data_of(report: Report | Diagnosis) -> DataSet | str | Path:
+def find_data(report: Report | Diagnosis) -> DataSet | str | Path:
     """What `diagnose` takes as data: the same file, the demo's problems, or the built-in text."""
     source = diagnosis_of(report).run.data.source
     if source == "demo":
@@ -219,7 +219,7 @@ def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None
         )
 
 
-def other_numbers(report: Report | Diagnosis, fingerprint: str) -> list[str]:
+def other_weights_note(report: Report | Diagnosis, fingerprint: str) -> list[str]:
     """A note where a model of the same sizes has other numbers than the report's."""
     if diagnosis_of(report).run.model.fingerprint == fingerprint:
         return []

@@ -42,16 +42,14 @@ def plan_precision(report: Report | Diagnosis, options: BudgetOptions) -> Plan:
     return optimal_plan(modules, budget, granularity=options.granularity)
 
 
-def predicted_precision(
-    report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None
-) -> PrecisionPlan:
+def predict_precision(report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None) -> PrecisionPlan:
     """A plan with its prediction, not carried out."""
     found = diagnosis_of(report)
     prediction = prediction_of(found, modules_of(found, formats), plan)
     return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
 
 
-def exported(report: Report | Diagnosis, plan: Plan, options: PrecisionOptions) -> Export:
+def export_precision(report: Report | Diagnosis, plan: Plan, options: PrecisionOptions) -> Export:
     """The plan in the words of another tool."""
     return export_plan(plan, str(options.export), modules_of(diagnosis_of(report), options.formats))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from noisescope.api.costs import Cost, estimate
-from noisescope.api.reports import ended
+from noisescope.api.reports import end_facts
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings, StudyContext
@@ -40,13 +40,16 @@ from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.runs.store import Store
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
+C = TypeVar("C", covariant=True)
+FEW = 8  # samples for curvature and gradients: a second derivative is dear
+
 
 def load_subject(options: LoadingOptions) -> Subject:
     """The model of a command."""
     return _loaded(options.model, options.dtype, options)
 
 
-def subject_of_report(report: Mapping[str, Any], options: ReportModelOptions) -> Subject:
+def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) -> Subject:
     """The model that a report is of, in the dtype it was measured in; or another one."""
     run = report["run"]
     return _loaded(options.model or run["model"]["source"], options.dtype or run["conditions"]["dtype"], options)
@@ -57,17 +60,10 @@ def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return load(
-        model,
-        device=options.device,
-        dtype=dtype,
-        device_map=options.device_map,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    return load(model, dtype=dtype, **options.pick("device", "device_map", "revision", "trust_remote_code"))
 
 
-def material_of(
+def encode_data(
     subject: Subject, data: Any, count: int, max_tokens: int, *, which: str
 ) -> tuple[Material, DataSet | None]:
     """Encoded samples from whatever form data comes in."""
@@ -78,11 +74,10 @@ def material_of(
         return Material(encoded, "text"), None
     encoded = tokens.encode(found, subject.tokenizer, max_tokens=max_tokens)
     labels = tuple(item.label for item in found.items) if found.kind == "choice" else ()
-    prompts: tuple[str, ...] = ()
-    answers: tuple[str, ...] = ()
-    if found.kind in ("answer", "chat"):
-        prompts = tuple(tokens.prompts(found, subject.tokenizer))
-        answers = tuple(item.answer or item.messages[-1][1] for item in found.items)
+    if found.kind not in ("answer", "chat"):
+        return Material(encoded, found.kind, labels), found
+    prompts = tuple(tokens.prompts(found, subject.tokenizer))
+    answers = tuple(item.answer or item.messages[-1][1] for item in found.items)
     return Material(encoded, found.kind, labels, prompts, answers), found
 
 
@@ -122,9 +117,6 @@ def chance_of(test: Material, found: DataSet | None, metric: str) -> float:
     return 0.0 if found is None else tokens.chance(found)
 
 
-FEW = 8  # samples for curvature and gradients: a second derivative is dear
-
-
 @takes_options(DiagnoseOptions, "data")
 def prepare_diagnosis(subject: Subject, options: DiagnoseOptions) -> Prepared:
     """A diagnosis ready to run, or to say what it would cost."""
@@ -132,26 +124,21 @@ def prepare_diagnosis(subject: Subject, options: DiagnoseOptions) -> Prepared:
         Gaussian(options.noise_scale) if options.perturbation is None else options.perturbation,
         levels=options.level,
         operators=DEFAULT_OPERATORS if options.operators is None else options.operators,
-        window=options.window,
-        step=options.step,
-        outlier_threshold=options.outlier_threshold,
         seeds=seeds_of(options.seeds),
-        effort=options.effort,
-        target_degradation=options.target_degradation,
-        highest_scale=options.highest_scale,
+        **options.pick("window", "step", "outlier_threshold", "effort", "target_degradation", "highest_scale"),
     )
-    return prepared_for(subject, options, settings)
+    return prepare_run(subject, options, settings)
 
 
 @takes_options(MeasuringOptions, "data")
 def prepare(subject: Subject, options: MeasuringOptions, *, settings: Settings) -> Prepared:
     """Settings of your own ready to run: the data read, encoded and cut into slices."""
-    return prepared_for(subject, options, settings)
+    return prepare_run(subject, options, settings)
 
 
-def prepared_for(subject: Subject, options: ScoringOptions, settings: Settings) -> Prepared:
+def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -> Prepared:
     """Read the data, encode it, cut it into slices, and say what was chosen."""
-    test, test_set = material_of(subject, options.data, options.samples, options.max_tokens, which="test")
+    test, test_set = encode_data(subject, options.data, options.samples, options.max_tokens, which="test")
     notes = list(data_notes(test, test_set, options.samples))
     materials = [test]
     calibration = None
@@ -198,9 +185,9 @@ def _calibration(subject: Subject, options: MeasuringOptions, test_set: DataSet 
     count, tokens = options.calibration_samples, options.max_tokens
     if options.calibration is None and (options.data is not None or subject.source != "demo"):
         source: Any = test_set if test_set is not None else options.data
-        extra = material_of(subject, source, count, tokens, which="test")[0]
+        extra = encode_data(subject, source, count, tokens, which="test")[0]
         return extra, ["no calibration data was given: channels were captured on the test data"]
-    return material_of(subject, options.calibration, count, tokens, which="calibration")[0], []
+    return encode_data(subject, options.calibration, count, tokens, which="calibration")[0], []
 
 
 def _generates(options: ScoringOptions, test: Material) -> bool:
@@ -250,9 +237,6 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
 
-C = TypeVar("C", covariant=True)
-
-
 class Question(Protocol[C]):
     """A pure pair: the trials wanted now ([] means done), and what their results say."""
 
@@ -299,26 +283,22 @@ class Prepared:
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
             folder = None if options.output is None else str(options.output)
-            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **ended(), store=folder)
+            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **end_facts(), store=folder)
         return run, found
 
-    def _executor(self, options: ExecutionOptions) -> Any:
+    @contextmanager
+    def _executor(self, options: ExecutionOptions) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
+        """What runs the trials while it is open, and afterwards what that cost: here, or on Ray."""
         if options.executor == "local":
-            return _local(self.subject, self.materials, self.metric)
+            with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
+                yield InProcess(runner), lambda: (runner.forwards, list(runner.notes))
+            return
         from noisescope.runs.ray_executor import on_ray
 
-        return on_ray(self.subject, self.materials, self.metric, options)
+        with on_ray(self.subject, self.materials, self.metric, options) as executor:
+            yield executor
 
     def cost(self, question: Question[Any]) -> Cost:
         """What a run would cost, from one timed forward."""
         with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
             return estimate(runner, self.context, question.propose)
-
-
-@contextmanager
-def _local(
-    subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None
-) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
-    """The executor of this process, as a context: it holds the model open."""
-    with TrialRunner(subject, materials, metric=metric) as runner:
-        yield InProcess(runner), lambda: (runner.forwards, list(runner.notes))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from noisescope.api.preparation import material_of
+from noisescope.api.preparation import encode_data
 from noisescope.api.reports import now, versions
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.records import is_unfinished as is_unfinished
@@ -71,7 +71,7 @@ def _prompts_of(subject: Subject, options: RecordOptions) -> tuple[Prompts, str]
     if data is None and subject.tokenizer is None:  # a bare module: seeded token ids
         ids = prompt_ids(subject.model, None, None, seed=0, count=samples, length=min(max_tokens, _GRID))
         return ids, "random token ids"
-    material, found = material_of(subject, data, samples, max_tokens, which="test")
+    material, found = encode_data(subject, data, samples, max_tokens, which="test")
     rows = (group[0].ids for group in material.encoded.sequences)
     cut = tuple(ids[: len(ids) // _GRID * _GRID] or ids for ids in rows)
     return cut, "tokenised batches" if found is None else found.source
@@ -101,7 +101,7 @@ def save_activations(
     if (folder / INDEX).is_file():
         return folder
     modules = linears(subject, layer_patterns)
-    material, _ = material_of(subject, data, samples, max_tokens, which="calibration")
+    material, _ = encode_data(subject, data, samples, max_tokens, which="calibration")
     ids = [tuple(group[0].ids) for group in material.encoded.sequences]
     check_vocabulary(subject.model, tuple(ids), "the data")
     folder.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def save_figures(document: Document, folder: Path) -> list[Path]:
     return save(document, folder)
 
 
-def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for each run up to two folders deep, and what is wrong with those that can't be read."""
     found = sorted(path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE}"))
     rows, unreadable = [], []
@@ -69,7 +69,7 @@ def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, unreadable
 
 
-def comparison_of(a: Path, b: Path) -> Comparison:
+def compare_stored(a: Path, b: Path) -> Comparison:
     """What changed from one run to another."""
     return Comparison(compare_runs(read_run(a), read_run(b)))
 
@@ -82,13 +82,13 @@ def stored_command(folder: Path) -> dict[str, Any] | None:
 
 def load_report(run: Path) -> Report:
     """The report of a diagnosis, by its run's folder or its report.json."""
-    found = any_report(run)
+    found = load_any_report(run)
     if not isinstance(found, Report):
         raise InvalidInput(f"{run} holds {found!r}, and this needs the report of a diagnosis (noisescope diagnose)")
     return found
 
 
-def any_report(run: Path) -> Report | PhasesReport | Comparison:
+def load_any_report(run: Path) -> Report | PhasesReport | Comparison:
     """What a run's folder or a report.json holds: a report, an experiment or a comparison."""
     found = stored_report(run) or read_report(run)
     if isinstance(found, dict) and "hypotheses" in found:
@@ -176,6 +176,6 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def ended() -> dict[str, Any]:
+def end_facts() -> dict[str, Any]:
     """When and where a run came to its end."""
     return {"finished": now(), "versions": versions(), "host": platform.node()}

@@ -43,9 +43,9 @@ def usage_in_one_line() -> Iterator[None]:
             raise
         wrong: Any = error
         path = "noisescope" if wrong.ctx is None else wrong.ctx.command_path
-        said = " ".join(wrong.format_message().split())
-        stop = "" if said.endswith((".", "?")) else "."
-        typer.echo(f"error: {said}{stop} See {path} --help", err=True)
+        message = " ".join(wrong.format_message().split())
+        stop = "" if message.endswith((".", "?")) else "."
+        typer.echo(f"error: {message}{stop} See {path} --help", err=True)
         raise typer.Exit(2) from error
 
 

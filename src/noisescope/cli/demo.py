@@ -60,11 +60,11 @@ def print_check(report: Report) -> None:
     assert found.check is not None and found.precision_plan is not None and found.locate is not None
     typer.echo(f"\nwas it right? Linears that give {found.check.fault}, three layers at a time, on")
     typer.echo(f"{found.check.samples} problems the diagnosis has not seen:")
-    says = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
+    roles = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
     for row in found.check.windows:
         where = f"layers {row.start_layer} to {row.end_layer}"
         right = row.error or f"{percent(row.baseline_acc or 0.0)} -> {percent(row.noisy_acc or 0.0)} right"
-        typer.echo(f"  {where:<16} {right}  {says[row.role]}".rstrip())
+        typer.echo(f"  {where:<16} {right}  {roles[row.role]}".rstrip())
     _print_plan(found.precision_plan)
     located = found.locate
     typer.echo(f"\nbroken on purpose: {located.simulated}; located in {located.forwards:g} forwards:")

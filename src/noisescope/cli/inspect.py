@@ -27,9 +27,9 @@ def inspect_model(options: InspectOptions) -> None:
       noisescope inspect tiny:llama      a tiny random Llama, to try without a model; also
                                          tiny:gpt2, tiny:mixtral, tiny:bert, tiny:t5 ...
     """
-    from noisescope.api.inspection import inspected
+    from noisescope.api.inspection import describe_model
 
-    found = inspected(options)
+    found = describe_model(options)
     if options.json:
         typer.echo(json.dumps(found, indent=2))
     else:

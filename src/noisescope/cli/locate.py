@@ -43,9 +43,9 @@ def locate_fault(options: LocateOptions) -> None:
     computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
     works with every method: a record that the method needs is made of this model.
     """
-    from noisescope.api.localization import checked_fault, locate_simulated
+    from noisescope.api.localization import check_fault, locate_simulated
 
-    checked_fault(options.simulated)  # before torch is imported
+    check_fault(options.simulated)  # before torch is imported
     from noisescope.api import locate
     from noisescope.api.preparation import load_subject
 

@@ -133,7 +133,7 @@ def print_passport(passport: dict[str, Any]) -> None:
     typer.echo(f"flags: {', '.join(on)}")
     dtypes = {name: found for name, found in passport["dtypes"].items() if "skipped" not in found}
     operations = list(dict.fromkeys(op for found in dtypes.values() for op in found.get("products", {})))
-    # 8-bit products have a call of their own; they stand in the first table beside the others
+    # 8-bit products have a call of their own; they go into the first table beside the others
     main = {
         name: found["products"].get("matmul") or found["products"].get("scaled_mm", {})
         for name, found in dtypes.items()

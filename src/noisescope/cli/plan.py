@@ -40,11 +40,11 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     results: list[FaultTestResult] = []
     if options.run:
         with commands.plain_warnings():
-            from noisescope.api.fault_tests import run_reported
-            from noisescope.api.preparation import subject_of_report
+            from noisescope.api.fault_tests import run_report_tests
+            from noisescope.api.preparation import load_report_subject
 
             show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
-            results = run_reported(subject_of_report(report, options), report, tests, options, on_result=show)
+            results = run_report_tests(load_report_subject(report, options), report, tests, options, on_result=show)
     elif not options.json:
         for test in tests:
             print_test(test)
@@ -135,20 +135,22 @@ def plan_precision(options: PrecisionOptions) -> None:
     REPORT is the folder of a run or its report.json. Bits are those of the format's name; bits
     with scales are printed beside them.
     """
-    from noisescope.api.plans import exported, predicted_precision
+    from noisescope.api.plans import export_precision, predict_precision
     from noisescope.api.plans import plan_precision as choose
     from noisescope.api.reports import as_json, load_report
 
     report = load_report(options.report)
     plan = choose(report, options=options)
-    result = predicted_precision(report, plan, formats=options.formats)
-    export = None if options.export is None else exported(report, plan, options)  # refused before the work of --verify
+    result = predict_precision(report, plan, formats=options.formats)
+    export = (
+        None if options.export is None else export_precision(report, plan, options)
+    )  # refused before the work of --verify
     if options.verify:
         with commands.plain_warnings():
             from noisescope.api.plan_trials import verify_precision
-            from noisescope.api.preparation import subject_of_report
+            from noisescope.api.preparation import load_report_subject
 
-            result = verify_precision(subject_of_report(report, options), report, plan, options=options)
+            result = verify_precision(load_report_subject(report, options), report, plan, options=options)
     if options.output is not None and export is not None:
         output.write_text(options.output, export.text)
         result = replace(result, notes=(*result.notes, *export.notes))
@@ -215,9 +217,9 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
     found = load_report(options.report)
     with commands.plain_warnings():
         from noisescope.api.plan_trials import plan_smoothquant as carry_out
-        from noisescope.api.preparation import subject_of_report
+        from noisescope.api.preparation import load_report_subject
 
-        result = carry_out(subject_of_report(found, options), found, options=options)
+        result = carry_out(load_report_subject(found, options), found, options=options)
     output.emit(as_json(result), options, lambda: print_smoothing(result))
 
 

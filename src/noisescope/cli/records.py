@@ -35,10 +35,10 @@ def record_device(options: RecordOptions) -> None:
     --max-tokens on both machines. Whole tensors (--detail full) let `noisescope locate --reference` replay each module
     on the other device's inputs.
     """
-    from noisescope.api.localization import checked_fault
+    from noisescope.api.localization import check_fault
 
     folder = options.output
-    checked_fault(options.simulate)  # before torch is imported
+    check_fault(options.simulate)  # before torch is imported
     with commands.plain_warnings(), _interruptible(folder):
         from noisescope.api.preparation import load_subject
         from noisescope.api.records import record

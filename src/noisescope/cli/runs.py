@@ -27,12 +27,12 @@ def draw_report(options: DrawOptions) -> None:
     noisescope report out/report.json --figures
     noisescope report --schema
     """
-    from noisescope.api.reports import any_report, save_figures, schema
+    from noisescope.api.reports import load_any_report, save_figures, schema
 
     if options.schema:
         typer.echo(json.dumps(schema(), indent=1))
         return
-    report = any_report(options.run)
+    report = load_any_report(options.run)
     target = options.output or (options.run if options.run.is_dir() else options.run.parent)
     paths = report.save(target, formats=options.format)
     if options.figures:
@@ -42,9 +42,9 @@ def draw_report(options: DrawOptions) -> None:
 
 def list_runs(options: ListOptions) -> None:
     """Runs in a folder."""
-    from noisescope.api.reports import runs_in
+    from noisescope.api.reports import find_runs
 
-    rows, unreadable = runs_in(options.folder)
+    rows, unreadable = find_runs(options.folder)
     if options.json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -104,10 +104,10 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
     Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
     common: --noise-scale, --operators, --window; and --data, --samples for pairs.
     """
-    from noisescope.api.reports import comparison_of
+    from noisescope.api.reports import compare_stored
     from noisescope.api.reports import run_changes as words
 
-    comparison = comparison_of(options.a, options.b)
+    comparison = compare_stored(options.a, options.b)
     paths = [] if options.output is None else comparison.save(options.output, name="comparison", formats=options.format)
     if options.json:
         typer.echo(comparison.to_json(), nl=False)

@@ -103,7 +103,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         "simulate",
         help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
     )
-    # The flags of the original method notes' finder scripts: `simulated` is the text that they stand for.
+    # The flags of the original method notes' finder scripts: `simulated` is the text that they come to.
     ground_truth_layer: int | None = command_option(None, "The block of a simulated fault.", least=0, hidden=True)
     fault_type: str | None = command_option(None, "Its family.", unit="NAME", hidden=True)
     fault_magnitude: float | None = command_option(None, "Its size.", hidden=True)
@@ -132,7 +132,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
     def simulated(self) -> str | None:
         """The fault to simulate, as text: `simulate`, or what the flags of the original method notes come to.
 
-        Those notes put noise into layer 10 unless told otherwise, and look for it with fingerprint; the faults of their
+        Those notes put noise into layer 10 by default, and locate it with fingerprint; the faults of their
         other finder have a layer of their own.
         """
         if self.simulate is not None:
@@ -172,7 +172,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
             )
 
     def _check_simulated(self, named: Naming) -> None:
-        """The flags of the notes stand for one fault, given once."""
+        """The flags of the notes describe one fault, given once."""
         flags = ("ground_truth_layer", "fault_type", "fault_magnitude", "hw_error_scale")
         given = [name for name in flags if vars(self)[name] is not None]
         if given and self.simulate is not None:

@@ -1,4 +1,4 @@
-"""One option: what a field of an options class says about itself, and how a value from anywhere is checked against it.
+"""One option: the facts that a field of an options class holds, and how a value from anywhere is checked against it.
 
 The names that options allow (LEVELS, EFFORTS ...) are listed here for everybody.
 """
@@ -62,8 +62,8 @@ class Option:
 
     help: str
     python: str = ""  # what Python takes besides, as a sentence
-    unit: str = ""  # what stands for the value in help and tables, where its kind alone (N, FILE, LIST) does not say it
-    default_text: str = ""  # the default in words, where the value alone would not say it
+    unit: str = ""  # the placeholder in help and tables, where its kind (N, FILE, LIST) is not enough
+    default_text: str = ""  # the default in words, where the value alone is not enough
     word: str = ""  # what an unknown choice is called: "report format"
     choices: tuple[str, ...] = ()
     least: float | None = None

@@ -1,4 +1,4 @@
-"""MODEL as text: refused where nothing can lie there, before torch is imported."""
+"""Options that several commands share, each written once, and checks of their values before torch is imported."""
 
 from __future__ import annotations
 

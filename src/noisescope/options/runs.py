@@ -1,4 +1,4 @@
-"""Options of `experiment phases`."""
+"""Options of `experiment phases`, and of the commands about stored runs: report, runs list, show, resume, compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of all options classes: checked when made, from keywords, from a stored command, to plain values."""
+"""The base of all options classes, and functions whose keywords are the fields of one."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ class CommandOptions:
         """From what `plain` gave; names of earlier versions are understood, options that are gone are left out."""
         names = canonical_names(options_of(cls).values())
         return cls(**{names[name]: value for name, value in stored.items() if name in names and value is not None})
+
+    def pick(self, *names: str) -> dict[str, Any]:
+        """These options as keywords for a call."""
+        return {name: vars(self)[name] for name in names}
 
     def plain(self) -> dict[str, Any]:
         """JSON values of all that a command line can give."""

@@ -104,7 +104,7 @@ USES: dict[str, Callable[[Kit], Any]] = {
     f"{D}.estimate_hessian_trace": lambda k: diagnostic.estimate_hessian_trace(
         k.model, k.loss, k.tokens, num_samples=2
     ),
-    f"{D}.asking.layer_of": lambda k: layer_of("model.layers.9.mlp") == 9,
+    "noisescope.compat.diagnostic.questions.layer_of": lambda k: layer_of("model.layers.9.mlp") == 9,
     f"{N}.enable_noisy_ops": lambda k: k.inside_noise(lambda: noisy_ops._NOISY_OPS_ENABLED),
     f"{N}.disable_noisy_ops": lambda k: k.inside_noise(lambda: True) and not noisy_ops._NOISY_OPS_ENABLED,
     f"{N}.set_noise_phases": lambda k: noisy_ops.set_noise_phases(forward=True, backward=True) or True,

@@ -63,7 +63,7 @@ class ActivationCapture:
         return self.subject.model
 
     def register_hooks(self) -> None:
-        """Begin to watch."""
+        """Start capturing."""
         if self._scope is not None:
             raise InvalidInput("this capture is watching already: remove_hooks() first")
         scope = capture(
@@ -219,7 +219,7 @@ def _ratios(largest: Array, what: str) -> Array:
 
 
 def site_label(site: Site) -> str:
-    """The module's name; the second product of one module (MoE experts have two) is told apart by its number."""
+    """The module's name; the second product of one module (MoE experts have two) is numbered."""
     name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
     return name if site.occurrence == 0 else f"{name} #{site.occurrence}"
 
@@ -262,11 +262,11 @@ class ChannelOutlierDetector:
         }
 
     def register_hooks(self) -> None:
-        """Begin to watch the linears."""
+        """Start capturing the linears."""
         self._capture.register_hooks()
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was, and look at what was seen."""
+        """Leave the model as it was, and apply the outlier rules to what was captured."""
         self._capture.remove_hooks()
         if self._capture.statistics:
             self._columns = {name: columns for name, (_, columns) in self._capture.columns().items()}

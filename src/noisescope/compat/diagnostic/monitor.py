@@ -116,7 +116,7 @@ def _warning(operator: str | None, baseline: float | None, current: float | None
 
 
 class RobustnessMonitor:
-    """Whether checkpoints stand noise as well as a baseline did.
+    """Whether checkpoints are as robust to noise as a baseline was.
 
         monitor = RobustnessMonitor(diagnostic.generate_report())
         result = monitor.check_checkpoint(model, test_data, checkpoint_step=1000)

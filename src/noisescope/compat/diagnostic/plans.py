@@ -205,6 +205,5 @@ def apply_smoothquant_scaling(
     smoothed = apply_smoothquant_scaling(model, batches, alpha=0.5)
     smoothed.model, smoothed.float_error
     """
-    return smooth_outliers(
-        subject_of(model), batches_of(calibration_data), alpha=alpha, samples=samples, max_tokens=max_tokens
-    )
+    data = batches_of(calibration_data)
+    return smooth_outliers(subject_of(model), data, alpha=alpha, samples=samples, max_tokens=max_tokens)

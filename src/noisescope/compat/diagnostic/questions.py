@@ -1,4 +1,4 @@
-"""One question of a diagnosis put to a model, and rows in the shape of the original method notes."""
+"""One part of a diagnosis run on a model, and rows in the shape of the original method notes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 def diagnosis_in(report: Mapping[str, Any]) -> Diagnosis:
-    """noisescope's own report as the value that it stands for."""
+    """The diagnosis that noisescope's own report holds."""
     return report.diagnosis if isinstance(report, Report) else Report.checked(dict(report), "the report").diagnosis
 
 
@@ -122,9 +122,8 @@ def loss_of(row: Mapping[str, Any]) -> float | None:
 
 def flat(row: Mapping[str, Any]) -> Row:
     """A row with `degradation` as a number, and its interval beside it."""
-    return {
-        **dict.fromkeys(ROW_KEYS), **row, "degradation": loss_of(row), "degradation_interval": row.get("degradation")
-    }  # fmt: skip
+    loss = {"degradation": loss_of(row), "degradation_interval": row.get("degradation")}
+    return {**dict.fromkeys(ROW_KEYS), **row, **loss}
 
 
 def operator_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Row]:

@@ -94,7 +94,7 @@ def noisy_ops_context(
     enable_noisy_ops(error_scale, error_type, all_ops_mode, seed)
     try:
         yield
-    except BaseException:  # says more than a count of zero would
+    except BaseException:  # more telling than a count of zero
         with state.lock:
             state.stop(check=False)
         raise

@@ -65,7 +65,7 @@ def _select_layers(text: str) -> None:
 
 
 def read_environment(*, enabled: bool = False) -> None:
-    """Take settings from the environment; enable if it says so, or if `enabled` does and it does not object."""
+    """Take settings from the environment; enable if it asks for that, or by `enabled` where it does not decide."""
     _warn_of_unknown()
     with state.lock:
         forward_only, backward_only = _read("FORWARD_ONLY", _flag), _read("BACKWARD_ONLY", _flag)

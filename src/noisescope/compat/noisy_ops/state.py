@@ -47,7 +47,7 @@ class State:
         self.settings = Settings()
         self.registered: tuple[weakref.ref[nn.Module], Anatomy] | None = None
         self.register_first = False  # layers named by the environment: of the first model with blocks that is called
-        self.call: Callable[..., Any] | None = None  # what stands in nn.Module.__call__ while enabled
+        self.call: Callable[..., Any] | None = None  # replaces nn.Module.__call__ while enabled
         self.probes: list[_OpenModel] = []
         self.direct = DirectCalls()
         self.forwards = 0
@@ -114,7 +114,7 @@ class State:
         nn.Module.__call__ = self.call = call  # type: ignore[method-assign]
 
     def meet(self, module: nn.Module) -> None:
-        """A module is about to be called: open it if it is the outermost one and something in it is aimed at."""
+        """A module is about to be called: open it if it is the outermost one and something in it is a target."""
         with self.lock:
             root = unwrap(module)
             busy = any(probe.context is not None for probe in self.probes)
@@ -188,7 +188,7 @@ class State:
         probe.__exit__(None, None, None)
 
     def stop(self, *, check: bool) -> None:
-        """Take everything back, then say what was aimed at and never hit."""
+        """Take everything back, then refuse targets that were never hit."""
         if self.call is None:
             return
         if nn.Module.__call__ is self.call:  # else somebody wrapped it since: ours only passes on from now
