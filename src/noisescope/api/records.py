@@ -1,4 +1,4 @@
-"""What a device computes on prompts, recorded for a comparison with another."""
+"""What a device computes on prompts: recorded for a comparison with another, or saved as activations."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from noisescope.probe.capture import capture
 from noisescope.runs.recorder import Detail, write_record
 from noisescope.sites import Site
 
+LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
+INDEX = "activations.json"
 _GRID = 16  # prompts are cut to a multiple of so many tokens, so that many share a forward without padding
 
 
@@ -75,10 +77,6 @@ def _prompts_of(subject: Subject, options: RecordOptions) -> tuple[Prompts, str]
     rows = (group[0].ids for group in material.encoded.sequences)
     cut = tuple(ids[: len(ids) // _GRID * _GRID] or ids for ids in rows)
     return cut, "tokenised batches" if found is None else found.source
-
-
-LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
-INDEX = "activations.json"
 
 
 def save_activations(
@@ -137,7 +135,7 @@ def _outputs(subject: Subject, modules: list[str], ids: Tensor) -> dict[str, Ten
     )
     with evaluating(subject.model), scope as seen:
         last_of(subject.model, ids.to(device_of(subject.model)))
-    found = {_label(site): calls[-1][1].contiguous() for site, calls in seen.raw.items()}
+    found = {site_label(site): calls[-1][1].contiguous() for site, calls in seen.raw.items()}
     return {**found, "input_ids": ids}
 
 
@@ -161,5 +159,7 @@ def linears(subject: Subject, patterns: Sequence[str] | None = None) -> list[str
     return [unit.module for unit in chosen]
 
 
-def _label(site: Site) -> str:
-    return site.module if site.occurrence == 0 else f"{site.module} #{site.occurrence}"
+def site_label(site: Site) -> str:
+    """The module's name; the second product of one module (MoE experts have two) is numbered."""
+    name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
+    return name if site.occurrence == 0 else f"{name} #{site.occurrence}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.api.plan_trials import smooth_outliers
-from noisescope.api.records import linears
+from noisescope.api.records import linears, site_label
 from noisescope.compat.diagnostic.questions import Question, Row, ask, batches_of, subject_of
 from noisescope.diagnosis import channels, screen
 from noisescope.diagnosis.context import Array, StudyContext
@@ -216,12 +216,6 @@ def _ratios(largest: Array, what: str) -> Array:
     if np.isnan(largest).any():
         raise InvalidInput(f"{what}: {int(np.isnan(largest).sum())} channels hold NaN, so nothing can be said of them")
     return channels.over_median(largest)
-
-
-def site_label(site: Site) -> str:
-    """The module's name; the second product of one module (MoE experts have two) is numbered."""
-    name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
-    return name if site.occurrence == 0 else f"{name} #{site.occurrence}"
 
 
 class ChannelOutlierDetector:
