@@ -64,7 +64,7 @@ def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, m
     monkeypatch.setattr("noisescope.api.plans.generate", lambda report: [])
     monkeypatch.setattr("noisescope.api.preparation.load_report_subject", lambda report, options: None)
     results = [FaultTestResult("t", "t", row, "m", (), None) for row in rows]  # type: ignore[arg-type]
-    monkeypatch.setattr("noisescope.api.fault_tests.run_report_tests", lambda *asked: results)
+    monkeypatch.setattr("noisescope.api.fault_tests.run_report_tests", lambda *_, **__: results)
     assert codes("plan", "fault-tests", tmp_path, "--run") == wanted
     said = CliRunner().invoke(app, ["plan", "fault-tests", str(tmp_path), "--run"]).output
     assert ("1 of 2 checks undecided" in said) == (rows == ["pass", "undecided"])

@@ -1,6 +1,7 @@
 """The public questions: where measuring (torch, no why) and interpreting (why, no torch) meet.
 
-Each name is loaded when first used, with what it needs and no more: `compare` and `Options` import no torch.
+Each name and each module is loaded when first used, with what it needs and no more: `compare` and `Options` import no
+torch. The command line calls `api.reports.load_report(...)` and imports nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from noisescope.api import comparison as comparison
+    from noisescope.api import diagnosis as diagnosis
+    from noisescope.api import experiments as experiments
+    from noisescope.api import fault_tests as fault_tests
+    from noisescope.api import gates as gates
+    from noisescope.api import inspection as inspection
+    from noisescope.api import localization as localization
+    from noisescope.api import passports as passports
+    from noisescope.api import plan_trials as plan_trials
+    from noisescope.api import plans as plans
+    from noisescope.api import preparation as preparation
+    from noisescope.api import records as records
+    from noisescope.api import reports as reports
     from noisescope.api.comparison import compare as compare
     from noisescope.api.diagnosis import diagnose as diagnose
     from noisescope.api.diagnosis import robustness as robustness
@@ -28,11 +42,16 @@ _LAZY = {
     "api.comparison": ("compare",),
     "api.diagnosis": ("diagnose", "robustness"),
     "api.experiments": ("phases",),
+    "api.fault_tests": (),
     "api.gates": ("gate",),
+    "api.inspection": (),
+    "api.localization": (),
+    "api.passports": (),
     "api.plan_trials": ("plan_smoothquant", "verify_precision"),
     "api.plans": ("plan_precision",),
     "api.preparation": ("prepare", "prepare_diagnosis"),
     "api.records": ("record", "save_activations"),
+    "api.reports": (),
     "localization.locate": ("locate",),
     "options.groups": ("Options",),
 }
@@ -41,6 +60,8 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if f"api.{name}" in _LAZY:
+        return importlib.import_module(f"noisescope.api.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'noisescope.api' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -114,24 +114,11 @@ def run_demo(output: Path, progress: object, announce: Callable[[str], None]) ->
     problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
     unseen = replace(problems, items=problems.items[SAMPLES:])
     subject = load_subject(LoadingOptions(model="demo"))
-    report = diagnose(
-        subject,
-        samples=SAMPLES,
-        seeds=2,
-        slice=SAMPLES,
-        calibration_samples=128,
-        options=Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}),
-    )
+    options = Options(output=output, progress=progress, repeat={"name": "demo", "options": {}})
+    report = diagnose(subject, samples=SAMPLES, seeds=2, slice=SAMPLES, calibration_samples=128, options=options)
     announce("2. simulating a fault where the report warns, and where it does not")
-    report = check_findings(
-        subject,
-        report,
-        unseen,
-        Format(FAULT),
-        name="4-bit integers (one scale per tensor)",
-        samples=HELD_OUT,
-        output=output,
-    )
+    name = "4-bit integers (one scale per tensor)"
+    report = check_findings(subject, report, unseen, Format(FAULT), name=name, samples=HELD_OUT, output=output)
     announce(f"3. planning {BITS} bits per weight, and measuring what that costs")
     report = add_precision_plan(subject, report, BITS)
     announce("4. breaking one operation on purpose, and looking for it without a reference")

@@ -60,13 +60,8 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
         refuse_other_samples(run.data, prepared.facts.data, (before.samples, prepared.context.names))
     after = _measured(prepared, options)
     conditions = conditions_row(run, prepared.facts, (before, after))
-    decision = decide(
-        before,
-        after,
-        worse_than=1 + options.max_worse,
-        max_degradation=options.max_degradation,
-        kl_floor=run.kl_floor,
-    )
+    worse_than, limit = 1 + options.max_worse, options.max_degradation
+    decision = decide(before, after, worse_than=worse_than, max_degradation=limit, kl_floor=run.kl_floor)
     return GateResult(
         **vars(decision),
         headline=headline_of(decision, conditions),

@@ -58,21 +58,12 @@ def _folded(counts: dict[Place, dict[str, int]]) -> list[dict[str, Any]]:
 
 
 def _modules(anatomy: Anatomy) -> list[dict[str, Any]]:
-    return [
-        {
-            "module": unit.module,
-            "place": unit.place,
-            "counts": dict(zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True)),
-            "remark": ", ".join(
-                remark
-                for remark, applies in (
-                    ("only when named", unit.left_alone),
-                    (f"packed ({unit.packed})", bool(unit.packed)),
-                    ("may be called", not unit.certain),
-                )
-                if applies
-            ),
-        }
-        for unit in sorted(anatomy.units, key=lambda unit: place_order(unit.place))
-        if unit.operators
-    ]
+    rows = []
+    for unit in sorted(anatomy.units, key=lambda unit: place_order(unit.place)):
+        if unit.operators:
+            remarks = ["only when named"] if unit.left_alone else []
+            remarks += [f"packed ({unit.packed})"] if unit.packed else []
+            remarks += [] if unit.certain else ["may be called"]
+            counts = dict(zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True))
+            rows.append({"module": unit.module, "place": unit.place, "counts": counts, "remark": ", ".join(remarks)})
+    return rows

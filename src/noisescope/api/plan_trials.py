@@ -97,18 +97,10 @@ def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator
 
 def _row(rival: Rival, carried: Carried, own: Carried) -> PlanRow:
     plan = rival.plan
-    return PlanRow(
-        rival.name,
-        rival.kind,
-        rival.format,
-        plan.average_bits,
-        plan.effective_bits,
-        plan.predicted_mean_kl,
-        carried.divergence,
-        carried.score,
-        carried.clean_score,
-        None if rival.kind == "plan" else carried.over(own),
-    )
+    predicted = (plan.average_bits, plan.effective_bits, plan.predicted_mean_kl)
+    measured = (carried.divergence, carried.score, carried.clean_score)
+    over_plan = None if rival.kind == "plan" else carried.over(own)
+    return PlanRow(rival.name, rival.kind, rival.format, *predicted, *measured, over_plan)
 
 
 def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:

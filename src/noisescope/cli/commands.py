@@ -14,29 +14,26 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 import typer.core
 
+from noisescope import api
 from noisescope.errors import InvalidInput
 from noisescope.options.fields import Option, options_of
 from noisescope.options.files import read_file
 from noisescope.options.groups import CheckingOptions, ExecutionOptions
 from noisescope.options.values import CommandOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.reports import verdicts
-
-
-O = TypeVar("O", bound=CommandOptions)  # noqa: E741
 E = TypeVar("E", bound=ExecutionOptions)
 COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any], None]]] = {}  # all that were added, by name
 _NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
 
 
-def add_command(app: typer.Typer, options: type[O], run: Callable[[O], None]) -> None:
-    """`run` as a command of the app: called with the options, checked."""
+def add_command(app: typer.Typer, run: Callable[[Any], None]) -> None:
+    """`run` as a command of the app: called with its options (the class that its annotation names), checked."""
+    options: type[CommandOptions] = get_type_hints(run)["options"]
     COMMANDS[options.command] = options, run
     known = options_of(options, "command")
 
@@ -178,8 +175,6 @@ def resumable_options(options: E, progress: Any) -> E:
     return dataclasses.replace(options, progress=progress, repeat={"name": options.command, "options": stored})
 
 
-def exit_by(verdict: verdicts.Verdict, options: CheckingOptions) -> NoReturn:
+def exit_by(verdict: api.reports.verdicts.Verdict, options: CheckingOptions) -> NoReturn:
     """The exit code of a verdict: 0 pass, 1 fail, 3 undecided, which --allow-undecided makes 0."""
-    from noisescope.api.reports import verdicts
-
-    raise typer.Exit(verdicts.exit_code(verdict, allow_undecided=options.allow_undecided))
+    raise typer.Exit(api.reports.verdicts.exit_code(verdict, allow_undecided=options.allow_undecided))

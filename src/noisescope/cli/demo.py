@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
 from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import DemoOptions
-
-if TYPE_CHECKING:
-    from noisescope.api.plans import PrecisionPlan
-    from noisescope.api.reports import Report
 
 
 def run_demo(options: DemoOptions) -> None:
@@ -35,27 +31,24 @@ def run_demo(options: DemoOptions) -> None:
             typer.echo(line, err=True)
 
     announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
-    from noisescope.api.diagnosis import run_demo as run
 
     with commands.plain_warnings(), commands.explain_resuming(options.output), ProgressBar() as progress:
-        report = run(options.output, progress, announce)
+        report = api.diagnosis.run_demo(options.output, progress, announce)
     output.finish(report, options.output, print_demo, as_json=options.json)
     if not options.json:
         seconds = time.perf_counter() - started
         typer.echo(f"\n{seconds:.0f} s in all. Open {options.output / 'report.html'} in a browser.")
 
 
-def print_demo(report: Report) -> None:
+def print_demo(report: api.reports.Report) -> None:
     """The findings, whether they held, what it cost."""
     output.print_findings(report)
     print_check(report)
     output.print_cost(report)
 
 
-def print_check(report: Report) -> None:
+def print_check(report: api.reports.Report) -> None:
     """Whether the findings held, what a plan gains, whether a fault is found."""
-    from noisescope.api.reports import percent
-
     found = report.diagnosis
     assert found.check is not None and found.precision_plan is not None and found.locate is not None
     typer.echo(f"\nwas it right? Linears that give {found.check.fault}, three layers at a time, on")
@@ -63,7 +56,8 @@ def print_check(report: Report) -> None:
     roles = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
     for row in found.check.windows:
         where = f"layers {row.start_layer} to {row.end_layer}"
-        right = row.error or f"{percent(row.baseline_acc or 0.0)} -> {percent(row.noisy_acc or 0.0)} right"
+        clean, faulty = (api.reports.percent(share or 0.0) for share in (row.baseline_acc, row.noisy_acc))
+        right = row.error or f"{clean} -> {faulty} right"
         typer.echo(f"  {where:<16} {right}  {roles[row.role]}".rstrip())
     _print_plan(found.precision_plan)
     located = found.locate
@@ -73,7 +67,7 @@ def print_check(report: Report) -> None:
         typer.echo(f"  {where}: {suspect.fault_class}, confidence {suspect.confidence:.2f}")
 
 
-def _print_plan(plan: PrecisionPlan) -> None:
+def _print_plan(plan: api.plans.PrecisionPlan) -> None:
     """The plan beside what else the same bits could buy."""
     assert plan.typical_kl is not None
     rivals = []

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
 from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
-
-if TYPE_CHECKING:
-    from noisescope.api.reports import Report
 
 
 def diagnose_model(options: DiagnoseOptions) -> None:
@@ -30,21 +26,17 @@ def diagnose_model(options: DiagnoseOptions) -> None:
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
-    from noisescope.api.diagnosis import cost_of_diagnosis, diagnose
-    from noisescope.api.preparation import load_subject
-    from noisescope.api.records import save_activations
-
     with commands.plain_warnings():
-        subject = load_subject(options)
+        subject = api.preparation.load_subject(options)
         if options.dry_run:
-            typer.echo(str(cost_of_diagnosis(subject, options)))
+            typer.echo(str(api.diagnosis.cost_of_diagnosis(subject, options)))
             return
         with commands.explain_resuming(options.output), ProgressBar() as progress:
-            report = diagnose(subject, options=commands.resumable_options(options, progress))
+            report = api.diagnosis.diagnose(subject, options=commands.resumable_options(options, progress))
         if options.save_activations and options.output is not None:
             source = options.data if options.calibration is None else options.calibration
             folder, count = options.output / "activations", options.calibration_samples
-            save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
+            api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
     output.finish(report, options.output, output.print_summary, as_json=options.json)
 
 
@@ -57,20 +49,15 @@ def robustness_of_model(options: RobustnessOptions) -> None:
     noisescope robustness demo
     noisescope robustness path/to/model --data gsm8k.jsonl --noise-levels 0,0.02,0.05 --samples 200 --device cuda
     """
-    from noisescope.api.diagnosis import robustness
-    from noisescope.api.preparation import load_subject
-
     with commands.plain_warnings():
-        subject = load_subject(options)
+        subject = api.preparation.load_subject(options)
         with commands.explain_resuming(options.output), ProgressBar() as progress:
-            report = robustness(subject, options=commands.resumable_options(options, progress))
+            report = api.diagnosis.robustness(subject, options=commands.resumable_options(options, progress))
     output.finish(report, options.output, print_levels, as_json=options.json)
 
 
-def print_levels(report: Report) -> None:
-    from noisescope.api.reports import words
-
-    found = report.robustness
+def print_levels(report: api.reports.Report) -> None:
+    found, words = report.robustness, api.reports.words
     data = found.run.data
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data.measure, "by your metric")
     typer.echo(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.resources
-from typing import TYPE_CHECKING
 
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
 from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import GateOptions
-
-if TYPE_CHECKING:
-    from noisescope.api.gates import GateResult, ScoreChange
 
 
 def gate_model(options: GateOptions) -> None:
@@ -35,29 +32,25 @@ def gate_model(options: GateOptions) -> None:
         folder = importlib.resources.files("noisescope.cli") / "ci"
         typer.echo((folder / f"{options.template}.yml").read_text(encoding="utf-8"), nl=False)
         return
-    from noisescope.api.gates import gate, keep
-    from noisescope.api.preparation import load_subject
-    from noisescope.api.reports import as_json, write_junit
-
     with commands.plain_warnings():
-        subject = load_subject(options)
+        subject = api.preparation.load_subject(options)
         with ProgressBar() as progress:
-            result = gate(subject, options=commands.resumable_options(options, progress))
+            result = api.gates.gate(subject, options=commands.resumable_options(options, progress))
     paths = []
     if options.junit is not None:
         share = result.seconds / len(result.checks)  # one measurement serves all checks
         checks, headline = result.checks, result.headline
-        paths.append(write_junit(options.junit, "noisescope gate", checks, seconds=share, summary=headline))
-    paths += [] if options.history is None else keep(result, options.history)
+        paths.append(api.reports.write_junit(options.junit, "noisescope gate", checks, seconds=share, summary=headline))
+    paths += [] if options.history is None else api.gates.keep(result, options.history)
     if options.json:
-        typer.echo(as_json(result), nl=False)
+        typer.echo(api.reports.as_json(result), nl=False)
     else:
         print_verdict(result)
         output.print_each(paths)
     commands.exit_by(result.verdict, options)
 
 
-def print_verdict(result: GateResult) -> None:
+def print_verdict(result: api.gates.GateResult) -> None:
     """The verdict, every check with its numbers, and scores under noise with their power.
 
     The score without noise is a check, which has its numbers.
@@ -73,7 +66,7 @@ def print_verdict(result: GateResult) -> None:
         typer.echo(f"  {_change(change)}")
 
 
-def _change(row: ScoreChange) -> str:
+def _change(row: api.gates.ScoreChange) -> str:
     sides = " -> ".join(
         "..." if one.value is None else f"{100 * one.value:.1f} %" for one in (row.baseline, row.candidate)
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from noisescope import api
 from noisescope.cli.output import aligned, print_each
 from noisescope.options.devices import InspectOptions
 
@@ -27,9 +28,7 @@ def inspect_model(options: InspectOptions) -> None:
       noisescope inspect tiny:llama      a tiny random Llama, to try without a model; also
                                          tiny:gpt2, tiny:mixtral, tiny:bert, tiny:t5 ...
     """
-    from noisescope.api.inspection import describe_model
-
-    found = describe_model(options)
+    found = api.inspection.describe_model(options)
     if options.json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -66,9 +65,7 @@ def print_anatomy(found: dict[str, Any]) -> None:
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:
-    from noisescope.api.reports import OPERATORS
-
-    operators = [op for op in OPERATORS if any(op in row["counts"] for row in rows)]
+    operators = [op for op in api.reports.OPERATORS if any(op in row["counts"] for row in rows)]
     lines = [[_ranges(row["places"]), *(str(row["counts"].get(op, "")) for op in operators)] for row in rows]
     return aligned([["place", *operators], *lines], "  ")
 

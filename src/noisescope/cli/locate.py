@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
 from noisescope.options.devices import LocateOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.reports import verdicts
-
 MOST_SUSPECTS = 5
-CHECKS: dict[str, verdicts.Verdict] = {
+CHECKS: dict[str, api.reports.verdicts.Verdict] = {
     "healthy": "pass",
     "faulty": "fail",
     "undecided": "undecided",
@@ -43,19 +41,15 @@ def locate_fault(options: LocateOptions) -> None:
     computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
     works with every method: a record that the method needs is made of this model.
     """
-    from noisescope.api.localization import check_fault, locate_simulated
-
-    check_fault(options.simulated)  # before torch is imported
-    from noisescope.api import locate
-    from noisescope.api.preparation import load_subject
+    api.localization.check_fault(options.simulated)  # before torch is imported
 
     place, changed = None, None
     with commands.plain_warnings():
-        subject = load_subject(options)
+        subject = api.preparation.load_subject(options)
         if options.simulated is None:
-            verdict = locate(subject, options=options)
+            verdict = api.locate(subject, options=options)
         else:
-            verdict, place, changed = locate_simulated(subject, options)
+            verdict, place, changed = api.localization.locate_simulated(subject, options)
     simulated = {} if changed is None else {"simulated": options.simulated, "elements_changed": changed}
     text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
     output.emit(text, options, lambda: print_verdict(verdict))

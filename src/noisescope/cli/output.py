@@ -6,16 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+from noisescope import api
 from noisescope.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from noisescope.api.reports import Report
-
 
 _EVERY = 10.0  # seconds between plain lines of progress
 
@@ -63,15 +59,13 @@ def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
-def print_summary(report: Report) -> None:
+def print_summary(report: api.reports.Report) -> None:
     """The first screen: risk, top findings, next step, what it cost."""
     print_findings(report)
     print_cost(report)
 
 
-def print_findings(report: Report) -> None:
-    from noisescope.api.reports import words
-
+def print_findings(report: api.reports.Report) -> None:
     found = report.diagnosis
     summary, run = found.executive_summary, found.run
     typer.echo(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
@@ -79,9 +73,9 @@ def print_findings(report: Report) -> None:
     typer.echo(f"data: {run.data.source}, {run.data.samples} samples{note}")
     typer.echo(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
     if summary.whole_model is not None:
-        typer.echo(words.finding_lines(summary.whole_model)[0])
+        typer.echo(api.reports.words.finding_lines(summary.whole_model)[0])
     for number, finding in enumerate(summary.top_findings, 1):
-        first, *notes = words.finding_lines(finding)
+        first, *notes = api.reports.words.finding_lines(finding)
         typer.echo(f"{number}. {first}")
         print_each(notes, "   ")
     if not summary.top_findings:
@@ -89,7 +83,7 @@ def print_findings(report: Report) -> None:
     typer.echo(f"\nnext: {summary.next_step}")
 
 
-def print_cost(report: Report) -> None:
+def print_cost(report: api.reports.Report) -> None:
     cost = report.value.run.cost
     typer.echo(
         f"\n{cost.trials_run_now} trials run now ({cost.trials} in the store), "
@@ -117,23 +111,15 @@ class ProgressBar:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.__enter__()
             self._task = self._bar.add_task("trials", total=None)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.__exit__(kind, error, trace)
+            self._bar.__exit__(*error)
 
     def wave(self, trials: int) -> None:
         self.total += trials
@@ -149,6 +135,5 @@ class ProgressBar:
             self._last = time.monotonic()
             spent = self._last - self._started
             left = spent / self.done * (self.total - self.done)
-            typer.echo(
-                f"{self.done} of {self.total} trials, about {left:.0f} s left of what is known to be needed", err=True
-            )
+            estimate = f"about {left:.0f} s left of what is known to be needed"
+            typer.echo(f"{self.done} of {self.total} trials, {estimate}", err=True)

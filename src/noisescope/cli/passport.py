@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from noisescope import api
 from noisescope.cli.commands import plain_warnings
 from noisescope.cli.output import aligned
 from noisescope.errors import InvalidInput
@@ -84,18 +85,16 @@ def passport_of_device(options: PassportOptions) -> None:
       noisescope passport --device cpu --diff h200.json
       noisescope passport --from npu.json --diff h200.json      two files, nothing is measured
     """
-    from noisescope.api.passports import diff, read_passport, say, take_passport, write_passport
-
     # a bad file is refused before anything is measured
-    theirs = None if options.diff is None else read_passport(options.diff)
+    theirs = None if options.diff is None else api.passports.read_passport(options.diff)
     if options.from_ is not None:
-        passport = read_passport(options.from_)
+        passport = api.passports.read_passport(options.from_)
     else:
         with plain_warnings():
-            passport = take_passport(options.device, quick=options.quick)
+            passport = api.passports.take_passport(options.device, quick=options.quick)
     if options.output is not None:
-        write_passport(passport, options.output)
-    differences = diff(passport, theirs) if theirs is not None else None
+        api.passports.write_passport(passport, options.output)
+    differences = api.passports.diff(passport, theirs) if theirs is not None else None
     if options.json:
         found = dict(passport)
         if differences is not None:
@@ -112,7 +111,7 @@ def passport_of_device(options: PassportOptions) -> None:
         typer.echo(f"\nAgainst {options.diff}: {_device(theirs)}")
         if passport.get("quick") != theirs.get("quick"):
             typer.echo("One of the two is quick: functions are compared in their right bits only.")
-        typer.echo(say(differences))
+        typer.echo(api.passports.say(differences))
     if options.output is not None:
         typer.echo(f"\n  {options.output}")
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
 from noisescope.cli.commands import add_command
 from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
-
-if TYPE_CHECKING:
-    from noisescope.api.plan_trials import SmoothingPlan
-    from noisescope.api.plans import FaultTest, FaultTestResult, MigrationSteps, PrecisionPlan
 
 MOST_REASONS = 2
 MOST_MODULES = 10
@@ -32,52 +28,46 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     Exit code 1 where a test fails: too much accuracy lost, too many NaN, no recovery, a fault that locate can't find;
     3 where no test could be decided.
     """
-    from noisescope.api.plans import generate, to_csv
-    from noisescope.api.reports import as_json, load_report, verdicts, write_junit
-
-    report = load_report(options.report)
-    tests = generate(report.diagnosis)[: options.limit]
-    results: list[FaultTestResult] = []
+    report = api.reports.load_report(options.report)
+    tests = api.plans.generate(report.diagnosis)[: options.limit]
+    results: list[api.plans.FaultTestResult] = []
     if options.run:
         with commands.plain_warnings():
-            from noisescope.api.fault_tests import run_report_tests
-            from noisescope.api.preparation import load_report_subject
-
             show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
-            results = run_report_tests(load_report_subject(report, options), report, tests, options, on_result=show)
+            subject = api.preparation.load_report_subject(report, options)
+            results = api.fault_tests.run_report_tests(subject, report, tests, options, on_result=show)
     elif not options.json:
         for test in tests:
             print_test(test)
-    found = as_json({"tests": [test.to_dict() for test in tests], "results": results})
-    paths = [] if options.csv is None else [output.write_text(options.csv, to_csv(tests))]
+    found = api.reports.as_json({"tests": [test.to_dict() for test in tests], "results": results})
+    paths = [] if options.csv is None else [output.write_text(options.csv, api.plans.to_csv(tests))]
     if options.output is not None:
-        paths.append(output.write_text(options.output / "fault_tests.csv", to_csv(tests)))
+        paths.append(output.write_text(options.output / "fault_tests.csv", api.plans.to_csv(tests)))
         paths.append(output.write_text(options.output / "fault_tests.json", found))
     if options.junit is not None:
         spent = [result.seconds for result in results]
-        paths.append(write_junit(options.junit, "noisescope fault tests", results, seconds=spent))
+        paths.append(api.reports.write_junit(options.junit, "noisescope fault tests", results, seconds=spent))
     rows = [result.verdict for result in results]
-    verdict = verdicts.overall(rows)
+    verdict = api.reports.verdicts.overall(rows)
     if options.json:
         typer.echo(found, nl=False)
     else:
         if rows:
-            typer.echo(
-                verdicts.headline(verdict, [one.verdict for result in results for one in result.criteria] or rows)
-            )
+            criteria = [one.verdict for result in results for one in result.criteria]
+            typer.echo(api.reports.verdicts.headline(verdict, criteria or rows))
         output.print_each(paths)
     if rows:
         commands.exit_by(verdict, options)
 
 
-def print_test(test: FaultTest) -> None:
+def print_test(test: api.plans.FaultTest) -> None:
     typer.echo(f"{test.test_id}: {test.component} ({test.parameters.reason})")
     typer.echo(f"  {test.test_type}: {', '.join(test.parameters.faults)}")
     criteria = test.acceptance_criteria.columns()
     typer.echo("  accepted: " + ", ".join(f"{name} {limit}" for name, limit in criteria.items()))
 
 
-def print_test_result(result: FaultTestResult) -> None:
+def print_test_result(result: api.plans.FaultTestResult) -> None:
     typer.echo(f"{result.verdict:<9}  {result.name}")
     if result.measured is not None:
         typer.echo(f"  {result.measured.hits}")
@@ -96,18 +86,14 @@ def plan_hardware_migration(options: MigrationOptions) -> None:
     noisescope plan migration noisescope-demo
     noisescope plan migration out/report.json --device npu -o migration.json
     """
-    from noisescope.api.plans import plan_migration
-    from noisescope.api.reports import as_json
-
-    plan = plan_migration(options)
-    output.emit(as_json(plan), options, lambda: print_migration(plan))
+    plan = api.plans.plan_migration(options)
+    output.emit(api.reports.as_json(plan), options, lambda: print_migration(plan))
 
 
-def print_migration(plan: MigrationSteps) -> None:
-    from noisescope.api.reports import counted
-
+def print_migration(plan: api.plans.MigrationSteps) -> None:
     for priority in plan.priorities:
-        typer.echo(f"priority {priority.priority}: {counted(len(priority.evidence), 'place')}. {priority.validation}")
+        places = api.reports.counted(len(priority.evidence), "place")
+        typer.echo(f"priority {priority.priority}: {places}. {priority.validation}")
         if priority.priority == 3:
             continue
         for entry in priority.evidence:
@@ -135,41 +121,33 @@ def plan_precision(options: PrecisionOptions) -> None:
     REPORT is the folder of a run or its report.json. Bits are those of the format's name; bits
     with scales are printed beside them.
     """
-    from noisescope.api.plans import export_precision, predict_precision
-    from noisescope.api.plans import plan_precision as choose
-    from noisescope.api.reports import as_json, load_report
-
-    report = load_report(options.report)
-    plan = choose(report, options=options)
-    result = predict_precision(report, plan, formats=options.formats)
-    export = (
-        None if options.export is None else export_precision(report, plan, options)
-    )  # refused before the work of --verify
+    report = api.reports.load_report(options.report)
+    plan = api.plans.plan_precision(report, options=options)
+    result = api.plans.predict_precision(report, plan, formats=options.formats)
+    # a tool that can't take the plan is refused before the work of --verify
+    export = None if options.export is None else api.plans.export_precision(report, plan, options)
     if options.verify:
         with commands.plain_warnings():
-            from noisescope.api.plan_trials import verify_precision
-            from noisescope.api.preparation import load_report_subject
-
-            result = verify_precision(load_report_subject(report, options), report, plan, options=options)
+            subject = api.preparation.load_report_subject(report, options)
+            result = api.verify_precision(subject, report, plan, options=options)
     if options.output is not None and export is not None:
         output.write_text(options.output, export.text)
         result = replace(result, notes=(*result.notes, *export.notes))
     if options.json:
-        typer.echo(as_json(result), nl=False)
+        typer.echo(api.reports.as_json(result), nl=False)
         return
     print_precision(result)
     if options.output is not None:
         typer.echo(f"  {options.output}")
 
 
-def print_precision(plan: PrecisionPlan) -> None:
+def print_precision(plan: api.plans.PrecisionPlan) -> None:
     """What each format got, what it costs, and what it was compared with."""
-    from noisescope.api.reports import counted, prediction_sentence
-
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
     typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
-    typer.echo("  " + ", ".join(f"{name}: {counted(count, 'module')}" for name, count in plan.counts.items()))
-    typer.echo(f"predicted mean KL {prediction_sentence(plan.prediction)}")
+    counts = (f"{name}: {api.reports.counted(count, 'module')}" for name, count in plan.counts.items())
+    typer.echo(f"  {', '.join(counts)}")
+    typer.echo(f"predicted mean KL {api.reports.prediction_sentence(plan.prediction)}")
     if plan.note:
         typer.echo(f"note: {plan.note}")
     if plan.data is not None:
@@ -179,10 +157,9 @@ def print_precision(plan: PrecisionPlan) -> None:
     output.print_each(plan.notes, "note: ")
 
 
-def print_measured(plan: PrecisionPlan) -> None:
-    from noisescope.api.reports import counted, words
-
+def print_measured(plan: api.plans.PrecisionPlan) -> None:
     assert plan.data is not None
+    counted, words = api.reports.counted, api.reports.words
     tokens = counted(plan.data.scored_tokens, "token")
     typer.echo(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
     typer.echo(
@@ -212,29 +189,23 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
     noisescope plan smoothquant out --alpha 0.5 --samples 64 --json
     noisescope plan smoothquant out --target W4A16
     """
-    from noisescope.api.reports import as_json, load_report
-
-    found = load_report(options.report)
+    found = api.reports.load_report(options.report)
     with commands.plain_warnings():
-        from noisescope.api.plan_trials import plan_smoothquant as carry_out
-        from noisescope.api.preparation import load_report_subject
-
-        result = carry_out(load_report_subject(found, options), found, options=options)
-    output.emit(as_json(result), options, lambda: print_smoothing(result))
+        subject = api.preparation.load_report_subject(found, options)
+        result = api.plan_smoothquant(subject, found, options=options)
+    output.emit(api.reports.as_json(result), options, lambda: print_smoothing(result))
 
 
-def print_smoothing(result: SmoothingPlan) -> None:
-    from noisescope.api.reports import gain_sentence, times_better, words
-
+def print_smoothing(result: api.plan_trials.SmoothingPlan) -> None:
     typer.echo(result.scheme)
-    before, after = (words.estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
+    before, after = (api.reports.words.estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
     typer.echo(f"typical KL {before} before, {after} after (n = {result.gain.n})")
-    typer.echo(gain_sentence(result.gain))
+    typer.echo(api.reports.gain_sentence(result.gain))
     typer.echo(f"the float output moved by {result.float_error:.2g} (relative L2)")
     folds = [fold for fold in result.folds if fold.alpha is not None]
     typer.echo(f"{len(folds)} of {len(result.folds)} folds smoothed; the others are better left alone")
     for row in result.recommendations[:MOST_MODULES]:
-        gains = ", ".join(f"{name} {times_better(gain)}" for name, gain in row.gains.items())
+        gains = ", ".join(f"{name} {api.reports.times_better(gain)}" for name, gain in row.gains.items())
         strength = "" if row.alpha is None else f", alpha {row.alpha:g}"
         measured = f"; error of the linears there: {gains}" if gains else ""
         typer.echo(f"  {row.component}: {row.max_ratio:.1f} x the median: {row.method}{strength}{measured}")
@@ -242,7 +213,7 @@ def print_smoothing(result: SmoothingPlan) -> None:
 
 
 plan = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What to do about a report's findings.")
-add_command(plan, PrecisionOptions, plan_precision)
-add_command(plan, SmoothquantOptions, plan_smoothquant)
-add_command(plan, MigrationOptions, plan_hardware_migration)
-add_command(plan, FaultTestOptions, plan_fault_tests)
+add_command(plan, plan_precision)
+add_command(plan, plan_smoothquant)
+add_command(plan, plan_hardware_migration)
+add_command(plan, plan_fault_tests)

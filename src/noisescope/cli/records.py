@@ -6,15 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
 from noisescope.options.devices import CompareOptions, RecordOptions
-
-if TYPE_CHECKING:
-    from noisescope.api.comparison import Comparison, Crossing, SiteRow, TokenRow
 
 MOST_ROWS = 12
 MOST_CELLS = 5
@@ -35,15 +32,10 @@ def record_device(options: RecordOptions) -> None:
     --max-tokens on both machines. Whole tensors (--detail full) let `noisescope locate --reference` replay each module
     on the other device's inputs.
     """
-    from noisescope.api.localization import check_fault
-
     folder = options.output
-    check_fault(options.simulate)  # before torch is imported
+    api.localization.check_fault(options.simulate)  # before torch is imported
     with commands.plain_warnings(), _interruptible(folder):
-        from noisescope.api.preparation import load_subject
-        from noisescope.api.records import record
-
-        found = record(load_subject(options), options=options)
+        found = api.records.record(api.preparation.load_subject(options), options=options)
     size = sum(file.stat().st_size for file in folder.iterdir())
     facts = {
         "record": str(folder),
@@ -66,12 +58,11 @@ def record_device(options: RecordOptions) -> None:
 @contextmanager
 def _interruptible(folder: Path) -> Iterator[None]:
     """Ctrl-C prints what is left behind."""
-    from noisescope.api.records import is_unfinished
-
     try:
         yield
     except KeyboardInterrupt:
-        left = f" {folder} holds an unfinished record: remove it, and record again" if is_unfinished(folder) else ""
+        unfinished = f" {folder} holds an unfinished record: remove it, and record again"
+        left = unfinished if api.records.is_unfinished(folder) else ""
         typer.echo(f"\ninterrupted.{left}", err=True)
         raise typer.Exit(130) from None
 
@@ -88,14 +79,12 @@ def compare_devices(options: CompareOptions) -> None:
     Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
     --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
     """
-    from noisescope.api.comparison import compare
-
-    found = compare(options=options)
+    found = api.comparison.compare(options=options)
     output.emit(found.to_json(), options, lambda: print_comparison(found))
     commands.exit_by(found.outcome, options)
 
 
-def print_comparison(found: Comparison) -> None:
+def print_comparison(found: api.comparison.Comparison) -> None:
     """Both sides, the verdict, a table of the sites that matter, tokens, costs, what was not seen."""
     for name, side in (("a", found.sides.a), ("b", found.sides.b)):
         typer.echo(f"{name}: {side.path} ({side.architecture}, {side.dtype}, {side.device})")
@@ -109,7 +98,7 @@ def print_comparison(found: Comparison) -> None:
     output.print_each(found.notes, "note: ")
 
 
-def _decision(found: Comparison) -> str:
+def _decision(found: api.comparison.Comparison) -> str:
     worst = found.worst_mape
     largest = "not measurable" if worst is None else f"{worst:.3g} at {found.worst_mape_site}"
     broken = sum(row.critical for row in found.sites)
@@ -127,7 +116,7 @@ def _decision(found: Comparison) -> str:
     return f"largest MAPE {largest}; allowed {found.max_mape:g}: {outcome}"
 
 
-def print_tokens(tokens: Sequence[TokenRow]) -> None:
+def print_tokens(tokens: Sequence[api.comparison.TokenRow]) -> None:
     """The tokens that differ most; sizes only where whole tensors are known."""
     if not tokens:
         return
@@ -139,7 +128,7 @@ def print_tokens(tokens: Sequence[TokenRow]) -> None:
         typer.echo(f"  token {token.token} of prompt {token.prompt}{size}")
 
 
-def print_rows(found: Comparison) -> None:
+def print_rows(found: api.comparison.Comparison) -> None:
     """The first site that diverges and those with the largest error, in the order they ran."""
     if found.verdict == "identical" and not any(row.nonfinite_both for row in found.sites):
         typer.echo(f"{len(found.sites)} sites are compared, none differs; --json lists them")
@@ -156,7 +145,7 @@ def print_rows(found: Comparison) -> None:
         typer.echo("~ by sketch: MAPE, Pearson and ulps need records of --detail full, or of --full-layers")
 
 
-def _cells(row: SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
+def _cells(row: api.comparison.SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
     sign = "" if row.elements else "~"
     cells: tuple[str, ...] = (str(row.place), row.operator, row.module, _number(row.size, f"{sign}{{:.2g}}"))
     if whole:
@@ -169,7 +158,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _marks(row: SiteRow, first: bool) -> Iterator[str]:
+def _marks(row: api.comparison.SiteRow, first: bool) -> Iterator[str]:
     """What a row's figures don't show."""
     if row.diverges:
         gain = f", gain {100 * row.gain:+.2f} %" if row.gain else ""
@@ -182,7 +171,7 @@ def _marks(row: SiteRow, first: bool) -> Iterator[str]:
         yield f"max in outlier channel {row.where.channel}"
 
 
-def print_costs(crossing: Crossing) -> None:
+def print_costs(crossing: api.comparison.Crossing) -> None:
     """What to fix first, and which layers are within what they can afford."""
     typer.echo(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
     for cell in [cell for cell in crossing.cells if cell.cost >= 0][:MOST_CELLS]:

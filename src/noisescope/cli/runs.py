@@ -6,6 +6,7 @@ import json
 
 import typer
 
+from noisescope import api
 from noisescope.cli.commands import COMMANDS, add_command
 from noisescope.cli.output import print_each
 from noisescope.errors import InvalidInput
@@ -27,24 +28,20 @@ def draw_report(options: DrawOptions) -> None:
     noisescope report out/report.json --figures
     noisescope report --schema
     """
-    from noisescope.api.reports import load_any_report, save_figures, schema
-
     if options.schema:
-        typer.echo(json.dumps(schema(), indent=1))
+        typer.echo(json.dumps(api.reports.schema(), indent=1))
         return
-    report = load_any_report(options.run)
+    report = api.reports.load_any_report(options.run)
     target = options.output or (options.run if options.run.is_dir() else options.run.parent)
     paths = report.save(target, formats=options.format)
     if options.figures:
-        paths += save_figures(report.document(), target / "figures")
+        paths += api.reports.save_figures(report.document(), target / "figures")
     print_each(paths, "")
 
 
 def list_runs(options: ListOptions) -> None:
     """Runs in a folder."""
-    from noisescope.api.reports import find_runs
-
-    rows, unreadable = find_runs(options.folder)
+    rows, unreadable = api.reports.find_runs(options.folder)
     if options.json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -60,9 +57,7 @@ def list_runs(options: ListOptions) -> None:
 
 def show_run(options: ShowOptions) -> None:
     """What a run asked, what it has, what failed."""
-    from noisescope.api.reports import run_facts
-
-    row = run_facts(options.folder, whole=True)
+    row = api.reports.run_facts(options.folder, whole=True)
     if options.json:
         typer.echo(json.dumps(row, indent=1))
         return
@@ -82,9 +77,7 @@ def show_run(options: ShowOptions) -> None:
 
 def resume_run(options: ResumeOptions) -> None:
     """Go on with a run that was interrupted: the same command again."""
-    from noisescope.api.reports import stored_command
-
-    command = stored_command(options.folder) or {}
+    command = api.reports.stored_command(options.folder) or {}
     cls, run = COMMANDS.get(command.get("name", ""), (None, None))
     if cls is None or run is None or not issubclass(cls, (ExecutionOptions, DemoOptions)):
         raise InvalidInput(
@@ -104,15 +97,13 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
     Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
     common: --noise-scale, --operators, --window; and --data, --samples for pairs.
     """
-    from noisescope.api.reports import compare_stored
-    from noisescope.api.reports import run_changes as words
-
-    comparison = compare_stored(options.a, options.b)
+    comparison = api.reports.compare_stored(options.a, options.b)
     paths = [] if options.output is None else comparison.save(options.output, name="comparison", formats=options.format)
     if options.json:
         typer.echo(comparison.to_json(), nl=False)
         return
     found = comparison.changes
+    words = api.reports.run_changes
     typer.echo(f"A  {words.run_line(found.a)}\nB  {words.run_line(found.b)}")
     typer.echo(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
     typer.echo(f"\nverdict: {words.verdict_line(found)}")
@@ -122,7 +113,7 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
     print_each(paths)
 
 
-add_command(runs, ListOptions, list_runs)
-add_command(runs, ShowOptions, show_run)
-add_command(runs, ResumeOptions, resume_run)
-add_command(runs, CompareRunsOptions, compare_two_runs)
+add_command(runs, list_runs)
+add_command(runs, show_run)
+add_command(runs, resume_run)
+add_command(runs, compare_two_runs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from noisescope.errors import InvalidInput
 from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, command_option, option
 from noisescope.options.groups import (
     CheckingOptions,
@@ -85,9 +84,9 @@ class CompareOptions(CheckingOptions, PrintingOptions):
     )
     output: Path | None = command_option(None, "Write the comparison there as JSON.", short="-o")
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if self.affordable is not None and self.sensitivity is None:
-            raise InvalidInput(
+            yield (
                 f"{named('affordable')} needs {named('sensitivity')}: the report of a diagnosis shows what a "
                 "difference costs"
             )
@@ -146,46 +145,40 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
             return None
         return f"{family or 'dead_zone'}{'' if size is None else f':{size!r}'}@{self.ground_truth_layer}"
 
-    def check(self, named: Naming) -> None:
-        self._check_simulated(named)
+    def problems(self, named: Naming) -> Iterator[str]:
+        yield from self._simulation_problems(named)
         if self.method == "fingerprint" and (self.failure is None) == (self.simulated is None):
             came = "neither" if self.failure is None else "both"
-            raise InvalidInput(
+            yield (
                 f"the fingerprint method compares recorded outputs of the suspect system: give them as "
                 f"{named('failure')}, or simulate a fault; got {came}"
             )
         if self.method != "fingerprint" and self.failure is not None:
-            raise InvalidInput(f"{named('failure')} is for the method fingerprint, got method {self.method}")
+            yield f"{named('failure')} is for the method fingerprint, got method {self.method}"
         if self.reference is not None and self.method not in ("auto", "replay", "fingerprint"):
-            raise InvalidInput(
+            yield (
                 f"method {self.method} compares with no other system: leave {named('reference')} out, or use auto or "
                 "replay"
             )
         takes_inputs = self.method in ("auto", "audit", "relations") and self.reference is None
         if self.inputs is not None and not takes_inputs:
-            raise InvalidInput(
-                f"{named('inputs')} are for audit and relations: other methods have prompts of their own"
-            )
+            yield f"{named('inputs')} are for audit and relations: other methods have prompts of their own"
         if self.method == "replay" and self.reference is None and self.simulated is None:
-            raise InvalidInput(
-                f"a replay needs the record of a good device as {named('reference')}: record it with detail full"
-            )
+            yield f"a replay needs the record of a good device as {named('reference')}: record it with detail full"
 
-    def _check_simulated(self, named: Naming) -> None:
+    def _simulation_problems(self, named: Naming) -> Iterator[str]:
         """The flags of the notes describe one fault, given once."""
         flags = ("ground_truth_layer", "fault_type", "fault_magnitude", "hw_error_scale")
         given = [name for name in flags if vars(self)[name] is not None]
         if given and self.simulate is not None:
-            raise InvalidInput(
-                f"the fault is given twice: as {named('simulate')} {self.simulate} and by {named(given[0])}; keep one"
-            )
+            yield f"the fault is given twice: as {named('simulate')} {self.simulate} and by {named(given[0])}; keep one"
         if self.hw_error_scale is not None and {"fault_type", "fault_magnitude"} & set(given):
-            raise InvalidInput(
+            yield (
                 f"{named('hw_error_scale')} is noise of that size, and {named('fault_type')} with "
                 f"{named('fault_magnitude')} another fault: keep one"
             )
         if given and self.simulated is None:
-            raise InvalidInput(
+            yield (
                 f"{named(given[0])} needs {named('ground_truth_layer')}, the block that the simulated fault is put into"
             )
 

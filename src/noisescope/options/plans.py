@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from noisescope.errors import InvalidInput
 from noisescope.options.fields import (
     GRANULARITIES,
     NARROWEST_BITS,
@@ -71,11 +71,9 @@ class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, Printin
     export: str | None = command_option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
     output: Path | None = command_option(None, "With export: the file to write.", short="-o")
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if (self.export is None) != (self.output is None):
-            raise InvalidInput(
-                f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
-            )
+            yield f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +117,6 @@ class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, Pri
         None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o"
     )
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if self.junit is not None and not self.run:
-            raise InvalidInput(
-                f"{named('junit')} holds the results of tests, and none are carried out: give {named('run')}, too"
-            )
+            yield f"{named('junit')} holds the results of tests, and none are carried out: give {named('run')}, too"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from noisescope.errors import InvalidInput
 from noisescope.options.fields import (
     DEFAULT_OPERATORS,
     EFFORTS,
@@ -89,9 +88,9 @@ class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOp
         ScoringOptions, "generate", None, default_text="on where the data has answers", negative="no-generate"
     )
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if not any(self.noise_levels):
-            raise InvalidInput(f"{named('noise_levels')} must hold a noise level above 0, such as 0,0.05,0.10; got 0")
+            yield f"{named('noise_levels')} must hold a noise level above 0, such as 0,0.05,0.10; got 0"
 
 
 @dataclass(frozen=True, kw_only=True)

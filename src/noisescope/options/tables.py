@@ -9,27 +9,16 @@ import re
 import sys
 from pathlib import Path
 
-from noisescope.options.devices import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
+from noisescope.options import devices, plans, runs, sensitivity
 from noisescope.options.fields import Option, options_of
 from noisescope.options.groups import DeviceOptions, ExecutionOptions, SamplingOptions, ScoringOptions
-from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
-from noisescope.options.runs import (
-    CompareRunsOptions,
-    DrawOptions,
-    ListOptions,
-    PhasesOptions,
-    ResumeOptions,
-    ShowOptions,
-)
-from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.values import CommandOptions
 
 GROUPS: tuple[type[CommandOptions], ...] = (SamplingOptions, ScoringOptions, ExecutionOptions, DeviceOptions)
-COMMANDS: tuple[type[CommandOptions], ...] = (
-    DemoOptions, DiagnoseOptions, RobustnessOptions, InspectOptions, RecordOptions, CompareOptions, LocateOptions,
-    PassportOptions, GateOptions, PrecisionOptions, SmoothquantOptions, MigrationOptions, FaultTestOptions,
-    PhasesOptions, DrawOptions, ListOptions, ShowOptions, ResumeOptions, CompareRunsOptions,
-)  # fmt: skip
+_CLASSES = [one for module in (sensitivity, devices, plans, runs) for one in vars(module).values()]
+COMMANDS: tuple[type[CommandOptions], ...] = tuple(
+    dict.fromkeys(one for one in _CLASSES if isinstance(one, type) and issubclass(one, CommandOptions) and one.command)
+)
 _PLACE = re.compile(r"(<!-- options: (.+?) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
 
 

@@ -29,10 +29,12 @@ class CommandOptions:
         named = naming or str
         for name, option in options_of(type(self)).items():
             object.__setattr__(self, name, option.checked(vars(self)[name], where=named(name)))
-        self.check(named)
+        for problem in self.problems(named):
+            raise InvalidInput(problem)
 
-    def check(self, named: Naming) -> None:
-        """What must hold between options; errors say `named("max_mape")`."""
+    def problems(self, named: Naming) -> Iterable[str]:
+        """What is wrong between options; messages name them as `named("max_mape")`."""
+        return ()
 
     @classmethod
     def from_command_line(cls, given: Mapping[str, Any], *, keys: Mapping[str, str] | None = None) -> Self:

@@ -54,15 +54,12 @@ def correlate_layer_and_channel_sensitivity(
     """
     windows = _windows(sliding_window_results)
     counts = _outliers(windows, outlier_report)
-    rows = [
-        {
-            "layer_range": window.label,
-            "sensitivity_score": sliding_window_results[window.label].get("sensitivity_score"),
-            "total_outliers": counts[window.label],
-            "degradation": loss_of(sliding_window_results[window.label]),
-        }
-        for window in windows
-    ]
+    rows = []
+    for window in windows:
+        row = sliding_window_results[window.label]
+        score, outliers = row.get("sensitivity_score"), counts[window.label]
+        found = {"sensitivity_score": score, "total_outliers": outliers, "degradation": loss_of(row)}
+        rows.append({"layer_range": window.label, **found})
     return rows, _correlated(windows, counts, "the outlier report")[0]
 
 
