@@ -18,7 +18,7 @@ set serves two comparisons. Another template gives other tokens, so on the same 
 counted as refused. False alarms: the undamaged model on the same problems under another noise seed, and on the next
 run's problems.
 
-A set has what `noisescope gate --effort screen` measures (`api.guarding.gate_baseline_of`), and the verdict is
+A set has what `noisescope gate --effort screen` measures (`api.guarding.measure_baseline`), and the verdict is
 `plans.gate.decide`'s. What a damage does to the score and to the divergence is measured on problems of their own. The
 absolute limit is 0.5: the undamaged model rightly loses more than 0.15 under this noise. Measured sets are kept in
 --work, so the same command continues after --seconds. With 32 problems per set the whole takes about 25 minutes on one
@@ -46,7 +46,7 @@ import torch
 
 import noisescope as ns
 from noisescope import stats
-from noisescope.api.gates import gate_baseline_of
+from noisescope.api.gates import measure_baseline
 from noisescope.data.dataset import DataSet, Item, gather
 from noisescope.demo.problems import Problem, held_out
 from noisescope.diagnosis.sections import GateNumbers
@@ -146,7 +146,7 @@ def data_set(problems: Sequence[Problem], template: Template) -> DataSet:
 
 def measured(subject: Subject, problems: Sequence[Problem], seed: int, template: Template = as_trained) -> GateNumbers:
     count = len(problems)
-    return gate_baseline_of(subject, data_set(problems, template), samples=count, seeds=[seed], slice=count)
+    return measure_baseline(subject, data_set(problems, template), samples=count, seeds=[seed], slice=count)
 
 
 def ratio(after: GateNumbers, before: GateNumbers) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 
 import noisescope as ns
 from noisescope import api
-from noisescope.api.preparation import material_of
+from noisescope.api.preparation import encode_data
 from noisescope.diagnosis import all_levels
 from noisescope.errors import InvalidInput
 from noisescope.reports.report import Report
@@ -177,7 +177,7 @@ def test_a_report_says_where_its_data_lie(tmp_path: Path, monkeypatch: pytest.Mo
     """Whole, so that a plan finds them from another folder."""
     (tmp_path / "text.jsonl").write_text('{"text": "3 + 4 = 7"}\n')
     monkeypatch.chdir(tmp_path)
-    _, found = material_of(ns.load("demo"), "text.jsonl", 1, 16, which="test")
+    _, found = encode_data(ns.load("demo"), "text.jsonl", 1, 16, which="test")
     assert found is not None and found.source == str(tmp_path / "text.jsonl")
 
 

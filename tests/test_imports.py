@@ -135,7 +135,7 @@ def test_the_lazy_names_exist() -> None:
         "import noisescope.api; noisescope.api.Options",
         "import noisescope.options.tables",
         "import noisescope.faults; noisescope.faults.make_fault('dead_zone', magnitude=0.3)",
-        "import noisescope.api.localization; noisescope.api.localization.checked_fault('gain:0.01@3/linear')",
+        "import noisescope.api.localization; noisescope.api.localization.check_fault('gain:0.01@3/linear')",
         "import noisescope.demo, noisescope.demo.problems",
         "import noisescope; noisescope.Injection, noisescope.Site, noisescope.NoisescopeError",
         "import sys; sys.argv = ['noisescope', '--help']; from noisescope.cli import main; main()",

@@ -1,6 +1,6 @@
 """noisescope: controlled noise as an oscilloscope for large language models.
 
-Names are loaded when first used (PEP 562), so `import noisescope` and `noisescope --help` never load torch.
+Names that need torch are loaded when first used (PEP 562), so `import noisescope` and `noisescope --help` stay light.
 """
 
 from __future__ import annotations
@@ -8,44 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
-
-_HOMES = {
-    # values
-    "Injection": "noisescope.injection",
-    "Site": "noisescope.sites",
-    # perturbations
-    "Gaussian": "noisescope.probe.noise",
-    "Uniform": "noisescope.probe.noise",
-    "Bias": "noisescope.probe.noise",
-    "Shrink": "noisescope.probe.noise",
-    "Format": "noisescope.probe.formats",
-    # the probe
-    "inject": "noisescope.probe.inject",
-    "capture": "noisescope.probe.capture",
-    # questions
-    "diagnose": "noisescope.api",
-    "robustness": "noisescope.api",
-    "locate": "noisescope.api",
-    "gate": "noisescope.api",
-    "record": "noisescope.api",
-    "compare": "noisescope.api",
-    "faulty": "noisescope.faults.simulator",
-    "Options": "noisescope.api",
-    "Report": "noisescope.reports.report",
-    "read_data": "noisescope.data.dataset",
-    # models
-    "load": "noisescope.model.subject",
-    "wrap": "noisescope.model.subject",
-    "Subject": "noisescope.model.subject",
-    "dissect": "noisescope.model.anatomy",
-    # errors
-    "NoisescopeError": "noisescope.errors",
-    "InvalidInput": "noisescope.errors",
-    "NothingInjected": "noisescope.errors",
-}
-
-__all__ = [*_HOMES, "__version__"]
+from noisescope.errors import InvalidInput as InvalidInput
+from noisescope.errors import NoisescopeError as NoisescopeError
+from noisescope.errors import NothingInjected as NothingInjected
+from noisescope.injection import Injection as Injection
+from noisescope.sites import Site as Site
 
 if TYPE_CHECKING:
     from noisescope.api import Options as Options
@@ -56,11 +23,7 @@ if TYPE_CHECKING:
     from noisescope.api import record as record
     from noisescope.api import robustness as robustness
     from noisescope.data.dataset import read_data as read_data
-    from noisescope.errors import InvalidInput as InvalidInput
-    from noisescope.errors import NoisescopeError as NoisescopeError
-    from noisescope.errors import NothingInjected as NothingInjected
     from noisescope.faults.simulator import faulty as faulty
-    from noisescope.injection import Injection as Injection
     from noisescope.model.anatomy import dissect as dissect
     from noisescope.model.subject import Subject as Subject
     from noisescope.model.subject import load as load
@@ -73,7 +36,24 @@ if TYPE_CHECKING:
     from noisescope.probe.noise import Shrink as Shrink
     from noisescope.probe.noise import Uniform as Uniform
     from noisescope.reports.report import Report as Report
-    from noisescope.sites import Site as Site
+
+__version__ = "0.2.0"
+
+_LAZY = {
+    "api": ("Options", "compare", "diagnose", "gate", "locate", "record", "robustness"),
+    "data.dataset": ("read_data",),
+    "faults.simulator": ("faulty",),
+    "model.anatomy": ("dissect",),
+    "model.subject": ("Subject", "load", "wrap"),
+    "probe.capture": ("capture",),
+    "probe.formats": ("Format",),
+    "probe.inject": ("inject",),
+    "probe.noise": ("Bias", "Gaussian", "Shrink", "Uniform"),
+    "reports.report": ("Report",),
+}
+_HOMES = {name: f"noisescope.{home}" for home, names in _LAZY.items() for name in names}
+
+__all__ = [*_HOMES, "Injection", "InvalidInput", "NoisescopeError", "NothingInjected", "Site", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

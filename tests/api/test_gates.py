@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import noisescope as ns
-from noisescope.api.gates import gate, gate_baseline_of, keep
-from noisescope.api.plan_trials import data_of
+from noisescope.api.gates import gate, keep, measure_baseline
+from noisescope.api.plan_trials import find_data
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import from_json
@@ -127,7 +127,7 @@ def test_what_can_not_be_gated_is_refused(subject, baseline, tmp_path):
     broken = copy.deepcopy(subject.model)
     broken.forward = lambda **_: 1 / 0
     with pytest.raises(NoisescopeError, match="ZeroDivisionError"):
-        gate_baseline_of(ns.wrap(broken), data, samples=4, seeds=1)
+        measure_baseline(ns.wrap(broken), data, samples=4, seeds=1)
 
 
 def test_data_are_found_again(baseline, tmp_path):
@@ -136,7 +136,7 @@ def test_data_are_found_again(baseline, tmp_path):
     file.write_text("")
 
     def made_on(source: str) -> Any:
-        return data_of(replace(baseline, run=replace(baseline.run, data=replace(baseline.run.data, source=source))))
+        return find_data(replace(baseline, run=replace(baseline.run, data=replace(baseline.run.data, source=source))))
 
     assert str(made_on("demo")).endswith("test.jsonl") and made_on("built-in text").kind == "text"
     assert made_on(str(file)) == str(file)

@@ -65,7 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
         seen.append(options)
         return Verdict("healthy", "audit"), 0, 0
 
-    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda options: None)
     monkeypatch.setattr("noisescope.api.localization.locate_simulated", take)
 
     def call(line: str) -> LocateOptions | str:

@@ -1,9 +1,14 @@
-"""Commands made from options: other names of the original method notes, lists with blanks, and who may import whom."""
+"""Commands made from options: other names of the original method notes, lists with blanks; quiet logs."""
 
 from __future__ import annotations
 
-import pytest
+import logging
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from noisescope.cli import app
 from noisescope.cli.commands import rewritten
 from noisescope.options.devices import CompareOptions
 from noisescope.options.fields import options_of
@@ -32,5 +37,19 @@ from noisescope.options.sensitivity import DiagnoseOptions, GateOptions, Robustn
 )  # fmt: skip
 def test_other_names_are_ours(options: type, line: str, ours: str) -> None:
     """Each name of the notes that stands for one option; numbers may have blanks between."""
-    known = {n: o for n, o in options_of(options).items() if o.surface in ("both", "command")}
-    assert rewritten(line.split(), known) == ours.split()
+    assert rewritten(line.split(), options_of(options, "command")) == ours.split()
+
+
+def logged(name: str, text: str) -> bool:
+    record = logging.LogRecord(name, logging.WARNING, __file__, 1, text, (), None)
+    return bool(logging.getLogger(name).filter(record))
+
+
+def test_torchao_is_quiet_in_commands(tmp_path: Path) -> None:
+    """Its two known remarks are left out; anything else that it or torch has to say is still said."""
+    assert CliRunner().invoke(app, ["runs", "list", str(tmp_path)]).exit_code == 0
+    assert not logged("torchao", "Failed to load /somewhere/torchao/_C_mxfp8.so: Could not load this library")
+    assert not logged("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass and is now natively ...")
+    assert logged("torchao", "Skipping import of cpp extensions due to incompatible torch version.")
+    assert logged("torch.utils._pytree", "something else")
+    assert logged("noisescope", "Failed to load a file")

@@ -120,9 +120,9 @@ def test_reports_from_elsewhere(demo: tuple[Path, str], tmp_path: Path) -> None:
 def test_an_interrupted_demo_resumes(demo: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`runs resume` knows the demo, and runs no stored trial again; the steps that store no trial are left out."""
     (tmp_path / "run.sqlite").write_bytes((demo[0] / "run.sqlite").read_bytes())
-    for step in ("put_to_the_test", "with_precision_planned", "with_fault_located"):
+    for step in ("check_findings", "add_precision_plan", "add_located_fault"):
         monkeypatch.setattr(diagnosis, step, lambda subject, report, *rest, **settings: report)
-    monkeypatch.setattr("noisescope.cli.demo.say_check", lambda report: None)  # the words on those steps
+    monkeypatch.setattr("noisescope.cli.demo.print_check", lambda report: None)  # the words on those steps
     assert "0 trials run now" in call("runs", "resume", tmp_path).output
 
 

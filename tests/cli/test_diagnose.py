@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from noisescope.cli import app
-from noisescope.cli.output import Shown
+from noisescope.cli.output import ProgressBar
 from noisescope.trials import Result
 
 QUICK = ["--samples", "6", "--seeds", "1", "--slice", "6", "--level", "operator", "--operators", "softmax,linear"]
@@ -115,12 +115,12 @@ def test_bad_data_names_file_and_line(tmp_path: Path) -> None:
 def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then a line with an estimate; on a terminal a bar."""
     monkeypatch.setattr("noisescope.cli.output._EVERY", 0.0)
-    with Shown() as shown:
+    with ProgressBar() as shown:
         shown.wave(4)
         shown.step(None, Result(), 0.1)
         shown.step(None, Result(error="x"), 0.1)
     assert "2 of 4 trials" in capsys.readouterr().err and shown.failed == 1
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Shown() as shown:
+    with ProgressBar() as shown:
         shown.wave(1)
         shown.step(None, Result(), 0.1)

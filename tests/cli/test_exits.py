@@ -29,7 +29,7 @@ def codes(*arguments: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(("verdict", "wanted"), [("healthy", (0, 0)), ("faulty", (1, 1)), ("undecided", (3, 0))])
 def test_locate(verdict: str, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict that is undecided is neither a fault nor health."""
-    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda options: None)
     monkeypatch.setattr("noisescope.localization.locate.locate", lambda subject, options: Verdict(verdict, "audit"))
     assert codes("locate", "demo") == wanted
 
@@ -37,9 +37,9 @@ def test_locate(verdict: str, wanted: tuple[int, int], monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("verdict", "wanted"), [("healthy", (1, 1)), ("undecided", (3, 0))])
 def test_locate_with_a_simulated_fault(verdict: str, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that was not found is a failure; one that nobody could decide about is not."""
-    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda options: None)
     found = (Verdict(verdict, "audit"), 3, 100)
-    monkeypatch.setattr("noisescope.api.localization.locate_simulated", lambda subject, asked: found)
+    monkeypatch.setattr("noisescope.api.localization.locate_simulated", lambda subject, options: found)
     assert codes("locate", "demo", "--simulate", "gain:0.01@3") == wanted
 
 
@@ -47,7 +47,7 @@ def test_locate_with_a_simulated_fault(verdict: str, wanted: tuple[int, int], mo
 def test_gate(verdict: str, wanted: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict is the gate's own."""
     (tmp_path / "report.json").write_text("{}")
-    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda asked: None)
+    monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda options: None)
     result = SimpleNamespace(verdict=verdict, seconds=1.0, checks=[0])
     monkeypatch.setattr("noisescope.api.gates.gate", lambda subject, options: result)
     monkeypatch.setattr("noisescope.api.reports.as_json", lambda value: "{}")
@@ -62,9 +62,9 @@ def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, m
     """Undecided tests are counted, and decide only where all are."""
     monkeypatch.setattr("noisescope.api.reports.load_report", lambda path: SimpleNamespace(diagnosis=None))
     monkeypatch.setattr("noisescope.api.plans.generate", lambda report: [])
-    monkeypatch.setattr("noisescope.api.preparation.subject_of_report", lambda report, asked: None)
+    monkeypatch.setattr("noisescope.api.preparation.load_report_subject", lambda report, options: None)
     results = [FaultTestResult("t", "t", row, "m", (), None) for row in rows]  # type: ignore[arg-type]
-    monkeypatch.setattr("noisescope.api.fault_tests.run_reported", lambda *asked, **how: results)
+    monkeypatch.setattr("noisescope.api.fault_tests.run_report_tests", lambda *_, **__: results)
     assert codes("plan", "fault-tests", tmp_path, "--run") == wanted
     said = CliRunner().invoke(app, ["plan", "fault-tests", str(tmp_path), "--run"]).output
     assert ("1 of 2 checks undecided" in said) == (rows == ["pass", "undecided"])

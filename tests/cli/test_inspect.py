@@ -91,7 +91,7 @@ def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]
     from torch import nn
 
     from noisescope.api.inspection import anatomy_facts
-    from noisescope.cli.inspect import draw
+    from noisescope.cli.inspect import print_anatomy
 
     class QuantLinear(nn.Module):
         pass
@@ -112,7 +112,7 @@ def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]
         "silu",
         "softmax",
     ]
-    draw(found)
+    print_anatomy(found)
     text = capsys.readouterr().out
     assert "Quantised: 1 x QuantLinear, packed; noise can fall on their output and input, not on their weight" in text
     assert "May be called by a block itself, seen only when it runs: bmm, gelu, matmul, norm, silu, softmax" in text

@@ -16,12 +16,11 @@ from typer.testing import CliRunner, Result
 from noisescope.cli import Commands
 from noisescope.cli.commands import add_command
 from noisescope.cli.passport import passport_of_device
-from noisescope.options.devices import PassportOptions
 from noisescope.passports.measure import take_passport
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 app.callback()(lambda debug=False: None)
-add_command(app, PassportOptions, passport_of_device)
+add_command(app, passport_of_device)
 
 
 def run(*arguments: str | Path) -> Result:

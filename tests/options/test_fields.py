@@ -16,7 +16,7 @@ from noisescope.options.groups import ExecutionOptions
 from noisescope.options.plans import PrecisionOptions, SmoothquantOptions
 from noisescope.options.sensitivity import DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.tables import COMMANDS, GROUPS
-from noisescope.options.values import CommandOptions, asks
+from noisescope.options.values import CommandOptions, takes_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +82,10 @@ def test_the_nearest_class_decides(cls: type) -> None:
         assert known == options_of(nearest)[name], name
 
 
-@asks(Party, "host")
-def invite(day: str, asked: Party, *, loud: bool = False) -> Party:
+@takes_options(Party, "host")
+def invite(day: str, options: Party, *, loud: bool = False) -> Party:
     """Invite people."""
-    return asked
+    return options
 
 
 def test_a_python_function_has_the_options_as_keywords() -> None:

@@ -1,6 +1,7 @@
 """The public questions: where measuring (torch, no why) and interpreting (why, no torch) meet.
 
-Each name is loaded when first used, with what it needs and no more: `compare` and `Options` import no torch.
+Each name and each module is loaded when first used, with what it needs and no more: `compare` and `Options` import no
+torch. The command line calls `api.reports.load_report(...)` and imports nothing else.
 """
 
 from __future__ import annotations
@@ -8,40 +9,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "Options": "noisescope.options.groups",
-    "compare": "noisescope.api.comparison",
-    "diagnose": "noisescope.api.diagnosis",
-    "gate": "noisescope.api.gates",
-    "locate": "noisescope.localization.locate",
-    "phases": "noisescope.api.experiments",
-    "plan_precision": "noisescope.api.plans",
-    "plan_smoothquant": "noisescope.api.plan_trials",
-    "prepare": "noisescope.api.preparation",
-    "prepare_diagnosis": "noisescope.api.preparation",
-    "put_to_the_test": "noisescope.api.diagnosis",
-    "record": "noisescope.api.records",
-    "robustness": "noisescope.api.diagnosis",
-    "save_activations": "noisescope.api.records",
-    "smooth_outliers": "noisescope.api.plan_trials",
-    "verify_precision": "noisescope.api.plan_trials",
-    "with_fault_located": "noisescope.api.diagnosis",
-    "with_precision_planned": "noisescope.api.plan_trials",
-}
-__all__ = list(_HOMES)
-
 if TYPE_CHECKING:
+    from noisescope.api import comparison as comparison
+    from noisescope.api import diagnosis as diagnosis
+    from noisescope.api import experiments as experiments
+    from noisescope.api import fault_tests as fault_tests
+    from noisescope.api import gates as gates
+    from noisescope.api import inspection as inspection
+    from noisescope.api import localization as localization
+    from noisescope.api import passports as passports
+    from noisescope.api import plan_trials as plan_trials
+    from noisescope.api import plans as plans
+    from noisescope.api import preparation as preparation
+    from noisescope.api import records as records
+    from noisescope.api import reports as reports
     from noisescope.api.comparison import compare as compare
-    from noisescope.api.diagnosis import check_findings as check_findings
     from noisescope.api.diagnosis import diagnose as diagnose
     from noisescope.api.diagnosis import robustness as robustness
-    from noisescope.api.diagnosis import with_fault_located as with_fault_located
     from noisescope.api.experiments import phases as phases
     from noisescope.api.gates import gate as gate
     from noisescope.api.plan_trials import plan_smoothquant as plan_smoothquant
-    from noisescope.api.plan_trials import smooth_outliers as smooth_outliers
     from noisescope.api.plan_trials import verify_precision as verify_precision
-    from noisescope.api.plan_trials import with_precision_planned as with_precision_planned
     from noisescope.api.plans import plan_precision as plan_precision
     from noisescope.api.preparation import prepare as prepare
     from noisescope.api.preparation import prepare_diagnosis as prepare_diagnosis
@@ -50,8 +38,30 @@ if TYPE_CHECKING:
     from noisescope.localization.locate import locate as locate
     from noisescope.options.groups import Options as Options
 
+_LAZY = {
+    "api.comparison": ("compare",),
+    "api.diagnosis": ("diagnose", "robustness"),
+    "api.experiments": ("phases",),
+    "api.fault_tests": (),
+    "api.gates": ("gate",),
+    "api.inspection": (),
+    "api.localization": (),
+    "api.passports": (),
+    "api.plan_trials": ("plan_smoothquant", "verify_precision"),
+    "api.plans": ("plan_precision",),
+    "api.preparation": ("prepare", "prepare_diagnosis"),
+    "api.records": ("record", "save_activations"),
+    "api.reports": (),
+    "localization.locate": ("locate",),
+    "options.groups": ("Options",),
+}
+_HOMES = {name: f"noisescope.{home}" for home, names in _LAZY.items() for name in names}
+__all__ = list(_HOMES)
+
 
 def __getattr__(name: str) -> Any:
+    if f"api.{name}" in _LAZY:
+        return importlib.import_module(f"noisescope.api.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'noisescope.api' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -15,12 +15,12 @@ from noisescope.comparison.rows import TokenRow as TokenRow
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.devices import CompareOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.reports.report import Report
 
 
-@asks(CompareOptions, "a", "b")
-def compare(asked: CompareOptions) -> Comparison:
+@takes_options(CompareOptions, "a", "b")
+def compare(options: CompareOptions) -> Comparison:
     """How two devices differ; `a` is the reference.
 
         found = ns.compare("gpu.record", "npu.record", max_mape=0.05, sensitivity="out/report.json")
@@ -28,14 +28,8 @@ def compare(asked: CompareOptions) -> Comparison:
 
     Records are those of `record`, or dumps of msprobe (a folder with dump.json).
     """
-    return compare_records(
-        opened(asked.a),
-        opened(asked.b),
-        layers=asked.layers,
-        max_mape=asked.max_mape,
-        sensitivity=_diagnosed(asked.sensitivity),
-        affordable=asked.affordable,
-    )
+    a, b, sensitivity = open_record(options.a), open_record(options.b), _diagnosed(options.sensitivity)
+    return compare_records(a, b, sensitivity=sensitivity, **options.pick("layers", "max_mape", "affordable"))
 
 
 def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -> Diagnosis | None:
@@ -49,7 +43,7 @@ def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -
     return Report.from_data(sensitivity, "the sensitivity report").diagnosis
 
 
-def opened(record: Record | str | Path) -> Record:
+def open_record(record: Record | str | Path) -> Record:
     """A record from wherever it comes."""
     if isinstance(record, Record):
         return record

@@ -1,7 +1,7 @@
-"""What a run would cost, said before it starts: forwards, seconds, memory.
+"""What a run would cost, estimated before it starts: forwards, seconds, memory.
 
-The diagnosis is played through with made-up results, so its adaptive parts are counted by the very code that will ask
-for them; one real forward gives the time.
+The diagnosis is simulated with made-up results, so its adaptive parts are counted by the very code that will propose
+them; one real forward gives the time.
 """
 
 from __future__ import annotations

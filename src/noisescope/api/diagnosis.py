@@ -1,8 +1,7 @@
-"""What is sensitive to numerical error, and whether that answer held."""
+"""What is sensitive to numerical error, whether that answer holds, and the demo of all steps."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from noisescope import demo
 from noisescope.api.costs import Cost
-from noisescope.api.plan_trials import with_precision_planned
-from noisescope.api.preparation import load_subject, prepare, prepare_diagnosis, prepared_for, seeds_of
+from noisescope.api.plan_trials import add_precision_plan
+from noisescope.api.preparation import load_subject, prepare_diagnosis, prepare_run, seeds_of
 from noisescope.data.dataset import read_data
 from noisescope.diagnosis import all_levels, fault_check
 from noisescope.diagnosis import noise_levels as curve
@@ -20,9 +19,9 @@ from noisescope.diagnosis.report import Diagnosis, Robustness
 from noisescope.faults.simulator import faulty
 from noisescope.localization.locate import locate
 from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions, LoadingOptions, Options
+from noisescope.options.groups import ExecutionOptions, LoadingOptions, Options, ScoringOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans.migration import rank_places
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
@@ -30,8 +29,8 @@ from noisescope.reports.report import DiagnosisReport, LocateSection, Report
 from noisescope.runs.store import Store
 
 
-@asks(DiagnoseOptions, "data")
-def diagnose(subject: Subject, asked: DiagnoseOptions) -> Report:
+@takes_options(DiagnoseOptions, "data")
+def diagnose(subject: Subject, options: DiagnoseOptions) -> Report:
     """Which operators, layers and channels are sensitive to numerical error.
 
         report = ns.diagnose(ns.load("demo"))
@@ -39,27 +38,27 @@ def diagnose(subject: Subject, asked: DiagnoseOptions) -> Report:
 
     With `output` results are stored there as they come, and the same call resumes.
     """
-    run, found = prepare_diagnosis(subject, options=asked).run(all_levels, asked)
+    run, found = prepare_diagnosis(subject, options=options).run(all_levels, options)
     diagnosis = DiagnosisReport.from_diagnosis(Diagnosis.of(run, found))
     if diagnosis.layer_analysis is not None and any(row.nats for row in diagnosis.layer_analysis.layers):
         diagnosis = replace(diagnosis, migration_plan=rank_places(diagnosis))
-    return _kept(Report(diagnosis), asked.output)
+    return _kept(Report(diagnosis), options.output)
 
 
-def cost_of_diagnosis(subject: Subject, asked: DiagnoseOptions) -> Cost:
+def cost_of_diagnosis(subject: Subject, options: DiagnoseOptions) -> Cost:
     """What a diagnosis would cost, from one timed forward."""
-    return prepare_diagnosis(subject, options=asked).cost(all_levels)
+    return prepare_diagnosis(subject, options=options).cost(all_levels)
 
 
-@asks(RobustnessOptions, "data")
-def robustness(subject: Subject, asked: RobustnessOptions) -> Report:
+@takes_options(RobustnessOptions, "data")
+def robustness(subject: Subject, options: RobustnessOptions) -> Report:
     """Accuracy and retention at several noise levels, with intervals."""
-    levels = curve.checked_levels(asked.noise_levels)
+    levels = curve.checked_levels(options.noise_levels)
     settings = Settings(
-        Gaussian(max(levels)), levels=("operator",), layer_operators=asked.operators, seeds=seeds_of(asked.seeds)
+        Gaussian(max(levels)), levels=("operator",), layer_operators=options.operators, seeds=seeds_of(options.seeds)
     )
-    run, found = prepared_for(subject, asked, settings).run(curve.RobustnessQuestion(levels), asked)
-    return _kept(Report(Robustness(run=run, **vars(found))), asked.output)
+    run, found = prepare_run(subject, options, settings).run(curve.RobustnessQuestion(levels), options)
+    return _kept(Report(Robustness(run=run, **vars(found))), options.output)
 
 
 def check_findings(
@@ -76,14 +75,14 @@ def check_findings(
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """
-    asked = fault_check.FaultCheck(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
+    check = fault_check.FaultCheck(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
-    prepared = prepare(subject, data, settings=settings, samples=samples, calibration_samples=0, slice=samples)
-    _, found = prepared.run(asked, ExecutionOptions())
+    prepared = prepare_run(subject, ScoringOptions(data=data, samples=samples, slice=samples), settings)
+    _, found = prepared.run(check, ExecutionOptions())
     return _kept(Report(replace(report.diagnosis, check=found)), output)
 
 
-def with_fault_located(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
+def add_located_fault(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
     """The report, and what `locate` says of the model while a simulated fault is in it."""
     with faulty(subject.model, fault, anatomy=subject.anatomy) as scope:
         verdict = locate(subject)
@@ -99,40 +98,27 @@ def _kept(report: Report, output: str | Path | None) -> Report:
     return report
 
 
-# The demo: a diagnosis of the bundled model, put to the test, planned for, and a fault found.
-
-
-SAMPLES = 64  # and two seeds: enough for the avalanche point to be sure, in the time that a first look may take
+SAMPLES = 64  # of the demo, with two seeds: enough for a significant avalanche point within a minute
 HELD_OUT = 100
 BITS = 5
-BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # what is put in, and has to be found
+BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # the fault that the demo simulates, and has to locate
 FAULT = "int4"  # 4-bit integers with one scale per tensor
 
 
-def demonstrated(output: Path, progress: object, say: Callable[[str], None]) -> Report:
-    """The report of all steps; `say` is told which one begins."""
+def run_demo(output: Path, progress: object, announce: Callable[[str], None]) -> Report:
+    """A diagnosis of the bundled model, its findings checked, its precision planned, and a fault located.
+
+    `announce` gets a line as each step begins.
+    """
     problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
-    unseen = dataclasses.replace(problems, items=problems.items[SAMPLES:])
+    unseen = replace(problems, items=problems.items[SAMPLES:])
     subject = load_subject(LoadingOptions(model="demo"))
-    report = diagnose(
-        subject,
-        samples=SAMPLES,
-        seeds=2,
-        slice=SAMPLES,
-        calibration_samples=128,
-        options=Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}),
-    )
-    say("2. simulating a fault where the report warns, and where it does not")
-    report = check_findings(
-        subject,
-        report,
-        unseen,
-        Format(FAULT),
-        name="4-bit integers (one scale per tensor)",
-        samples=HELD_OUT,
-        output=output,
-    )
-    say(f"3. planning {BITS} bits per weight, and measuring what that costs")
-    report = with_precision_planned(subject, report, BITS)
-    say("4. breaking one operation on purpose, and looking for it without a reference")
-    return with_fault_located(subject, report, BROKEN, output=output)
+    options = Options(output=output, progress=progress, repeat={"name": "demo", "options": {}})
+    report = diagnose(subject, samples=SAMPLES, seeds=2, slice=SAMPLES, calibration_samples=128, options=options)
+    announce("2. simulating a fault where the report warns, and where it does not")
+    name = "4-bit integers (one scale per tensor)"
+    report = check_findings(subject, report, unseen, Format(FAULT), name=name, samples=HELD_OUT, output=output)
+    announce(f"3. planning {BITS} bits per weight, and measuring what that costs")
+    report = add_precision_plan(subject, report, BITS)
+    announce("4. breaking one operation on purpose, and looking for it without a reference")
+    return add_located_fault(subject, report, BROKEN, output=output)

@@ -14,26 +14,17 @@ from typing import Any
 import numpy as np
 
 from noisescope.api.preparation import progress_of
-from noisescope.api.reports import ended
+from noisescope.api.reports import end_facts
 from noisescope.demo.task import Arithmetic, arithmetic, practice
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.model.subject import load
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.runs import PhasesOptions
-from noisescope.options.values import asks
-from noisescope.reports.experiment import (
-    PhasesCost,
-    PhasesRequest,
-    PhasesResult,
-    PhasesRun,
-    PhasesSettings,
-    ProblemSource,
-    TaskSource,
-    Trained,
-    TrainingSettings,
-)
+from noisescope.options.values import takes_options
+from noisescope.reports import experiment as report_rows
 from noisescope.reports.experiment import PhasesReport as PhasesReport
+from noisescope.reports.experiment import PhasesRequest, PhasesResult, PhasesRun, TrainingSettings
 from noisescope.runs.store import Store
 from noisescope.sites import Place
 from noisescope.training import layer_factors
@@ -46,44 +37,42 @@ from noisescope.trials import Result, content_id
 PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
 
 
-@asks(PhasesOptions)
-def phases(asked: PhasesOptions) -> PhasesReport:
+@takes_options(PhasesOptions)
+def phases(options: PhasesOptions) -> PhasesReport:
     """Train the bundled model's task under several kinds of noise, and ask each trained model under noise.
 
     What is done is kept in `output`; the same call goes on from there, also after `seconds` were up. Nothing is kept
     without a folder. A script that asks for several `workers` must do so under `if __name__ == "__main__":`.
     """
-    training = {name: vars(asked)[name] for name in ("steps", "batch", "rate", "examples", "layers", "width")}
-    task = _task(asked.method, asked.start, tests=asked.samples, **training)
-    chosen = tuple(Arm.of(text, asked.noise_scale) for text in asked.arms)
+    training = options.pick("steps", "batch", "rate", "examples", "layers", "width")
+    make_task = arithmetic if options.method == "supervised" else practice
+    task = make_task(options.start, tests=options.samples, **training)
+    chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)
     started = time.time()
-    with Store(asked.output) as store, _work_folder(asked.output) as folder:
-        if asked.retry_failed:
+    with Store(options.output) as store, _work_folder(options.output) as folder:
+        if options.retry_failed:
             store.forget_failures()
         design = Design(
             task=task,
             arms=chosen,
-            seeds=tuple(range(asked.seeds)),
-            levels=asked.noise_levels,
-            noise_seeds=asked.noise_seeds,
-            operators=frozenset(asked.operators),
+            seeds=tuple(range(options.seeds)),
+            levels=options.noise_levels,
+            noise_seeds=options.noise_seeds,
+            operators=frozenset(options.operators),
             factors=_factors(task, store) if any(arm.kind == "adaptive" for arm in chosen) else {},
-            device=asked.device,
+            device=options.device,
         )
-        about = _asked(design, asked.noise_scale, asked.start)
-        store.note(asked=to_json(about), **({} if asked.repeat is None else {"command": asked.repeat}))
-        _settle(design, store, folder, asked, deadline=math.inf if asked.seconds is None else started + asked.seconds)
-        report = PhasesReport(conclude(design, store, asked.noise_scale, run=_run(about, store, started)))
-        if asked.output is not None:
+        about = _asked(design, options.noise_scale, options.start)
+        store.note(asked=to_json(about), **({} if options.repeat is None else {"command": options.repeat}))
+        _settle(
+            design, store, folder, options, deadline=math.inf if options.seconds is None else started + options.seconds
+        )
+        cost = report_rows.PhasesCost(time.time() - started, sum(store.seconds.values()), len(store))
+        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **end_facts())
+        report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
+        if options.output is not None:
             store.note(report=report.data)
     return report
-
-
-def _task(method: str, start: str, **settings: Any) -> Arithmetic:
-    if method == "supervised":
-        return arithmetic(start, **settings)
-
-    return practice(start, **settings)
 
 
 def _settle(design: Design, store: Store, folder: Path, options: ExecutionOptions, *, deadline: float) -> None:
@@ -121,11 +110,11 @@ def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> P
             failures.append(f"{arm}, seed {seed}: {result.error}")
         else:
             found[str(arm)][seed] = outcome(result, design.levels)
-    rows = judge(criteria(design.arms, design.levels, scale), found)
+    hypotheses = judge(criteria(design.arms, design.levels, scale), found)
     trained = sum(map(len, found.values()))
     arms = [arm_row(name, runs, design.levels) for name, runs in found.items() if runs]
     notes = [f"failed: {failure}" for failure in failures]
-    notes += [f"{row.name}: {row.estimate.note}" for row in rows if row.verdict == UNMEASURABLE]
+    notes += [f"{row.name}: {row.estimate.note}" for row in hypotheses if row.verdict == UNMEASURABLE]
     notes += [note for arm in design.arms if (note := rounding(design, arm))]
     if missing:
         notes.append(f"{missing} of {len(design.trials())} trainings are not done yet: run the same command again")
@@ -135,9 +124,9 @@ def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> P
         seeds=tuple(design.seeds),
         n=design.task.samples,
         levels=tuple(design.levels),
-        trained=Trained(trained, len(failures), len(design.trials())),
-        hypotheses=tuple(rows),
-        theory=theory(rows),
+        trained=report_rows.Trained(trained, len(failures), len(design.trials())),
+        hypotheses=tuple(hypotheses),
+        theory=theory(hypotheses),
         could_not_see=tuple(notes),
     )
 
@@ -188,9 +177,11 @@ def _asked(design: Design, scale: float, start: str) -> PhasesRequest:
     settings = {**details.pop("settings"), **details}
     named = {field.name: settings.pop(field.name, None) for field in dataclasses.fields(TrainingSettings)}
     return PhasesRequest(
-        model=TaskSource("the bundled model, trained on" if start == "bundled" else "a new model, from scratch"),
-        data=ProblemSource(task.data_name(), task.samples),
-        settings=PhasesSettings(
+        model=report_rows.TaskSource(
+            "the bundled model, trained on" if start == "bundled" else "a new model, from scratch"
+        ),
+        data=report_rows.ProblemSource(task.data_name(), task.samples),
+        settings=report_rows.PhasesSettings(
             arms=tuple(str(arm) for arm in design.arms),
             seeds=len(design.seeds),
             noise_scale=scale,
@@ -201,13 +192,4 @@ def _asked(design: Design, scale: float, start: str) -> PhasesRequest:
             training=TrainingSettings(**{**named, "method": task.method, "others": settings}),
         ),
         device=design.device,
-    )
-
-
-def _run(asked: PhasesRequest, store: Store, started: float) -> PhasesRun:
-    return PhasesRun(
-        **vars(asked),
-        cost=PhasesCost(time.time() - started, sum(store.seconds.values()), len(store)),
-        notes=tuple(store.damage()),
-        **ended(),
     )

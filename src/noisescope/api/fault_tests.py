@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from noisescope import stats
-from noisescope.api.plan_trials import check_sizes, data_of
-from noisescope.api.preparation import Prepared, prepare
+from noisescope.api.plan_trials import check_sizes, find_data
+from noisescope.api.preparation import Prepared, prepare_run
 from noisescope.data.tokens import Sequence
 from noisescope.diagnosis.context import Array, Settings
 from noisescope.errors import InvalidInput, NoisescopeError
@@ -23,8 +23,9 @@ from noisescope.findings import LIMITS
 from noisescope.localization.locate import locate
 from noisescope.model.forwards import stepwise_logits
 from noisescope.model.subject import Subject
+from noisescope.options.groups import ScoringOptions
 from noisescope.options.plans import FaultTestOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans.fault_tests import FaultMeasurement, FaultTest, FaultTestResult, Hits, could_not_run, judge
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report
@@ -35,11 +36,11 @@ AFTER = 8  # steps that are watched after a fault of one step, where the sample 
 SHORTEST = 3 + int(LIMITS["fault_recovery_steps"])
 
 
-@asks(FaultTestOptions, "data")
+@takes_options(FaultTestOptions, "data")
 def run_fault_tests(
     subject: Subject,
     tests: Iterable[FaultTest],
-    asked: FaultTestOptions,
+    options: FaultTestOptions,
     *,
     on_result: Callable[[FaultTestResult], None] = lambda result: None,
 ) -> list[FaultTestResult]:
@@ -50,16 +51,9 @@ def run_fault_tests(
     with and without the fault on the same samples.
     """
     tests = tuple(tests)
-    noiseless = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
-    prepared = prepare(
-        subject,
-        asked.data,
-        settings=noiseless,
-        samples=asked.samples,
-        calibration_samples=0,
-        max_tokens=asked.max_tokens,
-        slice=1,
-    )
+    settings = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
+    scoring = ScoringOptions(data=options.data, samples=options.samples, max_tokens=options.max_tokens, slice=1)
+    prepared = prepare_run(subject, scoring, settings)
     results = []
     runner = _Runner(subject, prepared)
     for test in tests:
@@ -73,18 +67,18 @@ def run_fault_tests(
     return results
 
 
-def run_reported(
+def run_report_tests(
     subject: Subject,
     report: Report,
     tests: Iterable[FaultTest],
-    asked: FaultTestOptions,
+    options: FaultTestOptions,
     *,
     on_result: Callable[[FaultTestResult], None],
 ) -> list[FaultTestResult]:
     """The tests of a report on its model, and on its data unless others are given."""
     check_sizes(report, subject)
-    data = data_of(report) if asked.data is None else asked.data
-    return run_fault_tests(subject, tests, options=replace(asked, data=data), on_result=on_result)
+    data = find_data(report) if options.data is None else options.data
+    return run_fault_tests(subject, tests, options=replace(options, data=data), on_result=on_result)
 
 
 class _Runner:
@@ -105,7 +99,7 @@ class _Runner:
     def measured(self, test: FaultTest) -> FaultMeasurement:
         """What the test's criteria ask for."""
         faults, wanted = test.parameters.faults, test.acceptance_criteria
-        found = self._stepped(faults) if wanted.recovery_time is not None else self._asked(faults)
+        found = self._stepped(faults) if wanted.recovery_time is not None else self._answered(faults)
         return self._located(faults, found) if wanted.detection_required else found
 
     @contextlib.contextmanager
@@ -114,14 +108,12 @@ class _Runner:
             anatomy = self.subject.anatomy
             yield [stack.enter_context(faulty(self.subject.model, fault, anatomy=anatomy)) for fault in faults]
 
-    # -- whole requests
-
-    def _asked(self, faults: tuple[str, ...]) -> FaultMeasurement:
+    def _answered(self, faults: tuple[str, ...]) -> FaultMeasurement:
         if self._clean is None:
             self._clean, _ = self._answers()
         with self._broken(faults) as scopes:
             scores, broken = self._answers()
-        tokens = self.prepared.asked.data.scored_tokens
+        tokens = self.prepared.facts.data.scored_tokens
         loss = stats.degradation(self._clean, scores, chance=self.context.chance)
         return FaultMeasurement(_hits(scopes), self.context.metric_name, loss, broken / tokens)
 
@@ -137,8 +129,6 @@ class _Runner:
                 scores.append(result.values[self.context.metric][0] or 0.0)
                 broken += int(result.values["nonfinite"][0] or 0)
         return np.array(scores), broken
-
-    # -- token by token
 
     def _stepped(self, faults: tuple[str, ...]) -> FaultMeasurement:
         """The fault hits one token; answers and recovery are of what follows it. Shorter samples are left out."""
@@ -172,24 +162,19 @@ class _Runner:
         right = (predicted[begin - first :] == torch.tensor(sequence.ids[begin:])).double()
         return float(right.min() if self.whole_answers else right.mean())
 
-    # -- detection
-
     def _located(self, faults: tuple[str, ...], found: FaultMeasurement) -> FaultMeasurement:
         with self._broken(faults):
             verdict = locate(self.subject)
         places = {parse_fault(fault)[1].place for fault in faults}
         suspect = verdict.suspects[0] if verdict.suspects else None
         right = verdict.verdict == "faulty" and suspect is not None and suspect.site.place in places
-        said = verdict.verdict if suspect is None else f"{verdict.verdict}: {suspect.site}, {suspect.fault_class}"
-        return replace(found, detected=right, located=f"says {said}")
+        words = verdict.verdict if suspect is None else f"{verdict.verdict}: {suspect.site}, {suspect.fault_class}"
+        return replace(found, detected=right, located=f"says {words}")
 
 
 def _hits(scopes: Iterable[FaultScope]) -> Hits:
     """Of all faults of a test together."""
-    hits = Hits(0, 0, 0)
-    for scope in scopes:
-        hits += Hits(scope.calls, scope.acted, scope.changed)
-    return hits
+    return sum((Hits(scope.calls, scope.acted, scope.changed) for scope in scopes), Hits(0, 0, 0))
 
 
 def _recovered(clean: Tensor, faulted: Tensor) -> int | None:

@@ -1,17 +1,16 @@
-"""Whether a model got worse than its baseline: measured, decided, kept."""
+"""Whether a model got worse than its baseline: measured, decided, stored."""
 
 from __future__ import annotations
 
-import datetime
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.plan_trials import check_model, data_of
-from noisescope.api.preparation import Prepared, prepared_for, seeds_of
+from noisescope.api.plan_trials import check_model, find_data
+from noisescope.api.preparation import Prepared, prepare_run, seeds_of
+from noisescope.api.reports import now
 from noisescope.diagnosis import gate_baseline, operators
 from noisescope.diagnosis.context import GROUP, Settings, StudyContext
 from noisescope.diagnosis.report import Diagnosis
@@ -21,7 +20,7 @@ from noisescope.jsonform import from_json, to_json
 from noisescope.model.subject import Subject
 from noisescope.options.groups import ExecutionOptions
 from noisescope.options.sensitivity import GateBaselineOptions, GateOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans.gate import conditions_row, decide, refuse_kind, refuse_other_samples
 from noisescope.plans.gate_rows import GateBaseline, headline_of
 from noisescope.plans.gate_rows import GateResult as GateResult
@@ -33,14 +32,14 @@ from noisescope.runs.store import Store
 from noisescope.trials import Results, Trial
 
 
-@asks(GateOptions, "baseline", "data")
-def gate(subject: Subject, asked: GateOptions) -> GateResult:
-    """The verdict on a model beside the report of an earlier one: plans/gate.py says how it is decided.
+@takes_options(GateOptions, "baseline", "data")
+def gate(subject: Subject, options: GateOptions) -> GateResult:
+    """The verdict on a model beside the report of an earlier one: plans/gate.py holds the rules.
 
     On the baseline's own samples every number is compared in pairs. `conditions` lists what else differs: dtype,
     device, attention path.
     """
-    given: Any = asked.baseline
+    given: Any = options.baseline
     report = diagnosis_of(Report.load(given) if isinstance(given, (str, Path)) else given)
     before, run = _kept(report), report.run
     check_model(report, subject)
@@ -48,84 +47,70 @@ def gate(subject: Subject, asked: GateOptions) -> GateResult:
     prepared = _prepared(
         subject,
         GateBaselineOptions(
-            data=data_of(report) if asked.data is None else asked.data,
+            data=find_data(report) if options.data is None else options.data,
             noise_scale=run.settings.noise_scale,
             metric=before.metric,
             generate=run.data.measure == "generate",
-            samples=asked.samples,
-            seeds=before.seeds if asked.seeds is None else asked.seeds,
-            effort=asked.effort,
-            max_tokens=asked.max_tokens,
-            slice=asked.slice,
+            seeds=before.seeds if options.seeds is None else options.seeds,
+            **options.pick("samples", "effort", "max_tokens", "slice"),
         ),
     )
-    refuse_kind(run.data, prepared.asked.data)
-    if not asked.other_samples:
-        refuse_other_samples(run.data, prepared.asked.data, (before.samples, prepared.context.sample_hashes))
-    now = _measured(prepared, asked)
-    conditions = conditions_row(run, prepared.asked, (before, now))
-    decision = decide(
-        before,
-        now,
-        worse_than=1 + asked.max_worse,
-        max_degradation=asked.max_degradation,
-        kl_floor=run.kl_floor,
-    )
+    refuse_kind(run.data, prepared.facts.data)
+    if not options.other_samples:
+        refuse_other_samples(run.data, prepared.facts.data, (before.samples, prepared.context.sample_hashes))
+    after = _measured(prepared, options)
+    conditions = conditions_row(run, prepared.facts, (before, after))
+    worse_than, limit = 1 + options.max_worse, options.max_degradation
+    decision = decide(before, after, worse_than=worse_than, max_degradation=limit, kl_floor=run.kl_floor)
     return GateResult(
         **vars(decision),
         headline=headline_of(decision, conditions),
         model=subject.source,
         baseline=GateBaseline(run.model.source, run.finished),
-        step=asked.step,
-        finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        step=options.step,
+        finished=now(),
         seconds=time.perf_counter() - started,
         conditions=conditions,
     )
 
 
-@asks(GateBaselineOptions, "data")
-def gate_baseline_of(subject: Subject, asked: GateBaselineOptions) -> GateNumbers:
+@takes_options(GateBaselineOptions, "data")
+def measure_baseline(subject: Subject, options: GateBaselineOptions) -> GateNumbers:
     """What a gate compares, of one model: the section that `diagnose` keeps in its report, without the diagnosis."""
-    return _measured(_prepared(subject, asked), asked)
+    return _measured(_prepared(subject, options), options)
 
 
-def _prepared(subject: Subject, asked: GateBaselineOptions) -> Prepared:
+def _prepared(subject: Subject, options: GateBaselineOptions) -> Prepared:
     settings = Settings(
-        Gaussian(asked.noise_scale),
+        Gaussian(options.noise_scale),
         levels=("operator",),
-        operators=(GROUP,) if asked.effort == "screen" else gate_baseline.OPERATORS,
-        seeds=seeds_of(asked.seeds),
+        operators=(GROUP,) if options.effort == "screen" else gate_baseline.OPERATORS,
+        seeds=seeds_of(options.seeds),
     )
-    return prepared_for(subject, asked, settings)
+    return prepare_run(subject, options, settings)
 
 
 def _measured(prepared: Prepared, options: ExecutionOptions) -> GateNumbers:
-    _, found = prepared.run(_Question(), options)
-    if found.numbers is None:
-        raise NoisescopeError(f"the model could not be measured: {found.error}")
+    _, (numbers, error) = prepared.run(_Question(), options)
+    if numbers is None:
+        raise NoisescopeError(f"the model could not be measured: {error}")
     if options.output is not None:
         with Store(options.output) as store:
-            store.note(answered=to_json(prepared.asked))
-    return found.numbers
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a gate compares, or why there is none."""
-
-    numbers: GateNumbers | None
-    error: str
+            store.note(answered=to_json(prepared.facts))
+    return numbers
 
 
 class _Question:
-    """The numbers of a gate as a question of their own."""
+    """The numbers of a gate as a question of their own; where there are none, why."""
 
     def propose(self, context: StudyContext, results: Results) -> list[Trial]:
         return gate_baseline.propose(context, results) + operators.propose(context, results)
 
-    def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> _Found:
+    def conclude(
+        self, context: StudyContext, results: Results, notes: Sequence[str] = ()
+    ) -> tuple[GateNumbers | None, str]:
         clean = context.scoring_all_tokens.answer(results, None)
-        return _Found(gate_baseline.conclude(context, results), "" if clean is None else clean.error)
+        return gate_baseline.conclude(context, results), "" if clean is None else clean.error
 
 
 def keep(result: GateResult, folder: str | Path) -> list[Path]:

@@ -10,10 +10,10 @@ from noisescope.options.devices import InspectOptions
 from noisescope.sites import OPERATORS, Place, place_order
 
 
-def inspected(asked: InspectOptions) -> dict[str, Any]:
+def describe_model(options: InspectOptions) -> dict[str, Any]:
     """Places, operators and modules of the model that options name."""
-    subject = outline(asked.model, dtype=asked.dtype, attn_implementation=asked.attn_implementation)
-    return anatomy_facts(subject, verbose=asked.verbose)
+    subject = outline(options.model, dtype=options.dtype, attn_implementation=options.attn_implementation)
+    return anatomy_facts(subject, verbose=options.verbose)
 
 
 def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
@@ -21,14 +21,20 @@ def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
     model, anatomy = subject.model, subject.anatomy
     parameters = list(model.parameters())
     packed = [unit for unit in anatomy.units if unit.packed]
+    config = getattr(model, "config", None)
+    experts = None  # of an MoE model, how transformers computes them: "grouped_mm", "batched_mm", "eager"
+    if any(unit.kind == "experts" for unit in anatomy.units):
+        experts = getattr(config, "_experts_implementation", None) or "eager"
+    kernel = getattr(config, "_attn_implementation", None)  # that computes attention
+    products = anatomy.operators() & {"softmax", "matmul", "bmm"}
     found: dict[str, Any] = {
         "source": subject.source,
         "architecture": anatomy.architecture,
         "blocks": len(anatomy.blocks),
         "parameters": sum(parameter.numel() for parameter in parameters),  # a tied weight counts once
         "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
-        "attention": _attention(subject),
-        "experts": _experts(subject),
+        "attention": {"implementation": kernel or "torch", "fused": bool(products) and kernel != "eager"},
+        "experts": experts,
         "operators": _folded(anatomy.counts()),
         "left_alone": _folded(anatomy.counts(left_alone=True)),
         "possible": sorted({op for unit in anatomy.units if not unit.certain for op in unit.operators}),
@@ -39,20 +45,6 @@ def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
     if verbose:
         found["modules"] = _modules(anatomy)
     return found
-
-
-def _attention(subject: Subject) -> dict[str, Any]:
-    """Which kernel computes attention, and whether its products and softmax are fused in it."""
-    name = getattr(getattr(subject.model, "config", None), "_attn_implementation", None)
-    present = subject.anatomy.operators() & {"softmax", "matmul", "bmm"}
-    return {"implementation": name or "torch", "fused": bool(present) and name != "eager"}
-
-
-def _experts(subject: Subject) -> str | None:
-    """How transformers computes the experts of an MoE model: "grouped_mm", "batched_mm", "eager"."""
-    if not any(unit.kind == "experts" for unit in subject.anatomy.units):
-        return None
-    return getattr(getattr(subject.model, "config", None), "_experts_implementation", None) or "eager"
 
 
 def _folded(counts: dict[Place, dict[str, int]]) -> list[dict[str, Any]]:
@@ -66,21 +58,12 @@ def _folded(counts: dict[Place, dict[str, int]]) -> list[dict[str, Any]]:
 
 
 def _modules(anatomy: Anatomy) -> list[dict[str, Any]]:
-    return [
-        {
-            "module": unit.module,
-            "place": unit.place,
-            "counts": dict(zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True)),
-            "remark": ", ".join(
-                remark
-                for remark, applies in (
-                    ("only when named", unit.left_alone),
-                    (f"packed ({unit.packed})", bool(unit.packed)),
-                    ("may be called", not unit.certain),
-                )
-                if applies
-            ),
-        }
-        for unit in sorted(anatomy.units, key=lambda unit: place_order(unit.place))
-        if unit.operators
-    ]
+    rows = []
+    for unit in sorted(anatomy.units, key=lambda unit: place_order(unit.place)):
+        if unit.operators:
+            remarks = ["only when named"] if unit.left_alone else []
+            remarks += [f"packed ({unit.packed})"] if unit.packed else []
+            remarks += [] if unit.certain else ["may be called"]
+            counts = dict(zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True))
+            rows.append({"module": unit.module, "place": unit.place, "counts": counts, "remark": ", ".join(remarks)})
+    return rows

@@ -1,4 +1,4 @@
-"""A fault looked for, also one that is put in first. Torch is loaded once a fault is known to be one."""
+"""A simulated fault, located. Torch is loaded once the fault is known to be one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _PROMPTS, _LENGTH = 16, 16  # of the records that a simulated fault needs
 
 
-def checked_fault(text: str | None) -> None:
+def check_fault(text: str | None) -> None:
     """Refuse a fault that can't be simulated, before a model is loaded."""
     if text is not None:
         fault, where = parse_fault(text)
         where.of(fault)
 
 
-def locate_simulated(subject: Subject, asked: LocateOptions) -> tuple[Verdict, Place, int]:
+def locate_simulated(subject: Subject, options: LocateOptions) -> tuple[Verdict, Place, int]:
     """The verdict while the fault of `simulated` is in the model, its place, and how many elements it changed.
 
     Methods that need a record get one of this model: replay that of the good device, fingerprint the suspect's.
@@ -34,18 +34,20 @@ def locate_simulated(subject: Subject, asked: LocateOptions) -> tuple[Verdict, P
     from noisescope.faults.simulator import faulty
     from noisescope.localization.locate import locate
 
-    fault, where = parse_fault(str(asked.simulated))
+    fault, where = parse_fault(str(options.simulated))
     broken = faulty(subject.model, fault, where, anatomy=subject.anatomy)
     with tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
         output = Path(folder) / "simulated.record"
-        if asked.method == "fingerprint":  # the suspect computes elsewhere: candidates are tried on a healthy model
+        if options.method == "fingerprint":  # the suspect computes elsewhere: candidates are tried on a healthy model
             with broken as scope:
                 record(subject, output=output, samples=_PROMPTS, max_tokens=_LENGTH)
-            suspect = LocateOptions(method="fingerprint", failure=output, reference=asked.reference, seed=asked.seed)
+            suspect = LocateOptions(
+                method="fingerprint", failure=output, reference=options.reference, seed=options.seed
+            )
             return locate(subject, options=suspect), where.place, scope.changed
-        if asked.method == "replay" and asked.reference is None:
+        if options.method == "replay" and options.reference is None:
             record(subject, output=output, samples=_PROMPTS, max_tokens=_LENGTH, detail="full")
-            asked = dataclasses.replace(asked, reference=output)
+            options = dataclasses.replace(options, reference=output)
         with broken as scope:
-            verdict = locate(subject, options=asked)
+            verdict = locate(subject, options=options)
     return verdict, where.place, scope.changed

@@ -1,4 +1,4 @@
-"""Precision plans from a report, carried out on the model and measured."""
+"""Plans from a report, carried out on its model and measured: number formats, SmoothQuant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from noisescope import demo
-from noisescope.api.plans import plan_precision, predicted_precision
-from noisescope.api.preparation import material_of, prepare
+from noisescope.api.plans import plan_precision, predict_precision
+from noisescope.api.preparation import encode_data, prepare_run
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.effects import divergence, ratio
@@ -21,42 +21,25 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings.values import counted
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection, weight_of
-from noisescope.measures.smoothing import W8A8, Folded, Smoothed, rounded_kl, smooth
+from noisescope.measures.smoothing import W8A8, Smoothed, rounded_kl, smooth
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
 from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions
+from noisescope.options.groups import ExecutionOptions, ScoringOptions
 from noisescope.options.plans import SmoothquantOptions, VerifyOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
+from noisescope.plans import precision, precision_results
 from noisescope.plans.gate import refuse_architecture
-from noisescope.plans.precision import (
-    Module,
-    Plan,
-    layer_sensitivity,
-    modules_of,
-    random_plans,
-    rule_plan,
-    uniform_plan,
-)
-from noisescope.plans.precision_results import (
-    NamedPlan,
-    PlanData,
-    PlanRow,
-    PlanScores,
-    PrecisionPlan,
-    Verification,
-    measured_plan,
-    prediction_notes,
-    without_random,
-)
+from noisescope.plans.precision import Module, Plan, modules_of
+from noisescope.plans.precision_results import NamedPlan, PlanData, PlanRow, PlanScores, PrecisionPlan, Verification
 from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report import Report, diagnosis_of
 
 
-@asks(VerifyOptions, "data")
-def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, asked: VerifyOptions) -> PrecisionPlan:
+@takes_options(VerifyOptions, "data")
+def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, options: VerifyOptions) -> PrecisionPlan:
     """The plan carried out by fake quantisation: KL and score beside uniform, rule and random plans.
 
     Samples are those after the ones that formats were scored on; a note says where there are no more. Random plans are
@@ -64,83 +47,60 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, a
     """
     found = diagnosis_of(report)
     check_sizes(found, subject)
-    planned = predicted_precision(found, plan, formats=asked.formats)
-    missing = sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units})
-    if missing:
-        raise InvalidInput(
-            f"the model has no {missing[0]}: the report is of another model ({subject.source} was given)"
-        )
-    modules = modules_of(found, asked.formats)
+    planned = predict_precision(found, plan, formats=options.formats)
+    if missing := sorted(plan.assignment.keys() - {unit.module for unit in subject.anatomy.units}):
+        other = f"the report is of another model ({subject.source} was given)"
+        raise InvalidInput(f"the model has no {missing[0]}: {other}")
+    modules = modules_of(found, options.formats)
     rivals = [NamedPlan("plan", "plan", plan), *_rivals(found, modules, plan)]
-    drawn = random_plans(modules, plan.average_bits, asked.random, seed=asked.seed)
+    rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
+    drawn = precision.random_plans(modules, plan.average_bits, options.random, seed=options.seed)
     rivals += [NamedPlan(f"random {i}", "random", one) for i, one in enumerate(drawn)]
-    given = data_of(found) if asked.data is None else asked.data
-    held_out, seen_before = _held_out(given, planned.prediction.n, asked.samples)
-    prepared = prepare(
-        subject,
-        held_out,
-        settings=Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)),
-        samples=asked.samples,
-        calibration_samples=0,
-        max_tokens=asked.max_tokens,
-        slice=asked.samples,
-    )
+    given = find_data(found) if options.data is None else options.data
+    held_out, seen_before = _held_out(given, planned.prediction.n, options.samples)
+    count, settings = options.samples, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
+    scoring = ScoringOptions(data=held_out, samples=count, max_tokens=options.max_tokens, slice=count)
+    prepared = prepare_run(subject, scoring, settings)
     question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
     run, verified = prepared.run(question, ExecutionOptions())
     own = verified.plans["plan"]
     rows = [_row(rival, verified.plans[rival.name], own) for rival in rivals]
     notes = [
-        *prediction_notes(planned.prediction, own.divergence.mean),
-        *other_numbers(found, run.model.fingerprint),
+        *precision_results.prediction_notes(planned.prediction, own.divergence.mean),
+        *other_weights_note(found, run.model.fingerprint),
         *seen_before,
-        *_rule_notes(rivals),
+        "the bit rule was not applied: the loss of no window could be measured" if rule is None else rule.note,
         *verified.could_not_see,
     ]
-    return measured_plan(
-        planned, rows, PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint), notes=notes
-    )
+    data = PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint)
+    return precision_results.measured_plan(planned, rows, data, notes=[note for note in notes if note])
 
 
-def with_precision_planned(
+def add_precision_plan(
     subject: Subject, report: Report, average_bits: float, *, random: int = 16, samples: int = 64
 ) -> Report:
     """The report, and a precision plan carried out on its model."""
     plan = plan_precision(report, average_bits=average_bits)
     measured = verify_precision(subject, report, plan, random=random, samples=samples)
-    return Report(replace(report.diagnosis, precision_plan=without_random(measured)))
+    return Report(replace(report.diagnosis, precision_plan=precision_results.without_random(measured)))
 
 
 def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator[NamedPlan]:
     """Uniform plans of every format offered, and the rule of the original method notes where it has a profile."""
     for name in modules[0].choices:
         if name != UNTOUCHED:
-            yield NamedPlan(f"uniform {name}", "uniform", uniform_plan(modules, name), name)
-    sensitivity = layer_sensitivity(found)
+            yield NamedPlan(f"uniform {name}", "uniform", precision.uniform_plan(modules, name), name)
+    sensitivity = precision.layer_sensitivity(found)
     if sensitivity:
-        yield NamedPlan("bit rule", "bit rule", rule_plan(modules_of(found), sensitivity, plan.average_bits))
-
-
-def _rule_notes(rivals: Sequence[NamedPlan]) -> list[str]:
-    rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
-    if rule is None:
-        return ["the bit rule was not applied: the loss of no window could be measured"]
-    return [rule.note] if rule.note else []
+        yield NamedPlan("bit rule", "bit rule", precision.rule_plan(modules_of(found), sensitivity, plan.average_bits))
 
 
 def _row(rival: NamedPlan, carried: PlanScores, own: PlanScores) -> PlanRow:
     plan = rival.plan
-    return PlanRow(
-        rival.name,
-        rival.kind,
-        rival.format,
-        plan.average_bits,
-        plan.effective_bits,
-        plan.predicted_mean_kl,
-        carried.divergence,
-        carried.score,
-        carried.clean_score,
-        None if rival.kind == "plan" else carried.over(own),
-    )
+    predicted = (plan.average_bits, plan.effective_bits, plan.predicted_mean_kl)
+    measured = (carried.divergence, carried.score, carried.clean_score)
+    over_plan = None if rival.kind == "plan" else carried.over(own)
+    return PlanRow(rival.name, rival.kind, rival.format, *predicted, *measured, over_plan)
 
 
 def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
@@ -155,12 +115,9 @@ def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
     return data, [f"{held}: the plan may be measured on the samples it was made from. Give more with --data"]
 
 
-# SmoothQuant tried out on a model: scales folded into a copy, and what that does for 8-bit weights and activations.
-
-
 def token_batches(subject: Subject, data: Any, samples: int, max_tokens: int, *, which: str) -> list[Tensor]:
     """Token ids [1, T] of each sequence, whatever form data comes in."""
-    material = material_of(subject, data, samples, max_tokens, which=which)[0]
+    material = encode_data(subject, data, samples, max_tokens, which=which)[0]
     device = input_device(subject.model)
     return [
         torch.tensor([s.ids], device=device) for group in material.encoded.sequences for s in group if len(s.ids) > 1
@@ -181,24 +138,27 @@ def smooth_outliers(
     return smooth(subject.model, batches, alpha=alpha, places=places, anatomy=subject.anatomy)
 
 
-@asks(SmoothquantOptions, "data")
-def plan_smoothquant(subject: Subject, report: Report | Diagnosis, asked: SmoothquantOptions) -> SmoothingPlan:
+@takes_options(SmoothquantOptions, "data")
+def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: SmoothquantOptions) -> SmoothingPlan:
     """SmoothQuant carried out on a copy: W8A8 KL before and after, and advice for each module with outliers.
 
     The first half of the samples calibrates, on the other half the KL is measured.
     """
-    alpha, target, found = asked.alpha, asked.target, diagnosis_of(report)
+    alpha, target, found = options.alpha, options.target, diagnosis_of(report)
     recommendations(found, (), target=target)  # refuses a report without channels before the work begins
     check_sizes(found, subject)
-    given = data_of(found) if asked.data is None else asked.data
-    batches = token_batches(subject, given, asked.samples, asked.max_tokens, which="test")
+    given = find_data(found) if options.data is None else options.data
+    batches = token_batches(subject, given, options.samples, options.max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
     half = len(batches) // 2
     smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
     before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
     after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
-    folds = tuple(map(_fold_row, smoothed.folds))
+    folds = tuple(
+        FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
+        for done, fold in ((done, done.fold) for done in smoothed.folds)
+    )
     return SmoothingPlan(
         scheme="W8A8: int8 weights with a scale per output channel, int8 activations with a scale per token",
         alpha=alpha,
@@ -207,27 +167,16 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, asked: Smooth
         float_error=smoothed.float_error,
         folds=folds,
         recommendations=recommendations(found, folds, target=target),
-        notes=tuple(other_numbers(found, model_fingerprint(subject.model))),
+        notes=tuple(other_weights_note(found, model_fingerprint(subject.model))),
     )
 
 
-def _fold_row(done: Folded) -> FoldRow:
-    fold = done.fold
-    return FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
-
-
-# What a report was made on, found again.
-
-
-BUILT_IN = "built-in text"
-
-
-def data_of(report: Report | Diagnosis) -> DataSet | str | Path:
+def find_data(report: Report | Diagnosis) -> DataSet | str | Path:
     """What `diagnose` takes as data: the same file, the demo's problems, or the built-in text."""
     source = diagnosis_of(report).run.data.source
     if source == "demo":
         return demo.test_file()
-    if source == BUILT_IN:
+    if source == "built-in text":
         return built_in()
     if not Path(source).exists():
         raise InvalidInput(f"the report was made on {source}, which is not there: give the data with --data")
@@ -262,7 +211,7 @@ def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None
         )
 
 
-def other_numbers(report: Report | Diagnosis, fingerprint: str) -> list[str]:
+def other_weights_note(report: Report | Diagnosis, fingerprint: str) -> list[str]:
     """A note where a model of the same sizes has other numbers than the report's."""
     if diagnosis_of(report).run.model.fingerprint == fingerprint:
         return []

@@ -1,4 +1,4 @@
-"""Precision plans from a report. No torch here: carrying one out is in planning.py."""
+"""Plans from a report: precision, migration, fault tests. No torch here: plan_trials.py carries them out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from noisescope.api.reports import load_report
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.plans import BudgetOptions, MigrationOptions, PrecisionOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.plans import migration
 from noisescope.plans.fault_tests import FaultTest as FaultTest
 from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
@@ -25,33 +25,33 @@ from noisescope.plans.precision_results import coverage_notes, planned_share, pr
 from noisescope.reports.report import Report, diagnosis_of
 
 
-@asks(BudgetOptions)
-def plan_precision(report: Report | Diagnosis, asked: BudgetOptions) -> Plan:
+@takes_options(BudgetOptions)
+def plan_precision(report: Report | Diagnosis, options: BudgetOptions) -> Plan:
     """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
-    budget = Budget(asked.average_bits, asked.max_megabytes, asked.max_milliseconds, _table(asked.latency_table))
-    modules = modules_of(diagnosis_of(report), asked.formats)
+    budget = Budget(
+        options.average_bits, options.max_megabytes, options.max_milliseconds, _table(options.latency_table)
+    )
+    modules = modules_of(diagnosis_of(report), options.formats)
     bits = {name: choice.bits for name, choice in modules[0].choices.items()}
     low, high = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
-    if asked.average_bits is not None and not bits[low] <= asked.average_bits <= bits[high]:
+    if options.average_bits is not None and not bits[low] <= options.average_bits <= bits[high]:
         raise InvalidInput(
             f"these formats allow averages from {bits[low]:g} ({low}) to {bits[high]:g} bits ({high}), got "
-            f"{asked.average_bits:g}: change the average, or the formats to choose from"
+            f"{options.average_bits:g}: change the average, or the formats to choose from"
         )
-    return optimal_plan(modules, budget, granularity=asked.granularity)
+    return optimal_plan(modules, budget, granularity=options.granularity)
 
 
-def predicted_precision(
-    report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None
-) -> PrecisionPlan:
+def predict_precision(report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None) -> PrecisionPlan:
     """A plan with its prediction, not carried out."""
     found = diagnosis_of(report)
     prediction = prediction_of(found, modules_of(found, formats), plan)
     return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
 
 
-def exported(report: Report | Diagnosis, plan: Plan, asked: PrecisionOptions) -> Export:
+def export_precision(report: Report | Diagnosis, plan: Plan, options: PrecisionOptions) -> Export:
     """The plan in the words of another tool."""
-    return export_plan(plan, str(asked.export), modules_of(diagnosis_of(report), asked.formats))
+    return export_plan(plan, str(options.export), modules_of(diagnosis_of(report), options.formats))
 
 
 def _table(given: Any) -> Mapping[str, Any]:
@@ -67,13 +67,10 @@ def _table(given: Any) -> Mapping[str, Any]:
     return table
 
 
-# What to validate first on new hardware, from a stored report. No torch here.
-
-
-def plan_migration(asked: MigrationOptions) -> MigrationSteps:
+def plan_migration(options: MigrationOptions) -> MigrationSteps:
     """The plan of plans/migration.py, with commands that name the report's path."""
-    path = asked.report / "report.json" if asked.report.is_dir() else asked.report
-    return migration.plan_migration(load_report(asked.report).diagnosis, path=str(path), device=asked.device)
+    path = options.report / "report.json" if options.report.is_dir() else options.report
+    return migration.plan_migration(load_report(options.report).diagnosis, path=str(path), device=options.device)
 
 
 # Fault tests from a report. No torch here.

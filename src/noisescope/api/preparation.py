@@ -1,4 +1,4 @@
-"""The model that options name."""
+"""From options to a run: the model loaded, the data encoded and cut into slices, the question carried out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from noisescope.api.costs import Cost, estimate
-from noisescope.api.reports import ended, settings_facts
+from noisescope.api.reports import end_facts
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings, StudyContext
-from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run
+from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.report import Cost as RunCost
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
@@ -32,7 +32,7 @@ from noisescope.options.groups import (
     ScoringOptions,
 )
 from noisescope.options.sensitivity import DiagnoseOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.executor import Executor, LocalExecutor, NoProgress, Progress, run_waves
@@ -40,37 +40,30 @@ from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.runs.store import Store
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
+C = TypeVar("C", covariant=True)
+FEW = 8  # samples for curvature and gradients: a second derivative is dear
 
-def load_subject(asked: LoadingOptions) -> Subject:
+
+def load_subject(options: LoadingOptions) -> Subject:
     """The model of a command."""
-    return _loaded(asked.model, asked.dtype, asked)
+    return _loaded(options.model, options.dtype, options)
 
 
-def subject_of_report(report: Mapping[str, Any], asked: ReportModelOptions) -> Subject:
+def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) -> Subject:
     """The model that a report is of, in the dtype it was measured in; or another one."""
     run = report["run"]
-    return _loaded(asked.model or run["model"]["source"], asked.dtype or run["conditions"]["dtype"], asked)
+    return _loaded(options.model or run["model"]["source"], options.dtype or run["conditions"]["dtype"], options)
 
 
-def _loaded(model: str, dtype: str | None, asked: DeviceOptions) -> Subject:
+def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     """Without the loader's own progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return load(
-        model,
-        device=asked.device,
-        dtype=dtype,
-        device_map=asked.device_map,
-        revision=asked.revision,
-        trust_remote_code=asked.trust_remote_code,
-    )
+    return load(model, dtype=dtype, **options.pick("device", "device_map", "revision", "trust_remote_code"))
 
 
-# Data in any form as encoded samples, and what can be said of them before anything runs.
-
-
-def material_of(
+def encode_data(
     subject: Subject, data: Any, count: int, max_tokens: int, *, which: str
 ) -> tuple[Material, DataSet | None]:
     """Encoded samples from whatever form data comes in."""
@@ -81,11 +74,10 @@ def material_of(
         return Material(encoded, "text"), None
     encoded = tokens.encode(found, subject.tokenizer, max_tokens=max_tokens)
     labels = tuple(item.label for item in found.items) if found.kind == "choice" else ()
-    prompts: tuple[str, ...] = ()
-    answers: tuple[str, ...] = ()
-    if found.kind in ("answer", "chat"):
-        prompts = tuple(tokens.prompts(found, subject.tokenizer))
-        answers = tuple(item.answer or item.messages[-1][1] for item in found.items)
+    if found.kind not in ("answer", "chat"):
+        return Material(encoded, found.kind, labels), found
+    prompts = tuple(tokens.prompts(found, subject.tokenizer))
+    answers = tuple(item.answer or item.messages[-1][1] for item in found.items)
     return Material(encoded, found.kind, labels, prompts, answers), found
 
 
@@ -116,127 +108,106 @@ def data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[s
 
 
 def chance_of(test: Material, found: DataSet | None, metric: str) -> float:
-    """What guessing gets: of one's own metric nothing is known, and tokens are guessed as the commonest one."""
-    if metric == "custom" or metric == "agreement":
+    """What guessing gets: of one's own metric nothing is known, and the best guess of a token is the commonest one."""
+    if metric in ("custom", "agreement"):
         return 0.0
     if metric == "next_token_accuracy" or test.kind == "text":
-        return _commonest(test)
+        counts = Counter(token for group in test.encoded.sequences for s in group for token in s.ids[s.start :])
+        return max(counts.values()) / max(sum(counts.values()), 1)
     return 0.0 if found is None else tokens.chance(found)
 
 
-def _commonest(test: Material) -> float:
-    """The share of the commonest scored token: what always saying the same would get right."""
-    tokens = Counter(token for group in test.encoded.sequences for s in group for token in s.ids[s.start :])
-    return max(tokens.values()) / max(sum(tokens.values()), 1)
-
-
-def scored_tokens(test: Material) -> int:
-    return sum(len(s.ids) - s.start for group in test.encoded.sequences for s in group)
-
-
-# From a model, data and settings to a frame of questions with the material to ask them on.
-
-
-FEW = 8  # samples for curvature and gradients: a second derivative is dear
-
-
-@asks(DiagnoseOptions, "data")
-def prepare_diagnosis(subject: Subject, asked: DiagnoseOptions) -> Prepared:
+@takes_options(DiagnoseOptions, "data")
+def prepare_diagnosis(subject: Subject, options: DiagnoseOptions) -> Prepared:
     """A diagnosis ready to run, or to say what it would cost."""
     settings = Settings(
-        Gaussian(asked.noise_scale) if asked.perturbation is None else asked.perturbation,
-        levels=asked.level,
-        operators=DEFAULT_OPERATORS if asked.operators is None else asked.operators,
-        window=asked.window,
-        step=asked.step,
-        outlier_threshold=asked.outlier_threshold,
-        seeds=seeds_of(asked.seeds),
-        effort=asked.effort,
-        target_degradation=asked.target_degradation,
-        highest_scale=asked.highest_scale,
+        Gaussian(options.noise_scale) if options.perturbation is None else options.perturbation,
+        levels=options.level,
+        operators=DEFAULT_OPERATORS if options.operators is None else options.operators,
+        seeds=seeds_of(options.seeds),
+        **options.pick("window", "step", "outlier_threshold", "effort", "target_degradation", "highest_scale"),
     )
-    return prepared_for(subject, asked, settings)
+    return prepare_run(subject, options, settings)
 
 
-@asks(MeasuringOptions, "data")
-def prepare(subject: Subject, asked: MeasuringOptions, *, settings: Settings) -> Prepared:
+@takes_options(MeasuringOptions, "data")
+def prepare(subject: Subject, options: MeasuringOptions, *, settings: Settings) -> Prepared:
     """Settings of your own ready to run: the data read, encoded and cut into slices."""
-    return prepared_for(subject, asked, settings)
+    return prepare_run(subject, options, settings)
 
 
-def prepared_for(subject: Subject, asked: ScoringOptions, settings: Settings) -> Prepared:
+def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -> Prepared:
     """Read the data, encode it, cut it into slices, and say what was chosen."""
-    test, test_set = material_of(subject, asked.data, asked.samples, asked.max_tokens, which="test")
-    notes = list(data_notes(test, test_set, asked.samples))
+    test, test_set = encode_data(subject, options.data, options.samples, options.max_tokens, which="test")
+    notes = list(data_notes(test, test_set, options.samples))
     materials = [test]
     calibration = None
-    if "channel" in settings.levels and isinstance(asked, MeasuringOptions) and asked.calibration_samples > 0:
-        extra, more = _calibration(subject, asked, test_set)
+    if "channel" in settings.levels and isinstance(options, MeasuringOptions) and options.calibration_samples > 0:
+        extra, more = _calibration(subject, options, test_set)
         notes += more
         materials.append(extra)
         calibration = Slice(extra.fingerprint, 0, len(extra))
-    generate = _generates(asked, test)
-    own = asked.metric if callable(asked.metric) else None
-    measure = "custom" if own is not None else "generate" if generate else "score"
-    extra_settings: dict[str, Any] = {}
+    generate = _generates(options, test)
+    own = options.metric if callable(options.metric) else None
+    measure, measure_settings = "score", dict[str, Any]()
     if own is not None:
-        extra_settings = {"metric": own}
+        measure, measure_settings = "custom", {"metric": own}
     elif generate:
-        extra_settings = {
-            "max_new_tokens": asked.max_new_tokens,
-            "texts": content_id([test.prompts, test.answers]),
-        }
+        texts = content_id([test.prompts, test.answers])
+        measure, measure_settings = "generate", {"max_new_tokens": options.max_new_tokens, "texts": texts}
     whole = whole_samples(test)
     if own is None and whole.fingerprint != test.fingerprint:
         materials.append(whole)
     anatomy = subject.anatomy
+    possible = (operator for unit in anatomy.units if not unit.certain for operator in unit.operators)
     context = StudyContext(
         settings=settings,
         conditions=conditions(subject),
         sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.operators if unit.certain),
-        uncertain_operators=frozenset(op for unit in anatomy.units if not unit.certain for op in unit.operators)
-        - anatomy.operators(),
+        uncertain_operators=frozenset(possible) - anatomy.operators(),
         blocks=len(anatomy.blocks),
-        test=slices(test.fingerprint, len(test), asked.slice),
+        test=slices(test.fingerprint, len(test), options.slice),
         calibration=calibration,
         curvature_slice=None if own is not None else Slice(test.fingerprint, 0, min(FEW, len(test))),
         measure=measure,
-        measure_settings=extra_settings,
-        metric="accuracy" if own is not None or generate else str(asked.metric),
-        chance=chance_of(test, test_set, "custom" if own is not None else str(asked.metric)),
-        all_token_slices=() if own is not None else slices(whole.fingerprint, len(whole), asked.slice),
+        measure_settings=measure_settings,
+        metric="accuracy" if own is not None or generate else str(options.metric),
+        chance=chance_of(test, test_set, "custom" if own is not None else str(options.metric)),
+        all_token_slices=() if own is not None else slices(whole.fingerprint, len(whole), options.slice),
         sample_hashes=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
-    about = _asked(subject, context, test, test_set, own)
-    return Prepared(subject, context, tuple(materials), own, about, tuple(notes))
+    facts = _facts(subject, context, test, test_set, own)
+    return Prepared(subject, context, tuple(materials), own, facts, tuple(notes))
 
 
-def _calibration(subject: Subject, asked: MeasuringOptions, test_set: DataSet | None) -> tuple[Material, list[str]]:
+def _calibration(subject: Subject, options: MeasuringOptions, test_set: DataSet | None) -> tuple[Material, list[str]]:
     """What channels are captured on, and a note where that is the test data."""
-    count, tokens = asked.calibration_samples, asked.max_tokens
-    if asked.calibration is None and (asked.data is not None or subject.source != "demo"):
-        source: Any = test_set if test_set is not None else asked.data
-        extra = material_of(subject, source, count, tokens, which="test")[0]
+    count, tokens = options.calibration_samples, options.max_tokens
+    if options.calibration is None and (options.data is not None or subject.source != "demo"):
+        source: Any = test_set if test_set is not None else options.data
+        extra = encode_data(subject, source, count, tokens, which="test")[0]
         return extra, ["no calibration data was given: channels were captured on the test data"]
-    return material_of(subject, asked.calibration, count, tokens, which="calibration")[0], []
+    return encode_data(subject, options.calibration, count, tokens, which="calibration")[0], []
 
 
-def _generates(asked: ScoringOptions, test: Material) -> bool:
-    if callable(asked.metric):
-        return bool(asked.generate)
+def _generates(options: ScoringOptions, test: Material) -> bool:
+    if callable(options.metric):
+        return bool(options.generate)
     by_itself = test.kind in ("answer", "chat") and bool(test.prompts)
-    generate = by_itself if asked.generate is None else asked.generate
+    generate = by_itself if options.generate is None else options.generate
     if generate and not test.prompts:
         raise InvalidInput(f"generation needs prompts with answers; this data is of kind {test.kind!r}")
-    if generate and asked.metric != "accuracy":
-        raise InvalidInput(f"generation measures accuracy alone; metric {asked.metric!r} is teacher-forced")
+    if generate and options.metric != "accuracy":
+        raise InvalidInput(f"generation measures accuracy alone; metric {options.metric!r} is teacher-forced")
     return generate
 
 
-def _asked(
+def _facts(
     subject: Subject, context: StudyContext, test: Material, test_set: DataSet | None, own: Callable[..., Any] | None
 ) -> Asked:
     """For the report's `run`: what was asked."""
+    settings = context.settings
+    chosen = {**vars(settings), "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
     return Asked(
         model=ModelFacts(
             source=subject.source,
@@ -249,12 +220,12 @@ def _asked(
             source="tokenised batches" if test_set is None else test_set.source,
             kind=test.kind,
             samples=len(test),
-            scored_tokens=scored_tokens(test),
+            scored_tokens=sum(len(s.ids) - s.start for group in test.encoded.sequences for s in group),
             fingerprint=test.fingerprint,
             note="" if test_set is None else test_set.note,
             measure=context.measure,
         ),
-        settings=settings_facts(context.settings),
+        settings=SettingsFacts(**chosen),
         metric=context.metric if own is None else content_id(own),
         conditions=context.conditions,
         device=device_name(subject.model),
@@ -264,12 +235,6 @@ def _asked(
 
 def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-
-
-# A prepared question carried out: trials settled here or on Ray, stored, and concluded from.
-
-
-C = TypeVar("C", covariant=True)
 
 
 class Question(Protocol[C]):
@@ -287,13 +252,13 @@ def progress_of(options: ExecutionOptions) -> Progress:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A frame with the material to measure it on."""
+    """A question's context with the material to measure it on."""
 
     subject: Subject
     context: StudyContext
     materials: tuple[Material, ...]
     metric: Callable[..., Any] | None
-    asked: Asked
+    facts: Asked
     notes: tuple[str, ...]
 
     def run(self, question: Question[C], options: ExecutionOptions) -> tuple[Run, C]:
@@ -304,7 +269,7 @@ class Prepared:
             if options.retry_failed:
                 store.forget_failures()
             before = len(store)
-            store.note(asked=to_json(self.asked), **({} if options.repeat is None else {"command": options.repeat}))
+            store.note(asked=to_json(self.facts), **({} if options.repeat is None else {"command": options.repeat}))
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
             with self._executor(options) as (execute, cost):
@@ -317,32 +282,23 @@ class Prepared:
                 trials_run_now=len(store) - before,
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
-            run = Run(
-                **vars(self.asked),
-                cost=spent,
-                notes=(*store.damage(), *notes),
-                **ended(),
-                store=None if options.output is None else str(options.output),
-            )
+            folder = None if options.output is None else str(options.output)
+            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **end_facts(), store=folder)
         return run, found
 
-    def _executor(self, options: ExecutionOptions) -> Any:
+    @contextmanager
+    def _executor(self, options: ExecutionOptions) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
+        """What runs the trials while it is open, and afterwards what that cost: here, or on Ray."""
         if options.executor == "local":
-            return _local(self.subject, self.materials, self.metric)
+            with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
+                yield LocalExecutor(runner), lambda: (runner.forwards, list(runner.notes))
+            return
         from noisescope.runs.ray_executor import on_ray
 
-        return on_ray(self.subject, self.materials, self.metric, options)
+        with on_ray(self.subject, self.materials, self.metric, options) as executor:
+            yield executor
 
     def cost(self, question: Question[Any]) -> Cost:
         """What a run would cost, from one timed forward."""
         with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
             return estimate(runner, self.context, question.propose)
-
-
-@contextmanager
-def _local(
-    subject: Subject, materials: Iterable[Material], metric: Callable[..., Any] | None
-) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
-    """The executor of this process, as a context: it holds the model open."""
-    with TrialRunner(subject, materials, metric=metric) as runner:
-        yield LocalExecutor(runner), lambda: (runner.forwards, list(runner.notes))

@@ -1,4 +1,4 @@
-"""What a device computes on prompts, recorded for a comparison with another."""
+"""What a device computes on prompts: recorded for a comparison with another, or saved as activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from noisescope.api.preparation import material_of
+from noisescope.api.preparation import encode_data
 from noisescope.api.reports import now, versions
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.records import is_unfinished as is_unfinished
@@ -31,16 +31,18 @@ from noisescope.model.forwards import (
 )
 from noisescope.model.subject import Subject
 from noisescope.options.devices import RecordOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 from noisescope.probe.capture import capture
 from noisescope.runs.recorder import Detail, write_record
 from noisescope.sites import Site
 
+LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
+INDEX = "activations.json"
 _GRID = 16  # prompts are cut to a multiple of so many tokens, so that many share a forward without padding
 
 
-@asks(RecordOptions, "data", "output")
-def record(subject: Subject, asked: RecordOptions) -> Record:
+@takes_options(RecordOptions, "data", "output")
+def record(subject: Subject, options: RecordOptions) -> Record:
     """Run a model on prompts and write what every operator gave into the folder `output`.
 
         ns.record(ns.load("path/to/model", device="cuda"), "gsm8k.jsonl", "gpu.record", full_layers={9, 10})
@@ -48,46 +50,41 @@ def record(subject: Subject, asked: RecordOptions) -> Record:
     Sketches of every operator always; whole tensors of all operators with detail="full", else of the blocks in
     `full_layers`. Samples of `data` are cut to a multiple of 16 tokens.
     """
-    anatomy, layers = subject.anatomy, frozenset(asked.full_layers)
+    anatomy, layers = subject.anatomy, frozenset(options.full_layers)
     if not layers <= set(range(len(anatomy.blocks))):
         raise InvalidInput(f"full layers {sorted(layers)} are out of range: blocks are 0 to {len(anatomy.blocks) - 1}")
-    if asked.prompts is not None:
+    if options.prompts is not None:
         chosen = prompt_ids(
-            subject.model, subject.tokenizer, asked.prompts, seed=0, count=asked.samples, length=asked.max_tokens
+            subject.model, subject.tokenizer, options.prompts, seed=0, count=options.samples, length=options.max_tokens
         )
         source = "prompts"
     else:
-        chosen, source = _prompts_of(subject, asked)
+        chosen, source = _prompts_of(subject, options)
     about = {
         "model": {"source": subject.source, "architecture": anatomy.architecture, "blocks": len(anatomy.blocks)},
         "data": {"source": source, "samples": len(chosen)},
         "device": device_name(subject.model),
         "versions": versions(),
         "created": now(),
-        "notes": [] if asked.simulate is None else [f"recorded with a simulated fault: {asked.simulate}"],
+        "notes": [] if options.simulate is None else [f"recorded with a simulated fault: {options.simulate}"],
     }
-    kept = Detail(asked.detail == "full", layers, asked.inputs)
-    with nullcontext() if asked.simulate is None else faulty(subject.model, asked.simulate, anatomy=anatomy):
-        folder = write_record(subject.model, anatomy, chosen, asked.output, detail=kept, batch=asked.batch, about=about)
+    kept = Detail(options.detail == "full", layers, options.inputs)
+    with nullcontext() if options.simulate is None else faulty(subject.model, options.simulate, anatomy=anatomy):
+        folder = write_record(
+            subject.model, anatomy, chosen, options.output, detail=kept, batch=options.batch, about=about
+        )
     return read_record(folder)
 
 
-def _prompts_of(subject: Subject, asked: RecordOptions) -> tuple[Prompts, str]:
-    data, samples, max_tokens = asked.data, asked.samples, asked.max_tokens
+def _prompts_of(subject: Subject, options: RecordOptions) -> tuple[Prompts, str]:
+    data, samples, max_tokens = options.data, options.samples, options.max_tokens
     if data is None and subject.tokenizer is None:  # a bare module: seeded token ids
         ids = prompt_ids(subject.model, None, None, seed=0, count=samples, length=min(max_tokens, _GRID))
         return ids, "random token ids"
-    material, found = material_of(subject, data, samples, max_tokens, which="test")
+    material, found = encode_data(subject, data, samples, max_tokens, which="test")
     rows = (group[0].ids for group in material.encoded.sequences)
     cut = tuple(ids[: len(ids) // _GRID * _GRID] or ids for ids in rows)
     return cut, "tokenised batches" if found is None else found.source
-
-
-# Activations of a model on calibration data, written to a folder.
-
-
-LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
-INDEX = "activations.json"
 
 
 def save_activations(
@@ -110,7 +107,7 @@ def save_activations(
     if (folder / INDEX).is_file():
         return folder
     modules = linears(subject, layer_patterns)
-    material, _ = material_of(subject, data, samples, max_tokens, which="calibration")
+    material, _ = encode_data(subject, data, samples, max_tokens, which="calibration")
     ids = [tuple(group[0].ids) for group in material.encoded.sequences]
     check_vocabulary(subject.model, tuple(ids), "the data")
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +143,7 @@ def _outputs(subject: Subject, modules: list[str], ids: Tensor) -> dict[str, Ten
     )
     with evaluating(subject.model), scope as seen:
         last_token_logits(subject.model, ids.to(device_of(subject.model)))
-    found = {_label(site): calls[-1][1].contiguous() for site, calls in seen.raw.items()}
+    found = {site_label(site): calls[-1][1].contiguous() for site, calls in seen.raw.items()}
     return {**found, "input_ids": ids}
 
 
@@ -170,5 +167,7 @@ def linears(subject: Subject, patterns: Sequence[str] | None = None) -> list[str
     return [unit.module for unit in chosen]
 
 
-def _label(site: Site) -> str:
-    return site.module if site.occurrence == 0 else f"{site.module} #{site.occurrence}"
+def site_label(site: Site) -> str:
+    """The module's name; the second product of one module (MoE experts have two) is numbered."""
+    name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
+    return name if site.occurrence == 0 else f"{name} #{site.occurrence}"

@@ -1,4 +1,4 @@
-"""Reports drawn: figures, JUnit XML, the JSON Schema. No torch here."""
+"""Stored runs and reports, and the words to print them with. Needs neither the model nor torch."""
 
 from __future__ import annotations
 
@@ -13,43 +13,29 @@ from typing import Any
 
 from noisescope import __version__
 from noisescope.diagnosis.changes import compare_runs
-from noisescope.diagnosis.context import Settings
-from noisescope.diagnosis.report import SettingsFacts
 from noisescope.diagnosis.stored_runs import StoredRun, stored_run
 from noisescope.errors import InvalidInput
 from noisescope.findings import percent as percent
+from noisescope.findings import verdicts as verdicts
 from noisescope.findings.values import counted as counted
 from noisescope.findings.values import times_better as times_better
-from noisescope.findings.verdicts import Verdict as Verdict
-from noisescope.findings.verdicts import exit_code as exit_code
-from noisescope.findings.verdicts import headline as headline
-from noisescope.findings.verdicts import overall as overall
 from noisescope.jsonform import Json, to_json
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
 from noisescope.plans.smoothing import gain_sentence as gain_sentence
+from noisescope.reports import experiment as experiment
 from noisescope.reports import junit
+from noisescope.reports import run_changes as run_changes
+from noisescope.reports import words as words
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
-from noisescope.reports.experiment import theory_line as theory_line
-from noisescope.reports.experiment import verdict_line as verdict_line
 from noisescope.reports.report import Report as Report
 from noisescope.reports.report import read_report
 from noisescope.reports.report import schema as schema
 from noisescope.reports.run_changes import Comparison
-from noisescope.reports.run_changes import change_line as change_line
-from noisescope.reports.run_changes import largest_changes as largest_changes
-from noisescope.reports.run_changes import run_line as run_line
-from noisescope.reports.run_changes import verdict_line as change_verdict_line
-from noisescope.reports.words import band_of as band_of
-from noisescope.reports.words import estimate as estimate
-from noisescope.reports.words import finding_lines as finding_lines
-from noisescope.reports.words import mean as mean
 from noisescope.runs.store import FILE, Store
 from noisescope.sites import OPERATORS as OPERATORS
-
-__all__ = ["change_verdict_line"]
 
 
 def as_json(value: object) -> str:
@@ -78,13 +64,7 @@ def save_figures(document: Document, folder: Path) -> list[Path]:
     return save(document, folder)
 
 
-# Stored runs and reports: found, read, put in numbers. Needs neither the model nor torch.
-
-
-HISTORY = "gate history"
-
-
-def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for each run up to two folders deep, and what is wrong with those that can't be read."""
     found = sorted(path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{FILE}"))
     rows, unreadable = [], []
@@ -96,27 +76,26 @@ def runs_in(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, unreadable
 
 
-def comparison_of(a: Path, b: Path) -> Comparison:
+def compare_stored(a: Path, b: Path) -> Comparison:
     """What changed from one run to another."""
     return Comparison(compare_runs(read_run(a), read_run(b)))
 
 
 def stored_command(folder: Path) -> dict[str, Any] | None:
     """The command that a run was made by; None for a call from Python."""
-    with Store(folder, create=False) as store:
-        command: dict[str, Any] | None = store.fact("command")
+    command: dict[str, Any] | None = _stored(folder, "command")
     return command
 
 
 def load_report(run: Path) -> Report:
     """The report of a diagnosis, by its run's folder or its report.json."""
-    found = any_report(run)
+    found = load_any_report(run)
     if not isinstance(found, Report):
         raise InvalidInput(f"{run} holds {found!r}, and this needs the report of a diagnosis (noisescope diagnose)")
     return found
 
 
-def any_report(run: Path) -> Report | PhasesReport | Comparison:
+def load_any_report(run: Path) -> Report | PhasesReport | Comparison:
     """What a run's folder or a report.json holds: a report, an experiment or a comparison."""
     found = stored_report(run) or read_report(run)
     if isinstance(found, dict) and "hypotheses" in found:
@@ -126,12 +105,16 @@ def any_report(run: Path) -> Report | PhasesReport | Comparison:
     return Report.from_data(found, str(run))
 
 
+def _stored(run: Path, fact: str) -> Any:
+    with Store(run, create=False) as store:
+        return store.fact(fact)
+
+
 def stored_report(run: Path) -> Json:
     """What a finished run keeps in its store, if there is one."""
     if not (run / FILE).exists():
         return None
-    with Store(run, create=False) as store:
-        found: Json = store.fact("report")
+    found: Json = _stored(run, "report")
     if found is None and not (run / "report.json").exists():
         raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
     return found
@@ -152,7 +135,7 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
         failures = Counter(result.error for result in store.values() if result.failed)
         history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
         row: dict[str, Any] = {
-            "command": HISTORY if history else (about.get("command") or {}).get("name", "a call from Python"),
+            "command": "gate history" if history else (about.get("command") or {}).get("name", "a call from Python"),
             "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
             "data": asked.get("data", {}).get("source", "?"),
             "state": counted(len(gates), "verdict") if history else state_of(folder, about),
@@ -164,12 +147,12 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
             "measures": store.measures(),
         }
         if whole:
-            row |= {"errors": dict(failures), "settings": {**asked.get("settings", {}), **_elsewhere(asked)}}
+            row |= {"errors": dict(failures), "settings": _settings(asked)}
         return row
 
 
 def state_of(folder: Path, about: dict[str, Any]) -> str:
-    """ "complete", or how to go on. A report of an earlier question in the same folder does not count."""
+    """complete, or how to resume. A report of an earlier question in the same folder does not count."""
     asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
     if run and all(run.get(name) == value for name, value in asked.items()):
         return "complete"
@@ -180,18 +163,12 @@ def state_of(folder: Path, about: dict[str, Any]) -> str:
     return f"not finished: call the same function again with output={str(folder)!r}"
 
 
-def _elsewhere(asked: dict[str, Any]) -> dict[str, Any]:
-    """What was asked besides the settings of the diagnosis."""
+def _settings(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was asked: the settings of the diagnosis, data, metric, dtype and device."""
     data, conditions = asked.get("data", {}), asked.get("conditions", {})
-    rows = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric"),
-            "dtype": conditions.get("dtype"), "device": asked.get("device")}  # fmt: skip
-    return {name: value for name, value in rows.items() if value is not None}
-
-
-# Numbers and findings in words, for whoever prints them. No torch here.
-
-
-# What a report says of its run: model, data, settings, versions. No torch here.
+    rest = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric")}
+    rest |= {"dtype": conditions.get("dtype"), "device": asked.get("device")}
+    return {**asked.get("settings", {}), **{name: value for name, value in rest.items() if value is not None}}
 
 
 def versions() -> dict[str, str]:
@@ -206,11 +183,6 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def ended() -> dict[str, Any]:
+def end_facts() -> dict[str, Any]:
     """When and where a run came to its end."""
     return {"finished": now(), "versions": versions(), "host": platform.node()}
-
-
-def settings_facts(settings: Settings) -> SettingsFacts:
-    chosen = {**vars(settings), "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
-    return SettingsFacts(**chosen)

@@ -1,4 +1,4 @@
-"""The command line: `noisescope COMMAND`. One file a command; what is heavy is imported inside the command.
+"""The command line: `noisescope COMMAND`. A file for each command or group; what is heavy is imported inside.
 
 Exit codes: 0 fine, 1 a check says no, 2 wrong usage or bad input (one line on stderr), 3 undecided.
 """
@@ -25,9 +25,6 @@ from noisescope.cli.plan import plan
 from noisescope.cli.records import compare_devices, record_device
 from noisescope.cli.runs import draw_report, runs
 from noisescope.errors import NoisescopeError
-from noisescope.options.devices import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
-from noisescope.options.runs import DrawOptions
-from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or of later versions of typer their own copy
 _HELP = "NoArgsIsHelpError"  # a usage error that is the help itself: nothing was typed
@@ -43,9 +40,9 @@ def usage_in_one_line() -> Iterator[None]:
             raise
         wrong: Any = error
         path = "noisescope" if wrong.ctx is None else wrong.ctx.command_path
-        said = " ".join(wrong.format_message().split())
-        stop = "" if said.endswith((".", "?")) else "."
-        typer.echo(f"error: {said}{stop} See {path} --help", err=True)
+        message = " ".join(wrong.format_message().split())
+        stop = "" if message.endswith((".", "?")) else "."
+        typer.echo(f"error: {message}{stop} See {path} --help", err=True)
         raise typer.Exit(2) from error
 
 
@@ -98,16 +95,11 @@ def noisescope(
     hush_torchao()
 
 
-add_command(app, DemoOptions, run_demo)
-add_command(app, DiagnoseOptions, diagnose_model)
-add_command(app, RobustnessOptions, robustness_of_model)
-add_command(app, InspectOptions, inspect_model)
-add_command(app, LocateOptions, locate_fault)
-add_command(app, PassportOptions, passport_of_device)
-add_command(app, RecordOptions, record_device)
-add_command(app, CompareOptions, compare_devices)
-add_command(app, GateOptions, gate_model)
-add_command(app, DrawOptions, draw_report)
+for _run in (
+    run_demo, diagnose_model, robustness_of_model, inspect_model, locate_fault, passport_of_device, record_device,
+    compare_devices, gate_model, draw_report,
+):  # fmt: skip
+    add_command(app, _run)
 app.add_typer(experiment, name="experiment")
 app.add_typer(plan, name="plan")
 app.add_typer(runs, name="runs")

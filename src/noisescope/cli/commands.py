@@ -1,4 +1,7 @@
-"""A typer command from an options class: its options are the fields, its help is the function's docstring."""
+"""A typer command from an options class: its options are the fields, its help is the function's docstring.
+
+Also what several commands share: warnings and interrupts in one line, stored commands, exit codes.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,28 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 import typer.core
 
+from noisescope import api
 from noisescope.errors import InvalidInput
-from noisescope.options.fields import Option, options_of, sentence, shown_default
+from noisescope.options.fields import Option, options_of
 from noisescope.options.files import read_file
 from noisescope.options.groups import CheckingOptions, ExecutionOptions
 from noisescope.options.values import CommandOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.reports import Verdict
-
-
-O = TypeVar("O", bound=CommandOptions)  # noqa: E741
+E = TypeVar("E", bound=ExecutionOptions)
+COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any], None]]] = {}  # all that were added, by name
 _NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
 
 
-def add_command(app: typer.Typer, options: type[O], run: Callable[[O], None]) -> None:
-    """`run` as a command of the app: called with the options, checked."""
-    known = {name: one for name, one in options_of(options).items() if one.surface in ("both", "command")}
+def add_command(app: typer.Typer, run: Callable[[Any], None]) -> None:
+    """`run` as a command of the app: called with its options (the class that its annotation names), checked."""
+    options: type[CommandOptions] = get_type_hints(run)["options"]
+    COMMANDS[options.command] = options, run
+    known = options_of(options, "command")
 
     def call(**given: Any) -> None:
         typed = {name: word for name, word in given.items() if word is not None}
@@ -61,22 +64,17 @@ def _parameter(option: Option) -> inspect.Parameter:
         info: Any = typer.Argument(metavar=option.argument, help=option.help, show_default=False)
         hint: Any = Annotated[str | None, info]
     elif option.kind is bool:
-        names = f"{option.flag}/--{option.negative}" if option.negative else option.flag
-        hint = Annotated[bool | None, typer.Option(*_short(option), names, help=_help(option), show_default=False)]
+        names = (f"{option.flag}/--{option.negative}",) if option.negative else option.flags
+        hint = Annotated[bool | None, typer.Option(*names, help=_help(option), show_default=False)]
     else:
-        info = typer.Option(*_short(option), option.flag, metavar=option.unit, help=_help(option), show_default=False,
-                            hidden=option.hidden)  # fmt: skip
+        names, hidden = option.flags, option.hidden
+        info = typer.Option(*names, metavar=option.unit, help=_help(option), show_default=False, hidden=hidden)
         hint = Annotated[str | None, info]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
 
-def _short(option: Option) -> tuple[str, ...]:
-    return (option.short,) if option.short else ()
-
-
 def _help(option: Option) -> str:
-    default = shown_default(option)
-    return f"{sentence(option)} [default: {default}]" if default else sentence(option)
+    return f"{option.sentence} [default: {option.shown_default}]" if option.shown_default else option.sentence
 
 
 def rewritten(args: list[str], options: dict[str, Option]) -> list[str]:
@@ -111,8 +109,8 @@ def rewritten(args: list[str], options: dict[str, Option]) -> list[str]:
 def refuse_mistyped(args: list[str], options: dict[str, Option], command: str) -> None:
     """An unknown flag, with the nearest one, or a flag without its value, in one line."""
     see = f"See noisescope {command} --help"
-    values = {name for o in options.values() if not o.argument and o.kind is not bool for name in (o.flag, *_short(o))}
-    switches = {name for o in options.values() if o.kind is bool for name in (o.flag, *_short(o))}
+    values = {name for o in options.values() if not o.argument and o.kind is not bool for name in o.flags}
+    switches = {name for o in options.values() if o.kind is bool for name in o.flags}
     switches |= {f"--{o.negative}" for o in options.values() if o.negative} | {"--help"}
     waiting = list(args)
     while waiting and waiting[0] != "--":
@@ -128,12 +126,6 @@ def refuse_mistyped(args: list[str], options: dict[str, Option], command: str) -
                 came = f"{waiting[0]} follows it" if waiting else "nothing follows it"
                 raise InvalidInput(f"{word} needs a value, and {came}. {see}")
             waiting.pop(0)
-
-
-# What several commands share: warnings and interrupts in one line, stored commands, files, exit codes.
-
-
-E = TypeVar("E", bound=ExecutionOptions)
 
 
 @contextmanager
@@ -154,17 +146,17 @@ def hush_torchao() -> None:
     It says which of its kernels are not for this machine, and torch that it registers enums in an old way.
     """
     for logger in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(logger).addFilter(_worth_saying)
+        logging.getLogger(logger).addFilter(_concerns_users)
 
 
-def _worth_saying(record: logging.LogRecord) -> bool:
+def _concerns_users(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     return "Failed to load " not in text and " is an Enum subclass " not in text
 
 
 @contextmanager
-def resumable(output: Path | None) -> Iterator[None]:
-    """Ctrl-C says how to go on."""
+def explain_resuming(output: Path | None) -> Iterator[None]:
+    """Ctrl-C prints how to go on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -173,28 +165,16 @@ def resumable(output: Path | None) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def running(asked: E, progress: Any) -> E:
+def resumable_options(options: E, progress: Any) -> E:
     """The options of a run that is shown as it goes, and that `runs resume` can repeat from any folder."""
-    stored = {name: value for name, value in asked.plain().items() if name not in ("config", "json")}
+    stored = {name: value for name, value in options.plain().items() if name not in ("config", "json")}
     for key in ("model", "data", "calibration", "baseline"):
         path = stored.get(key)
         if isinstance(path, str) and path != "demo" and Path(path).exists():
             stored[key] = str(Path(path).absolute())  # a hub id or a name stays what it is
-    return dataclasses.replace(asked, progress=progress, repeat={"name": asked.command, "options": stored})
+    return dataclasses.replace(options, progress=progress, repeat={"name": options.command, "options": stored})
 
 
-def leave(verdict: Verdict, asked: CheckingOptions) -> NoReturn:
+def exit_by(verdict: api.reports.verdicts.Verdict, options: CheckingOptions) -> NoReturn:
     """The exit code of a verdict: 0 pass, 1 fail, 3 undecided, which --allow-undecided makes 0."""
-    from noisescope.api.reports import exit_code
-
-    raise typer.Exit(exit_code(verdict, allow_undecided=asked.allow_undecided))
-
-
-def written(path: Path, text: str) -> Path:
-    """The path of a text file that was written, its folder made where there was none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
-    return path
+    raise typer.Exit(api.reports.verdicts.exit_code(verdict, allow_undecided=options.allow_undecided))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
+from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import DemoOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.plans import PrecisionPlan
-    from noisescope.api.reports import Report
 
-
-def run_demo(asked: DemoOptions) -> None:
+def run_demo(options: DemoOptions) -> None:
     """Everything on the bundled model, in a minute.
 
     Diagnoses it, tests the findings with a simulated fault, plans its precision, finds a fault, and writes
@@ -28,48 +25,41 @@ def run_demo(asked: DemoOptions) -> None:
     The bundled model answers arithmetic problems in words. No network, no GPU, no other model is needed.
     """
     started = time.perf_counter()
-    say = _quiet if asked.json else _say
-    say("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
-    from noisescope.api.diagnosis import demonstrated
-    from noisescope.cli.output import Shown
 
-    with commands.plain_warnings(), commands.resumable(asked.output), Shown() as progress:
-        report = demonstrated(asked.output, progress, say)
-    output.finish(report, asked.output, say_demo, as_json=asked.json)
-    if not asked.json:
+    def announce(line: str) -> None:
+        if not options.json:
+            typer.echo(line, err=True)
+
+    announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
+
+    with commands.plain_warnings(), commands.explain_resuming(options.output), ProgressBar() as progress:
+        report = api.diagnosis.run_demo(options.output, progress, announce)
+    output.finish(report, options.output, print_demo, as_json=options.json)
+    if not options.json:
         seconds = time.perf_counter() - started
-        typer.echo(f"\n{seconds:.0f} s in all. Open {asked.output / 'report.html'} in a browser.")
+        typer.echo(f"\n{seconds:.0f} s in all. Open {options.output / 'report.html'} in a browser.")
 
 
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
+def print_demo(report: api.reports.Report) -> None:
+    """The findings, whether they held, what it cost."""
+    output.print_findings(report)
+    print_check(report)
+    output.print_cost(report)
 
 
-def _quiet(line: str) -> None:
-    return
-
-
-def say_demo(report: Report) -> None:
-    """What was found, a few lines that make the point, what it cost."""
-    output.say_findings(report)
-    say_check(report)
-    output.say_cost(report)
-
-
-def say_check(report: Report) -> None:
+def print_check(report: api.reports.Report) -> None:
     """Whether the findings held, what a plan gains, whether a fault is found."""
-    from noisescope.api.reports import percent
-
     found = report.diagnosis
     assert found.check is not None and found.precision_plan is not None and found.locate is not None
     typer.echo(f"\nwas it right? Linears that give {found.check.fault}, three layers at a time, on")
     typer.echo(f"{found.check.samples} problems the diagnosis has not seen:")
-    says = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
+    roles = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
     for row in found.check.windows:
         where = f"layers {row.start_layer} to {row.end_layer}"
-        right = row.error or f"{percent(row.baseline_acc or 0.0)} -> {percent(row.noisy_acc or 0.0)} right"
-        typer.echo(f"  {where:<16} {right}  {says[row.role]}".rstrip())
-    say_plan(found.precision_plan)
+        clean, faulty = (api.reports.percent(share or 0.0) for share in (row.baseline_acc, row.noisy_acc))
+        right = row.error or f"{clean} -> {faulty} right"
+        typer.echo(f"  {where:<16} {right}  {roles[row.role]}".rstrip())
+    _print_plan(found.precision_plan)
     located = found.locate
     typer.echo(f"\nbroken on purpose: {located.simulated}; located in {located.forwards:g} forwards:")
     for suspect in located.suspects[:1]:
@@ -77,7 +67,7 @@ def say_check(report: Report) -> None:
         typer.echo(f"  {where}: {suspect.fault_class}, confidence {suspect.confidence:.2f}")
 
 
-def say_plan(plan: PrecisionPlan) -> None:
+def _print_plan(plan: api.plans.PrecisionPlan) -> None:
     """The plan beside what else the same bits could buy."""
     assert plan.typical_kl is not None
     rivals = []

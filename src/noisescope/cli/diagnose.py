@@ -1,19 +1,16 @@
-"""`noisescope diagnose MODEL`: the three levels, the metrics, the report."""
+"""`noisescope diagnose MODEL`: sensitivity at three levels; `noisescope robustness MODEL`: accuracy by noise level."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
+from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.reports import Report
 
-
-def diagnose_model(asked: DiagnoseOptions) -> None:
+def diagnose_model(options: DiagnoseOptions) -> None:
     """Find what is sensitive to numerical error.
 
     Which operators, layers and channels lose most when their arithmetic gets a little wrong.
@@ -29,30 +26,21 @@ def diagnose_model(asked: DiagnoseOptions) -> None:
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
-    from noisescope.api.diagnosis import cost_of_diagnosis, diagnose
-    from noisescope.api.preparation import load_subject
-    from noisescope.api.records import save_activations
-    from noisescope.cli.output import Shown
-
     with commands.plain_warnings():
-        subject = load_subject(asked)
-        if asked.dry_run:
-            typer.echo(str(cost_of_diagnosis(subject, asked)))
+        subject = api.preparation.load_subject(options)
+        if options.dry_run:
+            typer.echo(str(api.diagnosis.cost_of_diagnosis(subject, options)))
             return
-        with commands.resumable(asked.output), Shown() as progress:
-            report = diagnose(subject, options=commands.running(asked, progress))
-        if asked.save_activations and asked.output is not None:
-            source = asked.data if asked.calibration is None else asked.calibration
-            folder = asked.output / "activations"
-            count = asked.calibration_samples
-            save_activations(subject, source, folder, samples=count, max_tokens=asked.max_tokens)
-    output.finish(report, asked.output, output.say_summary, as_json=asked.json)
+        with commands.explain_resuming(options.output), ProgressBar() as progress:
+            report = api.diagnosis.diagnose(subject, options=commands.resumable_options(options, progress))
+        if options.save_activations and options.output is not None:
+            source = options.data if options.calibration is None else options.calibration
+            folder, count = options.output / "activations", options.calibration_samples
+            api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
+    output.finish(report, options.output, output.print_summary, as_json=options.json)
 
 
-# `noisescope robustness MODEL`: accuracy at several noise levels.
-
-
-def robustness_of_model(asked: RobustnessOptions) -> None:
+def robustness_of_model(options: RobustnessOptions) -> None:
     """Accuracy at several noise levels.
 
     With the share of the clean accuracy that is retained, and intervals.
@@ -61,21 +49,15 @@ def robustness_of_model(asked: RobustnessOptions) -> None:
     noisescope robustness demo
     noisescope robustness path/to/model --data gsm8k.jsonl --noise-levels 0,0.02,0.05 --samples 200 --device cuda
     """
-    from noisescope.api.diagnosis import robustness
-    from noisescope.api.preparation import load_subject
-    from noisescope.cli.output import Shown
-
     with commands.plain_warnings():
-        subject = load_subject(asked)
-        with commands.resumable(asked.output), Shown() as progress:
-            report = robustness(subject, options=commands.running(asked, progress))
-    output.finish(report, asked.output, say_levels, as_json=asked.json)
+        subject = api.preparation.load_subject(options)
+        with commands.explain_resuming(options.output), ProgressBar() as progress:
+            report = api.diagnosis.robustness(subject, options=commands.resumable_options(options, progress))
+    output.finish(report, options.output, print_levels, as_json=options.json)
 
 
-def say_levels(report: Report) -> None:
-    from noisescope.api.reports import band_of, estimate
-
-    found = report.robustness
+def print_levels(report: api.reports.Report) -> None:
+    found, words = report.robustness, api.reports.words
     data = found.run.data
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data.measure, "by your metric")
     typer.echo(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")
@@ -84,6 +66,6 @@ def say_levels(report: Report) -> None:
         if row.error:
             typer.echo(f"{row.noise_level:>8g}  failed: {row.error}")
             continue
-        accuracy, retention = (estimate(one, share=True).text for one in (row.accuracy, row.retention))
-        band = band_of(row).text if row.injected else ""
+        accuracy, retention = (words.estimate(one, share=True).text for one in (row.accuracy, row.retention))
+        band = words.band_of(row).text if row.injected else ""
         typer.echo(f"{row.noise_level:>8g}  {accuracy:>26}  {retention:>26}  {band}")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
+from noisescope import api
 from noisescope.cli import commands, output
 from noisescope.cli.commands import add_command
+from noisescope.cli.output import ProgressBar
 from noisescope.options.runs import PhasesOptions
-
-if TYPE_CHECKING:
-    from noisescope.api.experiments import PhasesReport
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")
 
@@ -21,7 +18,7 @@ def _experiments() -> None:
     """Experiments with noise in training."""
 
 
-def experiment_phases(asked: PhasesOptions) -> None:
+def experiment_phases(options: PhasesOptions) -> None:
     """Train with noise in the forward pass, the backward pass, both or none; then ask every model under noise.
 
     Gives a verdict on each criterion of the original method notes: supported, refuted, or not decidable with this n.
@@ -32,32 +29,25 @@ def experiment_phases(asked: PhasesOptions) -> None:
     noisescope experiment phases --method grpo --seconds 3000 -o grpo
     noisescope experiment phases --start scratch --layers 4 --width 32 --steps 300 --batch 64 --seeds 2 -o small
     """
-    from noisescope.api import phases
-    from noisescope.cli.output import Shown
-
-    with commands.plain_warnings(), commands.resumable(asked.output), Shown() as progress:
-        report = phases(options=commands.running(asked, progress))
-    output.finish(report, asked.output, say_verdicts, as_json=asked.json)
+    with commands.plain_warnings(), commands.explain_resuming(options.output), ProgressBar() as progress:
+        report = api.phases(options=commands.resumable_options(options, progress))
+    output.finish(report, options.output, print_verdicts, as_json=options.json)
     if report.value.trained.failed and not report.value.trained.done:
         raise typer.Exit(1)
 
 
-def say_verdicts(report: PhasesReport) -> None:
-    from noisescope.api.reports import estimate, theory_line, verdict_line
-
+def print_verdicts(report: api.experiments.PhasesReport) -> None:
     found = report.value
     typer.echo(f"{found.trained.done} of {found.trained.of} models trained, n = {found.n}\n")
     levels = [f"{level:g}" for level in found.levels]
     typer.echo(f"{'arm':<24}" + "".join(f"{f'at {100 * float(level):g} %':>28}" for level in levels))
     for arm in found.arms:
-        cells = (estimate(arm.accuracy[level], share=True).text for level in levels)
+        cells = (api.reports.words.estimate(arm.accuracy[level], share=True).text for level in levels)
         typer.echo(f"{arm.name:<24}" + "".join(f"{cell:>28}" for cell in cells))
     typer.echo("")
-    for row in found.hypotheses:
-        typer.echo(verdict_line(row))
-    typer.echo(f"\n{theory_line(found)}")
-    for note in found.could_not_see:
-        typer.echo(f"note: {note}")
+    output.print_each(map(api.reports.experiment.verdict_line, found.hypotheses), "")
+    typer.echo(f"\n{api.reports.experiment.theory_line(found)}")
+    output.print_each(found.could_not_see, "note: ")
 
 
-add_command(experiment, PhasesOptions, experiment_phases)
+add_command(experiment, experiment_phases)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.resources
-from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import commands
+from noisescope import api
+from noisescope.cli import commands, output
+from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import GateOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.gates import GateResult, ScoreChange
 
-
-def gate_model(asked: GateOptions) -> None:
+def gate_model(options: GateOptions) -> None:
     """Fail where a model got worse than its baseline.
 
     For CI: exit code 1 where noise moves the outputs more than 20 % further than the baseline's, or costs more accuracy
@@ -30,34 +28,29 @@ def gate_model(asked: GateOptions) -> None:
     another architecture. Another dtype, device or attention path is reported. A row that could have missed twice the
     limit is undecided, and says what it would have caught. Exit code 3 where none could be decided.
     """
-    if asked.template is not None:
+    if options.template is not None:
         folder = importlib.resources.files("noisescope.cli") / "ci"
-        typer.echo((folder / f"{asked.template}.yml").read_text(encoding="utf-8"), nl=False)
+        typer.echo((folder / f"{options.template}.yml").read_text(encoding="utf-8"), nl=False)
         return
-    from noisescope.api.gates import gate, keep
-    from noisescope.api.preparation import load_subject
-    from noisescope.api.reports import as_json, write_junit
-    from noisescope.cli.output import Shown
-
     with commands.plain_warnings():
-        subject = load_subject(asked)
-        with Shown() as progress:
-            result = gate(subject, options=commands.running(asked, progress))
+        subject = api.preparation.load_subject(options)
+        with ProgressBar() as progress:
+            result = api.gates.gate(subject, options=commands.resumable_options(options, progress))
     paths = []
-    if asked.junit is not None:
+    if options.junit is not None:
         share = result.seconds / len(result.checks)  # one measurement serves all checks
-        paths.append(write_junit(asked.junit, "noisescope gate", result.checks, seconds=share, summary=result.headline))
-    paths += [] if asked.history is None else keep(result, asked.history)
-    if asked.json:
-        typer.echo(as_json(result), nl=False)
+        checks, headline = result.checks, result.headline
+        paths.append(api.reports.write_junit(options.junit, "noisescope gate", checks, seconds=share, summary=headline))
+    paths += [] if options.history is None else api.gates.keep(result, options.history)
+    if options.json:
+        typer.echo(api.reports.as_json(result), nl=False)
     else:
-        say_verdict(result)
-        for path in paths:
-            typer.echo(f"  {path}")
-    commands.leave(result.verdict, asked)
+        print_verdict(result)
+        output.print_each(paths)
+    commands.exit_by(result.verdict, options)
 
 
-def say_verdict(result: GateResult) -> None:
+def print_verdict(result: api.gates.GateResult) -> None:
     """The verdict, every check with its numbers, and scores under noise with their power.
 
     The score without noise is a check, which has its numbers.
@@ -73,7 +66,7 @@ def say_verdict(result: GateResult) -> None:
         typer.echo(f"  {_change(change)}")
 
 
-def _change(row: ScoreChange) -> str:
+def _change(row: api.gates.ScoreChange) -> str:
     sides = " -> ".join(
         "..." if one.value is None else f"{100 * one.value:.1f} %" for one in (row.baseline, row.candidate)
     )

@@ -7,10 +7,12 @@ from typing import Any
 
 import typer
 
+from noisescope import api
+from noisescope.cli.output import aligned, print_each
 from noisescope.options.devices import InspectOptions
 
 
-def inspect_model(asked: InspectOptions) -> None:
+def inspect_model(options: InspectOptions) -> None:
     """Show where noise can fall in a model.
 
     Places, operators, and what is fused, absent or quantised.
@@ -26,57 +28,46 @@ def inspect_model(asked: InspectOptions) -> None:
       noisescope inspect tiny:llama      a tiny random Llama, to try without a model; also
                                          tiny:gpt2, tiny:mixtral, tiny:bert, tiny:t5 ...
     """
-    from noisescope.api.inspection import inspected
-
-    found = inspected(asked)
-    if asked.json:
+    found = api.inspection.describe_model(options)
+    if options.json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        draw(found)
+        print_anatomy(found)
 
 
-def draw(found: dict[str, Any]) -> None:
-    say = typer.echo
-    say(found["architecture"])
-    say(f"  blocks      {found['blocks']}")
-    say(f"  parameters  {found['parameters']:,} in {', '.join(found['dtypes'])}")
+def print_anatomy(found: dict[str, Any]) -> None:
+    typer.echo(found["architecture"])
+    typer.echo(f"  blocks      {found['blocks']}")
+    typer.echo(f"  parameters  {found['parameters']:,} in {', '.join(found['dtypes'])}")
     name, how = found["attention"]["implementation"], "are plain calls"
     if found["attention"]["fused"]:
         how = f"run inside {name}; a targeted layer is opened to a decomposed path"
-    say(f"  attention   {name}: softmax and matmul {how}")
+    typer.echo(f"  attention   {name}: softmax and matmul {how}")
     if found["experts"]:
         eager = found["experts"] == "eager"
         how = "each expert hit makes its own products, counted below as one" if eager else "one product for all experts"
-        say(f"  experts     {found['experts']}: {how}")
-    say(f"\nOperators in one forward, by place\n{_counts(found['operators'])}")
+        typer.echo(f"  experts     {found['experts']}: {how}")
+    typer.echo(f"\nOperators in one forward, by place\n{_counts(found['operators'])}")
     if found["left_alone"]:
-        say("\nLeft alone unless named: routers by modules=..., rotary angles by places={'rotary'}")
-        say(_counts(found["left_alone"]))
+        typer.echo("\nLeft alone unless named: routers by modules=..., rotary angles by places={'rotary'}")
+        typer.echo(_counts(found["left_alone"]))
     if found["possible"]:
-        say(f"\nMay be called by a block itself, seen only when it runs: {', '.join(found['possible'])}")
-    say(f"\nAbsent: {', '.join(found['absent']) or 'nothing'}")
+        typer.echo(f"\nMay be called by a block itself, seen only when it runs: {', '.join(found['possible'])}")
+    typer.echo(f"\nAbsent: {', '.join(found['absent']) or 'nothing'}")
     for kind, count in found["quantised"].items():
-        say(f"Quantised: {count} x {kind}, packed; noise can fall on their output and input, not on their weight")
-    for note in found["notes"]:
-        say(f"Note: {note}")
+        typer.echo(
+            f"Quantised: {count} x {kind}, packed; noise can fall on their output and input, not on their weight"
+        )
+    print_each(found["notes"], "Note: ")
     if "modules" in found:
         rows = [[str(m["place"]), m["module"], _times(m["counts"]), m["remark"]] for m in found["modules"]]
-        say("\nModules\n" + _aligned([["place", "module", "operators", "remark"], *rows]))
+        typer.echo("\nModules\n" + aligned([["place", "module", "operators", "remark"], *rows], "  "))
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:
-    from noisescope.api.reports import OPERATORS
-
-    operators = [op for op in OPERATORS if any(op in row["counts"] for row in rows)]
+    operators = [op for op in api.reports.OPERATORS if any(op in row["counts"] for row in rows)]
     lines = [[_ranges(row["places"]), *(str(row["counts"].get(op, "")) for op in operators)] for row in rows]
-    return _aligned([["place", *operators], *lines])
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """Columns as wide as they need to be: a module's name is there to be copied, so it is never cut."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    return aligned([["place", *operators], *lines], "  ")
 
 
 def _times(counts: dict[str, int]) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from noisescope.cli import commands
+from noisescope import api
+from noisescope.cli import commands, output
 from noisescope.options.devices import LocateOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.reports import Verdict
-
 MOST_SUSPECTS = 5
-CHECKS: dict[str, Verdict] = {"healthy": "pass", "faulty": "fail", "undecided": "undecided"}  # of a real device
+CHECKS: dict[str, api.reports.verdicts.Verdict] = {
+    "healthy": "pass",
+    "faulty": "fail",
+    "undecided": "undecided",
+}  # of a real device
 
 
-def locate_fault(asked: LocateOptions) -> None:
+def locate_fault(options: LocateOptions) -> None:
     """Find what computes wrongly.
 
     The layer, the operator, the channels, and the kind of fault.
@@ -39,34 +41,27 @@ def locate_fault(asked: LocateOptions) -> None:
     computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
     works with every method: a record that the method needs is made of this model.
     """
-    from noisescope.api.localization import checked_fault, locate_simulated
-
-    checked_fault(asked.simulated)  # before torch is imported
-    from noisescope.api import locate
-    from noisescope.api.preparation import load_subject
+    api.localization.check_fault(options.simulated)  # before torch is imported
 
     place, changed = None, None
     with commands.plain_warnings():
-        subject = load_subject(asked)
-        if asked.simulated is None:
-            verdict = locate(subject, options=asked)
+        subject = api.preparation.load_subject(options)
+        if options.simulated is None:
+            verdict = api.locate(subject, options=options)
         else:
-            verdict, place, changed = locate_simulated(subject, asked)
-    simulated = {} if changed is None else {"simulated": asked.simulated, "elements_changed": changed}
-    found = json.dumps({**verdict.to_dict(), **simulated}, indent=1)
-    if asked.output is not None:
-        commands.written(asked.output, found + "\n")
-    if asked.json:
-        typer.echo(found)
-    else:
-        say_verdict(verdict)
+            verdict, place, changed = api.localization.locate_simulated(subject, options)
+    simulated = {} if changed is None else {"simulated": options.simulated, "elements_changed": changed}
+    text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
+    output.emit(text, options, lambda: print_verdict(verdict))
     if changed is None:
-        commands.leave(CHECKS[verdict.verdict], asked)
-    right = say_whether_found(verdict, place, changed, quiet=asked.json)
-    commands.leave("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", asked)
+        commands.exit_by(CHECKS[verdict.verdict], options)
+    right, words = was_found(verdict, place, changed)
+    if not options.json:
+        typer.echo(words)
+    commands.exit_by("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", options)
 
 
-def say_verdict(verdict: Any) -> None:
+def print_verdict(verdict: Any) -> None:
     """The verdict, the likeliest suspects, what could have been seen, what it cost."""
     typer.echo(f"{verdict.verdict} ({verdict.method}: {verdict.checked} checks, {verdict.forwards:g} forwards)")
     for i, suspect in enumerate(verdict.suspects[:MOST_SUSPECTS], 1):
@@ -78,8 +73,7 @@ def say_verdict(verdict: Any) -> None:
         typer.echo("the smallest fault that would have shown:")
         for name, seen in verdict.smallest_visible.items():
             typer.echo(f"  {name}: {_seen(seen)}")
-    for note in verdict.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(verdict.notes, "note: ")
 
 
 def _seen(seen: Any) -> str:
@@ -105,15 +99,10 @@ def _channels(suspect: Any) -> str:
     return f"; channels {named}"
 
 
-def say_whether_found(verdict: Any, place: Any, changed: int, *, quiet: bool) -> bool:
-    """With a simulated fault: a fault that changed nothing has to come out healthy."""
+def was_found(verdict: Any, place: Any, changed: int) -> tuple[bool, str]:
+    """Whether the verdict on a simulated fault is right, and in words; a fault that changed nothing is healthy."""
     if changed == 0:
-        right = bool(verdict.verdict == "healthy")
-        words = "the simulated fault changed no element"
-    else:
-        first = verdict.suspects[0].site.place if verdict.suspects else None
-        right = bool(verdict.verdict == "faulty" and (first == place or place == "*"))
-        words = f"simulated at {place} ({changed} elements changed); " + ("found" if right else f"not found: {first}")
-    if not quiet:
-        typer.echo(words)
-    return right
+        return verdict.verdict == "healthy", "the simulated fault changed no element"
+    first = verdict.suspects[0].site.place if verdict.suspects else None
+    right = verdict.verdict == "faulty" and (first == place or place == "*")
+    return right, f"simulated at {place} ({changed} elements changed); {'found' if right else f'not found: {first}'}"

@@ -1,40 +1,71 @@
-"""What a command does with its report: writes it, and says on one screen what matters."""
+"""What commands print: results as JSON or in words, tables, the first screen of a report, progress."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-if TYPE_CHECKING:
-    from noisescope.api.reports import Report
+from noisescope import api
+from noisescope.errors import InvalidInput
+
+_EVERY = 10.0  # seconds between plain lines of progress
 
 
-def finish(report: Any, output: Path | None, say: Callable[[Any], None], *, as_json: bool) -> None:
-    """Writes the report where that was asked for; prints it as JSON, or in words with the paths of its files."""
+def finish(report: Any, output: Path | None, show: Callable[[Any], None], *, as_json: bool) -> None:
+    """Write the report into the output folder; print it as JSON, or in words with the paths of its files."""
     paths = [] if output is None else report.save(output)
     if as_json:
         typer.echo(report.to_json(), nl=False)
         return
-    say(report)
-    for path in paths:
-        typer.echo(f"  {path}")
+    show(report)
+    print_each(paths)
 
 
-def say_summary(report: Report) -> None:
+def emit(text: str, options: Any, show: Callable[[], None]) -> None:
+    """Write the JSON text of a result to the output file; print it, or without --json the result in words."""
+    if options.output is not None:
+        write_text(options.output, text)
+    if options.json:
+        typer.echo(text, nl=False)
+    else:
+        show()
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a text file, and make its folder where there is none; its path."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
+    return path
+
+
+def print_each(values: Iterable[object], prefix: str = "  ") -> None:
+    """Every value on a line of its own, such as paths that were written."""
+    for value in values:
+        typer.echo(f"{prefix}{value}")
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """A table, its columns as wide as they need to be: a module's name is there to be copied, so it is never cut."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
+def print_summary(report: api.reports.Report) -> None:
     """The first screen: risk, top findings, next step, what it cost."""
-    say_findings(report)
-    say_cost(report)
+    print_findings(report)
+    print_cost(report)
 
 
-def say_findings(report: Report) -> None:
-    from noisescope.api.reports import finding_lines
-
+def print_findings(report: api.reports.Report) -> None:
     found = report.diagnosis
     summary, run = found.executive_summary, found.run
     typer.echo(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
@@ -42,18 +73,17 @@ def say_findings(report: Report) -> None:
     typer.echo(f"data: {run.data.source}, {run.data.samples} samples{note}")
     typer.echo(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
     if summary.whole_model is not None:
-        typer.echo(finding_lines(summary.whole_model)[0])
+        typer.echo(api.reports.words.finding_lines(summary.whole_model)[0])
     for number, finding in enumerate(summary.top_findings, 1):
-        first, *notes = finding_lines(finding)
+        first, *notes = api.reports.words.finding_lines(finding)
         typer.echo(f"{number}. {first}")
-        for line in notes:
-            typer.echo(f"   {line}")
+        print_each(notes, "   ")
     if not summary.top_findings:
         typer.echo("nothing stands out")
     typer.echo(f"\nnext: {summary.next_step}")
 
 
-def say_cost(report: Report) -> None:
+def print_cost(report: api.reports.Report) -> None:
     cost = report.value.run.cost
     typer.echo(
         f"\n{cost.trials_run_now} trials run now ({cost.trials} in the store), "
@@ -61,14 +91,11 @@ def say_cost(report: Report) -> None:
     )
 
 
-# Progress: a bar with an estimate on a terminal, plain lines elsewhere.
+class ProgressBar:
+    """A bar with an estimate on a terminal, plain lines elsewhere.
 
-
-_EVERY = 10.0  # seconds between plain lines
-
-
-class Shown:
-    """Told of waves and steps by the executor; waves add up to one count, since later ones depend on earlier ones."""
+    The executor calls `wave` and `step`; waves add up to one count, since later ones depend on earlier ones.
+    """
 
     def __init__(self) -> None:
         self.total = 0
@@ -79,28 +106,20 @@ class Shown:
         self._last = time.monotonic()
         self._started = time.monotonic()
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressBar:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.__enter__()
             self._task = self._bar.add_task("trials", total=None)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.__exit__(kind, error, trace)
+            self._bar.__exit__(*error)
 
     def wave(self, trials: int) -> None:
         self.total += trials
@@ -116,6 +135,5 @@ class Shown:
             self._last = time.monotonic()
             spent = self._last - self._started
             left = spent / self.done * (self.total - self.done)
-            typer.echo(
-                f"{self.done} of {self.total} trials, about {left:.0f} s left of what is known to be needed", err=True
-            )
+            estimate = f"about {left:.0f} s left of what is known to be needed"
+            typer.echo(f"{self.done} of {self.total} trials, {estimate}", err=True)

@@ -8,7 +8,9 @@ from typing import Any
 
 import typer
 
+from noisescope import api
 from noisescope.cli.commands import plain_warnings
+from noisescope.cli.output import aligned
 from noisescope.errors import InvalidInput
 from noisescope.options.devices import PassportOptions
 
@@ -68,7 +70,7 @@ _ATTENTION = {
 }
 
 
-def passport_of_device(asked: PassportOptions) -> None:
+def passport_of_device(options: PassportOptions) -> None:
     """Measure a device's arithmetic.
 
     Accumulator bits, rounding, subnormals, ulps, what repeats.
@@ -83,38 +85,35 @@ def passport_of_device(asked: PassportOptions) -> None:
       noisescope passport --device cpu --diff h200.json
       noisescope passport --from npu.json --diff h200.json      two files, nothing is measured
     """
-    from noisescope.api.passports import diff, read_passport, say, take_passport, write_passport
-
-    theirs = (
-        read_passport(asked.diff) if asked.diff is not None else None
-    )  # a bad file is refused before anything is measured
-    if asked.from_ is not None:
-        passport = read_passport(asked.from_)
+    # a bad file is refused before anything is measured
+    theirs = None if options.diff is None else api.passports.read_passport(options.diff)
+    if options.from_ is not None:
+        passport = api.passports.read_passport(options.from_)
     else:
         with plain_warnings():
-            passport = take_passport(asked.device, quick=asked.quick)
-    if asked.output is not None:
-        write_passport(passport, asked.output)
-    differences = diff(passport, theirs) if theirs is not None else None
-    if asked.json:
+            passport = api.passports.take_passport(options.device, quick=options.quick)
+    if options.output is not None:
+        api.passports.write_passport(passport, options.output)
+    differences = api.passports.diff(passport, theirs) if theirs is not None else None
+    if options.json:
         found = dict(passport)
         if differences is not None:
             found["differences"] = [dataclasses.asdict(difference) for difference in differences]
         typer.echo(json.dumps(found, indent=1))
         return
     try:
-        draw(passport)
+        print_passport(passport)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        if asked.from_ is None:
+        if options.from_ is None:
             raise
-        raise InvalidInput(f"{asked.from_} is damaged ({error!r}): take the passport again") from error
+        raise InvalidInput(f"{options.from_} is damaged ({error!r}): take the passport again") from error
     if differences is not None and theirs is not None:
-        typer.echo(f"\nAgainst {asked.diff}: {_device(theirs)}")
+        typer.echo(f"\nAgainst {options.diff}: {_device(theirs)}")
         if passport.get("quick") != theirs.get("quick"):
             typer.echo("One of the two is quick: functions are compared in their right bits only.")
-        typer.echo(say(differences))
-    if asked.output is not None:
-        typer.echo(f"\n  {asked.output}")
+        typer.echo(api.passports.say(differences))
+    if options.output is not None:
+        typer.echo(f"\n  {options.output}")
 
 
 def _device(passport: dict[str, Any]) -> str:
@@ -126,28 +125,28 @@ def _device(passport: dict[str, Any]) -> str:
     return f"{facts.get('name', '?')} ({facts.get('device', '?')}), {', '.join(parts)}"
 
 
-def draw(passport: dict[str, Any]) -> None:
+def print_passport(passport: dict[str, Any]) -> None:
     """A table by dtype, the switches that matter, and what is not as it should be."""
     typer.echo(_device(passport))
     on = [f"{name} {value}" for name, value in passport["facts"].get("flags", {}).items()]
     typer.echo(f"flags: {', '.join(on)}")
     dtypes = {name: found for name, found in passport["dtypes"].items() if "skipped" not in found}
     operations = list(dict.fromkeys(op for found in dtypes.values() for op in found.get("products", {})))
-    # 8-bit products have a call of their own; they stand in the first table beside the others
+    # 8-bit products have a call of their own; they go into the first table beside the others
     main = {
         name: found["products"].get("matmul") or found["products"].get("scaled_mm", {})
         for name, found in dtypes.items()
     }
-    _table("Products", main, _PRODUCTS)
+    _print_table("Products", main, _PRODUCTS)
     for op in operations:
         if op not in ("matmul", "scaled_mm"):
-            _unlike(op, main, {name: found["products"].get(op, {}) for name, found in dtypes.items()})
+            _print_unlike(op, main, {name: found["products"].get(op, {}) for name, found in dtypes.items()})
     whole = {name: found for name, found in dtypes.items() if "functions" in found}
-    _table("Element by element", {name: found["elementwise"] for name, found in whole.items()}, _ELEMENTWISE)
+    _print_table("Element by element", {name: found["elementwise"] for name, found in whole.items()}, _ELEMENTWISE)
     functions = list(dict.fromkeys(name for found in whole.values() for name in found["functions"]))
     tables = {name: found["functions"] for name, found in whole.items()}
-    _table("Functions: worst error in ulp", tables, {name: name for name in functions})
-    _table("Fused attention", {name: found["attention"] for name, found in whole.items()}, _ATTENTION)
+    _print_table("Functions: worst error in ulp", tables, dict(zip(functions, functions, strict=True)))
+    _print_table("Fused attention", {name: found["attention"] for name, found in whole.items()}, _ATTENTION)
     for name, found in passport["dtypes"].items():
         if "skipped" in found:
             typer.echo(f"\n{name}: not measured: {found['skipped']}")
@@ -156,7 +155,7 @@ def draw(passport: dict[str, Any]) -> None:
         typer.echo("\nNot as it should be\n" + "\n".join(f"- {text}" for text in wrong))
 
 
-def _table(title: str, tables: dict[str, dict[str, Any]], rows: dict[str, str]) -> None:
+def _print_table(title: str, tables: dict[str, dict[str, Any]], rows: dict[str, str]) -> None:
     if not tables:
         return
     cells = [[title, *(_SHORT.get(name, name) for name in tables)]]
@@ -164,9 +163,7 @@ def _table(title: str, tables: dict[str, dict[str, Any]], rows: dict[str, str]) 
         row = [_cell(key, lines.get(key)) for lines in tables.values()]
         if any(row):
             cells.append([f"  {label}", *(cell or "-" for cell in row)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
-    typer.echo("\n" + "\n".join(lines))
+    typer.echo(f"\n{aligned(cells)}")
 
 
 def _cell(key: str, line: Any) -> str:
@@ -190,7 +187,7 @@ def _cell(key: str, line: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else _SHORT.get(str(value), str(value))
 
 
-def _unlike(op: str, main: dict[str, dict[str, Any]], tables: dict[str, dict[str, Any]]) -> None:
+def _print_unlike(op: str, main: dict[str, dict[str, Any]], tables: dict[str, dict[str, Any]]) -> None:
     """What another call of the same product does otherwise, in one line."""
     unlike = [
         f"{label} in {name}: {_cell(key, tables[name].get(key))}"
@@ -205,12 +202,11 @@ def _unlike(op: str, main: dict[str, dict[str, Any]], tables: dict[str, dict[str
 
 def _not_as_it_should_be(dtypes: dict[str, Any]) -> list[str]:
     """Every probe whose answer no healthy arithmetic gives."""
-    found = []
-    for name, sections in dtypes.items():
-        for section, lines in sections.items():
-            tables = lines.items() if section == "products" else [(section, lines)]
-            for op, table in tables:
-                for key, line in table.items():
-                    if isinstance(line, dict) and "nonsense" in line:
-                        found.append(f"{name} ({op}, {key.replace('_', ' ')}): {line['nonsense']}")
-    return found
+    return [
+        f"{name} ({op}, {key.replace('_', ' ')}): {line['nonsense']}"
+        for name, sections in dtypes.items()
+        for section, lines in sections.items()
+        for op, table in (lines.items() if section == "products" else [(section, lines)])
+        for key, line in table.items()
+        if isinstance(line, dict) and "nonsense" in line
+    ]

@@ -1,23 +1,21 @@
-"""`noisescope plan fault-tests REPORT`: tests for a hardware team, and what the model stands of them."""
+"""`noisescope plan WHAT REPORT`: what to do about a report's findings, tried out on the model where that tells more."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import commands
+from noisescope import api
+from noisescope.cli import commands, output
 from noisescope.cli.commands import add_command
 from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.plan_trials import SmoothingPlan
-    from noisescope.api.plans import FaultTest, FaultTestResult, MigrationSteps, PrecisionPlan
-    from noisescope.api.reports import Report
+MOST_REASONS = 2
+MOST_MODULES = 10
 
 
-def plan_fault_tests(asked: FaultTestOptions) -> None:
+def plan_fault_tests(options: FaultTestOptions) -> None:
     """Fault tests from a report, and their results.
 
     The operators, layers and channels that a report warns of, broken on purpose: what must hold then, and does it?
@@ -30,61 +28,46 @@ def plan_fault_tests(asked: FaultTestOptions) -> None:
     Exit code 1 where a test fails: too much accuracy lost, too many NaN, no recovery, a fault that locate can't find;
     3 where no test could be decided.
     """
-    from noisescope.api.plans import generate, to_csv
-    from noisescope.api.reports import as_json, headline, load_report, overall, write_junit
-
-    report = load_report(asked.report)
-    tests = generate(report.diagnosis)[: asked.limit]
-    results: list[FaultTestResult] = []
-    if asked.run:
-        results = _results(report, tests, asked)
-    elif not asked.json:
+    report = api.reports.load_report(options.report)
+    tests = api.plans.generate(report.diagnosis)[: options.limit]
+    results: list[api.plans.FaultTestResult] = []
+    if options.run:
+        with commands.plain_warnings():
+            show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
+            subject = api.preparation.load_report_subject(report, options)
+            results = api.fault_tests.run_report_tests(subject, report, tests, options, on_result=show)
+    elif not options.json:
         for test in tests:
-            say_test(test)
-    found = as_json({"tests": [test.to_dict() for test in tests], "results": results})
-    paths = [] if asked.csv is None else [commands.written(asked.csv, to_csv(tests))]
-    if asked.output is not None:
-        paths.append(commands.written(asked.output / "fault_tests.csv", to_csv(tests)))
-        paths.append(commands.written(asked.output / "fault_tests.json", found))
-    if asked.junit is not None:
+            print_test(test)
+    found = api.reports.as_json({"tests": [test.to_dict() for test in tests], "results": results})
+    paths = [] if options.csv is None else [output.write_text(options.csv, api.plans.to_csv(tests))]
+    if options.output is not None:
+        paths.append(output.write_text(options.output / "fault_tests.csv", api.plans.to_csv(tests)))
+        paths.append(output.write_text(options.output / "fault_tests.json", found))
+    if options.junit is not None:
         spent = [result.seconds for result in results]
-        paths.append(write_junit(asked.junit, "noisescope fault tests", results, seconds=spent))
+        paths.append(api.reports.write_junit(options.junit, "noisescope fault tests", results, seconds=spent))
     rows = [result.verdict for result in results]
-    verdict = overall(rows)
-    if asked.json:
+    verdict = api.reports.verdicts.overall(rows)
+    if options.json:
         typer.echo(found, nl=False)
     else:
         if rows:
-            typer.echo(headline(verdict, [one.verdict for result in results for one in result.criteria] or rows))
-        for path in paths:
-            typer.echo(f"  {path}")
+            criteria = [one.verdict for result in results for one in result.criteria]
+            typer.echo(api.reports.verdicts.headline(verdict, criteria or rows))
+        output.print_each(paths)
     if rows:
-        commands.leave(verdict, asked)
+        commands.exit_by(verdict, options)
 
 
-def _results(report: Report, tests: list[FaultTest], asked: FaultTestOptions) -> list[FaultTestResult]:
-    """The tests carried out, each shown as soon as it ends."""
-    with commands.plain_warnings():
-        from noisescope.api.fault_tests import run_reported
-        from noisescope.api.preparation import subject_of_report
-
-        return run_reported(
-            subject_of_report(report, asked),
-            report,
-            tests,
-            asked,
-            on_result=say_nothing if asked.json else say_test_result,
-        )
-
-
-def say_test(test: FaultTest) -> None:
+def print_test(test: api.plans.FaultTest) -> None:
     typer.echo(f"{test.test_id}: {test.component} ({test.parameters.reason})")
     typer.echo(f"  {test.test_type}: {', '.join(test.parameters.faults)}")
     criteria = test.acceptance_criteria.columns()
     typer.echo("  accepted: " + ", ".join(f"{name} {limit}" for name, limit in criteria.items()))
 
 
-def say_test_result(result: FaultTestResult) -> None:
+def print_test_result(result: api.plans.FaultTestResult) -> None:
     typer.echo(f"{result.verdict:<9}  {result.name}")
     if result.measured is not None:
         typer.echo(f"  {result.measured.hits}")
@@ -94,17 +77,7 @@ def say_test_result(result: FaultTestResult) -> None:
         typer.echo(f"  {result.message}")
 
 
-def say_nothing(result: FaultTestResult) -> None:
-    return
-
-
-# `noisescope plan migration REPORT`: what to validate first on new hardware.
-
-
-MOST_REASONS = 2
-
-
-def plan_hardware_migration(asked: MigrationOptions) -> None:
+def plan_hardware_migration(options: MigrationOptions) -> None:
     """Which layers to validate first on new hardware.
 
     Three priorities with their evidence, precision and validation, and the commands to run next.
@@ -113,23 +86,14 @@ def plan_hardware_migration(asked: MigrationOptions) -> None:
     noisescope plan migration noisescope-demo
     noisescope plan migration out/report.json --device npu -o migration.json
     """
-    from noisescope.api.plans import plan_migration
-    from noisescope.api.reports import as_json
-
-    plan = plan_migration(asked)
-    if asked.output is not None:
-        commands.written(asked.output, as_json(plan))
-    if asked.json:
-        typer.echo(as_json(plan), nl=False)
-        return
-    say_migration(plan)
+    plan = api.plans.plan_migration(options)
+    output.emit(api.reports.as_json(plan), options, lambda: print_migration(plan))
 
 
-def say_migration(plan: MigrationSteps) -> None:
-    from noisescope.api.reports import counted
-
+def print_migration(plan: api.plans.MigrationSteps) -> None:
     for priority in plan.priorities:
-        typer.echo(f"priority {priority.priority}: {counted(len(priority.evidence), 'place')}. {priority.validation}")
+        places = api.reports.counted(len(priority.evidence), "place")
+        typer.echo(f"priority {priority.priority}: {places}. {priority.validation}")
         if priority.priority == 3:
             continue
         for entry in priority.evidence:
@@ -139,14 +103,10 @@ def say_migration(plan: MigrationSteps) -> None:
     typer.echo(f"\nif a comparison fails: {plan.fallback}\n")
     for at, step in enumerate(plan.commands, 1):
         typer.echo(f"{at}. {step.where}\n   {step.command}")
-    for note in plan.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(plan.notes, "note: ")
 
 
-# `noisescope plan precision REPORT`: a number format for each linear.
-
-
-def plan_precision(asked: PrecisionOptions) -> None:
+def plan_precision(options: PrecisionOptions) -> None:
     """Choose a number format for each linear.
 
     At the least predicted KL that the budget allows; with --verify carried out on the model, beside uniform plans, the
@@ -161,53 +121,45 @@ def plan_precision(asked: PrecisionOptions) -> None:
     REPORT is the folder of a run or its report.json. Bits are those of the format's name; bits
     with scales are printed beside them.
     """
-    from noisescope.api.plans import exported, predicted_precision
-    from noisescope.api.plans import plan_precision as choose
-    from noisescope.api.reports import as_json, load_report
-
-    report = load_report(asked.report)
-    plan = choose(report, options=asked)
-    result = predicted_precision(report, plan, formats=asked.formats)
-    export = None if asked.export is None else exported(report, plan, asked)  # refused before the work of --verify
-    if asked.verify:
+    report = api.reports.load_report(options.report)
+    plan = api.plans.plan_precision(report, options=options)
+    result = api.plans.predict_precision(report, plan, formats=options.formats)
+    # a tool that can't take the plan is refused before the work of --verify
+    export = None if options.export is None else api.plans.export_precision(report, plan, options)
+    if options.verify:
         with commands.plain_warnings():
-            from noisescope.api.plan_trials import verify_precision
-            from noisescope.api.preparation import subject_of_report
-
-            result = verify_precision(subject_of_report(report, asked), report, plan, options=asked)
-    if asked.output is not None and export is not None:
-        commands.written(asked.output, export.text)
+            subject = api.preparation.load_report_subject(report, options)
+            result = api.verify_precision(subject, report, plan, options=options)
+    if options.output is not None and export is not None:
+        output.write_text(options.output, export.text)
         result = replace(result, notes=(*result.notes, *export.notes))
-    if asked.json:
-        typer.echo(as_json(result), nl=False)
+    if options.json:
+        typer.echo(api.reports.as_json(result), nl=False)
         return
-    say_plan(result)
-    if asked.output is not None:
-        typer.echo(f"  {asked.output}")
+    print_precision(result)
+    if options.output is not None:
+        typer.echo(f"  {options.output}")
 
 
-def say_plan(plan: PrecisionPlan) -> None:
+def print_precision(plan: api.plans.PrecisionPlan) -> None:
     """What each format got, what it costs, and what it was compared with."""
-    from noisescope.api.reports import counted, prediction_sentence
-
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
     typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
-    typer.echo("  " + ", ".join(f"{name}: {counted(count, 'module')}" for name, count in plan.counts.items()))
-    typer.echo(f"predicted mean KL {prediction_sentence(plan.prediction)}")
+    counts = (f"{name}: {api.reports.counted(count, 'module')}" for name, count in plan.counts.items())
+    typer.echo(f"  {', '.join(counts)}")
+    typer.echo(f"predicted mean KL {api.reports.prediction_sentence(plan.prediction)}")
     if plan.note:
         typer.echo(f"note: {plan.note}")
     if plan.data is not None:
-        say_measured(plan)
+        print_measured(plan)
     else:
         typer.echo("predicted only: --verify carries it out and measures")
-    for note in plan.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(plan.notes, "note: ")
 
 
-def say_measured(plan: PrecisionPlan) -> None:
-    from noisescope.api.reports import counted, estimate, mean
-
+def print_measured(plan: api.plans.PrecisionPlan) -> None:
     assert plan.data is not None
+    counted, words = api.reports.counted, api.reports.words
     tokens = counted(plan.data.scored_tokens, "token")
     typer.echo(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
     typer.echo(
@@ -216,8 +168,8 @@ def say_measured(plan: PrecisionPlan) -> None:
     )
     for row in plan.rows:
         if row.kind != "random":
-            average, typical = mean(row.kl.mean), estimate(row.kl.typical)
-            score, over = estimate(row.accuracy, share=True), estimate(row.over_plan)
+            average, typical = words.mean(row.kl.mean), words.estimate(row.kl.typical)
+            score, over = words.estimate(row.accuracy, share=True), words.estimate(row.over_plan)
             bits = f"{row.name:<18}{row.average_bits:>7.3f}  {row.predicted_mean_kl:<17.3g}"
             kl = f"{average.text:<30}  {typical.text:<30}"
             typer.echo(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
@@ -226,13 +178,7 @@ def say_measured(plan: PrecisionPlan) -> None:
         typer.echo(f"{plan.random.n} random plans of the same bits: {middle}")
 
 
-# `noisescope plan smoothquant REPORT`: outlier channels folded away, and what that gains.
-
-
-SHOWN = 10
-
-
-def plan_smoothquant(asked: SmoothquantOptions) -> None:
+def plan_smoothquant(options: SmoothquantOptions) -> None:
     """Fold outlier channels away, and measure what it gains.
 
     SmoothQuant on a copy of the model: 8-bit weights and activations before and after, and for each module with
@@ -243,46 +189,31 @@ def plan_smoothquant(asked: SmoothquantOptions) -> None:
     noisescope plan smoothquant out --alpha 0.5 --samples 64 --json
     noisescope plan smoothquant out --target W4A16
     """
-    from noisescope.api.reports import as_json, load_report
-
-    found = load_report(asked.report)
+    found = api.reports.load_report(options.report)
     with commands.plain_warnings():
-        from noisescope.api.plan_trials import plan_smoothquant as carry_out
-        from noisescope.api.preparation import subject_of_report
-
-        result = carry_out(subject_of_report(found, asked), found, options=asked)
-    if asked.output is not None:
-        commands.written(asked.output, as_json(result))
-    if asked.json:
-        typer.echo(as_json(result), nl=False)
-    else:
-        say_result(result)
+        subject = api.preparation.load_report_subject(found, options)
+        result = api.plan_smoothquant(subject, found, options=options)
+    output.emit(api.reports.as_json(result), options, lambda: print_smoothing(result))
 
 
-def say_result(result: SmoothingPlan) -> None:
-    from noisescope.api.reports import estimate, gain_sentence, times_better
-
+def print_smoothing(result: api.plan_trials.SmoothingPlan) -> None:
     typer.echo(result.scheme)
-    before, after = (estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
+    before, after = (api.reports.words.estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
     typer.echo(f"typical KL {before} before, {after} after (n = {result.gain.n})")
-    typer.echo(gain_sentence(result.gain))
+    typer.echo(api.reports.gain_sentence(result.gain))
     typer.echo(f"the float output moved by {result.float_error:.2g} (relative L2)")
     folds = [fold for fold in result.folds if fold.alpha is not None]
     typer.echo(f"{len(folds)} of {len(result.folds)} folds smoothed; the others are better left alone")
-    for row in result.recommendations[:SHOWN]:
-        gains = ", ".join(f"{name} {times_better(gain)}" for name, gain in row.gains.items())
+    for row in result.recommendations[:MOST_MODULES]:
+        gains = ", ".join(f"{name} {api.reports.times_better(gain)}" for name, gain in row.gains.items())
         strength = "" if row.alpha is None else f", alpha {row.alpha:g}"
         measured = f"; error of the linears there: {gains}" if gains else ""
         typer.echo(f"  {row.component}: {row.max_ratio:.1f} x the median: {row.method}{strength}{measured}")
-    for note in result.notes:
-        typer.echo(f"note: {note}")
-
-
-# `noisescope plan WHAT REPORT`: what to do about a report's findings, tried out on the model where that tells more.
+    output.print_each(result.notes, "note: ")
 
 
 plan = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What to do about a report's findings.")
-add_command(plan, PrecisionOptions, plan_precision)
-add_command(plan, SmoothquantOptions, plan_smoothquant)
-add_command(plan, MigrationOptions, plan_hardware_migration)
-add_command(plan, FaultTestOptions, plan_fault_tests)
+add_command(plan, plan_precision)
+add_command(plan, plan_smoothquant)
+add_command(plan, plan_hardware_migration)
+add_command(plan, plan_fault_tests)

@@ -1,4 +1,4 @@
-"""`noisescope record MODEL`: what this device computes, for a comparison with another."""
+"""`noisescope record MODEL`: what this device computes; `noisescope compare A B`: how two devices differ, and where."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from noisescope.cli import commands
+from noisescope import api
+from noisescope.cli import commands, output
 from noisescope.options.devices import CompareOptions, RecordOptions
 
-if TYPE_CHECKING:
-    from noisescope.api.comparison import Comparison, DifferenceCosts, SiteRow, TokenRow
+MOST_ROWS = 12
+MOST_CELLS = 5
+MOST_TOKENS = 3
+DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
 
 
-def record_device(asked: RecordOptions) -> None:
+def record_device(options: RecordOptions) -> None:
     """Record what this device computes, operator by operator.
 
     \b
@@ -30,18 +32,13 @@ def record_device(asked: RecordOptions) -> None:
     --max-tokens on both machines. Whole tensors (--detail full) let `noisescope locate --reference` replay each module
     on the other device's inputs.
     """
-    from noisescope.api.localization import checked_fault
-
-    output = asked.output
-    checked_fault(asked.simulate)  # before torch is imported
-    with commands.plain_warnings(), _interruptible(output):
-        from noisescope.api.preparation import load_subject
-        from noisescope.api.records import record
-
-        found = record(load_subject(asked), options=asked)
-    size = sum(file.stat().st_size for file in output.iterdir())
+    folder = options.output
+    api.localization.check_fault(options.simulate)  # before torch is imported
+    with commands.plain_warnings(), _interruptible(folder):
+        found = api.records.record(api.preparation.load_subject(options), options=options)
+    size = sum(file.stat().st_size for file in folder.iterdir())
     facts = {
-        "record": str(output),
+        "record": str(folder),
         "bytes": size,
         "sites": len(found.sites),
         "prompts": found.count,
@@ -50,40 +47,27 @@ def record_device(asked: RecordOptions) -> None:
         "dtype": found.dtype,
         "notes": list(found.notes),
     }
-    if asked.json:
+    if options.json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    typer.echo(
-        f"{output}: {facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens, {found.dtype} on "
-        f"{found.device}, {size / 1e6:.1f} MB"
-    )
-    for note in found.notes:
-        typer.echo(f"note: {note}")
+    counts = f"{facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens"
+    typer.echo(f"{folder}: {counts}, {found.dtype} on {found.device}, {size / 1e6:.1f} MB")
+    output.print_each(found.notes, "note: ")
 
 
 @contextmanager
-def _interruptible(output: Path) -> Iterator[None]:
-    """Ctrl-C says what is left behind."""
-    from noisescope.api.records import is_unfinished
-
+def _interruptible(folder: Path) -> Iterator[None]:
+    """Ctrl-C prints what is left behind."""
     try:
         yield
     except KeyboardInterrupt:
-        left = f" {output} holds an unfinished record: remove it, and record again" if is_unfinished(output) else ""
+        unfinished = f" {folder} holds an unfinished record: remove it, and record again"
+        left = unfinished if api.records.is_unfinished(folder) else ""
         typer.echo(f"\ninterrupted.{left}", err=True)
         raise typer.Exit(130) from None
 
 
-# `noisescope compare A.record B.record`: how two devices differ, and where they diverge.
-
-
-MOST_ROWS = 12
-MOST_CELLS = 5
-MOST_TOKENS = 3
-DETAILED = ("MAPE", "band", "Pearson", "max ulp")  # columns that whole tensors alone can fill
-
-
-def compare_devices(asked: CompareOptions) -> None:
+def compare_devices(options: CompareOptions) -> None:
     """Compare what two devices computed.
 
     \b
@@ -95,34 +79,26 @@ def compare_devices(asked: CompareOptions) -> None:
     Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
     --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
     """
-    from noisescope.api.comparison import compare
-
-    found = compare(options=asked)
-    if asked.output is not None:
-        commands.written(asked.output, found.to_json())
-    if asked.json:
-        typer.echo(found.to_json(), nl=False)
-    else:
-        say_comparison(found)
-    commands.leave(found.outcome, asked)
+    found = api.comparison.compare(options=options)
+    output.emit(found.to_json(), options, lambda: print_comparison(found))
+    commands.exit_by(found.outcome, options)
 
 
-def say_comparison(found: Comparison) -> None:
+def print_comparison(found: api.comparison.Comparison) -> None:
     """Both sides, the verdict, a table of the sites that matter, tokens, costs, what was not seen."""
     for name, side in (("a", found.sides.a), ("b", found.sides.b)):
         typer.echo(f"{name}: {side.path} ({side.architecture}, {side.dtype}, {side.device})")
     typer.echo(f"\n{found.verdict}. {found.words}\n")
-    say_rows(found)
-    say_tokens(found.tokens)
+    print_rows(found)
+    print_tokens(found.tokens)
     if found.sensitivity is not None:
-        say_costs(found.sensitivity)
+        print_costs(found.sensitivity)
     if found.max_mape is not None:
         typer.echo(f"\n{_decision(found)}")
-    for note in found.notes:
-        typer.echo(f"note: {note}")
+    output.print_each(found.notes, "note: ")
 
 
-def _decision(found: Comparison) -> str:
+def _decision(found: api.comparison.Comparison) -> str:
     worst = found.worst_mape
     largest = "not measurable" if worst is None else f"{worst:.3g} at {found.worst_mape_site}"
     broken = sum(row.critical for row in found.sites)
@@ -140,7 +116,7 @@ def _decision(found: Comparison) -> str:
     return f"largest MAPE {largest}; allowed {found.max_mape:g}: {outcome}"
 
 
-def say_tokens(tokens: Sequence[TokenRow]) -> None:
+def print_tokens(tokens: Sequence[api.comparison.TokenRow]) -> None:
     """The tokens that differ most; sizes only where whole tensors are known."""
     if not tokens:
         return
@@ -152,7 +128,7 @@ def say_tokens(tokens: Sequence[TokenRow]) -> None:
         typer.echo(f"  token {token.token} of prompt {token.prompt}{size}")
 
 
-def say_rows(found: Comparison) -> None:
+def print_rows(found: api.comparison.Comparison) -> None:
     """The first site that diverges and those with the largest error, in the order they ran."""
     if found.verdict == "identical" and not any(row.nonfinite_both for row in found.sites):
         typer.echo(f"{len(found.sites)} sites are compared, none differs; --json lists them")
@@ -162,32 +138,27 @@ def say_rows(found: Comparison) -> None:
     shown = [row for row in found.sites if id(row) in chosen]
     whole = any(row.elements for row in shown)
     header = ("place", "operator", "module", "rel. L2", *(DETAILED if whole else ()), "")
-    rows = [header, *(_cells(row, row is found.first, whole) for row in shown)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(header))]
-    for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    typer.echo(output.aligned([header, *(_cells(row, row is found.first, whole) for row in shown)]))
     if len(found.sites) > len(shown):
         typer.echo(f"... the largest of {len(found.sites)} sites; --json lists all")
     if not whole:
         typer.echo("~ by sketch: MAPE, Pearson and ulps need records of --detail full, or of --full-layers")
 
 
-def _cells(row: SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
+def _cells(row: api.comparison.SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
     sign = "" if row.elements else "~"
-    size = "-" if row.size is None else f"{sign}{row.size:.2g}"
-    site = (str(row.place), row.operator, row.module, size)
-    return (*site, *(_detailed(row) if whole else ()), "; ".join(_marks(row, first)))
+    cells: tuple[str, ...] = (str(row.place), row.operator, row.module, _number(row.size, f"{sign}{{:.2g}}"))
+    if whole:
+        band = row.bands.mape if row.elements or not row.measurable else "needs full detail"
+        cells += (_number(row.mape, "{:.2g}"), band, _number(row.pearson, "{:.5f}"), _number(row.max_ulp, "{:.3g}"))
+    return (*cells, "; ".join(_marks(row, first)))
 
 
-def _detailed(row: SiteRow) -> tuple[str, ...]:
-    mape = "-" if row.mape is None else f"{row.mape:.2g}"
-    band = row.bands.mape if row.elements or not row.measurable else "needs full detail"
-    pearson = "-" if row.pearson is None else f"{row.pearson:.5f}"
-    ulps = "-" if row.max_ulp is None else f"{row.max_ulp:.3g}"
-    return (mape, band, pearson, ulps)
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
-def _marks(row: SiteRow, first: bool) -> Iterator[str]:
+def _marks(row: api.comparison.SiteRow, first: bool) -> Iterator[str]:
     """What a row's figures don't show."""
     if row.diverges:
         gain = f", gain {100 * row.gain:+.2f} %" if row.gain else ""
@@ -200,7 +171,7 @@ def _marks(row: SiteRow, first: bool) -> Iterator[str]:
         yield f"max in outlier channel {row.where.channel}"
 
 
-def say_costs(crossing: DifferenceCosts) -> None:
+def print_costs(crossing: api.comparison.DifferenceCosts) -> None:
     """What to fix first, and which layers are within what they can afford."""
     typer.echo(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
     for cell in [cell for cell in crossing.cells if cell.cost >= 0][:MOST_CELLS]:
@@ -212,7 +183,7 @@ def say_costs(crossing: DifferenceCosts) -> None:
         typer.echo(f"  layer {cell.layer} {cell.operator}: {cost}{mark}")
     typer.echo(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
     for row in crossing.tolerances:
-        has = "-" if row.relative_l2 is None else f"{row.relative_l2:.2g}"
+        has = _number(row.relative_l2, "{:.2g}")
         within = {True: "yes", False: "no", None: "-"}[row.within]
         broken = f"  {row.unmeasurable} sites not measurable" if row.unmeasurable else ""
         rough = "  rough: noise is not linear there" if row.nonlinear else ""

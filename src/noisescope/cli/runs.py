@@ -1,31 +1,23 @@
-"""`noisescope report RUN`: draw a stored report again. Needs neither the model nor torch."""
+"""`noisescope report RUN` and `noisescope runs ...`: stored runs drawn, listed, resumed, compared. Needs no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import typer
 
-from noisescope.cli.commands import add_command
-from noisescope.cli.demo import run_demo
-from noisescope.cli.diagnose import diagnose_model, robustness_of_model
-from noisescope.cli.experiment import experiment_phases
-from noisescope.cli.gate import gate_model
+from noisescope import api
+from noisescope.cli.commands import COMMANDS, add_command
+from noisescope.cli.output import print_each
 from noisescope.errors import InvalidInput
-from noisescope.options.runs import (
-    CompareRunsOptions,
-    DrawOptions,
-    ListOptions,
-    PhasesOptions,
-    ResumeOptions,
-    ShowOptions,
-)
-from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
+from noisescope.options.groups import ExecutionOptions
+from noisescope.options.runs import CompareRunsOptions, DrawOptions, ListOptions, ResumeOptions, ShowOptions
+from noisescope.options.sensitivity import DemoOptions
+
+runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
 
 
-def draw_report(asked: DrawOptions) -> None:
+def draw_report(options: DrawOptions) -> None:
     """Draw a run's report again.
 
     As JSON, Markdown, HTML, PDF and figures.
@@ -36,46 +28,25 @@ def draw_report(asked: DrawOptions) -> None:
     noisescope report out/report.json --figures
     noisescope report --schema
     """
-    from noisescope.api.reports import any_report, save_figures, schema
-
-    if asked.schema:
-        typer.echo(json.dumps(schema(), indent=1))
+    if options.schema:
+        typer.echo(json.dumps(api.reports.schema(), indent=1))
         return
-    report = any_report(asked.run)
-    target = asked.output or (asked.run if asked.run.is_dir() else asked.run.parent)
-    paths = report.save(target, formats=asked.format)
-    if asked.figures:
-        paths += save_figures(report.document(), target / "figures")
-    for path in paths:
-        typer.echo(str(path))
+    report = api.reports.load_any_report(options.run)
+    target = options.output or (options.run if options.run.is_dir() else options.run.parent)
+    paths = report.save(target, formats=options.format)
+    if options.figures:
+        paths += api.reports.save_figures(report.document(), target / "figures")
+    print_each(paths, "")
 
 
-# `noisescope runs list|show|resume|compare`: what lies in a store, and what two stores say together.
-
-
-runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
-RESUMED: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
-    options.command: (options, run)
-    for options, run in (
-        (DemoOptions, run_demo),
-        (DiagnoseOptions, diagnose_model),
-        (RobustnessOptions, robustness_of_model),
-        (GateOptions, gate_model),
-        (PhasesOptions, experiment_phases),
-    )
-}
-
-
-def list_runs(asked: ListOptions) -> None:
+def list_runs(options: ListOptions) -> None:
     """Runs in a folder."""
-    from noisescope.api.reports import runs_in
-
-    rows, unreadable = runs_in(asked.folder)
-    if asked.json:
+    rows, unreadable = api.reports.find_runs(options.folder)
+    if options.json:
         typer.echo(json.dumps(rows, indent=1))
         return
     if not rows:
-        typer.echo(f"no runs in {asked.folder.resolve()}")
+        typer.echo(f"no runs in {options.folder.resolve()}")
     for problem in unreadable:
         typer.echo(f"can't be read: {problem}", err=True)
     for row in rows:
@@ -84,12 +55,10 @@ def list_runs(asked: ListOptions) -> None:
         typer.echo(f"{row['folder']}: {row['command']} of {row['model']}{trials}; {row['state']}")
 
 
-def show_run(asked: ShowOptions) -> None:
+def show_run(options: ShowOptions) -> None:
     """What a run asked, what it has, what failed."""
-    from noisescope.api.reports import run_facts
-
-    row = run_facts(asked.folder, whole=True)
-    if asked.json:
+    row = api.reports.run_facts(options.folder, whole=True)
+    if options.json:
         typer.echo(json.dumps(row, indent=1))
         return
     typer.echo(f"{row['command']} of {row['model']}, data: {row['data']}")
@@ -106,21 +75,19 @@ def show_run(asked: ShowOptions) -> None:
         typer.echo(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
 
 
-def resume_run(asked: ResumeOptions) -> None:
+def resume_run(options: ResumeOptions) -> None:
     """Go on with a run that was interrupted: the same command again."""
-    from noisescope.api.reports import stored_command
-
-    command = stored_command(asked.folder)
-    if not command or command.get("name") not in RESUMED:
+    command = api.reports.stored_command(options.folder) or {}
+    cls, run = COMMANDS.get(command.get("name", ""), (None, None))
+    if cls is None or run is None or not issubclass(cls, (ExecutionOptions, DemoOptions)):
         raise InvalidInput(
-            f"{asked.folder} was made from Python, not by a command: call the same function again with "
-            f"output={str(asked.folder)!r}"
+            f"{options.folder} was made from Python, not by a command: call the same function again with "
+            f"output={str(options.folder)!r}"
         )
-    options, run = RESUMED[command["name"]]
-    run(options.from_stored({**command["options"], "output": asked.folder}))
+    run(cls.from_stored({**command["options"], "output": options.folder}))
 
 
-def compare_two_runs(asked: CompareRunsOptions) -> None:
+def compare_two_runs(options: CompareRunsOptions) -> None:
     """What changed from one run to another: a new checkpoint, another dtype, another device.
 
     \b
@@ -130,26 +97,23 @@ def compare_two_runs(asked: CompareRunsOptions) -> None:
     Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
     common: --noise-scale, --operators, --window; and --data, --samples for pairs.
     """
-    from noisescope.api.reports import change_line, change_verdict_line, comparison_of, largest_changes, run_line
-
-    comparison = comparison_of(asked.a, asked.b)
-    paths = [] if asked.output is None else comparison.save(asked.output, name="comparison", formats=asked.format)
-    if asked.json:
+    comparison = api.reports.compare_stored(options.a, options.b)
+    paths = [] if options.output is None else comparison.save(options.output, name="comparison", formats=options.format)
+    if options.json:
         typer.echo(comparison.to_json(), nl=False)
         return
     found = comparison.changes
-    typer.echo(f"A  {run_line(found.a)}\nB  {run_line(found.b)}")
+    words = api.reports.run_changes
+    typer.echo(f"A  {words.run_line(found.a)}\nB  {words.run_line(found.b)}")
     typer.echo(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
-    typer.echo(f"\nverdict: {change_verdict_line(found)}")
-    for row in largest_changes(found.rows):
-        typer.echo(f"  {change_line(row)}")
-    for note in found.notes:
-        typer.echo(f"note: {note}")
-    for path in paths:
-        typer.echo(f"  {path}")
+    typer.echo(f"\nverdict: {words.verdict_line(found)}")
+    for row in words.largest_changes(found.rows):
+        typer.echo(f"  {words.change_line(row)}")
+    print_each(found.notes, "note: ")
+    print_each(paths)
 
 
-add_command(runs, ListOptions, list_runs)
-add_command(runs, ShowOptions, show_run)
-add_command(runs, ResumeOptions, resume_run)
-add_command(runs, CompareRunsOptions, compare_two_runs)
+add_command(runs, list_runs)
+add_command(runs, show_run)
+add_command(runs, resume_run)
+add_command(runs, compare_two_runs)

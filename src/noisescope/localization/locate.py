@@ -10,11 +10,11 @@ from torch import nn
 from noisescope.localization.verdict import Verdict
 from noisescope.model.subject import Subject
 from noisescope.options.devices import LocateOptions
-from noisescope.options.values import asks
+from noisescope.options.values import takes_options
 
 
-@asks(LocateOptions)
-def locate(subject: Subject | nn.Module, asked: LocateOptions) -> Verdict:
+@takes_options(LocateOptions)
+def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     """Where the model computes wrongly on the device it is on.
 
         verdict = ns.locate(ns.load("demo"))
@@ -29,11 +29,11 @@ def locate(subject: Subject | nn.Module, asked: LocateOptions) -> Verdict:
     this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given.
     The model runs in the caller's thread, inside whatever scopes are open.
     """
-    method, inputs, reference, seed = asked.method, asked.inputs, asked.reference, asked.seed
-    if asked.failure is not None:
+    method, inputs, reference, seed = options.method, options.inputs, options.reference, options.seed
+    if options.failure is not None:
         from noisescope.localization.fingerprint import fingerprint
 
-        return fingerprint(subject, asked.failure, reference)
+        return fingerprint(subject, options.failure, reference)
     if reference is not None:
         from noisescope.localization.replay import replay
 

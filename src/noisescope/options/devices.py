@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from noisescope.errors import InvalidInput
-from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, option
+from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, command_option, option
 from noisescope.options.groups import (
     CheckingOptions,
     DeviceOptions,
@@ -29,14 +28,11 @@ class InspectOptions(PrintingOptions):
     command: ClassVar[str] = "inspect"
 
     model: str = changed(
-        LoadingOptions,
-        "model",
-        "demo",
-        help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME.",
+        LoadingOptions, "model", "demo", help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME."
     )
-    verbose: bool = option(False, "List every module with its operators.", short="-v", surface="command")
-    attn_implementation: str | None = option(
-        None, "sdpa, eager ...", unit="NAME", default_text="the model's own", surface="command"
+    verbose: bool = command_option(False, "List every module with its operators.", short="-v")
+    attn_implementation: str | None = command_option(
+        None, "sdpa, eager ...", unit="NAME", default_text="the model's own"
     )
     dtype: str | None = changed(DeviceOptions, "dtype")
 
@@ -46,20 +42,17 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     command: ClassVar[str] = "record"
 
     output: Path = option(Path("noisescope.record"), "A new folder.", unit="DIR", short="-o")
-    detail: str = option("sketch", "full keeps whole tensors of everything.", unit="NAME", choices=DETAILS)
-    full_layers: tuple[int, ...] = option((), "Blocks of which whole tensors are kept, such as 9,10.", unit="LIST",
+    detail: str = option("sketch", "full keeps whole tensors of everything.", choices=DETAILS)
+    full_layers: tuple[int, ...] = option((), "Blocks of which whole tensors are kept, such as 9,10.",
                                           least=0, default_text="none")  # fmt: skip
     inputs: bool = option(
         True, "With whole tensors: keep the inputs of modules too, for a replay.", negative="no-inputs"
     )
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
-    batch: int = option(16, "Prompts of one length in one forward.", unit="N", least=1)
-    simulate: str | None = option(
-        None,
-        "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.",
-        unit="FAULT",
-        surface="command",
+    batch: int = option(16, "Prompts of one length in one forward.", least=1)
+    simulate: str | None = command_option(
+        None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
     )
     prompts: Sequence[Any] | None = option(
         None, "Texts or token ids, taken as they are instead of data.", surface="python", open=True
@@ -77,30 +70,23 @@ class CompareOptions(CheckingOptions, PrintingOptions):
         "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
     )
     layers: tuple[int, ...] | None = option(
-        None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", unit="LIST", least=0,
-        default_text="all",
-    )  # fmt: skip
+        None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", least=0, default_text="all"
+    )
     max_mape: float | None = option(
-        None, "The check fails where the MAPE of a site is larger; needs whole tensors.", unit="X", least=0
+        None, "The check fails where the MAPE of a site is larger; needs whole tensors.", least=0
     )
     sensitivity: Path | Mapping[str, Any] | None = option(
-        None, "The report.json of a diagnosis of this model: differences are given in nats.", unit="FILE", open=True,
+        None, "The report.json of a diagnosis of this model: differences are given in nats.", open=True,
         check=report_path,
     )  # fmt: skip
     affordable: float | None = option(
-        None,
-        "With sensitivity: nats that the difference of a layer may cost.",
-        unit="X",
-        above=0,
-        default_text="0.01",
+        None, "With sensitivity: nats that the difference of a layer may cost.", above=0, default_text="0.01"
     )
-    output: Path | None = option(
-        None, "Write the comparison there as JSON.", unit="FILE", short="-o", surface="command"
-    )
+    output: Path | None = command_option(None, "Write the comparison there as JSON.", short="-o")
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if self.affordable is not None and self.sensitivity is None:
-            raise InvalidInput(
+            yield (
                 f"{named('affordable')} needs {named('sensitivity')}: the report of a diagnosis shows what a "
                 "difference costs"
             )
@@ -110,20 +96,17 @@ class CompareOptions(CheckingOptions, PrintingOptions):
 class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOptions):
     command: ClassVar[str] = "locate"
 
-    method: str = option("auto", "How to look for the fault.", unit="NAME", choices=LOCATE_METHODS)
+    method: str = option("auto", "How to look for the fault.", choices=LOCATE_METHODS)
     simulate: str | None = changed(
         RecordOptions,
         "simulate",
         help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
     )
-    # The flags of the original method notes' finder scripts: `simulated` is the text that they stand for.
-    ground_truth_layer: int | None = option(
-        None, "The block of a simulated fault.", unit="N", least=0, surface="command", hidden=True
-    )
-    fault_type: str | None = option(None, "Its family.", unit="NAME", surface="command", hidden=True)
-    fault_magnitude: float | None = option(None, "Its size.", unit="X", surface="command", hidden=True)
-    hw_error_scale: float | None = option(None, "The size of simulated noise.", unit="X", surface="command",
-                                          hidden=True)  # fmt: skip
+    # The flags of the original method notes' finder scripts: `simulated` is the text that they come to.
+    ground_truth_layer: int | None = command_option(None, "The block of a simulated fault.", least=0, hidden=True)
+    fault_type: str | None = command_option(None, "Its family.", unit="NAME", hidden=True)
+    fault_magnitude: float | None = command_option(None, "Its size.", hidden=True)
+    hw_error_scale: float | None = command_option(None, "The size of simulated noise.", hidden=True)
     inputs: Any = option(
         None, "Prompts for audit and relations; built-in ones unless given.", surface="python", open=True
     )
@@ -141,14 +124,14 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         open=True,
         exists="folder",
     )
-    seed: int = option(0, "Seed of the prompts and checks.", unit="N")
-    output: Path | None = option(None, "Write the verdict there as JSON.", unit="FILE", short="-o", surface="command")
+    seed: int = option(0, "Seed of the prompts and checks.")
+    output: Path | None = command_option(None, "Write the verdict there as JSON.", short="-o")
 
     @property
     def simulated(self) -> str | None:
         """The fault to simulate, as text: `simulate`, or what the flags of the original method notes come to.
 
-        Those notes put noise into layer 10 unless told otherwise, and look for it with fingerprint; the faults of their
+        Those notes put noise into layer 10 by default, and locate it with fingerprint; the faults of their
         other finder have a layer of their own.
         """
         if self.simulate is not None:
@@ -162,46 +145,40 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
             return None
         return f"{family or 'dead_zone'}{'' if size is None else f':{size!r}'}@{self.ground_truth_layer}"
 
-    def check(self, named: Naming) -> None:
-        self._check_simulated(named)
+    def problems(self, named: Naming) -> Iterator[str]:
+        yield from self._simulation_problems(named)
         if self.method == "fingerprint" and (self.failure is None) == (self.simulated is None):
             came = "neither" if self.failure is None else "both"
-            raise InvalidInput(
+            yield (
                 f"the fingerprint method compares recorded outputs of the suspect system: give them as "
                 f"{named('failure')}, or simulate a fault; got {came}"
             )
         if self.method != "fingerprint" and self.failure is not None:
-            raise InvalidInput(f"{named('failure')} is for the method fingerprint, got method {self.method}")
+            yield f"{named('failure')} is for the method fingerprint, got method {self.method}"
         if self.reference is not None and self.method not in ("auto", "replay", "fingerprint"):
-            raise InvalidInput(
+            yield (
                 f"method {self.method} compares with no other system: leave {named('reference')} out, or use auto or "
                 "replay"
             )
         takes_inputs = self.method in ("auto", "audit", "relations") and self.reference is None
         if self.inputs is not None and not takes_inputs:
-            raise InvalidInput(
-                f"{named('inputs')} are for audit and relations: other methods have prompts of their own"
-            )
+            yield f"{named('inputs')} are for audit and relations: other methods have prompts of their own"
         if self.method == "replay" and self.reference is None and self.simulated is None:
-            raise InvalidInput(
-                f"a replay needs the record of a good device as {named('reference')}: record it with detail full"
-            )
+            yield f"a replay needs the record of a good device as {named('reference')}: record it with detail full"
 
-    def _check_simulated(self, named: Naming) -> None:
-        """The flags of the notes stand for one fault, given once."""
+    def _simulation_problems(self, named: Naming) -> Iterator[str]:
+        """The flags of the notes describe one fault, given once."""
         flags = ("ground_truth_layer", "fault_type", "fault_magnitude", "hw_error_scale")
         given = [name for name in flags if vars(self)[name] is not None]
         if given and self.simulate is not None:
-            raise InvalidInput(
-                f"the fault is given twice: as {named('simulate')} {self.simulate} and by {named(given[0])}; keep one"
-            )
+            yield f"the fault is given twice: as {named('simulate')} {self.simulate} and by {named(given[0])}; keep one"
         if self.hw_error_scale is not None and {"fault_type", "fault_magnitude"} & set(given):
-            raise InvalidInput(
+            yield (
                 f"{named('hw_error_scale')} is noise of that size, and {named('fault_type')} with "
                 f"{named('fault_magnitude')} another fault: keep one"
             )
         if given and self.simulated is None:
-            raise InvalidInput(
+            yield (
                 f"{named(given[0])} needs {named('ground_truth_layer')}, the block that the simulated fault is put into"
             )
 
@@ -211,7 +188,7 @@ class PassportOptions(PrintingOptions):
     command: ClassVar[str] = "passport"
 
     device: str = changed(DeviceOptions, "device")
-    quick: bool = option(False, "Fewer points, sizes and repeats.", surface="command")
-    output: Path | None = option(None, "Write the passport to this file.", unit="FILE", short="-o", surface="command")
-    diff: Path | None = option(None, "Another passport: print how they differ.", unit="FILE", surface="command")
-    from_: Path | None = option(None, "Show this passport instead of measuring one.", unit="FILE", surface="command")
+    quick: bool = command_option(False, "Fewer points, sizes and repeats.")
+    output: Path | None = command_option(None, "Write the passport to this file.", short="-o")
+    diff: Path | None = command_option(None, "Another passport: print how they differ.")
+    from_: Path | None = command_option(None, "Show this passport instead of measuring one.")

@@ -1,10 +1,14 @@
-"""Names that options allow. Whoever needs such a list imports it from here."""
+"""One option: the facts that a field of an options class holds, and how a value from anywhere is checked against it.
+
+The names that options allow (LEVELS, EFFORTS ...) are listed here for everybody.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -38,31 +42,6 @@ TRAINING_METHODS = ("supervised", "grpo")
 STARTS = ("bundled", "scratch")
 
 
-# An option in words, for help, docstrings and tables.
-
-
-def sentence(option: Option) -> str:
-    """The help of an option with its choices."""
-    allowed = f" One of {', '.join(option.choices)}." if option.choices and not option.many else ""
-    allowed = f" Any of {', '.join(option.choices)}." if option.choices and option.many else allowed
-    return f"{option.help}{allowed}"
-
-
-def shown_default(option: Option) -> str:
-    """The default of a command in words; "" where there is none to speak of."""
-    value = option.default if option.command_default is None else option.command_default
-    if option.default_text or value is None or (isinstance(value, bool) and not option.negative):
-        return option.default_text
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return ",".join(f"{member:g}" if isinstance(member, float) else str(member) for member in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# What a field of an options class says about itself, and how a value from anywhere is checked against it.
-
-
 KINDS: dict[type, str] = {
     int: "a whole number",
     float: "a number",
@@ -70,6 +49,7 @@ KINDS: dict[type, str] = {
     str: "text",
     Path: "a path as text",
 }
+_UNITS: dict[type, str] = {int: "N", float: "X", Path: "FILE"}
 _MEMBERS = {int: "whole numbers", float: "numbers", str: "names"}
 _EXAMPLES = {int: "9,10", float: "0,0.05,0.10", str: "softmax,norm"}
 _KEY = "option"
@@ -82,8 +62,8 @@ class Option:
 
     help: str
     python: str = ""  # what Python takes besides, as a sentence
-    unit: str = ""  # what stands for the value in help and tables: N, FILE, LIST
-    default_text: str = ""  # the default in words, where the value alone would not say it
+    unit: str = ""  # the placeholder in help and tables, where its kind (N, FILE, LIST) is not enough
+    default_text: str = ""  # the default in words, where the value alone is not enough
     word: str = ""  # what an unknown choice is called: "report format"
     choices: tuple[str, ...] = ()
     least: float | None = None
@@ -115,6 +95,10 @@ class Option:
         return f"--{self.name.rstrip('_').replace('_', '-')}"
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        return (self.flag, self.short) if self.short else (self.flag,)
+
+    @property
     def shown(self) -> bool:
         """Whether help and tables of the command line list it."""
         return self.surface in ("both", "command") and not self.hidden
@@ -123,6 +107,24 @@ class Option:
     def typed(self) -> str:
         """Its name on the command line."""
         return self.argument or self.flag
+
+    @property
+    def sentence(self) -> str:
+        """Its help with its choices."""
+        if not self.choices:
+            return self.help
+        return f"{self.help} {'Any' if self.many else 'One'} of {', '.join(self.choices)}."
+
+    @property
+    def shown_default(self) -> str:
+        """The default of a command in words; "" where there is none to speak of."""
+        value = self.default if self.command_default is None else self.command_default
+        if self.default_text or value is None or (isinstance(value, bool) and not self.negative):
+            return self.default_text
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        members = value if isinstance(value, tuple) else (value,)
+        return ",".join(f"{member:g}" if isinstance(member, float) else str(member) for member in members)
 
     def checked(self, value: Any, *, text: bool = False, where: str = "", in_file: bool = False) -> Any:
         """The value in its one form, or an error.
@@ -190,14 +192,15 @@ class Option:
             raise InvalidInput(f"{where} must be finite, got {value}")
         if self.least is not None and self.most is not None and not self.least <= value <= self.most:
             raise InvalidInput(f"{where} must be from {self.least:g} to {self.most:g}, got {value}")
-        if self.least is not None and not value >= self.least:
-            raise InvalidInput(f"{where} must be at least {self.least:g}, got {value}")
-        if self.above is not None and not value > self.above:
-            raise InvalidInput(f"{where} must be above {self.above:g}, got {value}")
-        if self.below is not None and not value < self.below:
-            raise InvalidInput(f"{where} must be below {self.below:g}, got {value}")
-        if self.most is not None and not value <= self.most:
-            raise InvalidInput(f"{where} must be at most {self.most:g}, got {value}")
+        limits = (
+            ("at least", self.least, operator.ge),
+            ("above", self.above, operator.gt),
+            ("below", self.below, operator.lt),
+            ("at most", self.most, operator.le),
+        )
+        for words, limit, holds in limits:
+            if limit is not None and not holds(value, limit):
+                raise InvalidInput(f"{where} must be {words} {limit:g}, got {value}")
         if self.exists and isinstance(value, (str, Path)):
             value = self._found(Path(value).expanduser(), where)
         return value if self.check is None else self.check(value)
@@ -230,6 +233,11 @@ def option(default: Any = None, help: str = "", **facts: Any) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: Option(help, **facts)})
 
 
+def command_option(default: Any = None, help: str = "", **facts: Any) -> Any:
+    """An option that the command line and files have, and Python has not."""
+    return option(default, help, surface="command", **facts)
+
+
 def argument(name: str, help: str, *, required: bool = True, default: Any = None, **facts: Any) -> Any:
     """A positional argument of a command."""
     return option(default, help, argument=name, required=required, **facts)
@@ -238,30 +246,32 @@ def argument(name: str, help: str, *, required: bool = True, default: Any = None
 def changed(base: type, name: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
     """An option of another class again, where its default or its words are others here."""
     known = dataclasses.replace(options_of(base)[name], **facts)
-    return dataclasses.field(
-        default=known.default if default is dataclasses.MISSING else default, metadata={_KEY: known}
-    )
+    new = known.default if default is dataclasses.MISSING else default
+    return dataclasses.field(default=new, metadata={_KEY: known})
 
 
-def options_of(cls: type) -> dict[str, Option]:
-    """The options of a class by name: its own first, then those of the groups it is made of."""
-    if cls in _KNOWN:
-        return _KNOWN[cls]
+def options_of(cls: type, surface: str = "") -> dict[str, Option]:
+    """The options of a class by name: its own first, then those of the groups it is made of.
+
+    With a surface ("command" or "python") those alone that it shows.
+    """
+    if cls not in _KNOWN:
+        _KNOWN[cls] = _read_options(cls)
+    return {name: one for name, one in _KNOWN[cls].items() if not surface or one.surface in ("both", surface)}
+
+
+def _read_options(cls: type) -> dict[str, Option]:
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     order = [name for one in cls.__mro__ for name in vars(one).get("__annotations__", {}) if name in fields]
     found = {}
     for name in dict.fromkeys(order):
         kind, many, optional = _kind_of(hints[name])
-        found[name] = dataclasses.replace(
-            fields[name].metadata[_KEY],
-            name=name,
-            kind=kind,
-            many=many,
-            optional=optional,
-            default=fields[name].default,
-        )
-    return _KNOWN.setdefault(cls, found)
+        option: Option = fields[name].metadata[_KEY]
+        unit = option.unit or ("LIST" if many else "NAME" if option.choices else _UNITS.get(kind, ""))
+        read = {"name": name, "kind": kind, "many": many, "optional": optional, "default": fields[name].default}
+        found[name] = dataclasses.replace(option, unit=unit, **read)
+    return found
 
 
 def _kind_of(hint: Any) -> tuple[type, bool, bool]:

@@ -14,7 +14,7 @@ The command line takes precedence over the file, and the file over defaults.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ SETTLED: dict[str, tuple[bool, str]] = {
 
 def read_file(path: Path, cls: type[CommandOptions]) -> dict[str, Any]:
     """Values by option, checked."""
-    known = {n: o for n, o in options_of(cls).items() if o.surface in ("both", "command") and n != "config"}
+    known = {name: option for name, option in options_of(cls, "command").items() if name != "config"}
     names = canonical_names(known.values())
     values: dict[str, Any] = {}
     came_as: dict[str, str] = {}
@@ -85,20 +85,13 @@ def _entry(path: Path, prefix: str, name: Any, value: Any, names: dict[str, str]
         if value is not wanted:
             raise InvalidInput(f"{path}: {where} is {value!r}; {why}")
     elif key not in names:
-        raise InvalidInput(f"{path}: {unknown('option', str(name), _shown(names))}")
+        ours_first = [*dict.fromkeys(names.values()), *(known for known, ours in names.items() if known != ours)]
+        raise InvalidInput(f"{path}: {unknown('option', str(name), ours_first)}")
     elif prefix.endswith("operator.") and names[key] == "operators" and isinstance(value, list):
         # the notes' own layout has the notes' own word: their "matmul" is every matrix product
         yield where, names[key], ["gemm" if member == "matmul" else member for member in value]
     else:
         yield where, names[key], value
-
-
-def _shown(names: dict[str, str]) -> Iterable[str]:
-    """Our names first, then the others that are understood."""
-    return [*dict.fromkeys(names.values()), *(name for name, ours in names.items() if name != ours)]
-
-
-# -- YAML
 
 
 def _load(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""MODEL as text: refused where nothing can lie there, before torch is imported."""
+"""Options that several commands share, each written once, and checks of their values before torch is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import checked_scale
-from noisescope.options.fields import DEVICES, DTYPES, EXECUTORS, METRICS, TORCH_DEVICES, argument, changed, option
+from noisescope.options.fields import (
+    DEVICES,
+    DTYPES,
+    EXECUTORS,
+    METRICS,
+    TORCH_DEVICES,
+    argument,
+    changed,
+    command_option,
+    option,
+)
 from noisescope.options.values import CommandOptions
 
 ALLOWED = (
@@ -58,9 +68,6 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface").expanduser() / "hub"
 
 
-# Options that several commands share, each written once.
-
-
 Source = Path | Any | None  # a file; from Python also a DataSet or tokenised batches
 
 
@@ -95,41 +102,37 @@ def report_path(path: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class PrintingOptions(CommandOptions):
-    json: bool = option(False, "Print the result as JSON on stdout, and nothing else there.", surface="command",
+    json: bool = command_option(False, "Print the result as JSON on stdout, and nothing else there.",
                         aliases=("as_json",))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(CommandOptions):
-    config: Path | None = option(
+    config: Path | None = command_option(
         None,
         "YAML file with any of these options (and model). The command line takes precedence. Paths in the file are "
         "relative to the current folder.",
-        unit="FILE",
-        surface="command",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckingOptions(CommandOptions):
-    allow_undecided: bool = option(False, "Exit with 0 instead of 3 where nothing could be decided.", surface="command")
+    allow_undecided: bool = command_option(False, "Exit with 0 instead of 3 where nothing could be decided.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(CommandOptions):
     title: ClassVar[str] = "Model loading"
 
-    device: str = option(
-        "cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", check=device_name, surface="command"
+    device: str = command_option("cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", check=device_name)
+    device_map: str | None = command_option(
+        None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M"
     )
-    device_map: str | None = option(
-        None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M", surface="command"
+    dtype: str | None = command_option(
+        None, "Number format of the weights.", unit="T", choices=DTYPES, default_text="as stored"
     )
-    dtype: str | None = option(
-        None, "Number format of the weights.", unit="T", choices=DTYPES, default_text="as stored", surface="command"
-    )
-    revision: str | None = option(None, "Version of a hub id.", unit="R", surface="command")
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", surface="command")
+    revision: str | None = command_option(None, "Version of a hub id.", unit="R")
+    trust_remote_code: bool = command_option(False, "Run Python code that comes with the model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +156,8 @@ class ReportOptions(CommandOptions):
 class ReportModelOptions(ReportOptions, DeviceOptions):
     """A report, and the model that it is of."""
 
-    model: str | None = option(
-        None, "Model to use.", unit="M", default_text="the report's", check=checked_model, surface="command"
+    model: str | None = command_option(
+        None, "Model to use.", unit="M", default_text="the report's", check=checked_model
     )
     dtype: str | None = changed(DeviceOptions, "dtype", default_text="the report's")
 
@@ -167,14 +170,13 @@ class SamplingOptions(CommandOptions):
         None,
         "JSONL, JSON, CSV or Parquet file.",
         python="Or a DataSet, or tokenised batches.",
-        unit="FILE",
         default_text="the demo's own, else built-in text",
         exists="file",
         open=True,
         aliases=("test_data",),
     )
-    samples: int = option(100, "Number of samples: the first N of the data.", unit="N", least=1, aliases=("n_samples",))
-    max_tokens: int = option(256, "Longer samples are cut, and the report counts them.", unit="N", least=1)
+    samples: int = option(100, "Number of samples: the first N of the data.", least=1, aliases=("n_samples",))
+    max_tokens: int = option(256, "Longer samples are cut, and the report counts them.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,16 +189,14 @@ class ScoringOptions(SamplingOptions):
         "accuracy",
         "The score that degradation and bands refer to.",
         python="Or a function (model, batches) -> one score per sample.",
-        unit="NAME",
         choices=METRICS,
         open=True,
     )
     generate: bool | None = option(False, "Score answers by generation (slow) instead of teacher forcing.")
-    max_new_tokens: int = option(256, "With generate: the longest answer.", unit="N", least=1)
+    max_new_tokens: int = option(256, "With generate: the longest answer.", least=1)
     slice: int = option(
         50,
         "Samples in one forward; fewer need less memory. Part of a trial's identity.",
-        unit="N",
         least=1,
         aliases=("slice_samples",),
     )
@@ -209,13 +209,12 @@ class MeasuringOptions(ScoringOptions):
     calibration: Source = option(
         None,
         "Data that channel statistics are captured on.",
-        unit="FILE",
         default_text="the demo's own, else the test data",
         exists="file",
         open=True,
         aliases=("calibration_data",),
     )
-    calibration_samples: int = option(1000, "Samples for channel statistics; 0 captures none.", unit="N", least=0)
+    calibration_samples: int = option(1000, "Samples for channel statistics; 0 captures none.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +230,8 @@ class ExecutionOptions(CommandOptions):
         default_text="nothing is stored",
         short="-o",
     )
-    executor: str = option("local", "Where trials run.", unit="NAME", choices=EXECUTORS)
-    workers: int = option(2, "With executor ray: number of workers.", unit="N", least=1, aliases=("processes",))
+    executor: str = option("local", "Where trials run.", choices=EXECUTORS)
+    workers: int = option(2, "With executor ray: number of workers.", least=1, aliases=("processes",))
     address: str | None = option(
         None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster"
     )

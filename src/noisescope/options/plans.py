@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from noisescope.errors import InvalidInput
-from noisescope.options.fields import GRANULARITIES, NARROWEST_BITS, TARGETS, TOOLS, WIDEST_BITS, changed, option
+from noisescope.options.fields import (
+    GRANULARITIES,
+    NARROWEST_BITS,
+    TARGETS,
+    TOOLS,
+    WIDEST_BITS,
+    changed,
+    command_option,
+    option,
+)
 from noisescope.options.groups import (
     CheckingOptions,
     PrintingOptions,
@@ -22,7 +31,7 @@ from noisescope.options.values import Naming
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions(SamplingOptions):
     formats: tuple[str, ...] | None = option(
-        None, "Number formats to choose from.", unit="LIST", default_text="all that were scored"
+        None, "Number formats to choose from.", default_text="all that were scored"
     )
 
 
@@ -35,25 +44,17 @@ class BudgetOptions(FormatOptions):
         least=NARROWEST_BITS,
         most=WIDEST_BITS,
     )
-    max_megabytes: float | None = option(
-        None, "Size of these weights with their scales, in 10^6 bytes.", unit="X", above=0
-    )
+    max_megabytes: float | None = option(None, "Size of these weights with their scales, in 10^6 bytes.", above=0)
     latency_table: Source = option(
-        None,
-        "JSON {module: {format: milliseconds}}; '*' is for a million weights.",
-        unit="FILE",
-        exists="file",
-        open=True,
+        None, "JSON {module: {format: milliseconds}}; '*' is for a million weights.", exists="file", open=True
     )
-    max_milliseconds: float | None = option(None, "With a latency table: the sum over all modules.", unit="X", above=0)
-    granularity: str = option(
-        "module", "layer gives all modules of a block one format.", unit="NAME", choices=GRANULARITIES
-    )
+    max_milliseconds: float | None = option(None, "With a latency table: the sum over all modules.", above=0)
+    granularity: str = option("module", "layer gives all modules of a block one format.", choices=GRANULARITIES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(FormatOptions):
-    random: int = option(32, "With verify: random plans to compare with.", unit="N", least=0)
+    random: int = option(32, "With verify: random plans to compare with.", least=0)
     seed: int = option(0, "Seed of the random plans.", surface="python")
     samples: int = changed(
         SamplingOptions, "samples", 64, help="With verify: samples to measure on, after those that formats were "
@@ -66,15 +67,13 @@ class VerifyOptions(FormatOptions):
 class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions):
     command: ClassVar[str] = "plan precision"
 
-    verify: bool = option(False, "Carry the plan out on the model, and measure.", surface="command")
-    export: str | None = option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS, surface="command")
-    output: Path | None = option(None, "With export: the file to write.", unit="FILE", short="-o", surface="command")
+    verify: bool = command_option(False, "Carry the plan out on the model, and measure.")
+    export: str | None = command_option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
+    output: Path | None = command_option(None, "With export: the file to write.", short="-o")
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if (self.export is None) != (self.output is None):
-            raise InvalidInput(
-                f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
-            )
+            yield f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +89,10 @@ class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
         words={"search": None},
         default_text="search",
     )
-    target: str = option("W8A8", "The format that recommendations are for.", unit="NAME", choices=TARGETS)
+    target: str = option("W8A8", "The format that recommendations are for.", choices=TARGETS)
     samples: int = changed(SamplingOptions, "samples", 32, help="Half of them calibrate, half measure.")
     data: Source = changed(SamplingOptions, "data", default_text="the report's")
-    output: Path | None = option(None, "Write the result there as JSON.", unit="FILE", short="-o", surface="command")
+    output: Path | None = command_option(None, "Write the result there as JSON.", short="-o")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,26 +100,23 @@ class MigrationOptions(ReportOptions, PrintingOptions):
     command: ClassVar[str] = "plan migration"
 
     device: str = option("cuda", "The new machine's device, for the commands: cuda, npu ...", unit="D")
-    output: Path | None = option(None, "Write the plan there as JSON.", unit="FILE", short="-o", surface="command")
+    output: Path | None = command_option(None, "Write the plan there as JSON.", short="-o")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions):
     command: ClassVar[str] = "plan fault-tests"
 
-    run: bool = option(False, "Carry the tests out with the fault simulator.", surface="command")
+    run: bool = command_option(False, "Carry the tests out with the fault simulator.")
     data: Source = changed(SamplingOptions, "data", default_text="the report's")
     samples: int = changed(SamplingOptions, "samples", 32)
-    limit: int | None = option(None, "Only the first N tests.", unit="N", least=1, default_text="all",
-                               surface="command")  # fmt: skip
-    csv: Path | None = option(None, "Write the tests there.", unit="FILE", surface="command")
-    junit: Path | None = option(None, "With run: write the results there as JUnit XML.", unit="FILE", surface="command")
-    output: Path | None = option(
-        None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o", surface="command"
+    limit: int | None = command_option(None, "Only the first N tests.", least=1, default_text="all")
+    csv: Path | None = command_option(None, "Write the tests there.")
+    junit: Path | None = command_option(None, "With run: write the results there as JUnit XML.")
+    output: Path | None = command_option(
+        None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o"
     )
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if self.junit is not None and not self.run:
-            raise InvalidInput(
-                f"{named('junit')} holds the results of tests, and none are carried out: give {named('run')}, too"
-            )
+            yield f"{named('junit')} holds the results of tests, and none are carried out: give {named('run')}, too"

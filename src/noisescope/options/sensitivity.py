@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from noisescope.errors import InvalidInput
 from noisescope.options.fields import (
     DEFAULT_OPERATORS,
     EFFORTS,
@@ -16,6 +15,7 @@ from noisescope.options.fields import (
     LEVELS,
     TEMPLATES,
     changed,
+    command_option,
     option,
 )
 from noisescope.options.groups import (
@@ -40,30 +40,24 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
     command: ClassVar[str] = "diagnose"
 
     level: tuple[str, ...] = option(
-        LEVELS, "What to look at.", unit="LIST", choices=LEVELS, words={"full": LEVELS}, aliases=("levels", "mode")
+        LEVELS, "What to look at.", choices=LEVELS, words={"full": LEVELS}, aliases=("levels", "mode")
     )
     effort: str = option(
-        "standard",
-        "screen predicts, standard injects where it matters, full injects everywhere.",
-        unit="NAME",
-        choices=EFFORTS,
+        "standard", "screen predicts, standard injects where it matters, full injects everywhere.", choices=EFFORTS
     )
     noise_scale: float = option(0.05, "Relative size of the Gaussian noise; 0 is refused.", unit="S", check=noise_scale)
     operators: tuple[str, ...] | None = option(
         None,
         "Operators and groups to test: rows of the operator level and columns of the map.",
-        unit="LIST",
         default_text=", ".join(DEFAULT_OPERATORS),
         check=canonical_operator,
     )
     seeds: int | tuple[int, ...] = option(
-        3, "Number of noise seeds, counted from 0.", python="Or a list of seeds.", unit="N", least=1, open=True
+        3, "Number of noise seeds, counted from 0.", python="Or a list of seeds.", least=1, open=True
     )
-    window: int = option(3, "Layers in a sliding window.", unit="N", least=1, aliases=("window_size",))
-    step: int = option(1, "Layers between windows.", unit="N", least=1, aliases=("step_size",))
-    outlier_threshold: float = option(
-        10.0, "A channel is an outlier at this many times the median channel.", unit="X", above=0
-    )
+    window: int = option(3, "Layers in a sliding window.", least=1, aliases=("window_size",))
+    step: int = option(1, "Layers between windows.", least=1, aliases=("step_size",))
+    outlier_threshold: float = option(10.0, "A channel is an outlier at this many times the median channel.", above=0)
     perturbation: Any = option(
         None, "Another perturbation than Gaussian noise: a value with a field scale.", surface="python", open=True
     )
@@ -75,35 +69,28 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
     output: Path | None = changed(
         ExecutionOptions, "output", None, command_default=Path("noisescope-run"), default_text="noisescope-run"
     )
-    save_activations: bool = option(
+    save_activations: bool = command_option(
         False,
         "Write outputs of the linears that feed the residual stream, on the calibration data, to OUTPUT/activations.",
-        surface="command",
     )
-    dry_run: bool = option(False, "Print trials, forwards, time and memory, and stop.", surface="command")
+    dry_run: bool = command_option(False, "Print trials, forwards, time and memory, and stop.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
     command: ClassVar[str] = "robustness"
 
-    noise_levels: tuple[float, ...] = option(
-        (0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", unit="LIST", least=0
-    )
-    operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, everywhere in the model.", unit="LIST",
+    noise_levels: tuple[float, ...] = option((0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", least=0)
+    operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, everywhere in the model.",
                                         check=canonical_operator)  # fmt: skip
     seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
     generate: bool | None = changed(
-        ScoringOptions,
-        "generate",
-        None,
-        default_text="on where the data has answers",
-        negative="no-generate",
+        ScoringOptions, "generate", None, default_text="on where the data has answers", negative="no-generate"
     )
 
-    def check(self, named: Naming) -> None:
+    def problems(self, named: Naming) -> Iterator[str]:
         if not any(self.noise_levels):
-            raise InvalidInput(f"{named('noise_levels')} must hold a noise level above 0, such as 0,0.05,0.10; got 0")
+            yield f"{named('noise_levels')} must hold a noise level above 0, such as 0,0.05,0.10; got 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +100,6 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
     baseline: Path | Mapping[str, Any] = option(
         None,
         "The report.json of an earlier diagnosis.",
-        unit="FILE",
         required=True,
         open=True,
         check=report_path,
@@ -133,18 +119,15 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
     effort: str = option(
         "screen",
         "screen predicts, and injects into all products once; standard injects into every operator.",
-        unit="NAME",
         choices=GATE_EFFORTS,
     )
     slice: int = changed(ScoringOptions, "slice")
-    junit: Path | None = option(None, "Write the checks there as JUnit XML.", unit="FILE", surface="command")
-    history: Path | None = option(
-        None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR", surface="command"
+    junit: Path | None = command_option(None, "Write the checks there as JUnit XML.")
+    history: Path | None = command_option(
+        None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR"
     )
-    step: int | None = option(None, "The checkpoint's step, for the trend.", unit="N")
-    template: str | None = option(
-        None, "Print a CI job and stop.", unit="NAME", choices=TEMPLATES, stops=True, surface="command"
-    )
+    step: int | None = option(None, "The checkpoint's step, for the trend.")
+    template: str | None = command_option(None, "Print a CI job and stop.", choices=TEMPLATES, stops=True)
 
 
 @dataclass(frozen=True, kw_only=True)

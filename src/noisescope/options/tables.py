@@ -9,27 +9,16 @@ import re
 import sys
 from pathlib import Path
 
-from noisescope.options.devices import CompareOptions, InspectOptions, LocateOptions, PassportOptions, RecordOptions
-from noisescope.options.fields import Option, options_of, sentence, shown_default
+from noisescope.options import devices, plans, runs, sensitivity
+from noisescope.options.fields import Option, options_of
 from noisescope.options.groups import DeviceOptions, ExecutionOptions, SamplingOptions, ScoringOptions
-from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
-from noisescope.options.runs import (
-    CompareRunsOptions,
-    DrawOptions,
-    ListOptions,
-    PhasesOptions,
-    ResumeOptions,
-    ShowOptions,
-)
-from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.values import CommandOptions
 
 GROUPS: tuple[type[CommandOptions], ...] = (SamplingOptions, ScoringOptions, ExecutionOptions, DeviceOptions)
-COMMANDS: tuple[type[CommandOptions], ...] = (
-    DemoOptions, DiagnoseOptions, RobustnessOptions, InspectOptions, RecordOptions, CompareOptions, LocateOptions,
-    PassportOptions, GateOptions, PrecisionOptions, SmoothquantOptions, MigrationOptions, FaultTestOptions,
-    PhasesOptions, DrawOptions, ListOptions, ShowOptions, ResumeOptions, CompareRunsOptions,
-)  # fmt: skip
+_CLASSES = [one for module in (sensitivity, devices, plans, runs) for one in vars(module).values()]
+COMMANDS: tuple[type[CommandOptions], ...] = tuple(
+    dict.fromkeys(one for one in _CLASSES if isinstance(one, type) and issubclass(one, CommandOptions) and one.command)
+)
 _PLACE = re.compile(r"(<!-- options: (.+?) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
 
 
@@ -38,7 +27,9 @@ def table(cls: type[CommandOptions]) -> str:
     known = options_of(cls)
     groups = [group for group in GROUPS if cls is not group and issubclass(cls, group)]
     groups = [one for one in groups if not any(two is not one and issubclass(two, one) for two in groups)]
-    shared = {name for group in groups for name, one in options_of(group).items() if _as_in(known[name], one)}
+    shared = {
+        name for group in groups for name, one in options_of(group).items() if _as_shown(known[name]) == _as_shown(one)
+    }
     own = [one for name, one in known.items() if name not in shared and one.shown]
     own.sort(key=lambda option: not option.argument)
     lines = ["| option | default | |", "|---|---|---|", *map(_row, own)] if own else []
@@ -48,21 +39,16 @@ def table(cls: type[CommandOptions]) -> str:
     return "\n".join(lines)
 
 
-def _as_in(option: Option, group: Option) -> bool:
-    return (option.help, option.default, shown_default(option), option.negative) == (
-        group.help,
-        group.default,
-        shown_default(group),
-        group.negative,
-    )
+def _as_shown(option: Option) -> tuple[object, ...]:
+    return option.help, option.default, option.shown_default, option.negative
 
 
 def _row(option: Option) -> str:
     value = f" {option.unit}" if option.unit and not option.argument else ""
     names = [option.argument or f"{option.flag}{value}", *([option.short] if option.short else ())]
     names += [f"--{option.negative}"] if option.negative else []
-    default = "required" if option.required else shown_default(option)
-    return f"| {', '.join(f'`{name}`' for name in names)} | {_cell(default)} | {_cell(sentence(option))} |"
+    default = "required" if option.required else option.shown_default
+    return f"| {', '.join(f'`{name}`' for name in names)} | {_cell(default)} | {_cell(option.sentence)} |"
 
 
 def _cell(text: str) -> str:

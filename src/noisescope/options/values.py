@@ -1,4 +1,4 @@
-"""The base of all options classes: checked when made, from keywords, from a stored command, to plain values."""
+"""The base of all options classes, and functions whose keywords are the fields of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.options.fields import Option, options_of, sentence
+from noisescope.options.fields import Option, options_of
 
 Naming = Callable[[str], str]  # an option's name -> how the user gave it: a keyword, a flag, a key of a file
 
@@ -29,10 +29,12 @@ class CommandOptions:
         named = naming or str
         for name, option in options_of(type(self)).items():
             object.__setattr__(self, name, option.checked(vars(self)[name], where=named(name)))
-        self.check(named)
+        for problem in self.problems(named):
+            raise InvalidInput(problem)
 
-    def check(self, named: Naming) -> None:
-        """What must hold between options; errors say `named("max_mape")`."""
+    def problems(self, named: Naming) -> Iterable[str]:
+        """What is wrong between options; messages name them as `named("max_mape")`."""
+        return ()
 
     @classmethod
     def from_command_line(cls, given: Mapping[str, Any], *, keys: Mapping[str, str] | None = None) -> Self:
@@ -53,13 +55,14 @@ class CommandOptions:
         names = canonical_names(options_of(cls).values())
         return cls(**{names[name]: value for name, value in stored.items() if name in names and value is not None})
 
+    def pick(self, *names: str) -> dict[str, Any]:
+        """These options as keywords for a call."""
+        return {name: vars(self)[name] for name in names}
+
     def plain(self) -> dict[str, Any]:
         """JSON values of all that a command line can give."""
-        return {
-            name: _plain(value)
-            for name, value in vars(self).items()
-            if options_of(type(self))[name].surface in ("both", "command")
-        }
+        known = options_of(type(self), "command")
+        return {name: _plain(value) for name, value in vars(self).items() if name in known}
 
 
 def _plain(value: Any) -> Any:
@@ -75,12 +78,12 @@ def canonical_names(options: Iterable[Option]) -> dict[str, str]:
 
 def from_keywords(cls: type[CommandOptions], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of a Python call under their own names; an unknown one is an error with the nearest."""
-    allowed = [option for option in options_of(cls).values() if option.surface in ("both", "python")]
-    names = canonical_names(allowed)
+    allowed = options_of(cls, "python")
+    names = canonical_names(allowed.values())
     found: dict[str, Any] = {}
     for name, value in keywords.items():
         if name not in names:
-            raise unknown("keyword", name, [*(option.name for option in allowed), "options"])
+            raise unknown("keyword", name, [*allowed, "options"])
         if names[name] in found:
             raise InvalidInput(f"{names[name]} is given twice, once as {name}: keep one of them")
         found[names[name]] = value
@@ -93,71 +96,64 @@ def unlike_default(value: CommandOptions) -> dict[str, Any]:
     return {name: one for name, one in vars(value).items() if one != fields[name]}
 
 
-# Python functions whose keywords are the fields of an options class.
-
-
 R = TypeVar("R")
 
 
-def asks(options: type[CommandOptions], *positional: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """For a function with a parameter `asked`: its place is taken by the options, `positional` ones first.
+def takes_options(cls: type[CommandOptions], *positional: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """For a function with a parameter `options`: callers give its fields as keywords, `positional` ones first.
 
-    `options=` gives several at once: a whole options value of this function, or those of execution (ns.Options).
+    `options=` still gives several at once: a whole options value of this function, or those of execution (ns.Options).
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
-        signature = _signature(function, options, positional)
-        own = [name for name in inspect.signature(function).parameters if name != "asked"]
+        signature = _signature(function, cls, positional)
+        own = [name for name in inspect.signature(function).parameters if name != "options"]
 
         @functools.wraps(function)
         def call(*given: Any, **keywords: Any) -> R:
             several = keywords.pop("options", None)
             apart = {name: keywords.pop(name) for name in own if name in keywords}
-            chosen = from_keywords(options, keywords)
-            whole = several if isinstance(several, options) else None
+            chosen = from_keywords(cls, keywords)
+            whole = several if isinstance(several, cls) else None
             bound = (signature.bind if whole is None else signature.bind_partial)(*given, **apart, **chosen).arguments
             apart = {name: bound.pop(name) for name in own if name in bound}
             if whole is None:
                 base = {} if several is None else unlike_default(several)
-                return function(**apart, asked=options(**{**base, **bound}))
+                return function(**apart, options=cls(**{**base, **bound}))
             if bound:
                 raise InvalidInput(f"{', '.join(bound)} beside options=, which holds all of them: keep one")
-            return function(**apart, asked=whole)
+            return function(**apart, options=whole)
 
         call.__dict__["__signature__"] = signature
-        call.__doc__ = f"{inspect.getdoc(function)}\n\nOptions\n{_described(options)}"
+        call.__doc__ = f"{inspect.getdoc(function)}\n\nOptions\n{_described(cls)}"
         return call
 
     return decorate
 
 
 def _signature(
-    function: Callable[..., Any], options: type[CommandOptions], positional: tuple[str, ...]
+    function: Callable[..., Any], cls: type[CommandOptions], positional: tuple[str, ...]
 ) -> inspect.Signature:
-    own = dict(inspect.signature(function, eval_str=False).parameters)
-    asked = own.pop("asked")
-    known = {n: o for n, o in options_of(options).items() if o.surface in ("both", "python") and n not in own}
-    places = [_parameter(options, known[name], inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
-    named = [_parameter(options, o, asked.KEYWORD_ONLY) for n, o in known.items() if n not in positional]
-    several = inspect.Parameter("options", asked.KEYWORD_ONLY, default=None, annotation="Options | None")
-    before = [p for p in own.values() if p.kind is not asked.KEYWORD_ONLY]
-    after = [p for p in own.values() if p.kind is asked.KEYWORD_ONLY]
+    own = dict(inspect.signature(function).parameters)
+    keyword_only = own.pop("options").KEYWORD_ONLY
+    known = {name: option for name, option in options_of(cls, "python").items() if name not in own}
+    places = [_parameter(cls, known[name], inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    named = [_parameter(cls, option, keyword_only) for name, option in known.items() if name not in positional]
+    several = inspect.Parameter("options", keyword_only, default=None, annotation="Options | None")
+    before = [p for p in own.values() if p.kind is not keyword_only]
+    after = [p for p in own.values() if p.kind is keyword_only]
     result = inspect.signature(function).return_annotation
     return inspect.Signature([*before, *places, *after, *named, several], return_annotation=result)
 
 
-def _parameter(options: type[CommandOptions], option: Option, kind: Any) -> inspect.Parameter:
+def _parameter(cls: type[CommandOptions], option: Option, kind: Any) -> inspect.Parameter:
     default = inspect.Parameter.empty if option.required else option.default
-    hint = next(vars(one)["__annotations__"][option.name] for one in options.__mro__
-                if option.name in vars(one).get("__annotations__", {}))  # fmt: skip
+    hints = (vars(base).get("__annotations__", {}) for base in cls.__mro__)
+    hint = next(own[option.name] for own in hints if option.name in own)
     return inspect.Parameter(option.name, kind, default=default, annotation=hint)
 
 
-def _described(options: type[CommandOptions]) -> str:
-    rows = [o for o in options_of(options).values() if o.surface in ("both", "python")]
-    return "\n".join(
-        textwrap.fill(
-            f"{o.name}: {sentence(o)} {o.python}".strip(), 110, initial_indent="    ", subsequent_indent="        "
-        )
-        for o in rows
-    )
+def _described(cls: type[CommandOptions]) -> str:
+    shown = options_of(cls, "python").values()
+    lines = (f"{option.name}: {option.sentence} {option.python}".strip() for option in shown)
+    return "\n".join(textwrap.fill(line, 110, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in lines)

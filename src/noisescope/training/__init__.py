@@ -9,34 +9,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from noisescope.training.aqn import AQN, NormNoise, OperatorNoise, TrainingNoise, noise
-    from noisescope.training.layer_factors import equalised, from_report, ruled
-    from noisescope.training.lightning_callback import LightningNoiseCallback
-    from noisescope.training.phases import gradient_pretest
-    from noisescope.training.schedules import Constant, Cosine, Exponential, Linear, Staged
-    from noisescope.training.trainer_callback import TrainingNoiseCallback
+    from noisescope.training.aqn import AQN as AQN
+    from noisescope.training.aqn import NormNoise as NormNoise
+    from noisescope.training.aqn import OperatorNoise as OperatorNoise
+    from noisescope.training.aqn import TrainingNoise as TrainingNoise
+    from noisescope.training.aqn import noise as noise
+    from noisescope.training.layer_factors import equalised as equalised
+    from noisescope.training.layer_factors import from_report as from_report
+    from noisescope.training.layer_factors import ruled as ruled
+    from noisescope.training.lightning_callback import LightningNoiseCallback as LightningNoiseCallback
+    from noisescope.training.phases import gradient_pretest as gradient_pretest
+    from noisescope.training.schedules import Constant as Constant
+    from noisescope.training.schedules import Cosine as Cosine
+    from noisescope.training.schedules import Exponential as Exponential
+    from noisescope.training.schedules import Linear as Linear
+    from noisescope.training.schedules import Staged as Staged
+    from noisescope.training.trainer_callback import TrainingNoiseCallback as TrainingNoiseCallback
 
-_HOMES = {
+_LAZY = {
     "aqn": ("AQN", "NormNoise", "OperatorNoise", "TrainingNoise", "noise"),
-    "schedules": ("Constant", "Cosine", "Exponential", "Linear", "Staged"),
     "layer_factors": ("equalised", "from_report", "ruled"),
-    "trainer_callback": ("TrainingNoiseCallback",),
     "lightning_callback": ("LightningNoiseCallback",),
     "phases": ("gradient_pretest",),
+    "schedules": ("Constant", "Cosine", "Exponential", "Linear", "Staged"),
+    "trainer_callback": ("TrainingNoiseCallback",),
 }
+_HOMES = {name: f"noisescope.training.{home}" for home, names in _LAZY.items() for name in names}
 
-__all__ = [
-    "AQN", "Constant", "Cosine", "Exponential", "LightningNoiseCallback", "Linear", "NormNoise", "OperatorNoise",
-    "Staged", "TrainingNoise", "TrainingNoiseCallback", "equalised", "from_report", "gradient_pretest", "noise",
-    "ruled",
-]  # fmt: skip
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'noisescope.training' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"noisescope.training.{home}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

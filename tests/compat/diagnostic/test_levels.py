@@ -1,142 +1,166 @@
-"""The integrated diagnosis: the notes' quick start, its keys, its files."""
+"""Operators, sliding windows, avalanche points and the critical threshold by the notes' names."""
 
 from __future__ import annotations
 
-import copy
-import json
+import itertools
+import math
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from noisescope.diagnostic import IntegratedDiagnostic, validate_metric_correlations
-from noisescope.errors import InvalidInput
-
-SUMMARY = {
-    "critical_operators",
-    "num_critical_operators",
-    "avalanche_points",
-    "num_avalanche_points",
-    "total_outlier_channels",
-    "overall_risk_level",
-}
-ROW = {"degradation", "sensitivity_score", "baseline_acc", "noisy_acc"}
-OUTLIERS = {
-    "outlier_indices",
-    "num_outliers",
-    "total_channels",
-    "outlier_percentage",
-    "outlier_ratios",
-    "max_ratio",
-    "median_max",
-    "global_max",
-}
+import noisescope as ns
+from noisescope.diagnostic import (
+    find_critical_threshold,
+    identify_avalanche_points,
+    operator_level_diagnosis,
+    operator_sensitivity_analysis,
+    plot_sensitivity_heatmap,
+    sliding_window_diagnosis,
+)
+from noisescope.errors import InvalidInput, NoisescopeError, NothingInjected
+from noisescope.testing import tiny_model
 
 
-def test_the_quick_start_of_the_notes(subject, random_batches, tmp_path, monkeypatch):
-    """The notes' calls run with only the import path changed; random tokens are not measurable, never "robust"."""
-    monkeypatch.chdir(tmp_path)
-    diagnostic = IntegratedDiagnostic(subject, random_batches, random_batches)
-    diagnostic.run_full_diagnosis(noise_scale=0.05, window_size=3, outlier_threshold=10.0)
-    report = diagnostic.generate_report()
-    for rec in report["recommendations"][:5]:
-        print(f"[{rec['priority']}] {rec['component']}: {rec['action']}")
-    diagnostic.save_report("diagnostic_report_2026-01-05")
-
-    sections = ["executive_summary", "operator_analysis", "layer_analysis", "channel_analysis", "recommendations"]
-    assert type(report) is dict and list(report) == [*sections, "full"]
-    assert set(report["executive_summary"]) >= SUMMARY
-    assert list(report["operator_analysis"]) == ["matmul", "softmax", "silu", "layernorm"]
-    assert all(set(row) >= ROW for row in report["operator_analysis"].values())
-    ((label, window),) = report["layer_analysis"].items()
-    assert label == "L0-1" and (window["start_layer"], window["end_layer"]) == (0, 1)
-    assert set(window) >= ROW and window["total_injections"] > 0
-    assert set(report["channel_analysis"]["summary"]) >= {"layers_with_outliers", "total_outlier_channels"}
-    assert window["degradation"] is None and "LOW" not in report["executive_summary"]["overall_risk_level"]
-    assert json.loads((tmp_path / "diagnostic_report_2026-01-05.json").read_text()) == json.loads(json.dumps(report))
-    assert (tmp_path / "diagnostic_report_2026-01-05.md").read_text().startswith("# ")
+def windows(losses: list[float | None], size: int = 3) -> dict[str, dict[str, object]]:
+    return {
+        f"L{i}-{i + size - 1}": {"start_layer": i, "end_layer": i + size - 1, "degradation": loss}
+        for i, loss in enumerate(losses)
+    }
 
 
-@pytest.fixture(scope="module")
-def measured(outlier, answered_by) -> IntegratedDiagnostic:
-    """One run on a bare model with a massive channel, on its own answers; the loader is a generator."""
-    diagnostic = IntegratedDiagnostic(outlier, (batch for batch in [answered_by(outlier)]))
-    diagnostic.run_full_diagnosis(0.3, 1, 10.0, seeds=1)
-    return diagnostic
-
-
-def test_numbers_agree_with_our_own_report(measured):
-    """`degradation` is a float, and it is the value of our own interval; "matmul" is gemm, not attention's products."""
-    report = measured.generate_report()
-    ours = report["full"]["operator_analysis"]
-    for name, other in (("matmul", "gemm"), ("layernorm", "norm"), ("softmax", "softmax")):
-        row = report["operator_analysis"][name]
-        assert isinstance(row["degradation"], float) and row["operator"] == other
-        assert row["degradation"] == ours[other]["degradation"]["value"] == row["degradation_interval"]["value"]
+def test_operators_have_the_rows_of_the_notes(subject, answered):
+    """Every operator the model has, with real injections; matmul counts linears as well as attention's products."""
+    found = operator_level_diagnosis(subject.model, answered, noise_scale=0.3, seeds=2)
+    assert list(found) == ["matmul", "softmax", "silu", "layernorm"]
+    for row in found.values():
+        assert row["degradation"] == pytest.approx((row["baseline_acc"] - row["noisy_acc"]) / row["baseline_acc"])
         assert row["sensitivity_score"] == pytest.approx(row["degradation"] / 0.3)
-        assert row["baseline_acc"] == 1.0 and row["noisy_acc"] == pytest.approx(1 - row["degradation"])
-    parts = report["operator_analysis"]["matmul"]["parts"]
-    assert set(parts) == {"linear", "matmul"}
-    assert parts["matmul"]["total_injections"] == ours["matmul"]["total_injections"]
-    assert list(report["layer_analysis"]) == ["L0-0", "L1-1"]
-    for window in report["full"]["layer_analysis"]["windows"]:
-        assert report["layer_analysis"][window["layer_range"]]["degradation"] == window["degradation"]["value"]
+    per_forward = {name: row["total_injections"] / 2 for name, row in found.items()}  # one slice, two seeds
+    assert per_forward == {"matmul": 2 * 7 + 2 * 2 + 1, "softmax": 2, "silu": 2, "layernorm": 2 * 2 + 1}
+    assert found["matmul"]["degradation"] > found["silu"]["degradation"]
 
 
-def test_only_modules_with_outliers_are_listed(measured):
-    """The massive channel is under `per_layer`, ordinary modules are not, and there is advice about it."""
-    report = measured.generate_report()
-    rows = report["channel_analysis"]["per_layer"]
-    row = rows["model.layers.1.mlp.down_proj"]
-    assert set(row) >= OUTLIERS and row["outlier_indices"] == [5] and row["max_ratio"] > 50
-    assert "model.layers.0.mlp.down_proj" not in rows
-    assert report["executive_summary"]["total_outlier_channels"] == sum(r["num_outliers"] for r in rows.values())
-    assert any("model.layers.1.mlp.down_proj" in rec["component"] for rec in report["recommendations"])
-    assert measured.channel_results == report["channel_analysis"]
+def test_operators_that_a_model_lacks(subject, answered):
+    """By default they are left out; one asked for by name is refused rather than called robust."""
+    assert list(operator_level_diagnosis(subject, answered, operators=["softmax"], seeds=1)) == ["softmax"]
+    with pytest.raises(NothingInjected, match="no gelu"):
+        operator_level_diagnosis(subject, answered, operators=["softmax", "gelu"], seeds=1)
+    with pytest.raises(InvalidInput, match="unknown operator 'sofmax'"):
+        operator_level_diagnosis(subject, answered, operators=["sofmax"])
+    with pytest.raises(InvalidInput, match=r"unknown keyword 'sample'.*Did you mean 'samples'"):
+        operator_level_diagnosis(subject, answered, sample=3)
 
 
-def test_critical_operators_are_those_of_the_table(measured, monkeypatch):
-    """A critical operator is named as its row is, so that the summary leads to the row."""
-    rows = copy.deepcopy(measured.operator_results)
-    for row in (*rows.values(), *rows["matmul"]["parts"].values()):
-        row["sensitivity_score"] = 3.0
-    rows["silu"]["sensitivity_score"] = None
-    monkeypatch.setattr(measured, "operator_results", rows)
-    assert measured.generate_report()["executive_summary"]["critical_operators"] == []
-    rows["softmax"]["sensitivity_score"] = 3.1
-    rows["matmul"]["parts"]["linear"]["sensitivity_score"] = 9.0  # a critical part makes the group critical
-    summary = measured.generate_report()["executive_summary"]
-    assert summary["critical_operators"] == ["matmul", "softmax"] and summary["num_critical_operators"] == 2
+def test_noise_that_rounds_away_is_no_robustness(answered_by):
+    """In bfloat16 a scale of 1e-5 changes nothing: the row says so, and has no accuracy to be proud of."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    data = [answered_by(model)]
+    row = operator_level_diagnosis(model, data, 1e-5, operators=["matmul"], seeds=1)["matmul"]
+    assert row["evidence"] == "failed" and "rounds away" in row["error"] and row["degradation"] is None
+    with pytest.raises(NoisescopeError, match="rounds away"):
+        operator_sensitivity_analysis(model, data, 1e-5, operators=["matmul"], seeds=1)
 
 
-@pytest.mark.parametrize("name", ["run v1.2", "deep/er/run v1.2", "run v1.2.json", "run v1.2.md"])
-def test_a_dot_in_the_name_is_no_suffix(measured, tmp_path, name):
-    """save_report("run v1.2") writes "run v1.2.json" and "run v1.2.md", in folders that it makes."""
-    paths = measured.save_report(tmp_path / name)
-    assert [path.name for path in paths] == ["run v1.2.json", "run v1.2.md"]
-    assert all(path.read_text(encoding="utf-8") for path in paths)
-    assert sorted(path.name for path in paths[0].parent.iterdir() if path.is_file()) == [p.name for p in paths]
+def test_the_most_sensitive_operator_comes_first(subject, answered):
+    """Pairs (operator, accuracy), the lowest accuracy first, as operator_level_diagnosis has them."""
+    ranking = operator_sensitivity_analysis(subject, answered, 0.3, seeds=1)
+    rows = operator_level_diagnosis(subject, answered, 0.3, seeds=1)
+    assert dict(ranking) == {name: row["noisy_acc"] for name, row in rows.items()}
+    assert [accuracy for _, accuracy in ranking] == sorted(accuracy for _, accuracy in ranking)
 
 
-def test_correlations_of_a_report(measured):
-    """A report's own correlations come in the notes' keys; two layers are too few to say anything."""
-    found = validate_metric_correlations(measured.generate_report())
-    assert set(found) == {"hessian_sensitivity", "outliers_sensitivity", "sparsity_degradation"}
-    assert all(row["r"] is None and row["held"] is None and row["n"] == 2 for row in found.values())
+def test_a_hot_layer_is_found_though_windows_overlap(hot_layer):
+    """One hot layer lifts two neighbouring windows alike: against each other neither stands out, yet it is found."""
+    model, data = hot_layer
+    found = sliding_window_diagnosis(model, data, window_size=2, noise_scale=0.2, seeds=1)
+    assert list(found) == ["L0-1", "L1-2", "L2-3", "L3-4", "L4-5"]
+    losses = [row["degradation"] for row in found.values()]
+    assert min(losses[1:3]) > 0.15 and max(losses[1:3]) < 1.5 * min(losses[1:3])  # the notes' rule finds nothing
+    assert max(losses[0], losses[3], losses[4]) < 0.05
+    (point,) = identify_avalanche_points(found)
+    assert point["layer_range"] in ("L1-2", "L2-3") and point["common"] == [2, 2]
+    assert point["severity"] == "CRITICAL" and point["degradation"] == max(losses)
 
 
-def test_levels_and_operators_pass_through(subject, answered):
-    """Keywords of `diagnose` work, names of operators in the notes' words; levels not asked for are empty."""
-    diagnostic = IntegratedDiagnostic(subject, answered)
-    diagnostic.run_full_diagnosis(levels=("operator",), operators=["matmul", "layernorm"], effort="screen")
-    report = diagnostic.generate_report()
-    assert list(report["operator_analysis"]) == ["matmul", "layernorm"]
-    assert report["operator_analysis"]["matmul"]["operator"] == "gemm"
-    assert report["operator_analysis"]["matmul"]["degradation"] is None  # only predicted
-    assert report["layer_analysis"] == {} and report["channel_analysis"] == {"per_layer": {}}
+def test_windows_step_and_shallow_models(subject, answered):
+    """`step_size` spaces windows out; a model with fewer blocks than the window has one."""
+    deep = tiny_model("llama", layers=4)
+    data = [torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))]
+    assert list(sliding_window_diagnosis(deep, data, 2, 0.05, 2, seeds=1)) == ["L0-1", "L2-3"]
+    assert list(sliding_window_diagnosis(subject, answered, window_size=3, seeds=1)) == ["L0-1"]
 
 
-def test_no_report_before_the_run(subject, answered):
-    """A report without a run says what to call."""
-    diagnostic = IntegratedDiagnostic(subject, answered)
-    for call in (diagnostic.generate_report, lambda: diagnostic.save_report("x")):
-        with pytest.raises(InvalidInput, match="run_full_diagnosis"):
-            call()
+def test_avalanche_points_of_a_plain_map():
+    """The threshold is an argument, severity turns at 20 %, unmeasured windows are passed over."""
+    hot = windows([0.01, 0.02, 0.18, 0.18, 0.18, 0.02, 0.01])
+    (point,) = identify_avalanche_points(hot)
+    assert (point["layer_range"], point["severity"], point["common"]) == ("L2-4", "HIGH", [4, 4])
+    assert identify_avalanche_points(hot, threshold=0.2) == []
+    assert (
+        identify_avalanche_points(windows([0.01, 0.0, 0.0, None, 0.25, None, 0.01, 0.0]))[0]["severity"] == "CRITICAL"
+    )
+    assert identify_avalanche_points(windows([0.3] * 8)) == []  # all alike: no point
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(1, 4))
+def test_points_are_windows_above_the_threshold(losses, size):
+    """Every point is one of the windows, above the threshold, and points share no layer."""
+    table = windows(list(losses), size)
+    points = identify_avalanche_points(table)
+    for point in points:
+        assert table[point["layer_range"]]["degradation"] == point["degradation"] > 0.15
+    for one, other in itertools.pairwise(points):
+        assert one["end"] < other["start"]
+
+
+def test_critical_threshold(subject, answered, random_batches):
+    """Noise just above it costs the target; a target out of reach is infinite; chance is None."""
+    found = find_critical_threshold(subject, answered, target_degradation=0.2, seeds=1)
+    assert found is not None and 0.01 < found < 0.20
+    report = ns_robustness(subject, answered, found)
+    assert report >= 0.2
+    assert find_critical_threshold(subject, answered, highest=0.002, seeds=1) == math.inf
+    assert find_critical_threshold(subject, random_batches, seeds=1) is None
+
+
+def ns_robustness(subject, data, level):
+    """The loss at one noise level, measured by the command of its own."""
+    from noisescope.api import robustness
+
+    accuracy = robustness(subject, data, noise_levels=[0, level], seeds=1)["robustness"]["levels"]
+    return 1 - accuracy[1]["accuracy"]["value"] / accuracy[0]["accuracy"]["value"]
+
+
+def test_the_chart_shows_bands_and_what_was_not_measured(tmp_path):
+    """Bars have the bands' colours; a window without a number has a label and no bar; pyplot is not touched."""
+    from matplotlib.colors import to_hex
+
+    from noisescope.compat.diagnostic.levels import COLOURS
+
+    figure = plot_sensitivity_heatmap(windows([0.01, 0.07, 0.12, 0.18, 0.5, None, -0.02]))
+    (axes,) = figure.axes
+    names = ["ROBUST", "MODERATE", "HIGH", "AVALANCHE", "CRITICAL", "not measurable", "ROBUST"]
+    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [COLOURS[name] for name in names]
+    assert [round(bar.get_height(), 6) for bar in axes.patches] == [1, 7, 12, 18, 50, 0, -2]
+    assert [text.get_text() for text in axes.texts] == ["not measurable"]
+    assert axes.get_xticklabels()[0].get_text() == "L0-2"
+    figure.savefig(tmp_path / "windows.svg")
+    assert (tmp_path / "windows.svg").stat().st_size
+    with pytest.raises(InvalidInput, match="no windows"):
+        plot_sensitivity_heatmap({})
+
+
+def test_a_data_file_needs_a_tokenizer(subject, tmp_path):
+    """A path works where there is a tokenizer, and says what to do where there is none."""
+    from noisescope.demo.training_data import make_tokenizer
+
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "1 + 2 = 3"}\n' * 4)
+    with pytest.raises(InvalidInput, match="no tokenizer"):
+        operator_level_diagnosis(subject, file, seeds=1)
+    tokenizer = make_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    row = operator_level_diagnosis(ns.wrap(model, tokenizer), file, operators=["softmax"], seeds=1)["softmax"]
+    assert row["total_injections"] == 2

@@ -1,9 +1,8 @@
-"""Activations captured by the names of the original method notes: tensors, and statistics of their channels."""
+"""Activations and outlier channels by the names of the original method notes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.api.plan_trials import smooth_outliers
-from noisescope.api.records import linears
+from noisescope.api.records import linears, site_label
 from noisescope.compat.diagnostic.questions import Question, Row, ask, batches_of, subject_of
 from noisescope.diagnosis import channels, screen
-from noisescope.diagnosis.channels import over_median as over_median
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.screen import Screened
 from noisescope.errors import InvalidInput, NoisescopeError
@@ -64,7 +62,7 @@ class ActivationCapture:
         return self.subject.model
 
     def register_hooks(self) -> None:
-        """Begin to watch."""
+        """Start capturing."""
         if self._scope is not None:
             raise InvalidInput("this capture is watching already: remove_hooks() first")
         scope = capture(
@@ -83,17 +81,13 @@ class ActivationCapture:
 
     def remove_hooks(self) -> None:
         """Leave the model as it was; statistics stay."""
-        scope, self._scope = self._scope, None
-        if scope is not None:
-            scope.__exit__(None, None, None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> ActivationCapture:
         self.register_hooks()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(kind, error, trace)
@@ -141,7 +135,7 @@ def capture_layer_output(model: Subject | nn.Module, layer: int | str, batch: Te
     """What a block (by index) or a module (by name: a linear, a norm) gives for a batch: [B, T, C]."""
     subject = subject_of(model)
     device = input_device(subject.model)
-    scope = capture(subject.model, keep="raw", anatomy=subject.anatomy, **_aim(subject, layer))
+    scope = capture(subject.model, keep="raw", anatomy=subject.anatomy, **_where(subject, layer))
     with evaluating(subject.model), scope as seen, torch.no_grad():
         if isinstance(batch, Tensor):
             subject.model(batch.to(device))
@@ -151,8 +145,8 @@ def capture_layer_output(model: Subject | nn.Module, layer: int | str, batch: Te
     return output
 
 
-def _aim(subject: Subject, layer: int | str) -> Row:
-    """Where one tensor comes out: a block's end, or a module that is an operator."""
+def _where(subject: Subject, layer: int | str) -> Row:
+    """The selection of one output: of a block, or of a module that is an operator."""
     if isinstance(layer, str):
         units = [u for u in subject.anatomy.units if u.kind == "module" and u.module == layer]
         if not units:
@@ -178,9 +172,6 @@ def _columns(statistics: ChannelStatistics) -> dict[str, Array]:
     return {name: column.double().cpu().numpy() for name, column in found.items()}
 
 
-# Outlier channels by three of the rules of the original method notes.
-
-
 def detect_outliers(activations: Tensor, threshold: float = LIMITS["outlier_channel_ratio"]) -> Tensor:
     """Which channels [C] of activations [..., C] have a largest |x| over `threshold` times the median channel's."""
     if activations.dim() < 2:
@@ -200,7 +191,8 @@ def detect_outliers_quantile(activations: Tensor, quantile: float = 0.99) -> boo
 
 def detect_outliers_fisher(model: Subject | nn.Module, calibration_data: Any, **more: Any) -> dict[str, Tensor]:
     """Which channels [C] of each linear carry a Fisher information above the 95th percentile of that linear's."""
-    screened: Screened = ask(model, calibration_data, _SCREEN, levels=("operator",), **more)
+    screened: Screened | None = ask(model, calibration_data, _SCREEN, levels=("operator",), **more)
+    assert screened is not None  # the run ends when nothing more is proposed: all is known
     if screened.error:
         raise NoisescopeError(f"the screen failed: {screened.error}")
     shares = {site_label(site): screened.by_channel(site) for site in screened.sites if site.operator == "linear"}
@@ -220,25 +212,7 @@ def _ratios(largest: Array, what: str) -> Array:
     """Each channel's largest |x| over the median channel's. NaN would compare as "no outlier", so it is refused."""
     if np.isnan(largest).any():
         raise InvalidInput(f"{what}: {int(np.isnan(largest).sum())} channels hold NaN, so nothing can be said of them")
-    return over_median(largest)
-
-
-def site_label(site: Site) -> str:
-    """The module's name; the second product of one module (MoE experts have two) is told apart by its number."""
-    name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
-    return name if site.occurrence == 0 else f"{name} #{site.occurrence}"
-
-
-def _screened(context: StudyContext, results: Results) -> Screened:
-    found = screen.conclude(context, results)
-    assert found is not None  # nothing more was proposed, so all is known
-    return found
-
-
-_SCREEN = Question(screen.propose, _screened)
-
-
-# The outlier detector of the original method notes: channels far larger than the rest, on calibration data.
+    return channels.over_median(largest)
 
 
 class ChannelOutlierDetector:
@@ -270,15 +244,8 @@ class ChannelOutlierDetector:
 
     def collect_statistics(self, *, samples: int = 1000, **more: Any) -> None:
         """Run at most `samples` of the calibration data through the model, padding left out."""
-        found = ask(
-            self.subject,
-            self.calibration_data,
-            _CAPTURE,
-            levels=("channel",),
-            samples=samples,
-            calibration_samples=samples,
-            **more,
-        )
+        data, levels = self.calibration_data, ("channel",)
+        found = ask(self.subject, data, _CAPTURE, levels=levels, samples=samples, calibration_samples=samples, **more)
         self._columns = {name: columns for name, (_, columns) in found.items()}
         self._rows = {
             name: {**facts, **outlier_row(name, columns, self.quantile_threshold)}
@@ -286,11 +253,11 @@ class ChannelOutlierDetector:
         }
 
     def register_hooks(self) -> None:
-        """Begin to watch the linears."""
+        """Start capturing the linears."""
         self._capture.register_hooks()
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was, and look at what was seen."""
+        """Leave the model as it was, and apply the outlier rules to what was captured."""
         self._capture.remove_hooks()
         if self._capture.statistics:
             self._columns = {name: columns for name, (_, columns) in self._capture.columns().items()}
@@ -319,7 +286,7 @@ class ChannelOutlierDetector:
 
     def apply_smoothquant_scaling(self, alpha: float = 0.5) -> Smoothed:
         """A copy of the model, smoothed where outliers are made and where they are read: in the block after."""
-        self.get_report()  # asks for statistics where there are none
+        self.get_report()  # refuses where no statistics were collected
         made = {row["layer"] for row in self.outlier_channels.values() if isinstance(row["layer"], int)}
         if not made:
             raise InvalidInput(
@@ -360,3 +327,4 @@ def _captured(context: StudyContext, results: Results) -> dict[str, tuple[Row, d
 
 
 _CAPTURE = Question(_propose_capture, _captured)
+_SCREEN = Question(screen.propose, screen.conclude)

@@ -1,4 +1,4 @@
-"""Whether metrics agree with each other, by the names of the original method notes."""
+"""Correlations between metrics, and the metrics dashboard, by the names of the original method notes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from noisescope import stats
 from noisescope.comparison.measures import ErrorSums
 from noisescope.compat.diagnostic.formulas import check_activations, compute_sparsity
-from noisescope.compat.diagnostic.levels import loss_of, threshold_value
-from noisescope.compat.diagnostic.questions import Question, Row, ask, ends_of, layer_of
+from noisescope.compat.diagnostic.levels import threshold_value
+from noisescope.compat.diagnostic.questions import Question, Row, ask, ends_of, layer_of, loss_of, value_of
 from noisescope.diagnosis import channels, dashboard
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput
@@ -54,16 +54,13 @@ def correlate_layer_and_channel_sensitivity(
     """
     windows = _windows(sliding_window_results)
     counts = _outliers(windows, outlier_report)
-    rows = [
-        {
-            "layer_range": window.label,
-            "sensitivity_score": sliding_window_results[window.label].get("sensitivity_score"),
-            "total_outliers": counts[window.label],
-            "degradation": _degradation(sliding_window_results[window.label]),
-        }
-        for window in windows
-    ]
-    return rows, _correlated(windows, counts, "the outlier report")["r"]
+    rows = []
+    for window in windows:
+        row = sliding_window_results[window.label]
+        score, outliers = row.get("sensitivity_score"), counts[window.label]
+        found = {"sensitivity_score": score, "total_outliers": outliers, "degradation": loss_of(row)}
+        rows.append({"layer_range": window.label, **found})
+    return rows, _correlated(windows, counts, "the outlier report")[0]
 
 
 def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[str, Row]:
@@ -76,11 +73,8 @@ def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[
     """
     if "full" in diagnostic_results:
         known = diagnostic_results["full"]["correlations"]
-        return {
-            name: _judged(name, {"r": known[name]["correlation"]["value"], **known[name]["correlation"]})
-            for name in EXPECTED_CORRELATIONS
-            if name in known
-        }
+        found = {name: known[name]["correlation"] for name in EXPECTED_CORRELATIONS if name in known}
+        return {name: _judged(name, row["value"], row.get("p"), row["n"]) for name, row in found.items()}
     for part in ("layer_results", "channel_results"):
         if part not in diagnostic_results:
             raise InvalidInput(
@@ -94,36 +88,26 @@ def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[
         "sparsity_degradation": ("sparsity", diagnostic_results.get("sparsity")),
     }
     return {
-        name: _judged(name, _correlated(windows, profile, source))
+        name: _judged(name, *_correlated(windows, profile, source))
         for name, (source, profile) in profiles.items()
         if profile is not None
     }
 
 
-def _judged(name: str, row: Row) -> Row:
+def _judged(name: str, r: float | None, p: float | None, n: int) -> Row:
     sign, bound = EXPECTED_CORRELATIONS[name]
-    held = as_expected(name, row["r"])
+    held = as_expected(name, r)
     words = {True: "as expected", False: "not as expected", None: "can't be said"}[held]
-    return {
-        "r": row["r"],
-        "p": row.get("p"),
-        "n": row["n"],
-        "held": held,
-        "interpretation": f"r {sign} {bound} is expected: {words}",
-    }
+    return {"r": r, "p": p, "n": n, "held": held, "interpretation": f"r {sign} {bound} is expected: {words}"}
 
 
 def _windows(results: Rows) -> list[Profile]:
     found = []
     for label, row in results.items():
         start, end = (row["start_layer"], row["end_layer"]) if "start_layer" in row else ends_of(label)
-        cost = _degradation(row) if "degradation" in row else row.get("sensitivity_score")
+        cost = loss_of(row) if "degradation" in row else row.get("sensitivity_score")
         found.append(Profile(label, start, end, cost))
     return sorted(found, key=lambda window: (window.start, window.end))
-
-
-def _degradation(row: Mapping[str, Any]) -> float | None:
-    return loss_of(row) if "degradation" in row else None
 
 
 def _outliers(windows: Sequence[Profile], report: Mapping[str, Any]) -> dict[str, int]:
@@ -140,27 +124,22 @@ def _outliers(windows: Sequence[Profile], report: Mapping[str, Any]) -> dict[str
     return {window.label: sum(by_layer[n] for n in range(window.start, window.end + 1)) for window in windows}
 
 
-def _correlated(windows: Sequence[Profile], profile: Mapping[str, float], source: str) -> Row:
-    """Pearson's r of a profile by window with the cost, over measured windows that share no layer."""
+def _correlated(
+    windows: Sequence[Profile], profile: Mapping[str, float], source: str
+) -> tuple[float | None, float | None, int]:
+    """Pearson's r, p and n of a profile by window with the cost, over measured windows that share no layer."""
     apart: list[Profile] = []
     for window in windows:
-        free = not apart or window.start > apart[-1].end
-        if free and window.cost is not None:
+        if window.cost is not None and (not apart or window.start > apart[-1].end):
             apart.append(window)
     missing = [window.label for window in apart if window.label not in profile]
     if missing:
         raise InvalidInput(f"{source} has no value for {', '.join(missing)}: it needs one for each window")
     if len(apart) < 3:
-        return {"r": None, "p": None, "n": len(apart)}
-    found = stats.correlation(
-        [profile[window.label] for window in apart],
-        [window.cost for window in apart if window.cost is not None],
-        method="pearson",
-    )
-    return {"r": found.value, "p": found.p, "n": found.n}
-
-
-# The metrics dashboard of the original method notes: the model in single numbers.
+        return None, None, len(apart)
+    costs = [window.cost for window in apart if window.cost is not None]
+    found = stats.correlation([profile[window.label] for window in apart], costs, method="pearson")
+    return found.value, found.p, found.n
 
 
 RELATIVE = 0.01  # of the tensor's rms: what counts as near zero behind SiLU and GELU
@@ -196,23 +175,22 @@ class MetricsDashboard:
             check_activations(gpu_activations, gpu_activations if npu_activations is None else npu_activations)
         full = ask(model, test_data, _METRICS, noise_scale=noise_scale, levels=("channel",), **more)
         primary, secondary = full["primary"], full["secondary"]
-        sparsity = secondary["activation_sparsity"] or {"absolute": None, "relative": None}
+        found = secondary["activation_sparsity"] or {"absolute": None, "relative": None}
+        sparsity, relative_sparsity = found["absolute"], found["relative"]
         if gpu_activations is not None:
-            sparsity = {
-                "absolute": compute_sparsity(gpu_activations),
-                "relative": compute_sparsity(gpu_activations, relative=RELATIVE),
-            }
+            sparsity = compute_sparsity(gpu_activations)
+            relative_sparsity = compute_sparsity(gpu_activations, relative=RELATIVE)
         self.metrics = {
             "primary": {
-                "relative_degradation": _value(primary["relative_degradation"]),
-                "noise_tolerance_index": _value(primary["noise_tolerance_index"]),
+                "relative_degradation": value_of(primary["relative_degradation"]),
+                "noise_tolerance_index": value_of(primary["noise_tolerance_index"]),
                 "critical_threshold": threshold_value(primary["critical_threshold"]),
             },
             "secondary": {
-                "snr_db": _value(secondary["snr_db"]),
-                "gradient_ratio": _value(secondary["gradient_ratio"]),
-                "activation_sparsity": sparsity["absolute"],
-                "relative_sparsity": sparsity["relative"],
+                "snr_db": value_of(secondary["snr_db"]),
+                "gradient_ratio": value_of(secondary["gradient_ratio"]),
+                "activation_sparsity": sparsity,
+                "relative_sparsity": relative_sparsity,
             },
         }
         if gpu_activations is not None and npu_activations is not None:
@@ -309,10 +287,6 @@ def _apart(hardware: Row) -> float | None:
     return math.inf if hardware["nonfinite"] else math.nan
 
 
-def _value(row: Row | None) -> float | None:
-    return None if row is None else row["value"]
-
-
 def _number(value: float | None, digits: int = 4) -> str:
     return NOT_MEASURABLE if value is None else f"{value:.{digits}g}"
 
@@ -338,9 +312,9 @@ def _propose(context: StudyContext, results: Results) -> list[Trial]:
     return context.ask(None) + dashboard.propose(context, results, None) + ([] if captured is None else [captured])
 
 
-def _conclude(context: StudyContext, results: Results) -> Row:
-    found: Row = to_json(dashboard.conclude(context, results, None, channels.conclude(context, results, None)))
-    return found
-
-
-_METRICS = Question(_propose, _conclude)
+_METRICS = Question(
+    _propose,
+    lambda context, results: to_json(
+        dashboard.conclude(context, results, None, channels.conclude(context, results, None))
+    ),
+)

@@ -1,4 +1,4 @@
-"""Levels 1 and 2 by the names of the original method notes: operators, sliding windows, the critical threshold."""
+"""The three levels by the names of the original method notes: operators, sliding windows, thresholds, one report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from noisescope.compat.diagnostic.questions import (
     Row,
     ask,
     batches_of,
+    loss_of,
     operator_rows,
     our_name,
     subject_of,
     window_rows,
 )
 from noisescope.diagnosis import layers, noise_levels, operators
-from noisescope.diagnosis.context import StudyContext
+from noisescope.diagnosis.context import GROUP, StudyContext
 from noisescope.errors import InvalidInput, NoisescopeError, NothingInjected
 from noisescope.findings import BANDS, LIMITS, NOT_MEASURABLE, Window, avalanche_points, band
 from noisescope.jsonform import to_json
@@ -52,10 +53,9 @@ def operator_level_diagnosis(
     interval (`degradation_interval`), n and the KL divergence; one that failed says why in `error`.
     """
     present = subject_of(model).anatomy.operators()
+    wanted = [our_name(name) for name in (NOTES_OPERATORS if operators is None else operators)]
     if operators is None:
-        wanted = [our_name(name) for name in NOTES_OPERATORS if name == "matmul" or our_name(name) in present]
-    else:
-        wanted = [our_name(name) for name in operators]
+        wanted = [name for name in wanted if name == GROUP or name in present]
     found = operator_rows(ask(model, test_data, _OPERATORS, noise_scale=noise_scale, operators=wanted, **more))
     for name in wanted:
         if not any(row["operator"] == name for row in found.values()):
@@ -130,32 +130,20 @@ def threshold_value(row: Mapping[str, Any] | None) -> float | None:
     return math.inf if row["value"] is None else float(row["value"])
 
 
-def loss_of(row: Mapping[str, Any]) -> float | None:
-    """The degradation of a row, whether it stands there as a number or with its interval."""
-    loss = row["degradation"]
-    value: float | None = loss["value"] if isinstance(loss, Mapping) else loss
-    return value
-
-
-def _propose_operators(context: StudyContext, results: Results) -> list[Trial]:
-    return context.ask(None) + operators.propose(context, results)
-
-
 def _propose_windows(context: StudyContext, results: Results) -> list[Trial]:
     noisy = [trial for window in context.windows for trial in context.ask(layers.window_injection(context, window))]
     return context.ask(None) + noisy
 
 
-def _propose_threshold(context: StudyContext, results: Results) -> list[Trial]:
-    return context.ask(None) + noise_levels.propose(context, results)
-
-
-_OPERATORS = Question(_propose_operators, lambda context, results: to_json(operators.conclude(context, results, None)))
+_OPERATORS = Question(
+    lambda context, results: context.ask(None) + operators.propose(context, results),
+    lambda context, results: to_json(operators.conclude(context, results, None)),
+)
 _WINDOWS = Question(_propose_windows, lambda context, results: to_json(layers.conclude(context, results, None).windows))
-_THRESHOLD = Question(_propose_threshold, lambda context, results: to_json(noise_levels.conclude(context, results)))
-
-
-# All three levels in one call and one report, in the shape of the original method notes.
+_THRESHOLD = Question(
+    lambda context, results: context.ask(None) + noise_levels.propose(context, results),
+    lambda context, results: to_json(noise_levels.conclude(context, results)),
+)
 
 
 class IntegratedDiagnostic:
@@ -195,15 +183,16 @@ class IntegratedDiagnostic:
         )
         self.operator_results = operator_rows(full["operator_analysis"] or {})
         self.layer_results = window_rows((full["layer_analysis"] or {}).get("windows", ()))
-        self.channel_results = _with_outliers(full["channel_analysis"] or {})
+        channels = full["channel_analysis"] or {}
+        outliers = {name: row for name, row in channels.get("per_layer", {}).items() if row["num_outliers"]}
+        self.channel_results = {**channels, "per_layer": outliers}
         self.full_report = full
 
     def generate_report(self) -> dict[str, Any]:
         """executive_summary, operator_analysis, layer_analysis, channel_analysis, recommendations; and under `full`
         noisescope's own report, with every interval and what the run could not see."""
         full = self._full()
-        assert self.operator_results is not None
-        critical = [name for name, row in self.operator_results.items() if _critical(row)]
+        critical = [name for name, row in (self.operator_results or {}).items() if _critical(row)]
         return {
             "executive_summary": {
                 **full["executive_summary"],
@@ -238,15 +227,6 @@ def _critical(row: Row) -> bool:
     """Whether an operator, or one of the products that "matmul" stands for, is critical."""
     scores = [part["sensitivity_score"] for part in (row, *row.get("parts", {}).values())]
     return any(score is not None and score > LIMITS["critical_operator_score"] for score in scores)
-
-
-def _with_outliers(section: Row) -> Row:
-    """The channel section with only those modules under `per_layer` that have outliers."""
-    rows = section.get("per_layer", {})
-    return {**section, "per_layer": {name: row for name, row in rows.items() if row["num_outliers"]}}
-
-
-# The bar chart of sliding windows, in the colours of their bands.
 
 
 # From harmless to critical, light to dark, so that they differ in grey and for the colour-blind too.

@@ -1,9 +1,10 @@
-"""A checkpoint against degradations alone, which is all that a baseline in the original method notes' shape holds.
+"""Checkpoints against a baseline while training goes on: the original method notes' name for the gate.
 
-An operator fails where noise in it costs more than 1.2 times the baseline's degradation and the interval lies above the
-baseline's: near a baseline of 0 every number is 1.2 times as large, so there the interval decides. The largest cost
-fails where its interval lies above the limit. What the interval leaves open is undecided. The baseline's own
-uncertainty is not known, so these intervals count the checkpoint's alone.
+A baseline in the notes' own shape holds degradations alone. An operator fails where noise in it costs more than 1.2
+times the baseline's degradation and the interval lies above the baseline's: near a baseline of 0 every number is 1.2
+times as large, so there the interval decides. The largest cost fails where its interval lies above the limit. What the
+interval leaves open is undecided. The baseline's own uncertainty is not known, so these intervals count the
+checkpoint's alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from noisescope.api.gates import gate
-from noisescope.compat.diagnostic.levels import loss_of, operator_level_diagnosis
-from noisescope.compat.diagnostic.questions import Row, batches_of, diagnosis_in, full_report, notes_name, subject_of
+from noisescope.compat.diagnostic.levels import operator_level_diagnosis
+from noisescope.compat.diagnostic.questions import (
+    Row,
+    batches_of,
+    diagnosis_in,
+    full_report,
+    loss_of,
+    notes_name,
+    subject_of,
+)
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
 from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, overall
@@ -67,14 +76,9 @@ def compared(
     verdicts = {name: _against(rows[name], baseline[name], worse_than) for name in baseline if name in rows}
     costs = [row["degradation"] for row in rows.values() if row["degradation"] is not None]
     over = [row["operator"] for row in limits if row["verdict"] == FAIL]
-    warnings = [
-        _loss_warning(name, rows[name], baseline[name], f"more than {worse_than:g} times the baseline's")
-        for name, verdict in verdicts.items()
-        if verdict == FAIL
-    ]
-    warnings += [
-        _loss_warning(name, rows[name], baseline[name], f"above the limit of {percent(limit)}") for name in over
-    ]
+    failed = [(name, f"more than {worse_than:g} times the baseline's") for name in verdicts if verdicts[name] == FAIL]
+    failed += [(name, f"above the limit of {percent(limit)}") for name in over]
+    warnings = [_loss_warning(name, rows[name], baseline[name], why) for name, why in failed]
     return {
         "verdict": overall([*verdicts.values(), *(row["verdict"] for row in limits)]),
         "max_degradation": max(costs, default=None),
@@ -102,20 +106,17 @@ def _within(row: Row, limit: float) -> Verdict:
 
 def _loss_warning(name: str, row: Row, baseline: float | None, why: str) -> Row:
     message = f"noise in {name} costs {percent(row['degradation'])} of the accuracy, {why}"
-    return {
-        "operator": name,
-        "baseline": baseline,
-        "current": row["degradation"],
-        "severity": "WARNING",
-        "message": message,
-    }
+    return _warning(name, baseline, row["degradation"], message)
 
 
-# Checkpoints against a baseline while training goes on, by the original method notes' name for the gate.
+def _warning(operator: str | None, baseline: float | None, current: float | None, message: str) -> Row:
+    """A failed check in the notes' shape."""
+    found = {"operator": operator, "baseline": baseline, "current": current}
+    return {**found, "severity": "WARNING", "message": message}
 
 
 class RobustnessMonitor:
-    """Whether checkpoints stand noise as well as a baseline did.
+    """Whether checkpoints are as robust to noise as a baseline was.
 
         monitor = RobustnessMonitor(diagnostic.generate_report())
         result = monitor.check_checkpoint(model, test_data, checkpoint_step=1000)
@@ -125,7 +126,7 @@ class RobustnessMonitor:
     The baseline is the report of `IntegratedDiagnostic` or noisescope's own, or the path of one. Each check is
     `noisescope gate`: decided with intervals, and by the divergence of the outputs first, which shows a change long
     before the accuracy does. A baseline that holds the notes' `operator_analysis` and no more (a degradation per
-    operator) is checked by the notes' rule, the accuracy alone: see `degradation.py`.
+    operator) is checked by the notes' rule, the accuracy alone.
     """
 
     def __init__(
@@ -145,6 +146,8 @@ class RobustnessMonitor:
         decided: `verdict` tells these apart. `more` is any keyword of the gate: samples, seeds, max_worse.
         """
         if self._degradations is None:
+            if "worse_than" in more:  # the notes give a multiple of the baseline, the gate takes what lies above 1
+                more["max_worse"] = more.pop("worse_than") - 1
             result = gate(
                 subject_of(model),
                 diagnosis_in(self.baseline),
@@ -152,14 +155,13 @@ class RobustnessMonitor:
                 max_degradation=self.max_degradation,
                 effort=effort,
                 step=checkpoint_step,
-                **_named(more),
+                **more,
             )
             found = to_json(result)
-            warnings = [_warning(row) for row in result.checks if row.verdict == FAIL]
+            warnings = [_gate_warning(row) for row in result.checks if row.verdict == FAIL]
         else:
-            found = compared(
-                model, test_data, self._degradations, limit=self.max_degradation, **{"effort": effort, **more}
-            )
+            limit = self.max_degradation
+            found = compared(model, test_data, self._degradations, limit=limit, effort=effort, **more)
             warnings = found["warnings"]
         row = {
             "checkpoint_step": checkpoint_step,
@@ -193,8 +195,8 @@ def _worst(found: Row) -> Estimate | None:
     return None if worst is None else from_json(Estimate, worst)
 
 
-def _warning(row: GateRow) -> Row:
-    """A failed check in the notes' words; baseline and current are median nats where it compares."""
+def _gate_warning(row: GateRow) -> Row:
+    """A failed check of the gate; baseline and current are median nats where it compares."""
     operator, before, now = None, None, None
     if isinstance(row, DivergenceRow):
         operator, before, now = row.operator, row.baseline, row.candidate
@@ -202,18 +204,4 @@ def _warning(row: GateRow) -> Row:
         operator, before, now = row.operator, row.limit, row.degradation.value
     elif isinstance(row, ScoreRow):
         before = row.limit
-    return {
-        "operator": None if operator is None else notes_name(operator),
-        "baseline": before,
-        "current": now,
-        "severity": "WARNING",
-        "message": f"{row.name}: {row.message}",
-    }
-
-
-def _named(more: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords under the gate's names: the notes give a multiple of the baseline, the gate takes what lies above 1."""
-    found = dict(more)
-    if "worse_than" in found:
-        found["max_worse"] = found.pop("worse_than") - 1
-    return found
+    return _warning(operator and notes_name(operator), before, now, f"{row.name}: {row.message}")

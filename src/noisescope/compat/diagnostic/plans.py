@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise of the original method notes: per-layer scales from a sensitivity profile."""
+"""What follows from a diagnosis, by the names of the original method notes: noise, migration, tests, bits."""
 
 from __future__ import annotations
 
@@ -99,9 +99,6 @@ class AdaptiveAQN:
             noisy_ops.set_training_only(False)
 
 
-# New hardware by the names of the original method notes: what to validate first, and what to break on purpose.
-
-
 def plan_hardware_migration(
     model: Subject | nn.Module, test_data: Any = None, calibration_data: Any = None, **more: Any
 ) -> Row:
@@ -182,9 +179,6 @@ def _from_notes(report: Mapping[str, Any]) -> list[FaultTest]:
     return [*tests, *(channel_test(*row) for row in worst)]
 
 
-# Bits by layer, and outliers folded away, by the names of the original method notes.
-
-
 def generate_mixed_precision_config(
     sensitivity_profile: Mapping[Any, Any], target_avg_bits: float = 6
 ) -> dict[Any, int]:
@@ -217,6 +211,5 @@ def apply_smoothquant_scaling(
     smoothed = apply_smoothquant_scaling(model, batches, alpha=0.5)
     smoothed.model, smoothed.float_error
     """
-    return smooth_outliers(
-        subject_of(model), batches_of(calibration_data), alpha=alpha, samples=samples, max_tokens=max_tokens
-    )
+    data = batches_of(calibration_data)
+    return smooth_outliers(subject_of(model), data, alpha=alpha, samples=samples, max_tokens=max_tokens)

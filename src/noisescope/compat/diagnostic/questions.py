@@ -1,11 +1,10 @@
-"""One question of a diagnosis put to a model, and rows in the shape of the original method notes."""
+"""One part of a diagnosis run on a model, and rows in the shape of the original method notes."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,8 @@ ROW_KEYS = ("degradation", "sensitivity_score", "baseline_acc", "noisy_acc", "to
 class Question:
     """A part of a diagnosis: which trials it wants, and what it makes of them."""
 
-    asked: Callable[[StudyContext, Results], list[Trial]]
+    propose: Callable[[StudyContext, Results], list[Trial]]
     answer: Callable[[StudyContext, Results], Any]
-
-    def propose(self, context: StudyContext, results: Results) -> list[Trial]:
-        return self.asked(context, results)
 
     def conclude(self, context: StudyContext, results: Results, notes: Sequence[str] = ()) -> Any:
         return self.answer(context, results)
@@ -47,15 +43,13 @@ def ask(
     *,
     options: api.Options | None = None,
     settings: Mapping[str, Any] | None = None,
-    **asked: Any,
+    **more: Any,
 ) -> Any:
-    """The answer of a model on data; `asked` are keywords of `diagnose`, `settings` fields of Settings it has not."""
-    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **asked)
+    """The answer of a model on data; `more` are keywords of `diagnose`, `settings` fields of Settings it has not."""
+    prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **more)
     context = prepared.context
-    if settings:
-        context = dataclasses.replace(context, settings=dataclasses.replace(context.settings, **settings))
-    prepared = dataclasses.replace(prepared, context=context)
-    return prepared.run(question, options or api.Options())[1]
+    context = replace(context, settings=replace(context.settings, **settings or {}))
+    return replace(prepared, context=context).run(question, options or api.Options())[1]
 
 
 def subject_of(model: Subject | nn.Module) -> Subject:
@@ -83,7 +77,7 @@ def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 def diagnosis_in(report: Mapping[str, Any]) -> Diagnosis:
-    """noisescope's own report as the value that it stands for."""
+    """The diagnosis that noisescope's own report holds."""
     return report.diagnosis if isinstance(report, Report) else Report.from_data(dict(report), "the report").diagnosis
 
 
@@ -114,11 +108,21 @@ def notes_name(operator: str) -> str:
     return {GROUP: "matmul", "norm": "layernorm"}.get(operator, operator)
 
 
+def value_of(row: Any) -> Any:
+    """The number of an estimate in JSON form; a bare number, or None, as it is."""
+    return row["value"] if isinstance(row, Mapping) else row
+
+
+def loss_of(row: Mapping[str, Any]) -> float | None:
+    """The degradation of a row, whether it is a bare number or has an interval; None where there is none."""
+    loss: float | None = value_of(row.get("degradation"))
+    return loss
+
+
 def flat(row: Mapping[str, Any]) -> Row:
     """A row with `degradation` as a number, and its interval beside it."""
-    loss = row.get("degradation")
-    value = None if loss is None else loss["value"]
-    return {**dict.fromkeys(ROW_KEYS), **row, "degradation": value, "degradation_interval": loss}
+    loss = {"degradation": loss_of(row), "degradation_interval": row.get("degradation")}
+    return {**dict.fromkeys(ROW_KEYS), **row, **loss}
 
 
 def operator_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Row]:

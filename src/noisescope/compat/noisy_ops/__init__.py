@@ -9,7 +9,7 @@
 
 `enable_noisy_ops` takes no model: the outermost module called is opened as `noisescope.inject` would open it, and stays
 open until `disable_noisy_ops`, so that backward passes and recomputations find it open. Raw tensor calls outside
-modules are not noised; `NoisyMatMul(a, b)` and the other six of `operators.py` are. Settings act from the next call on
+modules are not noised; `NoisyMatMul(a, b)` and the other six of its kind are. Settings act from the next call on
 and outlive disable; so do counts, until the next enable or reset.
 
 Here "matmul" means all matrix products (linear, matmul, bmm). `None` selects everything (the products, and with
@@ -24,7 +24,7 @@ its recomputations belong to the forward that made them, in whatever thread auto
 Environment (read when this package is imported, never by `import noisescope`): NOISESCOPE_ENABLED, _SCALE, _TYPE,
 _ALL_OPS, _FORWARD_ONLY, _BACKWARD_ONLY (both = both phases), _TRAINING_ONLY, _LAYERS ("0,5,9-11", of the first model
 with blocks that is called), _OPERATORS, _SEED; the first seven also as VERL_NOISY_OPS_...
-`python -m noisescope.compat.noisy_ops script.py ARGS` runs a script with noise on and prints the counts to stderr.
+`python -m noisescope.noisy_ops script.py ARGS` runs a script with noise on and prints the counts to stderr.
 """
 
 from __future__ import annotations
@@ -33,18 +33,13 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from noisescope.compat.noisy_ops.operators import NoisyBMM as NoisyBMM
-from noisescope.compat.noisy_ops.operators import NoisyGeLU as NoisyGeLU
-from noisescope.compat.noisy_ops.operators import NoisyLayerNorm as NoisyLayerNorm
-from noisescope.compat.noisy_ops.operators import NoisyLinear as NoisyLinear
-from noisescope.compat.noisy_ops.operators import NoisyMatMul as NoisyMatMul
-from noisescope.compat.noisy_ops.operators import NoisySiLU as NoisySiLU
-from noisescope.compat.noisy_ops.operators import NoisySoftmax as NoisySoftmax
 from noisescope.compat.noisy_ops.state import state
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
@@ -76,7 +71,7 @@ def enable_noisy_ops(
 
 
 def disable_noisy_ops() -> dict[str, int]:
-    """Noise off and every module as it was; the counts. Raises NothingInjected if something aimed at was never hit."""
+    """Noise off and every module as it was; the counts. Raises NothingInjected if a target was never hit."""
     with state.lock:
         state.stop(check=True)
         return get_injection_stats()
@@ -99,7 +94,7 @@ def noisy_ops_context(
     enable_noisy_ops(error_scale, error_type, all_ops_mode, seed)
     try:
         yield
-    except BaseException:  # says more than a count of zero would
+    except BaseException:  # more telling than a count of zero
         with state.lock:
             state.stop(check=False)
         raise
@@ -180,9 +175,9 @@ def get_selective_operators() -> list[str] | None:
 
 def should_inject_for_operator(name: str) -> bool:
     """Whether the selection includes this operator, or part of this group."""
-    asked = _parts(_operator(name))
+    parts = _parts(_operator(name))
     operators = state.settings.operators
-    return operators is None or any(asked & _parts(chosen) for chosen in operators)
+    return operators is None or any(parts & _parts(chosen) for chosen in operators)
 
 
 def set_operator_noise_scales(scales: Mapping[str, float] | None) -> None:
@@ -236,6 +231,42 @@ def print_injection_summary(file: TextIO | None = None) -> None:
         print(f"noisescope: {name:<12} forward {counts['forward']:>8} backward {counts['backward']:>8}", file=file)
 
 
+@dataclass(frozen=True)
+class NoisyOperator:
+    """A function of torch to call on tensors, noised where the process-wide settings say so: `NoisyMatMul(a, b)`.
+
+    While noise is on it does what a module's own call would get: forward noise on the result, backward noise on the
+    gradient of each input, by the selections, scales and phases that are set, and counted. Inside a model that noise is
+    on it has the layer of the block that calls it, and is noised once: where the model's own calls are noised already,
+    it only passes them on.
+    """
+
+    name: str
+    operator: str
+    function: Callable[..., Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = state.operator_call(self.name, self.operator, self.function, list(args), kwargs)
+        return result
+
+    def apply(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same call, as autograd functions spell it."""
+        return self(*args, **kwargs)
+
+
+def _softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.softmax(input, dim, dtype=dtype)
+
+
+NoisyMatMul = NoisyOperator("NoisyMatMul", "matmul", torch.matmul)
+NoisyBMM = NoisyOperator("NoisyBMM", "bmm", torch.bmm)
+NoisyLinear = NoisyOperator("NoisyLinear", "linear", F.linear)
+NoisySoftmax = NoisyOperator("NoisySoftmax", "softmax", _softmax)
+NoisySiLU = NoisyOperator("NoisySiLU", "silu", F.silu)
+NoisyGeLU = NoisyOperator("NoisyGeLU", "gelu", F.gelu)
+NoisyLayerNorm = NoisyOperator("NoisyLayerNorm", "norm", F.layer_norm)
+
+
 def __getattr__(name: str) -> Any:
     """The notes' module variables, to read: `noisy_ops._ERROR_SCALE`. Setting one has no effect; the functions do."""
     if name not in _VARIABLES:
@@ -267,8 +298,8 @@ def _parts(name: str) -> frozenset[str]:
     return GROUPS[name][0] if name in GROUPS else frozenset({name})
 
 
-from noisescope.compat.noisy_ops.environment import read_environment, say_at_exit  # noqa: E402  (they use the functions above)
+from noisescope.compat.noisy_ops.environment import read_environment, report_at_exit  # noqa: E402  (they use the functions above)
 
 read_environment()
 if state.call is not None:
-    atexit.register(say_at_exit)
+    atexit.register(report_at_exit)

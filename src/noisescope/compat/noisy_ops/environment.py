@@ -1,4 +1,4 @@
-"""Settings of `noisescope.compat.noisy_ops` from environment variables, and a script run under them.
+"""Settings of `noisescope.noisy_ops` from environment variables, and a script run under them.
 
 Launchers start one process a device. Processes draw different noise: the rank (NOISESCOPE_RANK, else RANK, as torchrun
 and Ray's trainers set it) is part of the seed. Those that share samples (tensor parallel) need one NOISESCOPE_RANK.
@@ -65,7 +65,7 @@ def _select_layers(text: str) -> None:
 
 
 def read_environment(*, enabled: bool = False) -> None:
-    """Take settings from the environment; enable if it says so, or if `enabled` does and it does not object."""
+    """Take settings from the environment; enable if it asks for that, or by `enabled` where it does not decide."""
     _warn_of_unknown()
     with state.lock:
         forward_only, backward_only = _read("FORWARD_ONLY", _flag), _read("BACKWARD_ONLY", _flag)
@@ -91,8 +91,8 @@ def _warn_of_unknown() -> None:
     unknown = [name for name in names if name.removeprefix(_NOTES_PREFIX) not in _ALIASED]
     if unknown:
         known = ", ".join(f"{_NOTES_PREFIX}{name}" for name in _ALIASED)
-        told = f"unknown environment variables, which have no effect: {', '.join(unknown)}. Known: {known}"
-        warnings.warn(told, stacklevel=3)
+        message = f"unknown environment variables, which have no effect: {', '.join(unknown)}. Known: {known}"
+        warnings.warn(message, stacklevel=3)
 
 
 def rank() -> int:
@@ -103,8 +103,7 @@ def rank() -> int:
 
 def _ranked(seed: int | None) -> int | None:
     """A seed of this process alone; process 0 has the seed itself."""
-    number = rank()
-    if number == 0:
+    if not (number := rank()):
         return seed
     return (torch.initial_seed() if seed is None else seed) + (number << 64)
 
@@ -132,8 +131,8 @@ def keep_tally(folder: Path) -> None:
     threading.Thread(target=write_on, name="noisescope-tally", daemon=True).start()
 
 
-def say_at_exit() -> None:
-    """Nobody disables what the environment enabled: say so if it did nothing."""
+def report_at_exit() -> None:
+    """Nobody disables what the environment enabled: print an error if it did nothing."""
     try:
         noisy_ops.disable_noisy_ops()
     except NoisescopeError as error:
@@ -144,9 +143,8 @@ def run_script(arguments: list[str]) -> Any:
     """Run a script with noise on. The exit code is the script's, or 2 where nothing was injected."""
     if not arguments or not Path(arguments[0]).is_file():
         came = f"no file {arguments[0]!r}; " if arguments else ""
-        print(
-            f"noisescope: {came}usage: python -m noisescope.compat.noisy_ops SCRIPT.py [ARGUMENTS...]", file=sys.stderr
-        )
+        usage = "usage: python -m noisescope.noisy_ops SCRIPT.py [ARGUMENTS...]"
+        print(f"noisescope: {came}{usage}", file=sys.stderr)
         return 2
     read_environment(enabled=True)
     sys.argv = arguments

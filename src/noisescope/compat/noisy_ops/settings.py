@@ -1,4 +1,4 @@
-"""What the process-wide interface was told to inject: a value, and the injection it makes of a model's anatomy."""
+"""The settings of the process-wide interface, and the injection that they make of a model's anatomy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Settings:
         return self.phase_scales.get(phase, self.scale)
 
     def injection(self, anatomy: Anatomy | None = None, *, numbered: bool = True) -> Injection | None:
-        """What falls on a module of this anatomy; None where nothing in it is aimed at.
+        """What falls on a module of this anatomy; None where nothing in it is a target.
 
         `numbered`: the block numbers of this anatomy are the layer numbers meant.
         """
@@ -63,8 +63,8 @@ class Settings:
             return whole
         hits = [(op, u.component) for u in anatomy.units for op in u.operators if whole.selects(u.site(op))]
         present = frozenset(n for n in self.wanted() if any(matches_operator({n}, *hit) for hit in hits))
-        aimed = present and self.noisy_phases and not self.off and (numbered or self.layers is None)
-        return dataclasses.replace(whole, operators=present) if aimed else None
+        targeted = present and self.noisy_phases and not self.off and (numbered or self.layers is None)
+        return dataclasses.replace(whole, operators=present) if targeted else None
 
     def anywhere(self, places: Iterable[Place] = (), *, numbered: bool = True) -> Injection:
         """What falls on these places, whichever operators are there."""

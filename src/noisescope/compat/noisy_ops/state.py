@@ -1,4 +1,8 @@
-"""Operators that a program calls by name (NoisyMatMul ...): what falls on them, and how often it did."""
+"""The global state of noisescope, all of it: `state`, guarded by its lock.
+
+While enabled it also replaces `torch.nn.Module.__call__`: torch binds `forward` before it runs forward pre-hooks, so a
+scope opened from a pre-hook would miss the very call it was opened for.
+"""
 
 from __future__ import annotations
 
@@ -29,69 +33,6 @@ from noisescope.sites import GROUPS, PHASES, Place, matches_operator
 _OUTSIDE = ""  # the place of a call that is made in no block
 
 
-class DirectCalls:
-    """Aims at such calls, one for each operator and block, and their counts."""
-
-    def __init__(self) -> None:
-        self._aims: dict[tuple[str, Place], OperatorTarget | None] = {}
-        self._counts: dict[tuple[str, Place], SiteCount] = {}
-        self._looked: set[tuple[str, str, Place]] = set()
-        self._calls = 0
-
-    @property
-    def sites(self) -> list[SiteCount]:
-        return list(self._counts.values())
-
-    def forget(self) -> None:
-        """The settings changed: aims are made anew, counts go on."""
-        self._aims.clear()
-
-    def target(self, settings: Settings, name: str, operator: str, layer: int | None) -> OperatorTarget | None:
-        """What falls on a call; None where the settings leave it alone."""
-        place: Place = _OUTSIDE if layer is None else layer
-        key = (name, place)
-        if key not in self._aims:
-            places = () if layer is None else (layer,)
-            injection = settings.anywhere(places, numbered=layer is not None)
-            unit = Unit(name, CALLS, place, "", (operator,))
-            chosen = settings.noisy_phases and injection.selects(unit.site(operator))
-            self._aims[key] = OperatorTarget(unit, operator, injection, self._count(key, operator)) if chosen else None
-        return self._aims[key]
-
-    def context(self) -> Context:
-        """A call outside any model is a forward of its own."""
-        self._calls += 1
-        return Context(Rows(self._calls), grad=torch.is_grad_enabled())
-
-    def fired(self, operator: str | None = None) -> list[SiteCount]:
-        """Sites where noise fell, of one operator or group, or of all."""
-        named = None if operator is None else {operator}
-        return [site for site in self.sites if site.total and matches_operator(named, site.operator, "")]
-
-    def check_rounding(self) -> None:
-        """Noise that rounds away everywhere is no noise."""
-        for phase in PHASES:
-            fired = [site for site in self.sites if (site.forward if phase == "forward" else site.backward)]
-            if fired and all(phase in site.rounded_away for site in fired):
-                scale, floor, dtype = fired[0].rounded_away[phase]
-                raise NoiseRoundsAway(
-                    f"{fired[0].module}, {phase}: noise of scale {scale:g} rounds away in {dtype}. The smallest scale "
-                    f"that survives is {floor:.4g}; raise it, or compute in a finer dtype"
-                )
-
-    def _count(self, key: tuple[str, Place], operator: str) -> SiteCount:
-        if key not in self._counts:
-            name, place = key
-            self._counts[key] = SiteCount(operator=operator, place=place, module=name, looked=self._looked)
-        return self._counts[key]
-
-
-# The global state of noisescope, all of it: `state`, guarded by its lock.
-#
-# While enabled it also replaces `torch.nn.Module.__call__`: torch binds `forward` before it runs forward pre-hooks,
-# so a scope opened from a pre-hook would miss the very call it was opened for.
-
-
 class _OpenModel(Probe):
     """The probe of one outermost module. It is nobody's `with`: any thread may call the module, and scopes opened on it
     in between (a capture) may be left before or after it."""
@@ -101,14 +42,12 @@ class _OpenModel(Probe):
 
 
 class State:
-    """All that is global here."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.settings = Settings()
         self.registered: tuple[weakref.ref[nn.Module], Anatomy] | None = None
         self.register_first = False  # layers named by the environment: of the first model with blocks that is called
-        self.call: Callable[..., Any] | None = None  # what stands in nn.Module.__call__ while enabled
+        self.call: Callable[..., Any] | None = None  # replaces nn.Module.__call__ while enabled
         self.probes: list[_OpenModel] = []
         self.direct = DirectCalls()
         self.forwards = 0
@@ -175,7 +114,7 @@ class State:
         nn.Module.__call__ = self.call = call  # type: ignore[method-assign]
 
     def meet(self, module: nn.Module) -> None:
-        """A module is about to be called: open it if it is the outermost one and something in it is aimed at."""
+        """A module is about to be called: open it if it is the outermost one and something in it is a target."""
         with self.lock:
             root = unwrap(module)
             busy = any(probe.context is not None for probe in self.probes)
@@ -206,7 +145,6 @@ class State:
             probe = _OpenModel(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
             probe.forwards = self.forwards  # a module closed and opened again must not repeat its noise
             probe.__enter__()
-            self.known |= members
             self.probes.append(probe)
             self.known |= members  # not before it is open: a call after a refusal must be refused, too
 
@@ -244,14 +182,13 @@ class State:
     def close(self, probe: _OpenModel) -> None:
         self.probes.remove(probe)
         self.forwards = max(self.forwards, probe.forwards)
-        self.closed.update(
-            _counts(probe.tally.sites, blocks=probe.anatomy.blocks != ("",))
-        )  # not +=, which drops what a reset made negative
+        counts = _counts(probe.tally.sites, blocks=probe.anatomy.blocks != ("",))
+        self.closed.update(counts)  # not +=, which drops what a reset made negative
         self.known -= set(probe.model.modules())
         probe.__exit__(None, None, None)
 
     def stop(self, *, check: bool) -> None:
-        """Take everything back, then say what was aimed at and never hit."""
+        """Take everything back, then refuse targets that were never hit."""
         if self.call is None:
             return
         if nn.Module.__call__ is self.call:  # else somebody wrapped it since: ours only passes on from now
@@ -273,11 +210,8 @@ class State:
         for probe in probes:
             probe.check_effects()
         direct.check_rounding()
-        silent = [
-            name
-            for name in sorted(settings.operators or ())
-            if not any(probe.fired(name) for probe in probes) and not direct.fired(name)
-        ]
+        named = sorted(settings.operators or ())
+        silent = [name for name in named if not direct.fired(name) and not any(one.fired(name) for one in probes)]
         silent += [f"layer {n}" for n in sorted(settings.layers or ()) if n not in {site.place for site in fired}]
         if silent and fired:
             raise _nothing(f"{', '.join(silent)} never fired in the modules called")
@@ -291,15 +225,67 @@ class State:
     def reset(self, *views: str) -> None:
         with self.lock:
             now = self._now()
-            self.closed = Counter(
-                {key: (-now[key] if key[0] in views else self.closed[key]) for key in {*now, *self.closed}}
-            )
+            keys = {*now, *self.closed}
+            self.closed = Counter({key: (-now[key] if key[0] in views else self.closed[key]) for key in keys})
 
     def _now(self) -> Counter[tuple[str, Place, str]]:
         counts = _counts(self.direct.sites)
         for probe in self.probes:
             counts += _counts(probe.tally.sites, blocks=probe.anatomy.blocks != ("",))
         return counts
+
+
+class DirectCalls:
+    """Operators that a program calls by name (NoisyMatMul ...): a target and a count for each operator and block."""
+
+    def __init__(self) -> None:
+        self._targets: dict[tuple[str, Place], OperatorTarget | None] = {}
+        self._counts: dict[tuple[str, Place], SiteCount] = {}
+        self._looked: set[tuple[str, str, Place]] = set()
+        self._calls = 0
+
+    @property
+    def sites(self) -> list[SiteCount]:
+        return list(self._counts.values())
+
+    def forget(self) -> None:
+        """The settings changed: targets are made anew, counts go on."""
+        self._targets.clear()
+
+    def target(self, settings: Settings, name: str, operator: str, layer: int | None) -> OperatorTarget | None:
+        """What falls on a call; None where the settings leave it alone."""
+        place: Place = _OUTSIDE if layer is None else layer
+        key = (name, place)
+        if key not in self._targets:
+            injection = settings.anywhere(() if layer is None else (layer,), numbered=layer is not None)
+            unit = Unit(name, CALLS, place, "", (operator,))
+            self._targets[key] = None
+            if settings.noisy_phases and injection.selects(unit.site(operator)):
+                new = SiteCount(operator=operator, place=place, module=name, looked=self._looked)
+                count = self._counts.setdefault(key, new)
+                self._targets[key] = OperatorTarget(unit, operator, injection, count)
+        return self._targets[key]
+
+    def context(self) -> Context:
+        """A call outside any model is a forward of its own."""
+        self._calls += 1
+        return Context(Rows(self._calls), grad=torch.is_grad_enabled())
+
+    def fired(self, operator: str | None = None) -> list[SiteCount]:
+        """Sites where noise fell, of one operator or group, or of all."""
+        named = None if operator is None else {operator}
+        return [site for site in self.sites if site.total and matches_operator(named, site.operator, "")]
+
+    def check_rounding(self) -> None:
+        """Noise that rounds away everywhere is no noise."""
+        for phase in PHASES:
+            fired = [site for site in self.sites if (site.forward if phase == "forward" else site.backward)]
+            if fired and all(phase in site.rounded_away for site in fired):
+                scale, floor, dtype = fired[0].rounded_away[phase]
+                raise NoiseRoundsAway(
+                    f"{fired[0].module}, {phase}: noise of scale {scale:g} rounds away in {dtype}. The smallest scale "
+                    f"that survives is {floor:.4g}; raise it, or compute in a finer dtype"
+                )
 
 
 def _counts(sites: list[SiteCount], *, blocks: bool = True) -> Counter[tuple[str, Place, str]]:
