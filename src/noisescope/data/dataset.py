@@ -78,9 +78,7 @@ def gather(items: Iterable[Item], source: str, *, note: str = "") -> DataSet:
 
 def built_in() -> DataSet:
     """Sixty paragraphs of plain prose with some numbers, dialogue, lists, code and other languages."""
-    text = (
-        importlib.resources.files("noisescope.data.dataset").joinpath("built_in_text.txt").read_text(encoding="utf-8")
-    )
+    text = importlib.resources.files("noisescope.data").joinpath("built_in_text.txt").read_text(encoding="utf-8")
     paragraphs = (Item(0, text=part.strip("\n")) for part in text.split("\n%\n"))
     return gather(paragraphs, "built-in text", note="no data was given: built-in text")
 

@@ -23,7 +23,8 @@ from noisescope.localization.expression_search import Recorder, Residuals
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows, argument
 from noisescope.localization.judge import Judgement, judge
-from noisescope.localization.roundoff_floors import INTEGERS, WORK_ROUNDOFF, number_format
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.tensors import bits_of, on_host
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.sites import Site
 
@@ -163,7 +164,7 @@ def _weights(callee: Any) -> tuple[int, ...]:
     """The bits of a module's own parameters, summed where they lie."""
     own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
     plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
-    return tuple(int(p.contiguous().view(INTEGERS[p.itemsize]).sum(dtype=torch.int64)) for p in plain)
+    return tuple(int(bits_of(p).sum(dtype=torch.int64)) for p in plain)
 
 
 def _hash(values: tuple[Any, ...]) -> bytes:
@@ -171,7 +172,7 @@ def _hash(values: tuple[Any, ...]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for value in values:
         if isinstance(value, Tensor):
-            plain = value.detach().to("cpu").contiguous()
+            plain = on_host(value).contiguous()
             digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
     return digest.digest()
 
@@ -198,7 +199,7 @@ class AuditLog:
         self.unsteady: set[Site] = set()
         self.remarks: list[str] = []
         self.checksums = 0
-        self.looks = 0
+        self.tests = 0
         self.forwards = 0
         self.prints: dict[Site, CallHash] = {}
         self.compared = 0  # calls that had the same inputs again
@@ -317,7 +318,7 @@ class AuditLog:
 
     def _judge(self, site: Site, recomputed: Recomputed, order: int, *, made: str = "") -> None:
         judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
-        self.looks += judgement.looks
+        self.tests += judgement.tests
         if not recomputed.reference.exact or site.operator == "embedding":
             self.power.setdefault(site.operator, DetectionLimit()).add(site, judgement)
         before = self.alarms.get(site)

@@ -30,7 +30,7 @@ def conclude(log: AuditLog) -> Verdict:
     between = {site for (_, role), (site, _) in log.data_flow.sites.items() if role in log.data_flow.forms}
     powers = log.power | ({"between operators": DetectionLimit(between, element=0.5)} if between else {})
     visible = {operator: power.to_dict() for operator, power in powers.items()}
-    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.looks, notes, unseen)
+    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen)
 
 
 # -- inside attention

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.host_products import Recomputed, on_host
+from noisescope.localization.host_products import Recomputed
 from noisescope.localization.roundoff_floors import Reference
+from noisescope.localization.tensors import on_host, same_numbers
 from noisescope.model.anatomy import Unit
 from noisescope.sites import Place
 
@@ -110,9 +111,7 @@ class ExpressionSearch:
 
     def _equal(self, block: Block, target: str, form: Form, rows: slice) -> bool:
         values, given = self.value(block, target, form, rows), block.targets[target][rows]
-        if values is None or values.dtype != given.dtype or values.shape != given.shape:
-            return False
-        return bool(((values == given) | (values.isnan() & given.isnan())).all())
+        return values is not None and values.dtype == given.dtype and same_numbers(values, given)
 
     def failures(self) -> Iterator[tuple[Block, str, Form, Recomputed]]:
         """Blocks in which no form holds, though one holds in at least as many blocks as it fails in."""
@@ -123,7 +122,7 @@ class ExpressionSearch:
             tried = [(form, v) for form, v in found if v is not None and v.dtype == y.dtype and v.shape == y.shape]
             if tried:
                 form, values = min(tried, key=lambda pair: float((y != pair[1]).double().mean()))
-                yield block, target, form, Recomputed(y, Reference(values.double(), (), exact=True), total_rows=len(y))
+                yield block, target, form, Recomputed(y, Reference(values.double(), (), exact=True))
 
     def odd(self) -> Iterator[tuple[Block, str, Form, Form]]:
         """Blocks that are made as no other one is, with that form and the usual one, which they have the terms for."""

@@ -24,9 +24,10 @@ from noisescope.errors import InvalidInput
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import conclude
 from noisescope.localization.host_operators import Unseen, host_arithmetic, recompute
-from noisescope.localization.host_products import Recomputed, Rows, on_host
+from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.inputs import parts_of, recorded
 from noisescope.localization.roundoff_floors import Reference, rounded_once
+from noisescope.localization.tensors import host_rows
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import device_of, evaluating, last_of
@@ -98,10 +99,10 @@ class Comparer(AuditLog):
     def compare_plainly(self, site: Site, y: Tensor, other: Tensor, size: Tensor) -> None:
         """Numbers that should be the same up to a few roundings at the given size."""
         self._count += 1
-        out, values, sizes = (on_host(t).reshape(-1, y.shape[-1]) for t in (y, other, size))
+        out, values, sizes = (host_rows(t) for t in (y, other, size))
         bound = 2 * rounded_once(sizes.double().abs(), out.dtype)
         reference = Reference(values.double(), (bound,) * _ADDS)
-        self._judge(site, Recomputed(out, reference, total_rows=len(out)), self._count)
+        self._judge(site, Recomputed(out, reference), self._count)
 
 
 class Replay(PlainScope):

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from noisescope.localization.expression_search import OUT, Recorder, Residuals
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.host_products import Recomputed, on_host
+from noisescope.localization.host_products import Recomputed
+from noisescope.localization.tensors import host_rows, on_host, same_numbers
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
 from noisescope.probe.scope import ModelScope
@@ -143,7 +144,7 @@ class Scanner(ModelScope):
             self._recorder.clear()
             if self._again:
                 return
-            before, after = (on_host(t).reshape(-1, t.shape[-1]).clone() for t in (x, y))
+            before, after = (host_rows(t).clone() for t in (x, y))
             if self._first:
                 self._kept[layer] = (before, after)
                 self._profiles(layer, _wide(before), _wide(after))
@@ -170,7 +171,7 @@ class Scanner(ModelScope):
         difference = _wide(y) - _wide(first_y)
         size = float(difference.std()) / max(float(_wide(first_y).std()), _FLOOR)
         self.results.instability[layer] = max(size, self.results.instability.get(layer, 0.0))
-        if same(x, first_x) and not same(y, first_y):
+        if same_numbers(x, first_x) and not same_numbers(y, first_y):
             self.results.unstable.add(layer)
 
     def _gain(self, layer: int, call: Call, x: Tensor, y: Tensor) -> None:
@@ -238,10 +239,6 @@ def mean_shift(x: Tensor, y: Tensor) -> float:
     middle = d.median()
     spread = 1.4826 * float((d - middle).abs().median())
     return float(middle) / spread if spread > 0 else 0.0
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _wide(h: Tensor) -> Tensor:
