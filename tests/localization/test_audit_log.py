@@ -128,11 +128,11 @@ def test_the_first_of_a_forward_counts():
     """Later ones in the same forward, and those of later forwards, are not asked for."""
     nonfinite, fine, bad = NonFiniteOrigin(), torch.ones(3), torch.tensor([1.0, NAN])
     one, two = Site("linear", 0, "a"), Site("linear", 0, "b")
-    assert not nonfinite.arise(one, [fine], fine)
-    assert not nonfinite.arise(one, [fine, bad], bad)
+    assert not nonfinite.arises(one, [fine], fine)
+    assert not nonfinite.arises(one, [fine, bad], bad)
     assert nonfinite.origin is not None
     assert (nonfinite.origin.site, nonfinite.origin.operand) == (Site("linear", 0, "a", tensor="input"), 1)
     for _ in range(2):
-        assert not nonfinite.arise(two, [fine], bad)
+        assert not nonfinite.arises(two, [fine], bad)
         nonfinite.next_pass()
     assert nonfinite.origin.site.module == "a"

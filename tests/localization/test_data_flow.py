@@ -146,7 +146,7 @@ def test_pairs_turned_and_heads_repeated():
     """The other style of rotation, and keys repeated for groups of queries."""
     data_flow = seen()
     assert data_flow.forms == {"attn key": {("heads", ("k_proj", 0), "pairs", 3): {0, 1, 2, 3}}}
-    assert words(next(iter(data_flow.forms["attn key"]))) == "k_proj, turned by its position, each head 3 times"
+    assert words(next(iter(data_flow.forms["attn key"]))) == "k_proj, rotated by its position, each head 3 times"
     assert not data_flow.unexplained() and not list(data_flow.failures())
 
 

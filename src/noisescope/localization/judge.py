@@ -76,6 +76,11 @@ class Judgement:
         return max(self.strengths.values(), default=0.0)
 
     @property
+    def rank(self) -> tuple[float, int]:
+        """Of two alarms at one site, the one with the higher rank counts."""
+        return self.strength, self.bad
+
+    @property
     def test(self) -> str:
         return max(self.strengths, key=lambda name: self.strengths[name], default="")
 

@@ -63,7 +63,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     log = Comparer(dataclasses.replace(anatomy, units=tuple(units)), rows=rows, seed=seed)
     for number, batch in enumerate(record.batches):
         ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
-        log.begin(number, keeping_prints=False, repeated=False)
+        log.begin(number)
         with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, log):
             last_of(model, ids)
     found = conclude(log)

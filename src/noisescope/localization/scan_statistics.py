@@ -18,6 +18,7 @@ with that of the layer before, its instability has an absolute limit, and a pile
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.expression_search import OUT, Recorder, Residuals
+from noisescope.localization.expression_search import OUT, PART, Recorder, Residuals, inner_modules
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.tensors import host_rows, on_host, same_numbers
@@ -35,7 +36,6 @@ from noisescope.probe.scope import ModelScope
 from noisescope.probe.target import CallWatcher, Context
 
 PROFILES = ("gain", "kurtosis", "pile_up", "mean_shift")  # numbers that can only be compared between layers
-_PART = "part"  # a module inside a block: heard for what the block adds up
 _NOISE = 0.1  # of std(x)
 _BINS = 100
 _FLOOR = 1e-12
@@ -248,12 +248,6 @@ def _wide(h: Tensor) -> Tensor:
 
 def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
     """Blocks, and the modules with weights inside them: nothing else is listened to."""
-    modules = dict(model.named_modules())
-    units = [unit for unit in anatomy.units if unit.operators == ("residual",)]
-    found = []
-    for unit in units:
-        for name, module in modules[unit.module].named_modules(prefix=unit.module):
-            holds = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            if name != unit.module and not holds and any(True for _ in module.parameters()):
-                found.append(Unit(name, MODULE, unit.place, "", (_PART,)))
-    return Anatomy(anatomy.architecture, anatomy.blocks, (*found, *units), anatomy.notes)
+    blocks = (unit for unit in anatomy.units if unit.operators == ("residual",))
+    parts = (Unit(name, MODULE, place, "", (PART,)) for place, name, _ in inner_modules(model, anatomy))
+    return dataclasses.replace(anatomy, units=(*parts, *blocks))

@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
-from noisescope.localization.inputs import Prompts, last_logits, parts_of, prompt_ids
+from noisescope.localization.inputs import last_logits, parts_of, prompt_ids
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
+from noisescope.model.forwards import Prompts
 from noisescope.model.subject import Subject
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian

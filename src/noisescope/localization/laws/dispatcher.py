@@ -8,15 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.expression_search import Recorder, Residuals
+from noisescope.localization.expression_search import PART, Recorder, Residuals
 from noisescope.localization.host_operators import first_tensor, host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import attention, functions, linear, norms, sublayers, weights
 from noisescope.localization.laws.calls import (
     ATTENTION_MODULE,
-    FUSED,
     MLP,
-    PART,
     ROTARY,
     Handler,
     RecordedCall,
@@ -27,6 +25,7 @@ from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationRes
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
+from noisescope.probe.operator_calls import FUSED
 from noisescope.sites import Place, Site
 
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow

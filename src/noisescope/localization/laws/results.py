@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from noisescope.localization.laws.calls import FUSED
 from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence, LawResult, worse
 from noisescope.localization.laws.fault_classes import place_and_class
 from noisescope.localization.laws.table import NO_PROMISE, UNSEEN, Law
 from noisescope.localization.tensors import lane_period
 from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.probe.operator_calls import FUSED
 from noisescope.sites import Site
 
 OPERATOR, SUBLAYER, MODEL = 0, 1, 2
