@@ -61,7 +61,7 @@ def test_a_fault_is_named_where_it_makes_them(method, module, operator, place, w
 
 
 def test_healthy_numbers_arise_nowhere():
-    """Nothing is told where all is finite, with a mask of -inf as well."""
+    """Nothing is reported where all is finite, with a mask of -inf as well."""
     model = tiny_model("llama", attn_implementation="eager")
     mask = torch.zeros(2, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -INF)
     verdict = audit(model, {"input_ids": torch.arange(3, 19).reshape(2, 8), "attention_mask": mask})
@@ -99,9 +99,9 @@ OVERFLOWS = [
 
 @pytest.mark.parametrize(("make", "where"), OVERFLOWS, ids=["product", "gate x up", "sum inside", "sum"])
 def test_an_overflow_of_the_dtype_is_no_fault(make, where):
-    """The host's own number lies beyond float16, in an operator or between two: told, and nobody is a suspect."""
+    """The host's own number lies beyond float16, in an operator or between two: reported, and nobody is a suspect."""
     verdict = audit(make())
-    assert verdict.verdict == "undecided" and not verdict.suspects  # nothing can be said of what was given NaN
+    assert verdict.verdict == "undecided" and not verdict.suspects  # nothing is known of what was given NaN
     (note,) = arising(verdict)
     assert where in note and "an overflow of float16, whose largest number is 65504, and no fault" in note
 

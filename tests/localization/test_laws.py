@@ -1,4 +1,4 @@
-"""The parts of the laws: readings, statistics of outputs, floors from a module's own answers."""
+"""The parts of the laws: results, statistics of outputs, floors from a module's own answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_exact_readings_take_nan_and_zero_as_they_are():
+def test_exact_results_take_nan_and_zero_as_they_are():
     """NaN equals itself, 0 equals -0, anything else breaks the law; sizes are relative to the rms."""
     a = torch.tensor([[math.nan, 0.0, 1.0, -3.0]], dtype=torch.float64)
     assert not exact(Law.REPEAT, a, torch.tensor([[math.nan, -0.0, 1.0, -3.0]], dtype=torch.float64)).broken
@@ -35,8 +35,8 @@ def test_exact_readings_take_nan_and_zero_as_they_are():
     assert broken.size == pytest.approx(0.5 / math.sqrt((1.5**2 + 9) / 4))
 
 
-def test_exact_readings_within_round_off_say_so():
-    """What another order of summation may do is told apart from what it may not."""
+def test_exact_results_within_round_off_say_so():
+    """What another order of summation may do is distinguished from what it may not."""
     a = normal(4, 8)
     limit = torch.full_like(a, 1e-6)
     assert exact(Law.REPEAT, a + 1e-7, a, round_off=limit).within_round_off
@@ -45,7 +45,7 @@ def test_exact_readings_within_round_off_say_so():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.0])
-def test_floored_readings_count_what_is_not_finite(value):
+def test_floored_results_count_what_is_not_finite(value):
     """NaN and Inf are beyond every limit, and so is anything beyond a limit that is not a number."""
     error, limit = torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
     assert not floored(Law.ADDITIVITY, error, limit, 1.0).broken
@@ -55,8 +55,8 @@ def test_floored_readings_count_what_is_not_finite(value):
     assert floored(Law.ADDITIVITY, torch.ones_like(error), limit * math.nan, 1.0).broken
 
 
-def test_the_worse_of_two_readings_keeps_the_larger_floor():
-    """Power is that of the worst call."""
+def test_the_worse_of_two_results_keeps_the_larger_floor():
+    """The detection limit is that of the worst call."""
     one = floored(Law.ADDITIVITY, torch.full((1, 2), 0.5), torch.full((1, 2), 2.0), 1.0)
     two = floored(Law.ADDITIVITY, torch.full((1, 2), 0.5), torch.full((1, 2), 0.25), 1.0)
     assert worse(one, two).broken and worse(one, two).floor == 2.0
@@ -236,8 +236,8 @@ def test_truncation_shows_as_a_share_of_one(dtype):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["truncation", "accumulation"])
-def test_one_short_rounding_of_scores_is_told_from_short_sums(kind, seed):
-    """Scores are read back from probabilities, but for a constant a row: in proportion to them, or all alike."""
+def test_one_short_rounding_of_scores_is_distinguished_from_short_sums(kind, seed):
+    """Scores are read back from probabilities, but for a constant per row: in proportion to them, or all alike."""
     q, k = normal(1, 2, 24, 64, seed=seed).float(), normal(1, 2, 24, 64, seed=seed + 10).float()
     scores = (q @ k.transpose(-1, -2)).double() / 8
     if kind == "truncation":

@@ -38,7 +38,7 @@ def tokens() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("index, name", list(enumerate(MODELS)), ids=MODELS)
 def test_healthy_models_keep_every_law(index, name):
-    """One dtype each, in turn: no alarm, and what could not be tried is told."""
+    """One dtype each, in turn: no alarm, and what could not be tried is reported."""
     dtype = DTYPES[index % 3]
     verdict = relations(tiny_model(name, seed=index).to(dtype), inputs_for(name, dtype), weights=bool(index % 2))
     assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]

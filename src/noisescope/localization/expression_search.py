@@ -84,10 +84,10 @@ class ExpressionSearch:
         for target in filter(block.informative, block.targets):
             form = self._holds(block, target)
             if form is not None:
-                held = self.forms.setdefault(target, {})
-                if form not in held:
+                places = self.forms.setdefault(target, {})
+                if form not in places:
                     self._founders[target, form] = block.kept(target, self._rows_off(block, target))
-                held.setdefault(form, set()).add(block.unit.place)
+                places.setdefault(form, set()).add(block.unit.place)
                 continue
             failed = self._failed.setdefault(target, set())
             failed.add(block.unit.place)
@@ -123,7 +123,7 @@ class ExpressionSearch:
         """Blocks in which none holds, though one holds in at least as many blocks as it fails in."""
         for block, target in self._waiting:
             forms, y = self.forms.get(target, {}), block.targets[target]
-            known = [form for form, held in forms.items() if len(held) >= len(self._failed[target])]
+            known = [form for form, places in forms.items() if len(places) >= len(self._failed[target])]
             found = [(form, self.value(block, target, form, slice(None))) for form in known]
             tried = [(form, v) for form, v in found if v is not None and v.dtype == y.dtype and v.shape == y.shape]
             if tried:
@@ -133,9 +133,9 @@ class ExpressionSearch:
     def odd(self) -> Iterator[tuple[Block, str, Form, Form]]:
         """Blocks that are made as no other one is, with that expression and the usual one, whose terms they have."""
         for (target, form), block in self._founders.items():
-            held = self.forms[target]
-            usual = max(held, key=lambda other: len(held[other]))
-            alone = len(held[form]) == 1 and len(held[usual]) >= _USUAL
+            places = self.forms[target]
+            usual = max(places, key=lambda other: len(places[other]))
+            alone = len(places[form]) == 1 and len(places[usual]) >= _USUAL
             has_terms = alone and self.value(block, target, usual, slice(None)) is not None
             if has_terms and not self._equal(block, target, usual, slice(None)):
                 yield block, target, form, usual

@@ -203,8 +203,7 @@ def sketch(fingerprints: Array) -> Array:
     order, counts = np.argsort(place, kind="stable"), np.bincount(place, minlength=_SKETCH)
     starts = np.cumsum(counts) - counts  # of each place, once sorted
     padded = np.concatenate([(fingerprints * sign)[..., order], np.zeros((*fingerprints.shape[:-1], 1))], -1)
-    sums: Array = np.add.reduceat(padded, starts, axis=-1) * (counts > 0)  # (one element where there are none)
-    return sums
+    return np.asarray(np.add.reduceat(padded, starts, axis=-1) * (counts > 0))  # (one element where there are none)
 
 
 # -- matching
@@ -249,8 +248,7 @@ def cosines(a: Array, b: Array, floor: float) -> Array:
     limit = floor * np.sqrt(a.shape[-1])
     both, either = (sizes[0] > limit) & (sizes[1] > limit), (sizes[0] > limit) | (sizes[1] > limit)
     values = np.where(both, products / np.maximum(sizes[0] * sizes[1], 1e-300), 0.0)
-    mean: Array = values.sum(-1) / np.maximum(either.sum(-1), 1)
-    return mean
+    return np.asarray(values.sum(-1) / np.maximum(either.sum(-1), 1))
 
 
 def same_seed(candidates: Sequence[Candidate], changed: Mask) -> Match:
@@ -333,8 +331,7 @@ def _first_draws(candidates: Sequence[Candidate], changed: Mask) -> Array:
 
 def _similarities(a: Array, b: Array) -> Array:
     """[A, P, S], [B, P, S] -> [A, B]: mean cosines over prompts."""
-    means: Array = unit(a).reshape(len(a), -1) @ unit(b).reshape(len(b), -1).T / a.shape[1]
-    return means
+    return np.asarray(unit(a).reshape(len(a), -1) @ unit(b).reshape(len(b), -1).T / a.shape[1])
 
 
 def _confidence(candidate: Candidate, best: Mapping[int, Candidate]) -> float:
@@ -379,10 +376,8 @@ def _log_likelihoods(observed: Array, drawn: Sequence[Candidate]) -> Array:
 
 
 def _changed(rows: Array) -> Array:
-    changed: Array = rows[np.square(rows).sum(-1) > 0]
-    return changed
+    return np.asarray(rows[np.square(rows).sum(-1) > 0])
 
 
 def unit(rows: Array) -> Array:
-    found: Array = rows / np.maximum(np.sqrt(np.square(rows).sum(-1, keepdims=True)), 1e-300)
-    return found
+    return np.asarray(rows / np.maximum(np.sqrt(np.square(rows).sum(-1, keepdims=True)), 1e-300))

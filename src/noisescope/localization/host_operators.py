@@ -49,7 +49,7 @@ def host_arithmetic() -> Iterator[None]:
 def recompute(
     operator: str, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, rows: Rows
 ) -> Recomputed:
-    """What a call gave and should have given. Raises Unseen where that can't be said."""
+    """What a call gave and should have given. Raises Unseen where that is not known."""
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.dtype.itemsize < 2:
         raise Unseen(f"its output is {getattr(y, 'dtype', type(y).__name__)}")
     if y.numel() == 0:
@@ -203,7 +203,7 @@ def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
         if a.shape[-1:] != (1,) or b.dim() != 1:
             raise Unseen("a product of elements that is no outer product")
         b = b[None]
-    if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can look at all of them
+    if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can check all of them
         return host_products.linear(a, b.detach().T, None, y, rows)
     return host_products.batched(a, b, y, rows)
 

@@ -3,7 +3,7 @@
 One forward a batch of the reference's prompts. Every module gets the reference's own input, and what it gives is
 replaced by the reference's output, so that whatever comes next (adds, rotary angles, fused attention) starts from good
 numbers, too: errors don't accumulate, and a difference belongs to the operator that made it. The floor is the round-off
-of both sides (floors.py), the tests are the audit's (judge.py).
+of both sides (roundoff_floors.py), the tests are the audit's (judge.py).
 
 The reference is taken as right. Inputs that arrive otherwise than the reference's did are a fault of what lies between
 two operators (an add, a gate) and are judged as the module's input.
@@ -50,7 +50,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
         ns.record(good, "gsm8k.jsonl", "good.record", detail="full")        # on the good device
         replay(suspect, "good.record")
 
-    Of each operator `rows` tokens of a batch are looked at: half of them spread evenly, half those that differ most.
+    Of each operator `rows` tokens of a batch are compared: half of them spread evenly, half those that differ most.
     """
     if rows < 2:
         raise InvalidInput(f"rows must be at least 2, got {rows}")

@@ -58,7 +58,7 @@ class Format:
 
 
 def number_format(dtype: torch.dtype) -> Format:
-    """The numbers that a dtype's outputs are held to: its own, and float32's for float64.
+    """The numbers that a dtype's outputs are judged by: its own, and float32's for float64.
 
     A float64 model is no float64 computation: model code takes norms, softmax and angles in float32 whatever the dtype.
     Where it is one, the host has nothing wider, and could not tell the device's error from its own.
@@ -68,7 +68,7 @@ def number_format(dtype: torch.dtype) -> Format:
 
 
 def as_judged(y: Tensor) -> Tensor:
-    """An output in the format it is held to; one more rounding to float32 is within every limit."""
+    """An output in the format it is judged by; one more rounding to float32 is within every limit."""
     return y.float() if y.dtype == torch.float64 else y
 
 

@@ -86,7 +86,7 @@ class Readings:
     unstable: set[int] = field(default_factory=set)  # the same input, bit for bit, gave another output
     failures: dict[int, Failure] = field(default_factory=dict)  # the first of each block
     unknown: set[int] = field(default_factory=set)  # blocks whose output is no sum that is known here
-    elements: int = 0  # looked at by bookkeeping
+    elements: int = 0  # compared by bookkeeping
     forwards: float = 0.0
 
 
@@ -185,8 +185,8 @@ class Scanner(ModelScope):
         finally:
             self._again = False
         with host_arithmetic():
-            came, went = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
-            ratio = float(came.std()) / max(float(went.std()), _FLOOR)
+            change, noise = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
+            ratio = float(change.std()) / max(float(noise.std()), _FLOOR)
             self._note("gain", layer, math.log(max(ratio, _FLOOR)))
 
 

@@ -182,7 +182,7 @@ def _attention_error(key: str, mine: Line, theirs: Line, names: tuple[str, str])
 
 
 def _functions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    """Functions: coarse ones by themselves, the rest as one list a dtype."""
+    """Functions: coarse ones by themselves, the rest as one list per dtype."""
     first, second = _names(a, b)
     for dtype, mine, theirs in _measured_on_both(a, b):
         listed = []

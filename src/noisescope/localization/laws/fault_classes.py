@@ -221,7 +221,7 @@ def _from_expected(operator: str, known: Recomputed) -> Pattern:
 
 
 def _from_scores(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Pattern:
-    """The class of a fault in q k^T, from the probabilities it led to: log p is the score, but for a constant a row."""
+    """The class of a fault in q k^T, from its probabilities: log p is the score, but for a constant per row."""
     p, q, k = (t.detach().cpu().double() for t in (p, q, k))
     scores = (q @ k.transpose(-1, -2)) * scale
     got = p.clamp_min(1e-30).log()

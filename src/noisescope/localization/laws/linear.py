@@ -73,7 +73,7 @@ class Linear:
 
 
 def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
-    """All laws, and the output without bias; `y` is the output for x as it came, None where a bias was added to it."""
+    """All laws, and the output without bias; `y` is the output for x, None where a bias was added to it."""
     found, x, call = LawEvidence(), linear.x, linear.call
     base = call(x) if y is None else y
     rolled = None if linear.rolled is None else call(linear.rolled)

@@ -42,8 +42,7 @@ def examine(recorded: RecordedCall, *, weights: bool = False) -> LawEvidence:
     found = LawEvidence()
     x, y = recorded.tensors
     if y.shape != x.shape:
-        found.skipped.append("norm laws: its output has another shape than its input")
-        return found
+        return LawEvidence(skipped=["norm laws: its output has another shape than its input"])
     call, biased = unbiased(recorded)
     base = call(x) if biased else y
     flat = x.reshape(-1, x.shape[-1])
@@ -96,7 +95,7 @@ def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[l
     room = torch.finfo(x.dtype).max / 8 > float(x.abs().max())
     scales = {Law.NORM_SCALED_BY_FOUR: (4.0,), Law.NORM_SCALED: _FACTORS}
     factors = [(law, f if room else 1 / f) for law, several in scales.items() for f in several]
-    # How numbers are multiplied on the device does not matter: the law takes the product as it came out.
+    # How numbers are multiplied on the device does not matter: the law takes the product as it is.
     drives = [[(Law.ONE_GAIN_PER_CHANNEL, x, base), *((law, x * f, call(x * f)) for law, f in factors)]]
     if x.dtype.itemsize < 4:
         wide = [(Law.ONE_GAIN_PER_CHANNEL, x.float()), *((law, x.float() * f) for law, f in factors)]

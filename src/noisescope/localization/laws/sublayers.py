@@ -39,18 +39,16 @@ Again = Callable[..., Tensor]
 
 def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -> LawEvidence:
     """Oddness, zero, one token repeated, causality and position shift of one attention module."""
-    found = LawEvidence()
     x, y = recorded.x, recorded.output
     if any(isinstance(recorded.kwargs.get(name), Tensor) for name in _CROSS):
-        found.skipped.append("laws of cross attention: its keys come from elsewhere")
-        return found
+        return LawEvidence(skipped=["laws of cross attention: its keys come from elsewhere"])
     if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
-        found.skipped.append("attention sub-layer laws: its input has not the shape [batch, 3 tokens or more, width]")
-        return found
+        shape = "its input has not the shape [batch, 3 tokens or more, width]"
+        return LawEvidence(skipped=[f"attention sub-layer laws: {shape}"])
     attending = _attending(recorded, x)
     if not bool(attending.any()):
-        found.skipped.append("attention sub-layer laws: a mask hides every token")
-        return found
+        return LawEvidence(skipped=["attention sub-layer laws: a mask hides every token"])
+    found = LawEvidence()
     zeros = biases(recorded.callee)
     plain = recorded if isinstance(recorded.callee, nn.MultiheadAttention) else recorded.alone()
 
@@ -83,7 +81,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
 
 
 def _attending(recorded: RecordedCall, x: Tensor) -> Tensor:
-    """Tokens [B, T] that may look at something: what padding gives, which looks nowhere, is anybody's guess."""
+    """Tokens [B, T] that may attend to something: what padding gives, which may not, is anybody's guess."""
     attending = torch.ones(x.shape[:2], dtype=torch.bool)
     for value in (*recorded.args, *recorded.kwargs.values()):
         # [B, H, T, S], B and H perhaps 1
@@ -101,7 +99,7 @@ def _rows(t: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _adds_keys(module: nn.Module) -> bool:
-    """Whether every token also looks at a key that is no token."""
+    """Whether every token also attends to a key that is no token."""
     return getattr(module, "bias_k", None) is not None or bool(getattr(module, "add_zero_attn", False))
 
 
@@ -160,24 +158,24 @@ def _jitter(t: Tensor, size: float) -> Tensor:
 
 def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence:
     """The MLP identity; `parts` are outputs of the linears inside, by their last name, from this same call."""
-    found = LawEvidence()
+
+    def skipped(why: str) -> LawEvidence:
+        return LawEvidence(skipped=[f"{Law.MLP_IDENTITY}: {why}"])
+
     x, y = recorded.tensors
     children = dict(recorded.callee.named_children())
     gate, up, down = _roles([name for name in children if name in parts], parts)
     if down is None or gate is None:
-        found.skipped.append(f"{Law.MLP_IDENTITY}: an MLP of another form than down(act(gate) up) or down(act(up))")
-        return found
+        return skipped("an MLP of another form than down(act(gate) up) or down(act(up))")
     others = [child for name, child in children.items() if name not in parts and not isinstance(child, nn.Dropout)]
     if len(others) != 1 or not _odd_part_is_half(others[0]):
-        found.skipped.append(f"{Law.MLP_IDENTITY}: the MLP's activation is not known to be one with a(z) - a(-z) = z")
-        return found
+        return skipped("the MLP's activation is not known to be one with a(z) - a(-z) = z")
     if biases(recorded.callee) or recorded.adds:
-        found.skipped.append(f"{Law.MLP_IDENTITY}: the MLP adds biases or a residual")
-        return found
+        return skipped("the MLP adds biases or a residual")
     product = (gate if up is None else gate * up).reshape(*x.shape[:-1], -1)
     if not bool(product.isfinite().all()):
-        found.skipped.append(f"{Law.MLP_IDENTITY}: its products overflow")
-        return found
+        return skipped("its products overflow")
+    found = LawEvidence()
     through: Again = recorded.scope.afresh(children[down])
     minus, expected = recorded.again(-x), through(product)
     coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
