@@ -140,6 +140,5 @@ def test_bits_of_a_bias_are_no_stuck_bits():
     grain = torch.full_like(values, 2.0**-11)
     assert stuck_channels(y, Reference(values, (), grain=grain))[1]
     assert stuck_channels(y, Reference(values, (), grain=grain, offset=True)) == (False, [])
-    assert stuck_channels(with_stuck_bit(y, 20, 1, slice(3, 4)), Reference(values, (), grain=grain, offset=True))[
-        1
-    ] == [3]
+    faulty = with_stuck_bit(y, 20, 1, slice(3, 4))
+    assert stuck_channels(faulty, Reference(values, (), grain=grain, offset=True))[1] == [3]

@@ -54,9 +54,15 @@ def recompute(
         raise Unseen(f"its output is {getattr(y, 'dtype', type(y).__name__)}")
     if y.numel() == 0:
         raise Unseen("its output is empty")
-    again = _MODULES.get(operator) if isinstance(callee, nn.Module) else _function(operator, callee)
+    name = getattr(callee, "__name__", type(callee).__name__)
+    if isinstance(callee, nn.Module):
+        again = _MODULES.get(operator)
+    elif name in _GROUPED:
+        again = _grouped_function
+    else:
+        again = _FUNCTIONS.get(callee) or _FUNCTIONS_BY_OPERATOR.get(operator)
     if again is None:
-        raise Unseen(f"no formula is known for {getattr(callee, '__name__', type(callee).__name__)}")
+        raise Unseen(f"no formula is known for {name}")
     return again(callee, args, kwargs, y, rows)
 
 
@@ -283,25 +289,17 @@ _MODULES: dict[str, Again] = {
     "gelu": _activation_module,
     "embedding": _embedding_module,
 }
-_ADDED = (torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm)
-
-
-def _function(operator: str, callee: Any) -> Again | None:
-    if callee is F.scaled_dot_product_attention:
-        return _fused_attention
-    if callee is F.linear:
-        return _linear_function
-    if callee in _ADDED:
-        return _added_function
-    if getattr(callee, "__name__", "") in _GROUPED:
-        return _grouped_function
-    table: dict[str, Again] = {
-        **dict.fromkeys(("linear", "matmul", "bmm"), _product_function),
-        "softmax": _softmax_function,
-        **dict.fromkeys(("silu", "gelu"), _activation_function),
-        "norm": _norm_function,
-    }
-    return table.get(operator)
+_FUNCTIONS: dict[Any, Again] = {
+    F.scaled_dot_product_attention: _fused_attention,
+    F.linear: _linear_function,
+    **dict.fromkeys((torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm), _added_function),
+}
+_FUNCTIONS_BY_OPERATOR: dict[str, Again] = {
+    **dict.fromkeys(("linear", "matmul", "bmm"), _product_function),
+    "softmax": _softmax_function,
+    **dict.fromkeys(("silu", "gelu"), _activation_function),
+    "norm": _norm_function,
+}
 
 
 def _pick(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

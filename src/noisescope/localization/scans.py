@@ -9,7 +9,7 @@ Two kinds of evidence, and they are not worth the same:
   compared with the others, by z = (value - median) / (1.4826 MAD). The limit of |z| is set for a stated rate of false
   alarms, and the rate holds for layers that are alike. Layers are not: massive activations appear in one and vanish in
   another, and there a healthy model has |z| in the hundreds. So a profile alone never makes "faulty": where a block's
-  books balance it is reported in a note, elsewhere the verdict is "undecided".
+  sum is exact it is reported in a note, elsewhere the verdict is "undecided".
 
 Errors inside a branch that repeat from run to run (a wrong linear, a wrong softmax) are not detected here: sums are
 right with a wrong summand as well. `audit` and `relations` detect them.
@@ -224,7 +224,7 @@ def _notes(
     quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - reported)]
     if quiet:
         yield (
-            f"layers that stand out among the others but whose books balance: {', '.join(quiet)}; limit of |z| "
+            f"layers that stand out among the others but whose sums are exact: {', '.join(quiet)}; limit of |z| "
             f"{limit:.1f}. Models have such layers by nature, or a branch inside is at fault: see `audit`"
         )
     if results.unknown:
