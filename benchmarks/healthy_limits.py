@@ -4,7 +4,7 @@
 
 Tiny models of five architectures in three dtypes, four seeds each: their relations with weights read, and their audit.
 Above 1 would be a false alarm. Printed by test (the audit's) or by level and law (those of relations): the largest
-ratio, and over how many looks.
+ratio, and over how many tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEEDS = range(4)
 LEVELS = {OPERATOR: "operator", SUBLAYER: "sub-layer", MODEL: "model"}
-Ratio = tuple[str, float]  # what was looked at, statistic / limit
+Ratio = tuple[str, float]  # what was tested, statistic / limit
 
 
 def of_relations(model: torch.nn.Module, batch: Batch) -> Iterator[Ratio]:
@@ -37,19 +37,19 @@ def of_relations(model: torch.nn.Module, batch: Batch) -> Iterator[Ratio]:
     with evaluating(model), torch.no_grad():
         search = Search(model, anatomy, batch, weights=True, places=None)
         search.verdict(())
-    for entry in search.book.entries.values():
-        for law, reading in entry.readings.items():
-            yield f"{LEVELS[entry.level]} {law}", reading.strength
+    for entry in search.results.sites.values():
+        for law, result in entry.results.items():
+            yield f"{LEVELS[entry.level]} {law}", result.strength
 
 
 def of_audit(model: torch.nn.Module, batch: Batch, seed: int) -> Iterator[Ratio]:
     judged: list[Judgement] = []
 
-    def listening(*args: Any, **kwargs: Any) -> Judgement:
+    def record(*args: Any, **kwargs: Any) -> Judgement:
         judged.append(judge(*args, **kwargs))
         return judged[-1]
 
-    with mock.patch.object(audit_log, "judge", listening):
+    with mock.patch.object(audit_log, "judge", record):
         audit(model, batch, seed=seed)
     for judgement in judged:
         yield from ((f"audit {test}", strength) for test, strength in judgement.strengths.items())

@@ -61,7 +61,7 @@ def test_a_fault_is_named_where_it_makes_them(method, module, operator, place, w
 
 
 def test_healthy_numbers_arise_nowhere():
-    """Nothing is told where all is finite, with a mask of -inf as well."""
+    """Nothing is reported where all is finite, with a mask of -inf as well."""
     model = tiny_model("llama", attn_implementation="eager")
     mask = torch.zeros(2, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -INF)
     verdict = audit(model, {"input_ids": torch.arange(3, 19).reshape(2, 8), "attention_mask": mask})
@@ -99,9 +99,9 @@ OVERFLOWS = [
 
 @pytest.mark.parametrize(("make", "where"), OVERFLOWS, ids=["product", "gate x up", "sum inside", "sum"])
 def test_an_overflow_of_the_dtype_is_no_fault(make, where):
-    """The host's own number lies beyond float16, in an operator or between two: told, and nobody is a suspect."""
+    """The host's own number lies beyond float16, in an operator or between two: reported, and nobody is a suspect."""
     verdict = audit(make())
-    assert verdict.verdict == "undecided" and not verdict.suspects  # nothing can be said of what was given NaN
+    assert verdict.verdict == "undecided" and not verdict.suspects  # nothing is known of what was given NaN
     (note,) = arising(verdict)
     assert where in note and "an overflow of float16, whose largest number is 65504, and no fault" in note
 
@@ -128,11 +128,11 @@ def test_the_first_of_a_forward_counts():
     """Later ones in the same forward, and those of later forwards, are not asked for."""
     nonfinite, fine, bad = NonFiniteOrigin(), torch.ones(3), torch.tensor([1.0, NAN])
     one, two = Site("linear", 0, "a"), Site("linear", 0, "b")
-    assert not nonfinite.arise(one, [fine], fine)
-    assert not nonfinite.arise(one, [fine, bad], bad)
+    assert not nonfinite.arises(one, [fine], fine)
+    assert not nonfinite.arises(one, [fine, bad], bad)
     assert nonfinite.origin is not None
     assert (nonfinite.origin.site, nonfinite.origin.operand) == (Site("linear", 0, "a", tensor="input"), 1)
     for _ in range(2):
-        assert not nonfinite.arise(two, [fine], bad)
+        assert not nonfinite.arises(two, [fine], bad)
         nonfinite.next_pass()
     assert nonfinite.origin.site.module == "a"

@@ -1,4 +1,4 @@
-"""Notes and suspects of an audit: what repeats and what does not, told once and in true words."""
+"""Notes and suspects of an audit: what repeats and what does not, reported once and in true words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from noisescope.localization.audit_log import CallHash
 from noisescope.testing import tiny_model
 
 
-def test_a_print_is_of_every_bit():
+def test_a_call_hash_is_of_every_bit():
     """The hash of inputs, of the output and the sum of the weights' bits each see one bit, and nothing but bits."""
     linear, x = torch.nn.Linear(4, 3), torch.arange(8.0).reshape(2, 4)
     x[0, 0] = float("nan")
@@ -103,7 +103,7 @@ def test_a_wrong_cache_is_one_suspect():
 
 @pytest.mark.parametrize("method", ["audit", "srdd"])
 def test_errors_where_nothing_may_differ_are_told_by_their_size(method):
-    """A gain of 1 % is 1 % of the largest element, and no mean or ulp of numbers near 0 is told of."""
+    """A gain of 1 % is 1 % of the largest element, and no mean or ulp of numbers near 0 is reported."""
     model = tiny_model("llama", layers=4)
     with faulty(model, "gain:0.01@1"):
         evidence = ns.locate(model, method=method).suspects[0].evidence

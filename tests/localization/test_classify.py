@@ -142,7 +142,7 @@ def test_a_block_of_inputs_with_a_wrong_scale():
     assert named(scaled).fault_class == "block scale"
 
 
-def test_operands_cut_short_are_told_from_short_sums():
+def test_operands_cut_short_are_distinguished_from_short_sums():
     """TF32-like operands: float32 numbers with 10 bits of mantissa, cut toward zero."""
 
     def tf32(y, x, w):
@@ -154,7 +154,7 @@ def test_operands_cut_short_are_told_from_short_sums():
 
 
 def test_operands_cut_short_in_sixteen_bits():
-    """bfloat16 numbers with 4 bits of mantissa; sums that were kept short stay told from them (above)."""
+    """bfloat16 numbers with 4 bits of mantissa; sums that were kept short stay distinguished from them (above)."""
 
     def short(y, x, w):
         return F.linear((bits(x) & -8).view(x.dtype), (bits(w) & -8).view(w.dtype))

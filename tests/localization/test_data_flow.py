@@ -111,7 +111,7 @@ def test_a_product_that_is_wrong_in_every_block_is_no_healthy_one():
 
 
 def test_a_model_that_scales_its_queries_is_only_noted():
-    """OPT scales queries before attention: not looked at, said so, and no reason for doubt."""
+    """OPT scales queries before attention: not judged, reported so, and no reason for doubt."""
     verdict = audit(tiny_model("opt", layers=3))
     assert verdict.verdict == "healthy"
     assert any("what lies before self_attn query" in note for note in verdict.notes)
@@ -122,7 +122,7 @@ def heads(x, count):
 
 
 def seen(*, wrong=()):
-    """Four blocks with a projection of two kv heads that are turned in pairs and repeated three times."""
+    """Four blocks with a projection of two kv heads that are rotated in pairs and repeated three times."""
     data_flow = DataFlowChecks()
     angles = torch.linspace(0, 2, 5 * 4).reshape(1, 5, 4).repeat_interleave(2, -1)
     for index in range(4):
@@ -146,7 +146,7 @@ def test_pairs_turned_and_heads_repeated():
     """The other style of rotation, and keys repeated for groups of queries."""
     data_flow = seen()
     assert data_flow.forms == {"attn key": {("heads", ("k_proj", 0), "pairs", 3): {0, 1, 2, 3}}}
-    assert words(next(iter(data_flow.forms["attn key"]))) == "k_proj, turned by its position, each head 3 times"
+    assert words(next(iter(data_flow.forms["attn key"]))) == "k_proj, rotated by its position, each head 3 times"
     assert not data_flow.unexplained() and not list(data_flow.failures())
 
 
@@ -297,7 +297,7 @@ class Packed(torch.Tensor):
 
 @pytest.mark.parametrize("method", ["audit", "relations", "auto"])
 def test_a_linear_with_a_weight_of_another_kind_is_left_open(method):
-    """It rounds what it is given, by design: neither recomputed nor held to laws of linear functions."""
+    """It rounds what it is given, by design: neither recomputed nor judged by laws of linear functions."""
     model = tiny_model("llama", layers=3)
     for layer in model.model.layers:
         linear = layer.mlp.down_proj

@@ -61,7 +61,7 @@ def test_a_healthy_model_under_autocast_is_no_alarm(name, method, dtype):
 
 
 def test_weights_are_read_as_autocast_rounds_them():
-    """R21 on operands and weights in bfloat16; eager attention calls softmax and both products by themselves."""
+    """Checksums on operands and weights in bfloat16; eager attention calls softmax and both products by themselves."""
     model = tiny_model("llama", attn_implementation="eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         verdict = relations(model, tiny_inputs("llama", length=16), weights=True)

@@ -1,4 +1,4 @@
-"""Residual adds are found by form, replayed bit for bit, and a wrong one is told from an unknown one."""
+"""Residual adds are found by their terms, replayed bit for bit; a wrong one is no unknown one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_form_that_is_not_a_sum_is_no_failure():
 
 
 def test_most_blocks_decide():
-    """A form that held in one block of four does not make the other three wrong."""
+    """A sum that fits one block of four does not make the other three wrong."""
     seen = Residuals()
     seen.see(block(0))
     for index in range(1, 4):

@@ -1,4 +1,4 @@
-"""A module's formula is told from its class's code, not from its name, and not from its outputs."""
+"""A module's formula is read from its class's code, not from its name, and not from its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of a locator: what can't be run is refused with the reason, what shows little is told."""
+"""Inputs of a locator: what can't be run is refused with the reason, what shows little is reported."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_value_and_its_folder_are_the_same(model, record):
 
 
 def test_the_record_of_another_model_is_refused(record):
-    """Other weights, another architecture, or another dtype: each is said."""
+    """Other weights, another architecture, or another dtype: each is reported."""
     with pytest.raises(InvalidInput, match=r"another model .*weights or config differ"):
         recorded(record, tiny_model("llama", layers=3, seed=1))
     with pytest.raises(InvalidInput, match="another model"):

@@ -1,4 +1,4 @@
-"""The parts of the laws: readings, statistics of outputs, floors from a module's own answers."""
+"""The parts of the laws: results, statistics of outputs, floors from a module's own answers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from hypothesis import strategies as st
 
 from noisescope.faults import bit_patterns
-from noisescope.localization.laws import statistics
-from noisescope.localization.laws.evidence import EvidenceFacts
+from noisescope.localization.laws.evidence import EvidenceFacts, LawResult, exact, floored, worse
 from noisescope.localization.laws.fault_classes import place_and_class
-from noisescope.localization.laws.law_result import LawResult, exact, floored, period, worse
-from noisescope.localization.laws.linear import Linear, examine
-from noisescope.localization.laws.results import look_closer
+from noisescope.localization.laws.linear import Linear, examine, probe_suspect
+from noisescope.localization.laws.output_statistics import copies, measure
 from noisescope.localization.laws.roundoff import combination, mean_square_limit, squares_from_split, truncation_share
+from noisescope.localization.laws.table import Law
+from noisescope.localization.tensors import lane_period
 from noisescope.sites import Site
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,52 +26,53 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_exact_readings_take_nan_and_zero_as_they_are():
+def test_exact_results_take_nan_and_zero_as_they_are():
     """NaN equals itself, 0 equals -0, anything else breaks the law; sizes are relative to the rms."""
     a = torch.tensor([[math.nan, 0.0, 1.0, -3.0]], dtype=torch.float64)
-    assert not exact("R1", a, torch.tensor([[math.nan, -0.0, 1.0, -3.0]], dtype=torch.float64)).broken
-    broken = exact("R1", a, torch.tensor([[math.nan, 0.0, 1.5, -3.0]], dtype=torch.float64))
+    assert not exact(Law.REPEAT, a, torch.tensor([[math.nan, -0.0, 1.0, -3.0]], dtype=torch.float64)).broken
+    broken = exact(Law.REPEAT, a, torch.tensor([[math.nan, 0.0, 1.5, -3.0]], dtype=torch.float64))
     assert broken.broken and broken.share == 0.25 and broken.channels == (2,)
     assert broken.size == pytest.approx(0.5 / math.sqrt((1.5**2 + 9) / 4))
 
 
-def test_exact_readings_within_round_off_say_so():
-    """What another order of summation may do is told apart from what it may not."""
+def test_exact_results_within_round_off_say_so():
+    """What another order of summation may do is distinguished from what it may not."""
     a = normal(4, 8)
     limit = torch.full_like(a, 1e-6)
-    assert exact("R1", a + 1e-7, a, round_off=limit).within_round_off
-    assert not exact("R1", a + 1e-5, a, round_off=limit).within_round_off
-    assert not exact("R1", a + 1e-7, a).within_round_off
+    assert exact(Law.REPEAT, a + 1e-7, a, round_off=limit).within_round_off
+    assert not exact(Law.REPEAT, a + 1e-5, a, round_off=limit).within_round_off
+    assert not exact(Law.REPEAT, a + 1e-7, a).within_round_off
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.0])
-def test_floored_readings_count_what_is_not_finite(value):
+def test_floored_results_count_what_is_not_finite(value):
     """NaN and Inf are beyond every limit, and so is anything beyond a limit that is not a number."""
     error, limit = torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
-    assert not floored("R18", error, limit, 1.0).broken
+    assert not floored(Law.ADDITIVITY, error, limit, 1.0).broken
     error[0, 3] = value
-    result = floored("R18", error, limit, 1.0)
+    result = floored(Law.ADDITIVITY, error, limit, 1.0)
     assert result.broken and result.channels == (3,)
-    assert floored("R18", torch.ones_like(error), limit * math.nan, 1.0).broken
+    assert floored(Law.ADDITIVITY, torch.ones_like(error), limit * math.nan, 1.0).broken
 
 
-def test_the_worse_of_two_readings_keeps_the_larger_floor():
-    """Power is that of the worst call."""
-    one = floored("R18", torch.full((1, 2), 0.5), torch.full((1, 2), 2.0), 1.0)
-    two = floored("R18", torch.full((1, 2), 0.5), torch.full((1, 2), 0.25), 1.0)
+def test_the_worse_of_two_results_keeps_the_larger_floor():
+    """The detection limit is that of the worst call."""
+    one = floored(Law.ADDITIVITY, torch.full((1, 2), 0.5), torch.full((1, 2), 2.0), 1.0)
+    two = floored(Law.ADDITIVITY, torch.full((1, 2), 0.5), torch.full((1, 2), 0.25), 1.0)
     assert worse(one, two).broken and worse(one, two).floor == 2.0
 
 
 @hypothesis.given(step=st.integers(2, 64), offset=st.integers(0, 63), width=st.integers(8, 512))
 def test_a_lane_s_period_is_found(step, offset, width):
-    """All channels of one lane give its stride; one missing, and they are no lane."""
+    """All channels of one lane give its stride; with one missing, only where less than all will do."""
     offset %= step
     channels = list(range(offset, width, step))
     if len(channels) < 3:
-        assert period(channels, width) is None
+        assert lane_period(channels, width, least=0.5) is None
         return
-    assert period(channels, width) == step
-    assert period(channels[:-1], width) is None or len(channels) == 3
+    assert lane_period(channels, width, least=1.0) == step
+    assert lane_period(channels[:-1], width, least=1.0) is None or len(channels) == 3
+    assert lane_period(channels[:-1], width, least=0.5) == step or len(channels) == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,7 +81,7 @@ def test_healthy_numbers_have_no_statistics_to_show(dtype):
     y = normal(64, 96)
     y[:, 3] *= 300
     y[:, 5] = 40 + 1e-3 * y[:, 5]
-    seen = statistics.look(y.to(dtype))
+    seen = measure(y.to(dtype))
     assert not seen.stuck and not seen.gap and not seen.clear_ties
     assert set(seen.dead) <= {5}  # in 16 bits it is a constant, and nothing but its weights can say why
 
@@ -92,7 +93,7 @@ def test_a_stuck_bit_is_seen(dtype, value, lane):
     """In all channels, and in a single one of 96."""
     y = normal(64, 96).to(dtype)
     stuck = bit_patterns.stick_bit(y, 1, value)
-    seen = statistics.look(torch.where(torch.arange(96) == 7, stuck, y) if lane else stuck)
+    seen = measure(torch.where(torch.arange(96) == 7, stuck, y) if lane else stuck)
     assert seen.stuck == ((1, value),)
     assert seen.stuck_channels == ((7,) if lane else ())
 
@@ -101,7 +102,7 @@ def test_sums_that_cancel_are_no_stuck_bits():
     """A float32 channel whose sums cancel ends in zeros for a good reason."""
     y = normal(64, 96).float()
     y[:, 4] = ((y[:, 4] + 1000) - 1000).float()
-    assert not statistics.look(y).stuck
+    assert not measure(y).stuck
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -110,7 +111,7 @@ def test_a_gap_round_zero_is_seen(dtype, share):
     """Zeros where small numbers should be, in all channels or in some."""
     y = normal(64, 96)
     here = torch.arange(96) < 96 * share
-    seen = statistics.look(torch.where(here & (y.abs() < 0.1), 0.0, y).to(dtype))
+    seen = measure(torch.where(here & (y.abs() < 0.1), 0.0, y).to(dtype))
     assert seen.gap == pytest.approx(0.1, rel=0.2)
 
 
@@ -119,12 +120,12 @@ def test_structural_zeros_are_no_gap():
     y = normal(64, 96).float()
     y[:7] = 0
     y[20, :40] = 0
-    assert statistics.look(y).gap == 0
+    assert measure(y).gap == 0
 
 
 def test_ties_at_the_top_are_seen():
     """Saturated numbers pile up in several channels."""
-    assert statistics.look(normal(64, 96).clamp(-2, 2).float()).clear_ties
+    assert measure(normal(64, 96).clamp(-2, 2).float()).clear_ties
 
 
 def alike(dtype: torch.dtype, *, massive: float = 1.0) -> torch.Tensor:
@@ -141,31 +142,31 @@ def test_rows_alike_but_for_roundings_have_no_statistics(dtype, massive):
     """Channels that are constant, and numbers that tie, in copies of one row say nothing; a channel of zeros does."""
     y = alike(dtype, massive=massive)
     y[:, 7] = y[0, 7]
-    seen = statistics.look(y)
+    seen = measure(y)
     assert not seen.dead and not seen.clear_ties and not seen.gap
     y[:, 7] = 0
-    assert statistics.look(y).dead == (7,)
+    assert measure(y).dead == (7,)
 
 
 def test_numbers_under_the_normal_range_have_no_statistics():
     """A few spacings of float16's smallest number are zeros, ties and constants for a good reason; 2^-14 is none."""
     y = normal(64, 96)
-    seen = statistics.look((y * 2.0**-23).half())
+    seen = measure((y * 2.0**-23).half())
     assert not seen.dead and not seen.clear_ties and not seen.gap
     flushed = torch.where(y.abs() < 0.1, 0.0, y) * 10 * 2.0**-14
-    assert statistics.look(flushed.half()).gap == pytest.approx(2.0**-14, rel=0.05)
+    assert measure(flushed.half()).gap == pytest.approx(2.0**-14, rel=0.05)
 
 
 def test_copies_are_elements_that_another_row_of_the_channel_has():
     """All outputs must be the same, in the same channel; the first of them is no copy."""
     a = torch.tensor([[1.0, 2.0], [1.0, 1.0], [1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
     b = torch.tensor([[5.0, 5.0], [5.0, 5.0], [6.0, 5.0], [5.0, 5.0]], dtype=torch.float64)
-    assert statistics.copies([a, b]).tolist() == [[False, False], [True, False], [False, True], [False, False]]
+    assert copies([a, b]).tolist() == [[False, False], [True, False], [False, True], [False, False]]
 
 
 def test_many_rows_of_short_numbers_are_not_all_copies():
     """bfloat16 has few numbers, so that late rows hold little new; early ones do."""
-    new = ~statistics.copies([normal(4096, 64).bfloat16().double()])
+    new = ~copies([normal(4096, 64).bfloat16().double()])
     assert bool((new[:100].double().mean(-1) > 0.5).all())
 
 
@@ -187,18 +188,18 @@ def test_a_healthy_linear_keeps_its_laws(seed, terms, massive, dtype):
 
 
 def test_inputs_that_neither_double_nor_halve_keep_the_other_laws():
-    """float16 with a massive and a tiny number: R17 is told as skipped, an offset still breaks R7."""
+    """float16 with a massive and a tiny number: scaling is reported as skipped, an offset still breaks oddness."""
     x = normal(24, 64).half()
     x[:, 0], x[:, 1] = 30000.0, 3 * 2.0**-24
     weight = (normal(40, 64, seed=1) / 8).half()
     for offset, broken in ((0.0, False), (100.0, True)):
         linear = Linear(lambda z, added=offset: torch.nn.functional.linear(z, weight) + added, x, 64)
         found, base = examine(linear, None)
-        assert any(text.startswith("R17") for text in found.skipped)
-        assert {result.law: result.broken for result in found.results}["R7"] is broken
+        assert any(text.startswith(Law.SCALE_BY_TWO) for text in found.skipped)
+        assert {result.law: result.broken for result in found.results}[Law.ODDNESS] is broken
         if broken:
-            look_closer(linear, base, found)
-    assert "R17" not in {result.law for result in found.results}
+            probe_suspect(linear, base, found)
+    assert Law.SCALE_BY_TWO not in {result.law for result in found.results}
 
 
 @pytest.mark.parametrize("massive", [1.0, 100.0])
@@ -235,8 +236,8 @@ def test_truncation_shows_as_a_share_of_one(dtype):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["truncation", "accumulation"])
-def test_one_short_rounding_of_scores_is_told_from_short_sums(kind, seed):
-    """Scores are read back from probabilities, but for a constant a row: in proportion to them, or all alike."""
+def test_one_short_rounding_of_scores_is_distinguished_from_short_sums(kind, seed):
+    """Scores are read back from probabilities, but for a constant per row: in proportion to them, or all alike."""
     q, k = normal(1, 2, 24, 64, seed=seed).float(), normal(1, 2, 24, 64, seed=seed + 10).float()
     scores = (q @ k.transpose(-1, -2)).double() / 8
     if kind == "truncation":
@@ -244,6 +245,6 @@ def test_one_short_rounding_of_scores_is_told_from_short_sums(kind, seed):
     else:
         wrong = scores + 0.02 * normal(*scores.shape, seed=seed + 20)
     facts = EvidenceFacts(read=(wrong.softmax(-1).float(), q, k, 1 / 8))
-    broken = {law: LawResult(law, 9.0, share=0.9) for law in ("R12", "R13")}
+    broken = {law: LawResult(law, 9.0, share=0.9) for law in (Law.KEY_SHIFT, Law.LOG_ODDS)}
     site, named = place_and_class(Site("attention", 0, "attn"), broken, facts)
     assert (site.operator, site.occurrence, named.fault_class) == ("matmul", 0, kind)

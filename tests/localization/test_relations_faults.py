@@ -77,4 +77,4 @@ def test_attention_and_mlp_faults(bench, subjects, dtype):
     """Thirteen of fifteen are asked for in float32; 16-bit units are driven with float32 numbers and show as many."""
     missed, wrong = outcome(bench.sublayer_rows(subjects[dtype], BLOCK))
     assert missed <= {"rsqrt gain 1 %"}
-    assert wrong <= {"short rotary angles"}  # R14 says that angles are off, not whether the table or the angle is short
+    assert wrong <= {"short rotary angles"}  # angles are off: by their table, or short

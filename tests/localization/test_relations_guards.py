@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from noisescope.faults import RoundingMode, faulty
+from noisescope.localization.laws.table import Law
 from noisescope.localization.relations import relations
 from noisescope.localization.verdict import Verdict
 from noisescope.testing import tiny_inputs, tiny_model
@@ -61,7 +62,7 @@ def left_padded() -> dict[str, torch.Tensor]:
 
 
 def uneven_rows(module: nn.Module) -> None:
-    """Makes the rows of attention sum to 1 for the first token, and to ever more for later ones: R10 alone sees it."""
+    """Makes rows of attention sum to 1 for the first token and to more for later ones: only one law shows it."""
     right = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -82,25 +83,25 @@ def assert_found(verdict: Verdict, law: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_learned_sinks_take_a_share(dtype):
-    """Rows of gpt-oss's attention do not sum to 1; its sinks are shut for R10, and are as before after it."""
+    """Rows of gpt-oss's attention do not sum to 1; its sinks are closed for one law, and are as before after it."""
     model = made("GptOss", dtype)
     before = [layer.self_attn.sinks.clone() for layer in model.model.layers]
     assert_healthy(relations(model, tokens(2, 24)))
     assert all(torch.equal(layer.self_attn.sinks, was) for layer, was in zip(model.model.layers, before, strict=True))
     uneven_rows(model.model.layers[1].self_attn)
-    assert_found(relations(model, tokens(2, 24)), "R10")
+    assert_found(relations(model, tokens(2, 24)), Law.REPEATED_TOKEN)
 
 
 @pytest.mark.parametrize("own", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_keys_that_are_no_tokens_take_a_share(own):
-    """A module that adds a key of its own has no R10, and keeps the other laws."""
+    """A module that adds a key of its own has no law of one token repeated, and keeps the other laws."""
     model = tiny_model("transformer_encoder")
     for layer in model.layers:
         old = layer.self_attn
         layer.self_attn = nn.MultiheadAttention(old.embed_dim, old.num_heads, batch_first=True, **own).eval()
     verdict = relations(model, tiny_inputs("transformer_encoder", length=16))
     assert_healthy(verdict)
-    assert any(note.startswith("R10: the module adds keys") for note in verdict.notes)
+    assert any(note.startswith("one token repeated: the module adds keys") for note in verdict.notes)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_padding_on_the_left_looks_nowhere(stem, dtype, kernel):
     model = made(stem, dtype, attn_implementation=kernel)
     assert_healthy(relations(model, left_padded()))
     uneven_rows(model.model.layers[1].self_attn)
-    assert_found(relations(model, left_padded()), "R10")
+    assert_found(relations(model, left_padded()), Law.REPEATED_TOKEN)
 
 
 @pytest.mark.parametrize("name", ["relu2", "sigmoid", "tanh", "mish", "leaky_relu"])
@@ -119,22 +120,22 @@ def test_activations_without_the_identity(name):
     """a(z) - a(-z) = z is asked only of activations that have it; the others are told."""
     verdict = relations(made("Llama", hidden_act=name), tokens(2, 24))
     assert_healthy(verdict)
-    assert any(note.startswith("R16: the MLP's activation") for note in verdict.notes)
+    assert any(note.startswith("MLP identity: the MLP's activation") for note in verdict.notes)
 
 
 @pytest.mark.parametrize("name", ["relu", "silu", "gelu_pytorch_tanh", "quick_gelu"])
 def test_activations_with_the_identity(name):
-    """A healthy one keeps R16, and one that is wrong by 1 % breaks it."""
+    """A healthy one keeps the MLP identity, and one that is wrong by 1 % breaks it."""
     model = made("Llama", hidden_act=name)
     verdict = relations(model, tokens(2, 24))
     assert_healthy(verdict)
-    assert not any(note.startswith("R16") for note in verdict.notes)
+    assert not any(note.startswith(Law.MLP_IDENTITY) for note in verdict.notes)
     activation = model.model.layers[1].mlp.act_fn
     right = activation.forward
     activation.forward = lambda z: right(z) * 1.01
     verdict = relations(model, tokens(2, 24))
     assert verdict.suspects[0].site.place == 1
-    assert verdict.suspects[0].details["broken"].keys() & {"R15", "R16"}
+    assert verdict.suspects[0].details["broken"].keys() & {Law.ACTIVATION_IDENTITY, Law.MLP_IDENTITY}
 
 
 @pytest.mark.parametrize("weights", [False, True])

@@ -80,7 +80,7 @@ def test_rows_and_columns_of_a_reference_cut_every_part():
     """Pieces of a reference have the tolerance of the whole."""
     values = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
     whole = Reference(values, (values + 1, values + 2), values + 3, values + 4, values + 5, sums=True)
-    piece = whole.columns(1, 3).rows(slice(1, 2))
+    piece = whole[:, 1:3][1:2]
     assert torch.equal(piece.bound, whole.bound[1:2, 1:3])
     assert torch.equal(piece.variance, whole.variance[1:2, 1:3])
     assert piece.systematic is not None and piece.grain is not None

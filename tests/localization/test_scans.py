@@ -113,7 +113,7 @@ def test_a_fault_that_comes_and_goes_is_found_in_whatever_call_it_acts(model, se
 
 
 def test_a_branch_that_differs_from_run_to_run_is_instability(model):
-    """The books balance, but the same input gave another output."""
+    """The sums are exact, but the same input gave another output."""
     with faulty(model, "noise:0.01@1/linear/*down_proj"):
         verdict = scans(model)
     assert [(s.site.place, s.fault_class, s.details["scan"]) for s in verdict.suspects] == [(1, "noise", "instability")]
@@ -130,7 +130,7 @@ def test_runs_that_differ_by_rounding_are_no_alarm(model):
 
 
 def test_a_wrong_summand_that_repeats_is_not_seen_here(model):
-    """The stated blind spot: a gain inside a branch leaves the books balanced, and no block is accused for it."""
+    """The stated blind spot: a gain inside a branch leaves the sums exact, and no block is accused for it."""
     with faulty(model, "gain:0.01@1/linear/*down_proj"):
         assert scans(model).suspects == ()
 
@@ -162,7 +162,7 @@ def test_a_layer_that_stands_out_by_nature_is_a_note_where_its_books_balance():
         model.model.layers[6].mlp.down_proj.weight[0].mul_(10_000)
     verdict = scans(model)
     assert verdict.verdict == "healthy"
-    assert any("6 (kurtosis" in note and "books balance" in note for note in verdict.notes)
+    assert any("6 (kurtosis" in note and "sums are exact" in note for note in verdict.notes)
 
 
 def test_the_cost_is_three_forwards_and_one_more_call_of_each_block(model):

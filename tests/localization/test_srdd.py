@@ -101,7 +101,7 @@ def test_the_response_grows_with_the_square_of_the_noise(model):
 
 
 def test_noise_falls_on_one_layer_and_inside_the_fault_that_is_open(model):
-    """Behind a block that gives zeros, noise before it can't be heard, and noise after it can."""
+    """Behind a block that gives zeros, noise before it can't be measured, and noise after it can."""
     with faulty(model, DeadZone(magnitude=1.1), 1):  # below 1.1 times the largest: everything
         verdict = srdd(model, **FAST)
     recorded = {s.site.place: max(s.details["responses"].values()) for s in verdict.suspects}

@@ -1,4 +1,4 @@
-"""A bit that never changes is told from bits that healthy arithmetic leaves at 0 and from chance."""
+"""A bit that never changes is distinguished from bits that healthy arithmetic leaves at 0 and from chance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def held(y: torch.Tensor, bit: int, value: int, channels: slice) -> torch.Tensor:
+def with_stuck_bit(y: torch.Tensor, bit: int, value: int, channels: slice) -> torch.Tensor:
     """y with a bit of some channels at 0 or 1."""
     y = y.clone()
     pattern = y.view({2: torch.int16, 4: torch.int32}[y.dtype.itemsize])
@@ -39,9 +39,9 @@ def stuck(y: torch.Tensor, values: torch.Tensor, grain: torch.Tensor | None = No
 def test_a_stuck_bit_is_seen_in_its_channel_and_in_the_whole(dtype, bit, value):
     """One lane names its channels; a bit stuck everywhere is also one of the whole output."""
     values = drawn(3 * ROWS, WIDTH)
-    whole, channels = stuck(held(values.to(dtype), bit, value, slice(5, None, 16)), values)
+    whole, channels = stuck(with_stuck_bit(values.to(dtype), bit, value, slice(5, None, 16)), values)
     assert (whole, channels) == (False, [5, 21, 37])
-    whole, channels = stuck(held(values.to(dtype), bit, value, slice(None)), values)
+    whole, channels = stuck(with_stuck_bit(values.to(dtype), bit, value, slice(None)), values)
     assert whole and len(channels) == WIDTH
 
 
@@ -85,8 +85,8 @@ def test_zeros_that_cancellation_leaves_are_no_stuck_bits():
 def test_among_such_zeros_a_one_and_a_higher_zero_are_still_seen():
     """Cancellation never leaves ones, and nothing above the spacing of the largest partial sum."""
     x, w, y = cancelling()
-    assert judged(x, w, held(y, 0, 1, slice(7, 8))) == (False, [7])
-    assert judged(x, w, held(y, 18, 0, slice(7, 8))) == (False, [7])
+    assert judged(x, w, with_stuck_bit(y, 0, 1, slice(7, 8))) == (False, [7])
+    assert judged(x, w, with_stuck_bit(y, 18, 0, slice(7, 8))) == (False, [7])
 
 
 @given(st.integers(1, 60), st.data())
@@ -108,9 +108,9 @@ def test_the_chance_of_fair_bits_is_never_below_what_it_says():
 
 
 def test_few_rows_tell_nothing():
-    """Thirty-three rows that all share a bit are no alarm, for so they may be by chance in ten million looks."""
+    """Thirty-three rows that all share a bit are no alarm, for so they may be by chance in ten million tests."""
     values = drawn(33, 2000)
-    assert stuck(held(values.float(), 0, 1, slice(None)), values)[1] == []
+    assert stuck(with_stuck_bit(values.float(), 0, 1, slice(None)), values)[1] == []
     assert _by_chance(np.ones(34), 0) < CHANCE < _by_chance(np.ones(33), 0)
 
 
@@ -120,7 +120,7 @@ def test_probabilities_that_are_one_say_nothing():
     values[:, 0] = 1.0
     y = values.float()
     assert stuck_channels(y, Reference(values, ()), below_one=True) == (False, [])
-    assert stuck_channels(held(y, 0, 1, slice(1, None)), Reference(values, ()), below_one=True) == (True, [])
+    assert stuck_channels(with_stuck_bit(y, 0, 1, slice(1, None)), Reference(values, ()), below_one=True) == (True, [])
 
 
 def test_the_grain_bounds_every_partial_sum():
@@ -140,4 +140,5 @@ def test_bits_of_a_bias_are_no_stuck_bits():
     grain = torch.full_like(values, 2.0**-11)
     assert stuck_channels(y, Reference(values, (), grain=grain))[1]
     assert stuck_channels(y, Reference(values, (), grain=grain, offset=True)) == (False, [])
-    assert stuck_channels(held(y, 20, 1, slice(3, 4)), Reference(values, (), grain=grain, offset=True))[1] == [3]
+    faulty = with_stuck_bit(y, 20, 1, slice(3, 4))
+    assert stuck_channels(faulty, Reference(values, (), grain=grain, offset=True))[1] == [3]

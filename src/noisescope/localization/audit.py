@@ -1,8 +1,9 @@
 """`audit`: every operator computed again on the host, from the inputs that it really had.
 
 Each operator's input and output are caught on the device; the host computes it in float64 from copies of those inputs
-and of the weights. What differs by more than the round-off model allows (floors.py, judge.py) is a suspect. Each is
-judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the source.
+and of the weights. What differs by more than the round-off model allows (roundoff_floors.py, judge.py) is a suspect.
+Each is judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the
+source.
 
 Three forwards: one batch; another batch, with fused attention taken apart into its operators; the first batch again,
 which shows what is not repeatable and what remembers the batch before. A few more where a fault inside attention asks
@@ -12,15 +13,16 @@ for them.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
-from noisescope.localization.audit_log import FUSED, AuditLog
+from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import conclude, hidden_in_attention, suspects_inside_attention
-from noisescope.localization.expression_search import Recorder
+from noisescope.localization.expression_search import PART, Recorder, inner_modules
 from noisescope.localization.host_operators import first_tensor, host_arithmetic
 from noisescope.localization.host_products import argument
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
@@ -28,10 +30,10 @@ from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.model.subject import Subject
+from noisescope.probe.operator_calls import FUSED
 from noisescope.probe.scope import PlainScope
 from noisescope.probe.target import CallWatcher, Context
 
-PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
 _FOLLOWING = ("linear", "silu", "gelu")  # operators whose input was made from outputs of the same block
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 
@@ -44,7 +46,7 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
 
     `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
     default 2 x 32 tokens of built-in text. Operators with more rows (tokens) than `rows` are sampled, and the other
-    rows of linears looked at through checksums. `seed` chooses text and samples. The model runs as it is, in this
+    rows of linears checked by checksums. `seed` chooses text and samples. The model runs as it is, in this
     thread and inside the scopes that are open; nothing of it is changed.
     """
     if rows < 2:
@@ -65,7 +67,7 @@ def audit(subject: Subject | nn.Module, inputs: Any = None, *, rows: int = 64, s
         every = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         for number, batch in enumerate(batches):
             opened = every if number % 2 else frozenset[str]()
-            _run(log, model, anatomy, batch, number, opened=opened, keeping_prints=number == 0)
+            _run(log, model, anatomy, batch, number, opened=opened, keep_hashes=number == 0)
         _run(log, model, anatomy, batches[0], 0, opened=frozenset(), repeated=True)
         for attempt in range(_TRIES):  # a fault that always shows is caught at once, if an operator inside has it
             for number, hidden in hidden_in_attention(log, passing_only=attempt > 0).items():
@@ -84,10 +86,10 @@ def _run(
     number: int,
     *,
     opened: frozenset[str],
-    keeping_prints: bool = False,
+    keep_hashes: bool = False,
     repeated: bool = False,
 ) -> None:
-    log.begin(number, keeping_prints=keeping_prints, repeated=repeated)
+    log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
     own = {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in batch.items()}
     with Watch(model, anatomy, log, opened=opened):
         model(**own)  # a cache that is given grows: each forward gets its own
@@ -177,13 +179,9 @@ def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
     """
     units = {unit.module for unit in anatomy.units}
     loose = {unit.place for unit in anatomy.units if unit.kind == CALLS}
-    modules = dict(model.named_modules())
-    found = []
-    for place, block in enumerate(anatomy.blocks):
-        if place in loose or block not in modules:
-            continue
-        for name, module in modules[block].named_modules(prefix=block):
-            inner = name != block and name not in units and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            if inner and any(True for _ in module.parameters()):
-                found.append(Unit(name, MODULE, place, "", (PART,)))
-    return Anatomy(anatomy.architecture, anatomy.blocks, (*anatomy.units, *found), anatomy.notes)
+    found = (
+        Unit(name, MODULE, place, "", (PART,))
+        for place, name, _ in inner_modules(model, anatomy)
+        if place not in loose and name not in units
+    )
+    return dataclasses.replace(anatomy, units=(*anatomy.units, *found))

@@ -1,7 +1,8 @@
-"""Where NaN and infinity come from: the first output of a forward that holds any, and what the host makes of it.
+"""What an audit has found so far: alarms with their pattern, detection limits, what does not repeat, what was not seen.
 
-All outputs before it were finite. So an operator that was given finite numbers made them itself; where it was not, what
-lies before it did (a sum, the product of gate and up, a cache), and its input is named.
+Also where NaN and infinity come from: the first output of a forward that holds any. All outputs before it were finite.
+So an operator that was given finite numbers made them itself; where it was not, what lies before it did (a sum, the
+product of gate and up, a cache), and its input is named.
 """
 
 from __future__ import annotations
@@ -23,168 +24,17 @@ from noisescope.localization.expression_search import Recorder, Residuals
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows, argument
 from noisescope.localization.judge import Judgement, judge
-from noisescope.localization.roundoff_floors import INTEGERS, WORK_ROUNDOFF, number_format
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.tensors import bits_of, on_host
 from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.probe.operator_calls import FUSED
 from noisescope.sites import Site
 
-
-@dataclass(frozen=True)
-class Origin:
-    """The first place where NaN or infinity is seen."""
-
-    site: Site
-    dtype: str
-    largest: float  # number of that dtype
-    operand: int = 0  # which one, of an operator's inputs
-    why: str = ""  # what the host found; empty where only the way its block is made can tell
-    fault: bool = False  # nothing that was given could have led there
-
-    def because(self, why: str, *, fault: bool = False) -> Origin:
-        return dataclasses.replace(self, why=why, fault=fault)
-
-    @property
-    def overflow(self) -> str:
-        return f"an overflow of {self.dtype}, whose largest number is {self.largest:.5g}, and no fault"
-
-
-class NonFiniteOrigin:
-    """Watches the outputs of one audit's forwards."""
-
-    def __init__(self) -> None:
-        self.origin: Origin | None = None
-        self._seen = False  # in this forward
-
-    def next_pass(self) -> None:
-        self._seen = False
-
-    def arise(self, site: Site, given: Iterable[Tensor], y: object) -> bool:
-        """Whether a call's output is where they arise: then it is to be explained."""
-        if self._seen or not isinstance(y, Tensor) or _all_finite(y):
-            return False
-        self._seen = True
-        if self.origin is not None:
-            return False
-        before = next((at for at, x in enumerate(given) if not _all_finite(x)), None)
-        made_here = before is None
-        site = site if made_here else dataclasses.replace(site, tensor="input")
-        dtype, largest = str(y.dtype).removeprefix("torch."), number_format(y.dtype).largest
-        self.origin = Origin(site, dtype, largest, before or 0)
-        return made_here
-
-    def explain(self, recomputed: Recomputed) -> None:
-        """By what the host computes from the same inputs. Where that fits the dtype, it is the judge's alarm."""
-        assert self.origin is not None
-        values = recomputed.reference.values[~recomputed.y.isfinite()]
-        if not len(values):
-            self.origin = self.origin.because("not in the rows that the host computed again: give more rows=")
-        elif bool(values.isfinite().all()):
-            size = float(values.abs().max())
-            self.origin = self.origin.because(f"the host's own result reaches {size:.4g}: {self.origin.overflow}")
-        else:
-            self.origin = self.origin.because("nor is the host's result finite: its weights are not, or it has none")
-
-    def explain_sum(self, terms: Iterable[Tensor]) -> None:
-        """A sum of some of these, which are finite: can any be too large for the dtype?"""
-        assert self.origin is not None
-        sizes = [term.double().abs() for term in terms]
-        most = float(torch.stack(sizes).sum(0).max()) if sizes else torch.inf
-        if most < self.origin.largest:
-            self.origin = self.origin.because(f"no sum of what its modules gave exceeds {most:.4g}", fault=True)
-
-
-def _all_finite(x: Tensor) -> bool:
-    """Of plain tensors; packed ones and those of eight bits can't be asked."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.dtype.itemsize > 1
-    return not plain or bool(torch.isfinite(x).all())
-
-
-# What a log holds: alarms, what the looks could have seen, fingerprints of calls.
-
-
-@dataclass
-class Alarm:
-    """The strongest alarm at one site."""
-
-    site: Site
-    batch: int
-    order: int
-    judgement: Judgement
-    pattern: Pattern
-    evidence: Evidence  # what belongs there: another call may hold it
-    stale: bool = False
-
-    def says_as_much_as(self, other: Judgement) -> bool:
-        return (self.judgement.strength, self.judgement.bad) >= (other.strength, other.bad)
-
-
-@dataclass
-class DetectionLimit:
-    """What the looks at one kind of operator could have seen; the worst site counts."""
-
-    sites: set[Site] = field(default_factory=set)
-    element: float = 0.0
-    mean: float = 0.0
-    gain: float = 0.0
-
-    def add(self, site: Site, judgement: Judgement) -> None:
-        self.sites.add(site)
-        self.element = max(self.element, judgement.visible_element)
-        self.mean = max(self.mean, judgement.visible_mean)
-        self.gain = max(self.gain, judgement.visible_gain)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "sites": len(self.sites),
-            "element_ulp": _finite(round(self.element, 2)),
-            "mean_ulp": _finite(round(self.mean, 3)),
-            "gain": _finite(float(f"{self.gain:.2g}")),
-        }
-
-
-def _finite(number: float) -> float | None:
-    """None where nothing of the kind could be seen (the mean of one row), as JSON has no infinity."""
-    return number if math.isfinite(number) else None
-
-
-@dataclass(frozen=True)
-class CallHash:
-    """A call by the hashes of its bits: the same inputs again must give the same output."""
-
-    given: bytes
-    output: bytes
-    weights: tuple[int, ...]
-
-    @classmethod
-    def of(cls, given: tuple[Any, ...], y: Tensor, callee: Any) -> CallHash:
-        return cls(_hash(given), _hash((y,)), _weights(callee))
-
-
-def _weights(callee: Any) -> tuple[int, ...]:
-    """The bits of a module's own parameters, summed where they lie."""
-    own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
-    plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
-    return tuple(int(p.contiguous().view(INTEGERS[p.itemsize]).sum(dtype=torch.int64)) for p in plain)
-
-
-def _hash(values: tuple[Any, ...]) -> bytes:
-    """Of the tensors among some values."""
-    digest = hashlib.blake2b(digest_size=16)
-    for value in values:
-        if isinstance(value, Tensor):
-            plain = value.detach().to("cpu").contiguous()
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
-    return digest.digest()
-
-
-# What an audit has looked at so far: alarms with their pattern, what is not repeatable, what could not be seen.
-
-
-_MOST_PATTERNS = 24  # alarms of one forward that are looked into
-FUSED = "attention"
+_MOST_PATTERNS = 24  # alarms of one forward that are classified
 
 
 class AuditLog:
-    """One audit; conclusions.py draws the verdict from it."""
+    """One audit; audit_verdict.py draws the verdict from it."""
 
     def __init__(self, anatomy: Anatomy, *, rows: int, seed: int) -> None:
         self.anatomy = anatomy
@@ -193,16 +43,16 @@ class AuditLog:
         self.data_flow = DataFlowChecks()
         self.nonfinite = NonFiniteOrigin()
         self.alarms: dict[Site, Alarm] = {}
-        self.power: dict[str, DetectionLimit] = {}
+        self.limits: dict[str, DetectionLimit] = {}
         self.unseen: dict[str, set[Site]] = {}
-        self.unsteady: set[Site] = set()
+        self.unrepeatable: set[Site] = set()
         self.remarks: list[str] = []
         self.checksums = 0
-        self.looks = 0
+        self.tests = 0
         self.forwards = 0
-        self.prints: dict[Site, CallHash] = {}
+        self.hashes: dict[Site, CallHash] = {}
         self.compared = 0  # calls that had the same inputs again
-        self._keeping = False
+        self._keep_hashes = False
         self._repeated = False
         self._batch = 0
         self._count = 0
@@ -210,8 +60,8 @@ class AuditLog:
 
     # -- forwards
 
-    def begin(self, batch: int, *, keeping_prints: bool, repeated: bool) -> None:
-        self._batch, self._keeping, self._repeated = batch, keeping_prints, repeated
+    def begin(self, batch: int, *, keep_hashes: bool = False, repeated: bool = False) -> None:
+        self._batch, self._keep_hashes, self._repeated = batch, keep_hashes, repeated
         self._count = self._patterns = 0
         self.forwards += 1
         self.residuals.next_pass()
@@ -225,40 +75,42 @@ class AuditLog:
             site, order = self.data_flow.sites[block.unit.place, target]
             self._judge(site, recomputed, order, made=f"input of {target} = {words(form)}")
         for site, form in self.data_flow.nearly():
-            self._left_open(
+            self._leave_open(
                 site, f"its input is nearly {words(form)}, but bit for bit in no block: other code, or a fault"
             )
         for block, target, form, usual in self.data_flow.odd():
             site = self.data_flow.sites[block.unit.place, target][0]
-            self._left_open(site, f"its input is {words(form)}, in other blocks {words(usual)}: other code, or a fault")
+            self._leave_open(
+                site, f"its input is {words(form)}, in other blocks {words(usual)}: other code, or a fault"
+            )
         for block, target, form, usual in self.residuals.odd():
             sums = f"{target} = {' + '.join(form)}, in other blocks {' + '.join(usual)}"
-            self._left_open(block.unit.site("residual", tensor="input"), f"{sums}: other code, or a fault")
+            self._leave_open(block.unit.site("residual", tensor="input"), f"{sums}: other code, or a fault")
         for block in self.residuals.unknown():
-            self._left_open(block.unit.site("residual"), "the block's output is no sum of what its modules gave")
+            self._leave_open(block.unit.site("residual"), "the block's output is no sum of what its modules gave")
 
-    def _left_open(self, site: Site, reason: str) -> None:
+    def _leave_open(self, site: Site, reason: str) -> None:
         """What could not be judged, and why: with any of it, no verdict is "healthy"."""
         self.unseen.setdefault(reason, set()).add(site)
 
-    # -- looks
+    # -- calls
 
     def call(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         """One call of an operator."""
         self._count += 1
-        arose = self.nonfinite.arise(site, _inputs(site, args, kwargs), y)
-        if not self._fresh(site, (*args, *kwargs.values()), y, callee):
+        arose = self.nonfinite.arises(site, _inputs(site, args, kwargs), y)
+        if not self._to_be_judged(site, (*args, *kwargs.values()), y, callee):
             return
         try:
             recomputed = recompute(site.operator, callee, args, kwargs, y, self.rows)
         except Unseen as reason:
-            self._left_open(site, str(reason))
+            self._leave_open(site, str(reason))
             return
         self.checksums += recomputed.checksums
         if arose:
             self.nonfinite.explain(recomputed)
         if not (recomputed.y.isfinite() | recomputed.reference.values.isfinite()).any():
-            self._left_open(site, "it gave no finite number, and neither does the host from the same inputs")
+            self._leave_open(site, "it gave no finite number, and neither does the host from the same inputs")
             return
         self._judge(site, recomputed, self._count)
 
@@ -267,17 +119,17 @@ class AuditLog:
         self.data_flow.end_block(unit, x, angles)
         if angles is not None and not _on_a_circle(*angles):
             site = Site("matmul", "rotary", "", tensor="input")
-            self._left_open(site, "cosines and sines of the positions do not lie on one circle")
+            self._leave_open(site, "cosines and sines of the positions do not lie on one circle")
         self._count += 1
         site = unit.site("residual")
         found = recorder.block(unit, self._count, x, y)
-        if self.nonfinite.arise(site, (x,), y):
+        if self.nonfinite.arises(site, (x,), y):
             self.nonfinite.explain_sum(found.terms.values())
-        if self._fresh(site, tuple(found.terms.values()), y):
+        if self._to_be_judged(site, tuple(found.terms.values()), y):
             self.residuals.see(found)
-            power = self.power.setdefault("residual", DetectionLimit())
-            power.sites.add(site)
-            power.element = 0.5
+            limit = self.limits.setdefault("residual", DetectionLimit())
+            limit.sites.add(site)
+            limit.element = 0.5
 
     def between(
         self,
@@ -296,37 +148,37 @@ class AuditLog:
             self.data_flow.got(f"{role}{name}", site, self._count, x, heads=heads)
         self.data_flow.gave(role, y, heads=heads)
 
-    def _fresh(self, site: Site, given: tuple[Any, ...], y: Any, callee: Any = None) -> bool:
-        """Whether a call is to be judged: in a repeated forward where its output has changed, or was wrong before."""
-        if not (self._keeping or self._repeated) or not isinstance(y, Tensor):
+    def _to_be_judged(self, site: Site, given: tuple[Any, ...], y: Any, callee: Any = None) -> bool:
+        """In a repeated forward only where the output has changed, or was wrong before."""
+        if not (self._keep_hashes or self._repeated) or not isinstance(y, Tensor):
             return not self._repeated
         now = CallHash.of(given, y, callee)
-        if self._keeping:
-            self.prints[site] = now
+        if self._keep_hashes:
+            self.hashes[site] = now
             return True
-        before = self.prints.get(site)
+        before = self.hashes.get(site)
         if before is None or before.given != now.given:
             return False
         self.compared += 1
         if before.weights != now.weights:
             weights = dataclasses.replace(site, tensor="weight")
-            self._left_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
+            self._leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
         if before.output != now.output:
-            self.unsteady.add(site)
+            self.unrepeatable.add(site)
         return before.output != now.output or site in self.alarms
 
     def _judge(self, site: Site, recomputed: Recomputed, order: int, *, made: str = "") -> None:
         judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
-        self.looks += judgement.looks
+        self.tests += judgement.tests
         if not recomputed.reference.exact or site.operator == "embedding":
-            self.power.setdefault(site.operator, DetectionLimit()).add(site, judgement)
+            self.limits.setdefault(site.operator, DetectionLimit()).add(site, judgement)
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return
         evidence = Evidence.of("residual" if site.tensor == "input" else site.operator, recomputed, judgement)
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
-        if not judgement.alarm or (before is not None and before.says_as_much_as(judgement)):
+        if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
             return
         pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
         if self._patterns < _MOST_PATTERNS:
@@ -336,6 +188,74 @@ class AuditLog:
             pattern.details["made_as"] = made
         stale = before is not None and before.stale
         self.alarms[site] = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale)
+
+
+@dataclass
+class Alarm:
+    """The strongest alarm at one site."""
+
+    site: Site
+    batch: int
+    order: int
+    judgement: Judgement
+    pattern: Pattern
+    evidence: Evidence  # what belongs there: another call may hold it
+    stale: bool = False
+
+
+@dataclass
+class DetectionLimit:
+    """The smallest errors that the tests of one kind of operator could have shown; the worst site counts."""
+
+    sites: set[Site] = field(default_factory=set)
+    element: float = 0.0
+    mean: float = 0.0
+    gain: float = 0.0
+
+    def add(self, site: Site, judgement: Judgement) -> None:
+        self.sites.add(site)
+        self.element = max(self.element, judgement.visible_element)
+        self.mean = max(self.mean, judgement.visible_mean)
+        self.gain = max(self.gain, judgement.visible_gain)
+
+    def to_dict(self) -> dict[str, Any]:
+        """None where nothing of the kind could be seen (the mean of one row), as JSON has no infinity."""
+        rounded = {
+            "element_ulp": round(self.element, 2),
+            "mean_ulp": round(self.mean, 3),
+            "gain": float(f"{self.gain:.2g}"),
+        }
+        return {"sites": len(self.sites)} | {name: v if math.isfinite(v) else None for name, v in rounded.items()}
+
+
+@dataclass(frozen=True)
+class CallHash:
+    """A call by the hashes of its bits: the same inputs again must give the same output."""
+
+    given: bytes
+    output: bytes
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(cls, given: tuple[Any, ...], y: Tensor, callee: Any) -> CallHash:
+        return cls(_hash(given), _hash((y,)), _weight_sums(callee))
+
+
+def _weight_sums(callee: Any) -> tuple[int, ...]:
+    """The bits of a module's own parameters, summed where they lie."""
+    own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
+    plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
+    return tuple(int(bits_of(p).sum(dtype=torch.int64)) for p in plain)
+
+
+def _hash(values: tuple[Any, ...]) -> bytes:
+    """Of the tensors among some values."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        if isinstance(value, Tensor):
+            plain = on_host(value).contiguous()
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+    return digest.digest()
 
 
 def _inputs(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -354,3 +274,74 @@ def _on_a_circle(cos: Tensor, sin: Tensor) -> bool:
     squares = cos.double().square() + sin.double().square()
     limit = 4 * number_format(cos.dtype).u + 8 * WORK_ROUNDOFF
     return float(squares.max() - squares.min()) <= limit * float(squares.max())
+
+
+# -- NaN and infinity
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first place where NaN or infinity is seen."""
+
+    site: Site
+    dtype: str
+    largest: float  # number of that dtype
+    operand: int = 0  # which one, of an operator's inputs
+    why: str = ""  # what the host found; empty where only the way its block is made can tell
+    fault: bool = False  # nothing that was given could have led there
+
+    @property
+    def overflow(self) -> str:
+        return f"an overflow of {self.dtype}, whose largest number is {self.largest:.5g}, and no fault"
+
+
+class NonFiniteOrigin:
+    """Watches the outputs of one audit's forwards."""
+
+    def __init__(self) -> None:
+        self.origin: Origin | None = None
+        self._seen = False  # in this forward
+
+    def next_pass(self) -> None:
+        self._seen = False
+
+    def arises(self, site: Site, given: Iterable[Tensor], y: object) -> bool:
+        """Whether a call's output is where they arise: then it is to be explained."""
+        if self._seen or not isinstance(y, Tensor) or _all_finite(y):
+            return False
+        self._seen = True
+        if self.origin is not None:
+            return False
+        before = next((at for at, x in enumerate(given) if not _all_finite(x)), None)
+        made_here = before is None
+        site = site if made_here else dataclasses.replace(site, tensor="input")
+        dtype, largest = str(y.dtype).removeprefix("torch."), number_format(y.dtype).largest
+        self.origin = Origin(site, dtype, largest, before or 0)
+        return made_here
+
+    def explain(self, recomputed: Recomputed) -> None:
+        """By what the host computes from the same inputs. Where that fits the dtype, it is the judge's alarm."""
+        assert self.origin is not None
+        values = recomputed.reference.values[~recomputed.y.isfinite()]
+        if not len(values):
+            why = "not in the rows that the host computed again: give more rows="
+        elif bool(values.isfinite().all()):
+            why = f"the host's own result reaches {float(values.abs().max()):.4g}: {self.origin.overflow}"
+        else:
+            why = "nor is the host's result finite: its weights are not, or it has none"
+        self.origin = dataclasses.replace(self.origin, why=why)
+
+    def explain_sum(self, terms: Iterable[Tensor]) -> None:
+        """A sum of some of these, which are finite: can any be too large for the dtype?"""
+        assert self.origin is not None
+        sizes = [term.double().abs() for term in terms]
+        most = float(torch.stack(sizes).sum(0).max()) if sizes else torch.inf
+        if most < self.origin.largest:
+            why = f"no sum of what its modules gave exceeds {most:.4g}"
+            self.origin = dataclasses.replace(self.origin, why=why, fault=True)
+
+
+def _all_finite(x: Tensor) -> bool:
+    """Of plain tensors; packed ones and those of eight bits can't be asked."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.dtype.itemsize > 1
+    return not plain or bool(torch.isfinite(x).all())

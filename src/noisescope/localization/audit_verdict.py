@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import torch
 
 from noisescope.errors import NothingInjected
-from noisescope.localization.audit_log import FUSED, Alarm, AuditLog, DetectionLimit, Origin
+from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit, Origin
 from noisescope.localization.data_flow import MOST_ROWS
 from noisescope.localization.expression_search import OUT
 from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.probe.operator_calls import FUSED
 from noisescope.sites import Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")
@@ -21,16 +22,16 @@ _FIRST = 3.0  # score of what made NaN out of finite numbers: above all alarms, 
 
 
 def conclude(log: AuditLog) -> Verdict:
-    if not log.power:
+    if not log.limits:
         raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
-    suspects = ranked((*_without_a_form(log), *_suspects(log)))
+    suspects = ranked((*_impossible_sums(log), *_suspects(log)))
     notes = tuple(_notes(log))
     unseen = tuple(site for sites in log.unseen.values() for site in sites if site.component != "router")
     verdict = "faulty" if suspects else "undecided" if unseen else "healthy"
     between = {site for (_, role), (site, _) in log.data_flow.sites.items() if role in log.data_flow.forms}
-    powers = log.power | ({"between operators": DetectionLimit(between, element=0.5)} if between else {})
-    visible = {operator: power.to_dict() for operator, power in powers.items()}
-    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.looks, notes, unseen)
+    limits = log.limits | ({"between operators": DetectionLimit(between, element=0.5)} if between else {})
+    visible = {operator: limit.to_dict() for operator, limit in limits.items()}
+    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen)
 
 
 # -- inside attention
@@ -51,7 +52,7 @@ def hidden_in_attention(log: AuditLog, *, passing_only: bool) -> dict[int, froze
     found: dict[int, frozenset[str]] = {}
     for site, alarm in log.alarms.items():
         fused = site.operator == FUSED and site.tensor == "output" and site.module not in inside
-        if fused and (site in log.unsteady or not passing_only):
+        if fused and (site in log.unrepeatable or not passing_only):
             found[alarm.batch] = found.get(alarm.batch, frozenset()) | {site.module}
     return found
 
@@ -78,10 +79,10 @@ def _suspects(log: AuditLog) -> Iterator[Suspect]:
 def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Suspect:
     judgement, pattern = alarm.judgement, alarm.pattern
     name, confidence = pattern.fault_class, pattern.confidence
-    unsteady = _unsteady(log, alarm.site)
+    unrepeatable = _unrepeatable(log, alarm.site)
     if alarm.stale:
         name, confidence = "stale data", 0.95
-    elif unsteady and name != "spike":
+    elif unrepeatable and name != "spike":
         name, confidence = "noise", 0.9
     strong = judgement.strength > _STRONG
     certainty = 0.99 if strong else 0.9
@@ -99,7 +100,7 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
         "rms": judgement.rms,
         "bad": judgement.bad,
         "elements": judgement.elements,
-        "repeatable": not unsteady,
+        "repeatable": not unrepeatable,
         "class_confidence": confidence,
         **pattern.details,
     }
@@ -107,18 +108,18 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
     return Suspect(alarm.site, name, certainty, evidence, score, pattern.channels, pattern.period, details)
 
 
-def _without_a_form(log: AuditLog) -> Iterator[Suspect]:
-    """A sum that can't be NaN, whatever its form: that may be unknown, since NaN in all later blocks shows none."""
+def _impossible_sums(log: AuditLog) -> Iterator[Suspect]:
+    """A sum that can't be NaN, whatever its terms: they may be unknown, since NaN in all later blocks shows none."""
     origin = log.nonfinite.origin
     if origin is not None and origin.fault and origin.site not in log.alarms:
         evidence = f"NaN or infinity arises here from finite numbers: {origin.why}"
         yield Suspect(origin.site, "unknown", 0.9, evidence, _FIRST, details={"test": "non-finite"})
 
 
-def _unsteady(log: AuditLog, site: Site) -> bool:
+def _unrepeatable(log: AuditLog, site: Site) -> bool:
     """The same input gave another output, at the operator itself or at the fused call that holds it."""
-    fused = {s.module for s in log.unsteady if s.operator == FUSED}
-    return site in log.unsteady or (site.operator in _INSIDE and site.module in fused)
+    fused = {s.module for s in log.unrepeatable if s.operator == FUSED}
+    return site in log.unrepeatable or (site.operator in _INSIDE and site.module in fused)
 
 
 # -- notes
@@ -133,9 +134,9 @@ def _notes(log: AuditLog) -> Iterator[str]:
         first = min(sites, key=lambda site: place_order(site.place))
         more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
         yield f"not looked at: {first}{more}: {reason}"
-    if log.prints and not log.compared:
+    if log.hashes and not log.compared:
         yield "no operator had the same inputs twice: what does not repeat was not looked at"
-    quiet = {site for site in log.unsteady if site not in log.alarms}
+    quiet = {site for site in log.unrepeatable if site not in log.alarms}
     if quiet:
         yield f"{len(quiet)} operators differ from run to run, within the round-off floor"
     if log.checksums:
@@ -148,7 +149,7 @@ def _notes(log: AuditLog) -> Iterator[str]:
             f"left out between operators: what lies before {loose[0]} and {len(loose) - 1} more kinds of inputs, "
             "which are no plain copy, part, product or rotation of outputs in their block"
         )
-    recorded = {site.module for power in log.power.values() for site in power.sites} | {
+    recorded = {site.module for limit in log.limits.values() for site in limit.sites} | {
         site.module for sites in log.unseen.values() for site in sites
     }
     silent = [u for u in log.anatomy.units if u.certain and u.module not in recorded and not u.left_alone]
@@ -168,22 +169,22 @@ def _cause(log: AuditLog, origin: Origin) -> str:
         return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
     if origin.why:
         return origin.why
-    if _as_in_its_form(log, origin):
+    if _host_agrees(log, origin):
         return f"{origin.overflow}: the host makes the same of the finite numbers before it"
     return "how it is made is not known here, so that it may be an overflow or a fault"
 
 
-def _as_in_its_form(log: AuditLog, origin: Origin) -> bool:
+def _host_agrees(log: AuditLog, origin: Origin) -> bool:
     """Whether a sum, or what lies before an operator, is what the host makes of the same numbers in their dtype."""
     site, place = origin.site, origin.site.place
     if not isinstance(place, int):
         return False
     if site.operator == "residual":
-        return log.residuals.held(OUT, place)
+        return log.residuals.matched(OUT, place)
     if site.operator == FUSED:
         site = dataclasses.replace(site, occurrence=origin.operand)
     elif origin.operand:
         return False
     role = site.module.removeprefix(f"{log.anatomy.blocks[place]}.")
     roles = [role for (_, role), (input_site, _) in log.data_flow.sites.items() if input_site == site]
-    return log.residuals.held(f"{role}.in", place) or any(log.data_flow.held(role, place) for role in roles)
+    return log.residuals.matched(f"{role}.in", place) or any(log.data_flow.matched(role, place) for role in roles)

@@ -1,6 +1,6 @@
 """Checksums of a product: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n over blocks of outputs (Freivalds 1977).
 
-They look at every row for the price of N / 64 columns. A checksum's error is that of its 64 elements together, so one
+They check every row for the price of N / 64 columns. A checksum's error is that of its 64 elements together, so one
 wrong element is seen from about 14 ulp on.
 """
 
@@ -34,8 +34,8 @@ class Checksums:
 def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tensor, short: float) -> Checksums:
     """Of y [R, N] = a w^T + added, for a [R, K], w [N, K] and random signs [N], all on the host.
 
-    `short` is what the user lets the device shorten (floors.shortened). The variance is that of one rounding of each
-    output, of its sum (floors.sum_spread with P^2 = S^2 + added^2), and of a rounding before the addend, which some
+    `short` is what the user lets the device shorten (roundoff_floors.shortened). The variance is that of one rounding
+    of each output, of its sum (sum_spread with P^2 = S^2 + added^2), and of a rounding before the addend, which some
     kernels make.
     """
     wide = a.double()

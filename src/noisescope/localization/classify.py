@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from noisescope.localization import error_pattern
-from noisescope.localization.error_pattern import Evidence, Pattern
+from noisescope.localization.error_pattern import Evidence, Pattern, aligned_block, input_pattern
 
 _MOST = 0.95  # of the wrong elements that a pattern must explain
 _DEAD_SHARE = 0.01  # of the largest value: the smallest dead zone
@@ -53,7 +52,7 @@ def _nan_to_zero(e: Evidence) -> Pattern | None:
 
 
 def _cut_off(e: Evidence) -> Pattern | None:
-    """An activation that is 0 or its input where its gate is nearly shut or open."""
+    """An activation that is 0 or its input where its gate is nearly closed or open."""
     if e.operator not in ("silu", "gelu") or e.x is None or not bool(e.bad.any()):
         return None
     given, x = e.y[e.bad], e.x[e.bad]
@@ -93,8 +92,7 @@ def _dead_lane(e: Evidence) -> Pattern | None:
     if not bool(dead.any()) or int(e.bad[:, dead].sum()) < _MOST * int(e.bad.sum()):
         return None
     found = dead.nonzero().flatten().tolist()
-    held = e.y[0, dead]
-    what = "0" if bool((held == 0).all()) else "a constant"
+    what = "0" if bool((e.y[0, dead] == 0).all()) else "a constant"
     return Pattern("dead lane", 0.95, f"{len(found)} channels are {what} in every row", tuple(found))
 
 
@@ -210,7 +208,7 @@ def _gain(e: Evidence) -> Pattern | None:
     slope = e.along(e.values)
     if not e.explains(e.values * slope):
         return None
-    block = error_pattern.aligned_block(e.concerned, e.y.shape[1])
+    block = aligned_block(e.concerned, e.y.shape[1])
     if block is not None:
         text = f"channels {block[0]} to {block[1] - 1} are multiplied by {1 + slope:.4g}"
         return Pattern("block scale", 0.9, text)
@@ -230,10 +228,6 @@ def _row_gain(e: Evidence) -> Pattern | None:
             "accumulation", 0.7, "each row has a factor of its own, as a short sum of its exponentials gives"
         )
     return Pattern("function table", 0.8, "each row has a factor of its own, as a table for the reciprocal root gives")
-
-
-def _inputs(e: Evidence) -> Pattern | None:
-    return error_pattern.input_pattern(e) if e.operands is not None else None
 
 
 def _remaining(e: Evidence) -> Pattern | None:
@@ -257,7 +251,7 @@ _PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _gain,
     _row_gain,
     _not_finite,
-    _inputs,
+    input_pattern,
     _spike,
     _remaining,
 )

@@ -1,13 +1,13 @@
 """What lies between operators: each must be given what others before it gave.
 
-Copies and views, the product of gate and up, the parts of a fused projection, queries and keys turned by rotary angles,
+Copies and views, the product of gate and up, the parts of a fused projection, queries and keys rotated by position,
 keys and values repeated for groups of queries: healthy devices do all of them bit for bit as the host does. Which of
-them leads to an operator's input is found as the sums of a block are (forms.py). A form is an operation on slices:
+them leads to an operator's input is searched for (expression_search.py). An expression is an operation on slices:
 
     ("same", slice)    ("product", slice, slice)    ("heads", slice, "half", 3)
 
-A slice is a role and n: the n-th part of that term, as wide as the operation needs it. "heads" are turned by the angles
-(in one of the styles, or "" for not at all) and each repeated so many times.
+A slice is a role and n: the n-th part of that term, as wide as the operation needs it. "heads" are rotated by the
+angles (in one of the styles, or "" for not at all) and each repeated so many times.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from noisescope.sites import Place, Site
 
 Slice = tuple[str, int]
 
-MOST_ROWS = 256  # of a tensor that are looked at
+MOST_ROWS = 256  # of a tensor that are compared
 _NEAR = 2**-4  # relative: far beyond any format's rounding, and never met by nine of ten unrelated numbers
 _COS, _SIN = "cos", "sin"
 _WIDE = " in float32"
-# x_i turns with x_(i + D/2), as in Llama, or x_2i with x_(2i+1), as in Cohere; there in float32, and back
+# x_i rotates with x_(i + D/2), as in Llama, or x_2i with x_(2i+1), as in Cohere; there in float32, and back
 _STYLES = tuple(style + width for width in ("", _WIDE) for style in ("half", "pairs"))
 
 
@@ -42,7 +42,7 @@ class DataFlowChecks(ExpressionSearch):
         super().__init__()
         self.sites: dict[tuple[Place, str], tuple[Site, int]] = {}  # of each input: where, and when in the forward
         self._heads: dict[str, int] = {}  # width of a head, for inputs that have heads
-        self.rows = 0  # the most that a tensor had; MOST_ROWS of them are looked at
+        self.rows = 0  # the most that a tensor had; MOST_ROWS of them are compared
         self._tokens = 0  # in a sequence of this block
         self._now = Block(Unit("", "", 0, "", ()), 0)
 
@@ -81,13 +81,13 @@ class DataFlowChecks(ExpressionSearch):
         now.unit = unit
         if angles is not None:
             whole = [_rows(angle.expand(len(x), -1, -1), heads=False) for angle in angles]
-            turning = {name: rows for name, rows in zip((_COS, _SIN), whole, strict=True) if rows is not None}
-            now.terms = {**turning, **now.terms}
-            now.known_before = {role: count + len(turning) for role, count in now.known_before.items()}
+            rotation = {name: rows for name, rows in zip((_COS, _SIN), whole, strict=True) if rows is not None}
+            now.terms = {**rotation, **now.terms}
+            now.known_before = {role: count + len(rotation) for role, count in now.known_before.items()}
         self.see(now)
         self.begin_block()
 
-    # -- forms
+    # -- expressions
 
     def candidates(self, block: Block, target: str) -> Iterator[Form]:
         given, roles = block.targets[target], [role for role in block.roles(target) if role not in (_COS, _SIN)]
@@ -124,7 +124,7 @@ class DataFlowChecks(ExpressionSearch):
                 cos, sin = (_slice(block, target, (name, 0), None, rows) for name in (_COS, _SIN))
                 if cos is None or sin is None or len(cos) != len(x) or cos.shape[-1] > head:
                     return None
-                x = _turned(x, cos, sin, style)
+                x = _rotated(x, cos, sin, style)
             return x.repeat_interleave(times, 1).flatten(1)
         parts = [_slice(block, target, part, width, rows) for part in (first, *more)]
         if parts[0] is None or operation == "same":
@@ -132,11 +132,11 @@ class DataFlowChecks(ExpressionSearch):
         return None if parts[1] is None or len(parts[0]) != len(parts[1]) else parts[0] * parts[1]
 
     def unexplained(self) -> list[str]:
-        """Kinds of inputs for which no form was found in any block."""
+        """Kinds of inputs for which no expression was found in any block."""
         return list(dict.fromkeys(role for _, role in self.sites if role not in self.forms))
 
     def nearly(self) -> Iterator[tuple[Site, Form]]:
-        """Inputs that no form gives in every bit in any block, though one comes near: another kernel, or a fault."""
+        """Inputs that nothing gives in every bit in any block, though one comes near: another kernel, or a fault."""
         for block, target in self._waiting:
             if target in self.forms:
                 continue
@@ -150,12 +150,12 @@ class DataFlowChecks(ExpressionSearch):
 
 
 def words(form: Form) -> str:
-    """A form for a reader: "mlp.act_fn x mlp.up_proj"."""
+    """An expression for a reader: "mlp.act_fn x mlp.up_proj"."""
     operation, *parts = form
     if operation == "heads":
         (role, _), style, times = parts
-        turned = ", turned by its position" if style else ""
-        return f"{role}{turned}" + (f", each head {times} times" if times > 1 else "")
+        rotated = ", rotated by its position" if style else ""
+        return f"{role}{rotated}" + (f", each head {times} times" if times > 1 else "")
     return " x ".join(role for role, _ in parts)
 
 
@@ -170,16 +170,16 @@ def _slice(block: Block, target: str, part: Slice, width: int | None, rows: slic
     return term[:, n * width : (n + 1) * width] if (n + 1) * width <= term.shape[-1] else None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """x [R, H, D] by the angles of its rows [R, D' <= D], as x cos + turn(x) sin."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """x [R, H, D] by the angles of its rows [R, D' <= D], as x cos + rotate(x) sin."""
     wide = x.float() if style.endswith(_WIDE) else x
-    turning, rest = wide[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    part, rest = wide[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     if style.startswith("half"):
-        first, second = turning.chunk(2, -1)
+        first, second = part.chunk(2, -1)
         across = torch.cat([-second, first], -1)
     else:
-        across = torch.stack([-turning[..., 1::2], turning[..., ::2]], -1).flatten(-2)
-    made = turning * cos[:, None] + across * sin[:, None]
+        across = torch.stack([-part[..., 1::2], part[..., ::2]], -1).flatten(-2)
+    made = part * cos[:, None] + across * sin[:, None]
     return torch.cat([made.to(x.dtype) if style.endswith(_WIDE) else made, rest], -1)
 
 

@@ -1,11 +1,11 @@
-"""What a classifier looks at: one operator's errors with everything that may explain them."""
+"""One operator's errors with everything that may explain them: bits, channels, lanes of the inner dimension."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import Tensor
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import Judgement, tolerance
 from noisescope.localization.roundoff_floors import Format, Reference, number_format
+from noisescope.localization.tensors import bits_of, lane_period
 
 _MOST_ELEMENTS = 1 << 22
 _MOST_NAMED = 4096  # channels that are listed one by one
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXPLAINED = 0.9  # share of the error's energy, or
 _FITTED = 2.0  # what is left over, in units of two healthy roundings
+_MOST_LANES = 1536  # of the inner dimension, in a least-squares fit
+_MOST_COLUMNS = 512
+_WIDTHS = (16, 32, 64, 128)
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Pattern:
 
     fault_class: str
     confidence: float
-    text: str
+    text: str = ""
     channels: tuple[int, ...] = ()
     period: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +60,7 @@ class Evidence:
         operands = recomputed.operands
         if len(y) > rows:
             y = y[:rows]
-            reference = reference.rows(slice(rows))
+            reference = reference[:rows]
             one = operands is not None and operands[0].shape[0] == 1
             operands = (operands[0][:, :rows], operands[1]) if operands is not None and one else None
         form = number_format(y.dtype)
@@ -140,8 +143,7 @@ class Evidence:
     def constant_bits(self) -> list[tuple[int, int]]:
         """(bit, value) that never changes in the channels concerned, though it does in the reference."""
         inside = self.columns & self.native.isfinite()  # the bits of a NaN say nothing
-        given = self.native[inside].view(_INTEGERS[self.native.dtype.itemsize])
-        expected = self.values[inside].to(self.native.dtype).view(given.dtype)
+        given, expected = bits_of(self.native[inside]), bits_of(self.values[inside].to(self.native.dtype))
         if given.numel() < 32:
             return []
         found = []
@@ -153,10 +155,10 @@ class Evidence:
         return found
 
     def mended_by(self, bit: int) -> float:
-        """Share of the wrong elements that are right with one bit turned over; 1 where none is wrong."""
+        """Share of the wrong elements that are right with one bit flipped; 1 where none is wrong."""
         if not bool(self.bad.any()):
             return 1.0
-        given = self.native[self.bad].contiguous().view(_INTEGERS[self.native.dtype.itemsize])
+        given = bits_of(self.native[self.bad])
         top = bit == 8 * given.element_size() - 1
         mask = -(1 << bit) if top else 1 << bit
         mended = (given ^ mask).view(self.native.dtype).double()
@@ -175,26 +177,8 @@ class Evidence:
 
     @functools.cached_property
     def period(self) -> int | None:
-        """The stride of the channels concerned: at least three, all one step apart or multiples of it."""
-        channels = self.reported
-        if len(channels) < 3:
-            return None
-        step = math.gcd(*(b - a for a, b in itertools.pairwise(channels)))
-        expected = (self.y.shape[1] - channels[0] % step + step - 1) // step if step else 0
-        return step if step > 1 and len(channels) >= 0.5 * expected else None
-
-
-# Errors of a product explained by its inputs: lanes of the inner dimension that are lost or scaled, short operands.
-#
-# If lane k of the inner dimension counts 1 + c_k times, the error is e_rn = sum_k c_k a_rk b_kn. Least squares over
-# all elements needs only K x K numbers, since the Gram matrix of those patterns is a product element by element:
-#
-# G = (A^T A) o (B B^T), G c = diag(A^T E B^T)
-
-
-_MOST_LANES = 1536
-_MOST_COLUMNS = 512
-_WIDTHS = (16, 32, 64, 128)
+        """The stride of the channels concerned, where at least half of their lane is."""
+        return lane_period(self.reported, self.y.shape[1], least=0.5)
 
 
 def input_pattern(e: Evidence) -> Pattern | None:
@@ -216,7 +200,13 @@ def input_pattern(e: Evidence) -> Pattern | None:
 
 
 def _lanes(e: Evidence) -> tuple[tuple[int, ...], float, bool]:
-    """Lanes that are lost or scaled, by how much, and whether that explains the error."""
+    """Lanes of the inner dimension that are lost or scaled, by how much, and whether that explains the error.
+
+    If lane k counts 1 + c_k times, the error is e_rn = sum_k c_k a_rk b_kn. Least squares over all elements needs only
+    K x K numbers, since the Gram matrix of those patterns is a product element by element:
+
+        G = (A^T A) o (B B^T), G c = diag(A^T E B^T)
+    """
     assert e.operands is not None
     a, b = e.operands[0], e.operands[1].double()  # [B, M, K], [B, K, C]
     weight = e.weights()
@@ -251,24 +241,18 @@ def _short_operands(e: Evidence) -> int | None:
     before = float((error.square() * weight).sum())
     best: tuple[float, int] | None = None
     for keep in range(1, e.form.bits - 1):
-        for cut in (cut_short, round_short):
-            change = cut(a, keep) @ cut(b[..., columns].double(), keep) - exact
+        for rounding in (torch.trunc, torch.round):
+            change = shorten(a, keep, rounding) @ shorten(b[..., columns].double(), keep, rounding) - exact
             after = float(((error - change).square() * weight).sum())
             if best is None or after < best[0]:
                 best = (after, keep)
     return best[1] if best is not None and best[0] < 0.2 * before else None
 
 
-def cut_short(x: Tensor, keep: int) -> Tensor:
-    """float64 x with `keep` bits of mantissa after the leading one, toward zero."""
+def shorten(x: Tensor, keep: int, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    """float64 x with `keep` bits of mantissa after the leading one, by torch.trunc or torch.round."""
     mantissa, exponent = torch.frexp(x)
-    return torch.ldexp(torch.trunc(torch.ldexp(mantissa, torch.tensor(keep + 1))), exponent - (keep + 1))
-
-
-def round_short(x: Tensor, keep: int) -> Tensor:
-    """The same to nearest."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp(torch.round(torch.ldexp(mantissa, torch.tensor(keep + 1))), exponent - (keep + 1))
+    return torch.ldexp(rounding(torch.ldexp(mantissa, torch.tensor(keep + 1))), exponent - (keep + 1))
 
 
 def aligned_block(channels: tuple[int, ...], width: int) -> tuple[int, int] | None:

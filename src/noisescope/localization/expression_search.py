@@ -1,8 +1,11 @@
-"""How tensors inside a block are made of others, found rather than known, and held against every block.
+"""How tensors inside a block are made of others: the expression is searched for, then checked in every block.
 
-Which tensors a block adds, multiplies or turns is not written down anywhere, and differs between architectures. So a
-form is sought that gives a tensor in every bit. A form that fits in one block is tried in the next. What fits thousands
-of elements in every bit can't do so by chance, and a fault in one block can't change the form found in the others.
+Which tensors a block adds, multiplies or rotates is not written down anywhere, and differs between architectures. So an
+expression is sought that gives a tensor in every bit. One that fits in one block is tried in the next. What fits
+thousands of elements in every bit can't do so by chance, and a fault in one block can't change what others show.
+
+Residual sums: pre-norm, post-norm and parallel blocks add different tensors. A block's output, and the input of each
+norm in it, is sought among the sums of up to three tensors that its modules gave, or a number that it holds times one.
 """
 
 from __future__ import annotations
@@ -16,16 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.host_products import Recomputed, on_host
+from noisescope.localization.host_products import Recomputed
 from noisescope.localization.roundoff_floors import Reference
-from noisescope.model.anatomy import Unit
+from noisescope.localization.tensors import on_host, same_numbers
+from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.sites import Place
 
-_MOST_KEPT = 1024  # rows of a block whose form is not known yet
-_USUAL = 3  # blocks that make a form the usual one, so that a single other block is worth a word
-_SAMPLE = 4  # rows on which a form is tried before it is tried on all
+OUT = "out"
+PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
+_MOST_KEPT = 1024  # rows of a block whose expression is not known yet
+_USUAL = 3  # blocks that make an expression the usual one, so that a single other block is worth a note
+_SAMPLE = 4  # rows on which an expression is tried before it is tried on all
+_MOST_ELEMENTS = 1 << 23  # of one tensor; more rows than that are thinned out
 
-Form = tuple[Any, ...]  # hashable; what it means is its kind's own
+Form = tuple[Any, ...]  # an expression: hashable; what it means is its search's own
 
 
 @dataclass
@@ -42,45 +49,45 @@ class Block:
         """Terms that there were before a target."""
         return list(self.terms)[: self.known_before[target]]
 
-    def tells(self, target: str) -> bool:
-        """Whether there is something to learn: what is NaN throughout, and made of NaN, fits every form."""
+    def informative(self, target: str) -> bool:
+        """Whether there is something to learn: what is NaN throughout, and made of NaN, fits everything."""
         made = bool(self.targets[target].isfinite().any())
         return made or all(bool(self.terms[role].isfinite().all()) for role in self.roles(target))
 
     def kept(self, target: str, rows: Tensor) -> Block:
-        """Some rows of a target and its terms, in memory of their own: later blocks may show its form."""
+        """Some rows of a target and its terms, in memory of their own: later blocks may show its expression."""
         given, roles = self.targets[target], self.roles(target)
         terms = {role: self.terms[role][rows] for role in roles if len(self.terms[role]) == len(given)}
         return Block(self.unit, self.order, terms, {target: given[rows]}, {target: len(terms)})
 
 
 class ExpressionSearch:
-    """Finds the forms, and the blocks where they do not hold."""
+    """Finds the expressions, and the blocks where they do not hold."""
 
-    most_waiting: float = math.inf  # blocks that are kept in which a target fits no form
+    most_waiting: float = math.inf  # blocks that are kept in which a target fits no expression
 
     def __init__(self) -> None:
-        self.forms: dict[str, dict[Form, set[Place]]] = {}  # target -> form -> blocks in which it held
+        self.forms: dict[str, dict[Form, set[Place]]] = {}  # target -> expression -> blocks in which it holds
         self._waiting: list[tuple[Block, str]] = []
-        self._failed: dict[str, set[Place]] = {}  # target -> blocks in which no form held
-        self._founders: dict[tuple[str, Form], Block] = {}  # in which a form was seen for the first time
+        self._failed: dict[str, set[Place]] = {}  # target -> blocks in which none holds
+        self._founders: dict[tuple[str, Form], Block] = {}  # in which it was seen for the first time
 
     def candidates(self, block: Block, target: str) -> Iterator[Form]:
-        """Every form that is worth a try."""
+        """Every expression that is worth a try."""
         raise NotImplementedError
 
     def value(self, block: Block, target: str, form: Form, rows: slice) -> Tensor | None:
-        """What a form gives on these rows, in the device's own dtype; None where the block does not have its terms."""
+        """What it gives on these rows, in the device's own dtype; None where the block does not have its terms."""
         raise NotImplementedError
 
     def see(self, block: Block) -> None:
-        for target in filter(block.tells, block.targets):
+        for target in filter(block.informative, block.targets):
             form = self._holds(block, target)
             if form is not None:
-                held = self.forms.setdefault(target, {})
-                if form not in held:
+                places = self.forms.setdefault(target, {})
+                if form not in places:
                     self._founders[target, form] = block.kept(target, self._rows_off(block, target))
-                held.setdefault(form, set()).add(block.unit.place)
+                places.setdefault(form, set()).add(block.unit.place)
                 continue
             failed = self._failed.setdefault(target, set())
             failed.add(block.unit.place)
@@ -88,7 +95,7 @@ class ExpressionSearch:
                 self._waiting.append((block.kept(target, self._rows_off(block, target)), target))
 
     def _rows_off(self, block: Block, target: str) -> Tensor:
-        """Rows worth keeping of a block that fits no form: all if few, else those off a form that fits elsewhere."""
+        """Rows worth keeping of a block that fits none: all if few, else those off what fits elsewhere."""
         given = block.targets[target]
         spread = torch.arange(0, len(given), max(1, -(-len(given) // _MOST_KEPT)))
         found = (self.value(block, target, form, slice(None)) for form in self.forms.get(target, {}))
@@ -110,51 +117,48 @@ class ExpressionSearch:
 
     def _equal(self, block: Block, target: str, form: Form, rows: slice) -> bool:
         values, given = self.value(block, target, form, rows), block.targets[target][rows]
-        if values is None or values.dtype != given.dtype or values.shape != given.shape:
-            return False
-        return bool(((values == given) | (values.isnan() & given.isnan())).all())
+        return values is not None and values.dtype == given.dtype and same_numbers(values, given)
 
     def failures(self) -> Iterator[tuple[Block, str, Form, Recomputed]]:
-        """Blocks in which no form holds, though one holds in at least as many blocks as it fails in."""
+        """Blocks in which none holds, though one holds in at least as many blocks as it fails in."""
         for block, target in self._waiting:
             forms, y = self.forms.get(target, {}), block.targets[target]
-            known = [form for form, held in forms.items() if len(held) >= len(self._failed[target])]
+            known = [form for form, places in forms.items() if len(places) >= len(self._failed[target])]
             found = [(form, self.value(block, target, form, slice(None))) for form in known]
             tried = [(form, v) for form, v in found if v is not None and v.dtype == y.dtype and v.shape == y.shape]
             if tried:
                 form, values = min(tried, key=lambda pair: float((y != pair[1]).double().mean()))
-                yield block, target, form, Recomputed(y, Reference(values.double(), (), exact=True), total_rows=len(y))
+                yield block, target, form, Recomputed(y, Reference(values.double(), (), exact=True))
 
     def odd(self) -> Iterator[tuple[Block, str, Form, Form]]:
-        """Blocks that are made as no other one is, with that form and the usual one, which they have the terms for."""
+        """Blocks that are made as no other one is, with that expression and the usual one, whose terms they have."""
         for (target, form), block in self._founders.items():
-            held = self.forms[target]
-            usual = max(held, key=lambda other: len(held[other]))
-            alone = len(held[form]) == 1 and len(held[usual]) >= _USUAL
+            places = self.forms[target]
+            usual = max(places, key=lambda other: len(places[other]))
+            alone = len(places[form]) == 1 and len(places[usual]) >= _USUAL
             has_terms = alone and self.value(block, target, usual, slice(None)) is not None
             if has_terms and not self._equal(block, target, usual, slice(None)):
                 yield block, target, form, usual
 
-    def held(self, target: str, place: Place) -> bool:
-        """Whether a form gave this target of a block in every bit."""
+    def matched(self, target: str, place: Place) -> bool:
+        """Whether an expression gave this target of a block in every bit."""
         return any(place in places for places in self.forms.get(target, {}).values())
 
     def next_pass(self) -> None:
-        """Forms stay, what failed is forgotten."""
+        """Expressions stay, what failed is forgotten."""
         self._waiting.clear()
         self._failed.clear()
         self._founders.clear()
 
 
-# The residual adds of a block, replayed bit for bit.
-#
-# Pre-norm, post-norm and parallel blocks add different tensors: a block's output, and the input of each norm in it,
-# is sought among the sums of up to three tensors that its modules gave, or a number that it holds times one
-# (forms.py).
-
-
-OUT = "out"
-_MOST_ELEMENTS = 1 << 23  # of one tensor; more rows than that are thinned out
+def inner_modules(model: nn.Module, anatomy: Anatomy) -> Iterator[tuple[int, str, nn.Module]]:
+    """Modules with weights inside each block (not lists of modules): (index of the block, name, module)."""
+    modules = dict(model.named_modules())
+    for place, block in enumerate(anatomy.blocks):
+        for name, module in modules[block].named_modules(prefix=block) if block in modules else ():
+            inner = name != block and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if inner and any(True for _ in module.parameters()):
+                yield place, name, module
 
 
 class Recorder:
@@ -199,12 +203,12 @@ class Recorder:
 
 def _factors(block: nn.Module | None) -> list[float]:
     """Numbers that a block holds and may multiply by before it adds, as Granite's residual_multiplier."""
-    held = [] if block is None else [value for value in vars(block).values() if isinstance(value, float)]
-    return sorted(value for value in set(held) if math.isfinite(value) and value not in (0.0, 1.0))
+    numbers = [] if block is None else [value for value in vars(block).values() if isinstance(value, float)]
+    return sorted(value for value in set(numbers) if math.isfinite(value) and value not in (0.0, 1.0))
 
 
 class Residuals(ExpressionSearch):
-    """A form is the roles of the terms of a sum: ((a + b) + c)."""
+    """An expression is the roles of the terms of a sum: ((a + b) + c)."""
 
     def unknown(self) -> list[Block]:
         """Blocks whose output is no sum that is known here."""

@@ -1,11 +1,11 @@
-"""`fingerprint`: what a faulty device said, against what a good one says with a fault simulated in it.
+"""`fingerprint`: what a faulty device computed, against what a good one computes with a fault simulated in it.
 
 A fingerprint is logits(faulty) - logits(clean), for the last token of each prompt. A good system simulates candidates
 over layers, fault families and sizes; the suspect's fingerprint comes from a record made elsewhere.
 
 **same-seed** is the published method: candidates have the noise model and the seed of the failure, and the score is the
 mean cosine over prompts. The right candidate then repeats the failure bit for bit, so this is an identity test of two
-simulations, not a diagnosis: no device tells its seed.
+simulations, not a diagnosis: no device has a known seed.
 
 **blind** knows neither family nor seed. Faults that are functions of the data (dead zone, saturation, bias) are matched
 by the same cosine, faults that draw (noise, spikes) by the covariance of what arrives (fingerprint_match.py). Where
@@ -49,7 +49,7 @@ from noisescope.sites import Site
 
 MODES = ("blind", "same-seed")
 DRAWS = 16  # of each drawn candidate, for each prompt
-# Times what rounding does (fingerprint_bench.floor), in rms of one prompt, before anything is called a fault. Healthy
+# Times what rounding does (TrialRunner.floor), in rms of one prompt, before anything is called a fault. Healthy
 # models reach 0.92 with another attention kernel or batch size (n = 1,728 prompts), and 3.8 with the noise of 2 eps at
 # every operator that the floor itself is made of, drawn anew (n = 4,320; demo and two tiny models, three dtypes).
 _MARGIN = 4.0
@@ -89,11 +89,11 @@ def fingerprint(
     good = None if reference is None else recorded(reference, model)
     if good is not None:
         check_comparable(good, suspect)
-    said, clean = _logits(suspect), None if good is None else _logits(good)
+    logits, clean = _logits(suspect), None if good is None else _logits(good)
     faults = tuple(settings(mode, families, sizes, seed))
     chosen = _layers(layers, len(anatomy.blocks))
-    with TrialRunner(model, anatomy, batches_of(suspect), draws=draws) as bench:
-        return explained(bench, said, clean, mode=mode, faults=faults, layers=chosen)
+    with TrialRunner(model, anatomy, batches_of(suspect), draws=draws) as runner:
+        return explained(runner, logits, clean, mode=mode, faults=faults, layers=chosen)
 
 
 def batches_of(record: Record) -> list[Prompts]:
@@ -102,14 +102,20 @@ def batches_of(record: Record) -> list[Prompts]:
 
 
 def explained(
-    bench: TrialRunner, said: Array, clean: Array | None, *, mode: str, faults: Sequence[Setting], layers: Sequence[int]
+    runner: TrialRunner,
+    logits: Array,
+    clean: Array | None,
+    *,
+    mode: str,
+    faults: Sequence[Setting],
+    layers: Sequence[int],
 ) -> Verdict:
-    """What a failure's logits `said` [P, V] come from, among faults simulated on the bench."""
+    """What a failure's logits [P, V] come from, among faults simulated by the runner."""
     name = f"fingerprint {mode}"
-    usable: Mask = np.atleast_1d(np.isfinite(said).all(1))
-    floor = _MARGIN * bench.floor()
+    usable: Mask = np.atleast_1d(np.isfinite(logits).all(1))
+    floor = _MARGIN * runner.floor()
     visible = {"rms_of_logits": float(f"{floor:.3g}")}
-    observed = np.where(usable[:, None], said - (bench.clean if clean is None else clean), 0.0)
+    observed = np.where(usable[:, None], logits - (runner.clean if clean is None else clean), 0.0)
     sizes = np.sqrt(np.square(observed).mean(1))
     changed: Mask = np.atleast_1d(sizes > floor)
     broken = f"{int((~usable).sum())} of {len(usable)} prompts gave logits that are not finite"
@@ -118,14 +124,14 @@ def explained(
             verdict, note = "healthy", "the logits differ from the good ones by no more than rounding, in every prompt"
         else:
             verdict, note = "faulty", f"{broken}, and the others are right: nothing to compare"
-        return Verdict(verdict, name, (), visible, bench.forwards, 0, (note,))
+        return Verdict(verdict, name, (), visible, runner.forwards, 0, (note,))
     candidates = [
-        _candidate(bench, layer, setting, observed, said, floor, blind=mode == "blind")
+        _candidate(runner, layer, setting, observed, logits, floor, blind=mode == "blind")
         for setting in faults
         for layer in layers
     ]
     if mode == "blind" and _may_fit(candidates, changed):
-        candidates += _refined(bench, candidates, observed, said, floor)
+        candidates += _refined(runner, candidates, observed, logits, floor)
     if mode == "same-seed":
         match = same_seed(candidates, changed)
     else:
@@ -134,14 +140,14 @@ def explained(
     if not usable.all():
         notes += (f"{broken}: left out",)
     if match.fitting:
-        suspects = ranked(_suspect(bench.anatomy, layer, fit) for layer, fit in match.fits.items())
-        return Verdict("faulty", name, suspects, visible, bench.forwards, len(candidates), notes)
+        suspects = ranked(_suspect(runner.anatomy, layer, fit) for layer, fit in match.fits.items())
+        return Verdict("faulty", name, suspects, visible, runner.forwards, len(candidates), notes)
     differ = (
         f"the logits differ in {int(changed.sum())} of {len(changed)} prompts (rms up to {sizes.max():.3g}), but no "
         f"candidate explains them; tried: {_words(faults)}, each in {len(layers)} layers"
     )
     verdict = "undecided" if usable.all() else "faulty"
-    return Verdict(verdict, name, (), visible, bench.forwards, len(candidates), (differ, *notes, _WHAT_TO_DO))
+    return Verdict(verdict, name, (), visible, runner.forwards, len(candidates), (differ, *notes, _WHAT_TO_DO))
 
 
 def _logits(record: Record) -> Array:
@@ -152,11 +158,11 @@ def _logits(record: Record) -> Array:
 
 
 def _candidate(
-    bench: TrialRunner, layer: int, setting: Setting, observed: Array, said: Array, floor: float, *, blind: bool
+    runner: TrialRunner, layer: int, setting: Setting, observed: Array, failure: Array, floor: float, *, blind: bool
 ) -> Candidate:
-    logits = bench.faulty_logits(layer, setting, draws=bench.draws if blind and setting.drawn else 1)
-    found = np.nan_to_num(logits - bench.clean, nan=0.0, posinf=0.0, neginf=0.0)
-    identical = bool((logits[0] == said).all())
+    logits = runner.faulty_logits(layer, setting, draws=runner.draws if blind and setting.drawn else 1)
+    found = np.nan_to_num(logits - runner.clean, nan=0.0, posinf=0.0, neginf=0.0)
+    identical = bool((logits[0] == failure).all())
     return Candidate(layer, setting, float(cosines(found[0], observed, floor)), identical, sketch(found))
 
 
@@ -167,7 +173,7 @@ def _may_fit(candidates: list[Candidate], changed: Mask) -> bool:
 
 
 def _refined(
-    bench: TrialRunner, candidates: list[Candidate], observed: Array, said: Array, floor: float
+    runner: TrialRunner, candidates: list[Candidate], observed: Array, failure: Array, floor: float
 ) -> list[Candidate]:
     """The best fits that are functions of the data, tried with sizes between and beyond the given ones."""
     found: list[Candidate] = []
@@ -176,7 +182,7 @@ def _refined(
         nearest, step = start, 2.0
         while step > _FINEST and nearest.cosine < _SURE:
             sizes = [size for factor in (1 / step, step) if (size := nearest.setting.resized(factor)) is not None]
-            tried = [_candidate(bench, start.layer, size, observed, said, floor, blind=True) for size in sizes]
+            tried = [_candidate(runner, start.layer, size, observed, failure, floor, blind=True) for size in sizes]
             found += tried
             nearest, step = max([nearest, *tried], key=lambda candidate: candidate.cosine), step**0.5
     return found

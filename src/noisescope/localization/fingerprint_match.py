@@ -1,4 +1,17 @@
-"""Candidates for `fingerprint`: faults of chosen families and sizes, simulated layer by layer on a good system."""
+"""Candidates for `fingerprint` (faults simulated layer by layer on a good system), and which of them fits a failure.
+
+Fingerprints of faults that are functions of the data are compared by their cosine. Faults that draw have none of their
+own, only a distribution: a block's error reaches the logits through the blocks behind it, and the covariance C of what
+arrives depends on the layer and not on the seed. Draws of each candidate give C, and the failure's fingerprints d are
+scored by the angular central Gaussian, in which the size of each d, and so that of the fault, drops out (Tyler 1987):
+
+    log p(d) = -1/2 log det C - r/2 log(d' C^-1 d),    d in the r leading directions of all draws
+
+Something is always the best fit. What a misfit reaches is known from the candidates themselves, each of which is a
+misfit for the others: the cosines of different families, and of candidates in different layers. (Demo, float32, before
+sizes are refined: 1 of 175 faults of other families and operators is beyond both, and so are 79 of 94 that are among
+the candidates up to their size; 79 of the 79 name the right layer.)
+"""
 
 from __future__ import annotations
 
@@ -16,13 +29,15 @@ from torch import nn
 from noisescope.errors import InvalidInput, unknown
 from noisescope.faults import FAMILIES, Fault, faulty
 from noisescope.injection import Injection
-from noisescope.localization.inputs import Prompts, last_logits
+from noisescope.localization.inputs import last_logits
 from noisescope.model.anatomy import Anatomy
+from noisescope.model.forwards import Prompts
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.prefix import Prefix
 
 Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 NOTES_NOISE = "relative_gaussian"  # the published fault: relative noise on the products of one layer
 DRAWN = ("noise", "spike", "non_determinism", "bit_flip", NOTES_NOISE)  # what draws; others are functions of the data
@@ -37,6 +52,13 @@ _DEFAULT = {
 _BLIND_SEED = 1_000_003  # plus the caller's: not the seed of any simulated failure
 _ROUNDING = 2.0  # eps of noise on every operator: what a healthy device may differ by
 _SKETCH = 1024  # numbers that are kept of a fingerprint
+_RANK = 64
+_SHRINK = 0.05  # of a covariance towards a multiple of 1
+# Of log-likelihoods, since the numbers in a fingerprint are not independent. Draws of the candidates themselves, held
+# out one after the other, are given their own layer the largest mean log-probability at 6 (-0.81; -0.84 at 4, -0.95 at
+# 12), where the likeliest layer has 0.66 on average and is right in 0.70 (demo, float32, n = 510; bfloat16 the same).
+_TEMPERATURE = 6.0
+_DISTINCT = 0.5  # of the probability that a layer with its neighbours must hold: more likely there than elsewhere
 
 
 @dataclass(frozen=True)
@@ -97,8 +119,8 @@ def _sizes(mode: str, family: str) -> tuple[float | None, ...]:
 class TrialRunner:
     """A good system on which faults are simulated; blocks before a fault are computed once.
 
-    with Bench(model, anatomy, batches_of(record), draws=8) as bench:
-        bench.clean, bench.faulty_logits(10, setting)
+    with TrialRunner(model, anatomy, batches_of(record), draws=8) as runner:
+        runner.clean, runner.faulty_logits(10, setting)
 
     Prompts share forwards as they did on the suspect device: sizes such as max |h| and the numbers that a fault draws
     are those of a whole batch.
@@ -181,35 +203,10 @@ def sketch(fingerprints: Array) -> Array:
     order, counts = np.argsort(place, kind="stable"), np.bincount(place, minlength=_SKETCH)
     starts = np.cumsum(counts) - counts  # of each place, once sorted
     padded = np.concatenate([(fingerprints * sign)[..., order], np.zeros((*fingerprints.shape[:-1], 1))], -1)
-    sums: Array = np.add.reduceat(padded, starts, axis=-1) * (counts > 0)  # (one element where there are none)
-    return sums
+    return np.asarray(np.add.reduceat(padded, starts, axis=-1) * (counts > 0))  # (one element where there are none)
 
 
-# Which simulated fault a failure's fingerprint belongs to, and whether it belongs to any.
-#
-# Fingerprints of faults that are functions of the data are compared by their cosine. Faults that draw have none of
-# their own, only a distribution: a block's error reaches the logits through the blocks behind it, and the covariance
-# C of what arrives depends on the layer and not on the seed. Draws of each candidate give C, and the failure's
-# fingerprints d are scored by the angular central Gaussian, in which the size of each d, and so that of the fault,
-# drops out (Tyler 1987):
-#
-# log p(d) = -1/2 log det C - r/2 log(d' C^-1 d), d in the r leading directions of all draws
-#
-# Something is always the best fit. What a misfit reaches is known from the candidates themselves, each of which is a
-# misfit for the others: the cosines of different families, and of candidates in different layers. (Demo, float32,
-# before sizes are refined: 1 of 175 faults of other families and operators is beyond both, and so are 79 of 94 that
-# are among the candidates up to their size; 79 of the 79 name the right layer.)
-
-
-Mask = NDArray[np.bool_]
-
-_RANK = 64
-_SHRINK = 0.05  # of a covariance towards a multiple of 1
-# Of log-likelihoods, since the numbers in a fingerprint are not independent. Draws of the candidates themselves, held
-# out one after the other, are given their own layer the largest mean log-probability at 6 (-0.81; -0.84 at 4, -0.95 at
-# 12), where the likeliest layer has 0.66 on average and is right in 0.70 (demo, float32, n = 510; bfloat16 the same).
-_TEMPERATURE = 6.0
-_TOLD_APART = 0.5  # of the probability that a layer with its neighbours must hold: more likely there than elsewhere
+# -- matching
 
 
 @dataclass(frozen=True)
@@ -251,8 +248,7 @@ def cosines(a: Array, b: Array, floor: float) -> Array:
     limit = floor * np.sqrt(a.shape[-1])
     both, either = (sizes[0] > limit) & (sizes[1] > limit), (sizes[0] > limit) | (sizes[1] > limit)
     values = np.where(both, products / np.maximum(sizes[0] * sizes[1], 1e-300), 0.0)
-    mean: Array = values.sum(-1) / np.maximum(either.sum(-1), 1)
-    return mean
+    return np.asarray(values.sum(-1) / np.maximum(either.sum(-1), 1))
 
 
 def same_seed(candidates: Sequence[Candidate], changed: Mask) -> Match:
@@ -292,7 +288,7 @@ def blind(observed: Array, candidates: Sequence[Candidate], changed: Mask) -> Ma
         f"neighbours has {share:.2f} of the probability; prompts have {common:.1f} in common, drawn faults' up to "
         f"{usual:.1f}"
     )
-    return Match(fits, share > _TOLD_APART and common <= usual, note)
+    return Match(fits, share > _DISTINCT and common <= usual, note)
 
 
 def best_by_cosine(candidates: Sequence[Candidate]) -> dict[int, Candidate]:
@@ -335,8 +331,7 @@ def _first_draws(candidates: Sequence[Candidate], changed: Mask) -> Array:
 
 def _similarities(a: Array, b: Array) -> Array:
     """[A, P, S], [B, P, S] -> [A, B]: mean cosines over prompts."""
-    means: Array = unit(a).reshape(len(a), -1) @ unit(b).reshape(len(b), -1).T / a.shape[1]
-    return means
+    return np.asarray(unit(a).reshape(len(a), -1) @ unit(b).reshape(len(b), -1).T / a.shape[1])
 
 
 def _confidence(candidate: Candidate, best: Mapping[int, Candidate]) -> float:
@@ -381,10 +376,8 @@ def _log_likelihoods(observed: Array, drawn: Sequence[Candidate]) -> Array:
 
 
 def _changed(rows: Array) -> Array:
-    changed: Array = rows[np.square(rows).sum(-1) > 0]
-    return changed
+    return np.asarray(rows[np.square(rows).sum(-1) > 0])
 
 
 def unit(rows: Array) -> Array:
-    found: Array = rows / np.maximum(np.sqrt(np.square(rows).sum(-1, keepdims=True)), 1e-300)
-    return found
+    return np.asarray(rows / np.maximum(np.sqrt(np.square(rows).sum(-1, keepdims=True)), 1e-300))

@@ -80,33 +80,15 @@ def _find_norm(module: nn.Module, width: int, eps: float | None) -> NormFormula 
     return None
 
 
-def silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
-
-
-def gelu(x: Tensor) -> Tensor:
-    gate: Tensor = torch.special.erfc(-x / math.sqrt(2))
-    return x * 0.5 * gate
-
-
 def gelu_inner(x: Tensor) -> Tensor:
     return (x + x.pow(3) * 0.044715) * math.sqrt(2 / math.pi)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """0.5 x (1 + tanh t) = x sigmoid(2 t), without the cancellation."""
-    return x * torch.sigmoid(2 * gelu_inner(x))
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "quick_gelu": quick_gelu,
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * 0.5 * torch.special.erfc(-x / math.sqrt(2)),
+    "gelu_tanh": lambda x: x * torch.sigmoid(2 * gelu_inner(x)),  # 0.5 x (1 + tanh t) without the cancellation
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -140,7 +122,7 @@ def _run(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor 
     """What the class's forward gives for a bare copy with these parameters; None where it wants anything else."""
     bare = copy.copy(module)
     state = bare.__dict__
-    state.pop("forward", None)  # a scope's stand-in, or accelerate's
+    state.pop("forward", None)  # a scope's wrapper, or accelerate's
     state["_parameters"] = dict(parameters) | {k: None for k, p in module._parameters.items() if p is None}
     state["_buffers"] = {k: None if b is None else b.detach().to("cpu") for k, b in module._buffers.items()}
     try:

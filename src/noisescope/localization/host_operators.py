@@ -1,4 +1,4 @@
-"""Any operator again, on the host in float64, from the call that the device got: the dispatch, and elementwise ones."""
+"""Any operator computed again on the host in float64, from the call that the device got."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from noisescope.localization import host_products
 from noisescope.localization.formulas import ACTIVATIONS, NormFormula, activation_formula, gelu_inner, norm_formula
-from noisescope.localization.host_products import Recomputed, Rows, argument, as_multiplied, on_host
+from noisescope.localization.host_products import Recomputed, Rows, argument, as_multiplied
 from noisescope.localization.roundoff_floors import (
     WORK_ROUNDOFF,
     Reference,
@@ -22,10 +22,11 @@ from noisescope.localization.roundoff_floors import (
     rounded_once,
     sum_spread,
 )
+from noisescope.localization.tensors import on_host
 from noisescope.probe.operator_calls import OUTER
 
 _T = torch.Tensor
-_MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are looked at in one call
+_MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way
 _GAIN_SHARE = 0.1  # of half an ulp
@@ -48,14 +49,20 @@ def host_arithmetic() -> Iterator[None]:
 def recompute(
     operator: str, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, rows: Rows
 ) -> Recomputed:
-    """What a call gave and should have given. Raises Unseen where that can't be said."""
+    """What a call gave and should have given. Raises Unseen where that is not known."""
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.dtype.itemsize < 2:
         raise Unseen(f"its output is {getattr(y, 'dtype', type(y).__name__)}")
     if y.numel() == 0:
         raise Unseen("its output is empty")
-    again = _MODULES.get(operator) if isinstance(callee, nn.Module) else _function(operator, callee)
+    name = getattr(callee, "__name__", type(callee).__name__)
+    if isinstance(callee, nn.Module):
+        again = _MODULES.get(operator)
+    elif name in _GROUPED:
+        again = _grouped_function
+    else:
+        again = _FUNCTIONS.get(callee) or _FUNCTIONS_BY_OPERATOR.get(operator)
     if again is None:
-        raise Unseen(f"no formula is known for {getattr(callee, '__name__', type(callee).__name__)}")
+        raise Unseen(f"no formula is known for {name}")
     return again(callee, args, kwargs, y, rows)
 
 
@@ -102,7 +109,7 @@ def _norm(
     """A norm rounds once, or (cast before the gain) twice; its two sums run over the width of the row."""
     if x.shape != y.shape:
         raise Unseen("its output has another shape than its input")
-    out, wide, total = _pick(x, y)
+    out, wide = _pick(x, y)
     out = out.to(narrower(x.dtype, out.dtype))  # under autocast sixteen bits may come out as float32
     w = None if weight is None else on_host(weight).double()
     b = None if bias is None else on_host(bias).double()
@@ -127,7 +134,7 @@ def _norm(
     # The gain has few bits: 129/128 times a number of 8 bits is rounded down more often than up, 0.03 ulp on average.
     systematic = _FUNCTION_SHARE * function + _GAIN_SHARE * rounded_once(values, out.dtype)
     reference = Reference(values, tuple(bounds), spread, systematic, grain, offset=b is not None)
-    return Recomputed(out, reference, x=wide, total_rows=total)
+    return Recomputed(out, reference, x=wide)
 
 
 def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -139,7 +146,7 @@ def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, row
 
 def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> Recomputed:
     """x g(x): the error of the gate g, and one rounding. Stepwise code rounds to its dtype after every operation."""
-    out, wide, total = _pick(x, y)
+    out, wide = _pick(x, y)
     values = ACTIVATIONS[name](wide)
     u = number_format(x.dtype).u if stepwise else WORK_ROUNDOFF
     size = wide.abs()
@@ -158,7 +165,7 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
     below = (wide - values).abs()
     rounding = rounded_once(values, out.dtype)
     systematic = _FUNCTION_SHARE * function + torch.where(below < rounding, below, 0.0)
-    return Recomputed(out, Reference(values, (rounding, function), systematic=systematic), x=wide, total_rows=total)
+    return Recomputed(out, Reference(values, (rounding, function), systematic=systematic), x=wide)
 
 
 def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -178,7 +185,7 @@ def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
         expected = table[on_host(indices).reshape(-1)]
     else:
         expected = table[torch.cdist(out.float(), table.float()).argmin(-1)]
-    return Recomputed(out, Reference(expected.double(), (), exact=True), total_rows=len(out))
+    return Recomputed(out, Reference(expected.double(), (), exact=True))
 
 
 # -- functions
@@ -202,7 +209,7 @@ def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
         if a.shape[-1:] != (1,) or b.dim() != 1:
             raise Unseen("a product of elements that is no outer product")
         b = b[None]
-    if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can look at all of them
+    if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can check all of them
         return host_products.linear(a, b.detach().T, None, y, rows)
     return host_products.batched(a, b, y, rows)
 
@@ -228,7 +235,7 @@ def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     x = argument(args, kwargs, 0, "input", "self")
     dim = argument(args, kwargs, 1, "dim", default=-1)
     last = isinstance(dim, int) and dim in (-1, x.dim() - 1)
-    out, wide, total = _pick(x if last else x.transpose(dim, -1), y if last else y.transpose(dim, -1))
+    out, wide = _pick(x if last else x.transpose(dim, -1), y if last else y.transpose(dim, -1))
     values = torch.softmax(wide, -1)
     u = WORK_ROUNDOFF
     depth = (wide.amax(-1, keepdim=True) - wide).clamp(0, 120)
@@ -236,7 +243,7 @@ def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     systematic = _FUNCTION_SHARE * 8 * u * values
     spread = sum_spread(wide.shape[-1], torch.zeros_like(values), values, u)
     reference = Reference(values, (rounded_once(values, out.dtype), function), spread, systematic)
-    return Recomputed(out, reference, x=wide, total_rows=total)
+    return Recomputed(out, reference, x=wide)
 
 
 def _activation_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -282,30 +289,22 @@ _MODULES: dict[str, Again] = {
     "gelu": _activation_module,
     "embedding": _embedding_module,
 }
-_ADDED = (torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm)
+_FUNCTIONS: dict[Any, Again] = {
+    F.scaled_dot_product_attention: _fused_attention,
+    F.linear: _linear_function,
+    **dict.fromkeys((torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm), _added_function),
+}
+_FUNCTIONS_BY_OPERATOR: dict[str, Again] = {
+    **dict.fromkeys(("linear", "matmul", "bmm"), _product_function),
+    "softmax": _softmax_function,
+    **dict.fromkeys(("silu", "gelu"), _activation_function),
+    "norm": _norm_function,
+}
 
 
-def _function(operator: str, callee: Any) -> Again | None:
-    if callee is F.scaled_dot_product_attention:
-        return _fused_attention
-    if callee is F.linear:
-        return _linear_function
-    if callee in _ADDED:
-        return _added_function
-    if getattr(callee, "__name__", "") in _GROUPED:
-        return _grouped_function
-    table: dict[str, Again] = {
-        **dict.fromkeys(("linear", "matmul", "bmm"), _product_function),
-        "softmax": _softmax_function,
-        **dict.fromkeys(("silu", "gelu"), _activation_function),
-        "norm": _norm_function,
-    }
-    return table.get(operator)
-
-
-def _pick(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Output rows, input rows in float64, and how many rows there are: evenly spread ones where they are many."""
+def _pick(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Output rows, and input rows in float64: evenly spread ones where they are many."""
     total = y.numel() // max(1, y.shape[-1])
     step = max(1, -(-y.numel() // _MOST_ELEMENTS))
     out, given = y.reshape(total, -1)[::step], x.reshape(total, -1)[::step]
-    return on_host(out), on_host(given).double(), total
+    return on_host(out), on_host(given).double()

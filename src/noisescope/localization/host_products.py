@@ -1,4 +1,4 @@
-"""Products and attention again, on the host in float64, from the operands that the device was given."""
+"""Products and attention computed again on the host in float64, from the operands that the device was given."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from noisescope.localization.roundoff_floors import (
     sum_grain,
     sum_spread,
 )
+from noisescope.localization.tensors import host_rows, on_host
 
 _PARTIAL_SUMS = 8
 
@@ -34,8 +35,7 @@ class Recomputed:
     reference: Reference
     operands: tuple[Tensor, Tensor] | None = None  # a [B, M, K], b [B, K, C] with B M = R: what a product summed
     x: Tensor | None = None  # [R, C] where the operator is a function of each element of its input
-    total_rows: int = 0
-    checksums: int = 0  # rows that were only looked at by checksums
+    checksums: int = 0  # rows that were checked by checksums alone
 
 
 class Rows:
@@ -57,13 +57,9 @@ class Rows:
         return torch.randint(0, 2, (count,), generator=self._generator, device="cpu").double() * 2 - 1
 
 
-def on_host(x: Tensor) -> Tensor:
-    return x.detach().to("cpu")
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
     """x [..., K] times weight [N, K]; where rows are many, checksums say which to take beside the sampled ones."""
-    a, w, out = on_host(x).reshape(-1, x.shape[-1]), on_host(weight), on_host(y).reshape(-1, y.shape[-1])
+    a, w, out = host_rows(x), on_host(weight), host_rows(y)
     a, w = as_multiplied(a, out), as_multiplied(w, out)
     added = None if bias is None else as_multiplied(on_host(bias), out).double()
     chosen, total = rows.choose(len(a)), len(a)
@@ -75,7 +71,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows
     values, squares = _multiply(wide, w)
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, shortened(y))
     unsampled = 0 if chosen is None else total - len(chosen)
-    return Recomputed(out, reference, (wide[None], w.T[None]), total_rows=total, checksums=unsampled)
+    return Recomputed(out, reference, (wide[None], w.T[None]), checksums=unsampled)
 
 
 def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
@@ -147,7 +143,6 @@ def batched(
     b = b[:, None] if b.dim() == 1 else b
     lead = (a[..., 0, 0] + b[..., 0, 0]).shape
     out = out.reshape(*lead, a.shape[-2], b.shape[-1])
-    total = out.numel() // max(1, out.shape[-1])
     added = None if addend is None else on_host(addend).double().expand_as(out)
     chosen = rows.choose(a.shape[-2])
     if chosen is not None:
@@ -165,7 +160,7 @@ def batched(
     reference = _sum_reference(flat(values), flat(squares), a.shape[-1], out.dtype, added, short)
     left = wide.expand(*lead, *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
     right = other.expand(*lead, *other.shape[-2:]).reshape(-1, *other.shape[-2:]) * alpha
-    return Recomputed(flat(out), reference, (left, right), total_rows=total)
+    return Recomputed(flat(out), reference, (left, right))
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> Recomputed:
@@ -184,7 +179,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
         w = as_multiplied(on_host(weights[number]).T, out)
         values[here], squares[here] = _multiply(wide[here], w)
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(y))
-    return Recomputed(out, reference, total_rows=total)
+    return Recomputed(out, reference)
 
 
 def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
@@ -195,7 +190,7 @@ def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
     terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
     flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares)]
     reference = _sum_reference(flat[1], flat[2], terms, out.dtype, None, shortened(y))
-    return Recomputed(flat[0], reference, total_rows=len(flat[0]))
+    return Recomputed(flat[0], reference)
 
 
 def attention(
@@ -227,31 +222,31 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     size = torch.matmul(q.square(), k.square().transpose(-1, -2)).sqrt() * scale  # S of each score
-    shut = torch.zeros(scores.shape, dtype=torch.bool)
+    hidden = torch.zeros(scores.shape, dtype=torch.bool)
     if is_causal:
-        shut |= torch.arange(scores.shape[-1]) > at[:, None]
+        hidden |= torch.arange(scores.shape[-1]) > at[:, None]
     if mask is not None:
         given = on_host(mask)
         given = given[..., at, :] if given.shape[-2] == length else given
         if given.dtype == torch.bool:
-            shut |= ~given
+            hidden |= ~given
         else:
             scores = scores + given.double()
-            shut |= (given.double() < -1e4).expand_as(shut)  # the usual ways to write -inf
-    scores = scores.masked_fill(shut, -math.inf)
+            hidden |= (given.double() < -1e4).expand_as(hidden)  # the usual ways to write -inf
+    scores = scores.masked_fill(hidden, -math.inf)
     top = scores.amax(-1, keepdim=True)
     p = torch.softmax(scores, -1).nan_to_num(0.0)
     values = torch.matmul(p, v)
-    sum_error = ROUNDING_STD * u * math.sqrt(q.shape[-1] + 1) * (size + (scores.abs()).masked_fill(shut, 0.0))
-    score_error = (sum_error + u * (4 + 2 * (top - scores).masked_fill(shut, 0.0))).masked_fill(shut, 0.0)
+    sum_error = ROUNDING_STD * u * math.sqrt(q.shape[-1] + 1) * (size + (scores.abs()).masked_fill(hidden, 0.0))
+    score_error = (sum_error + u * (4 + 2 * (top - scores).masked_fill(hidden, 0.0))).masked_fill(hidden, 0.0)
     weight = (p * score_error).square()
     spread = torch.matmul(weight, v.square()) - 2 * values * torch.matmul(weight, v)
     spread = (spread + values.square() * weight.sum(-1, keepdim=True)).clamp_min(0)
     pv = torch.matmul(p.square(), v.square())
     spread = spread + form.u**2 / 3 * pv + sum_spread(p.shape[-1], pv, values, u).square()
     grain = sum_grain(p.shape[-1], pv, values, u)
-    # A row that may look nowhere gives what its kernel likes, and a kernel may skip NaN that the mask shuts out.
-    seen = (~shut.all(-1) & values.isfinite().all(-1)).reshape(-1)
+    # A row that may look nowhere gives what its kernel likes, and a kernel may skip NaN that the mask hides.
+    seen = (~hidden.all(-1) & values.isfinite().all(-1)).reshape(-1)
 
     def flat(t: Tensor) -> Tensor:
         return t.reshape(-1, t.shape[-1])[seen]
@@ -262,7 +257,7 @@ def attention(
     reference = Reference(
         values, (rounded_once(values, dtype),), flat(spread.sqrt()), systematic, grain=flat(grain), sums=True
     )
-    return Recomputed(flat(out), reference, total_rows=len(seen))
+    return Recomputed(flat(out), reference)
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:

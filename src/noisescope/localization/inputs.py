@@ -1,8 +1,9 @@
-"""What a model under test is run on: the caller's inputs, or built-in text, or random tokens."""
+"""What a model under test is run on: the caller's inputs or prompts, built-in text, random tokens, or a record's."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,17 +18,23 @@ from noisescope.data.dataset import built_in
 from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.fingerprint import model_fingerprint
-from noisescope.model.forwards import Prompts as Prompts
-from noisescope.model.forwards import check_vocabulary, dtype_of, evaluating, last_token_logits, vocabulary_size
-from noisescope.model.forwards import device_of as device_of
+from noisescope.model.forwards import (
+    Prompts,
+    check_vocabulary,
+    device_of,
+    dtype_of,
+    evaluating,
+    last_token_logits,
+    vocabulary_size,
+)
 from noisescope.model.subject import Subject
 from noisescope.probe.scope import unwrap
 
 Batch = dict[str, Tensor]
 
-ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are looked at
+ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are judged
 _IDS = ("input_ids", "decoder_input_ids")
-_TURNED = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
+_MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
 
 
 def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> list[Batch]:
@@ -35,11 +42,11 @@ def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> lis
     batches = _given(model, tokenizer, inputs) if inputs is not None else _made(model, tokenizer, seed)
     for batch in batches:
         _check_names(model, batch)
-        _check(batch, _vocabulary(model))
+        _check_ids(batch, vocabulary_size(model))
         check_positions(model, _positions_asked(batch), "a sequence")
     if len(batches) == 1:
-        batches.append(_turned(batches[0]))
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        batches.append(_other_data(batches[0]))
+    device = device_of(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return [{name: _moved(value, device, dtype) for name, value in batch.items()} for batch in batches]
 
@@ -63,15 +70,15 @@ def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
     return found
 
 
-def _check(batch: Batch, vocabulary: int | None) -> None:
+def _check_ids(batch: Batch, vocabulary: int | None) -> None:
     """Refuses token ids that the model can't be run on."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.numel() == 0:
             raise InvalidInput(f"{name} is empty (shape {list(value.shape)}): give at least one token")
     for name, ids in ((name, batch[name]) for name in _IDS if batch.get(name) is not None):
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise InvalidInput(f"{name} must be a tensor of whole numbers (torch.long), got {came}")
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise InvalidInput(f"{name} must be a tensor of whole numbers (torch.long), got {kind}")
         if ids.dim() != 2:
             raise InvalidInput(
                 f"{name} must have the shape [sequences, tokens], got {list(ids.shape)}: one sequence is ids[None]"
@@ -90,16 +97,13 @@ def _check_names(model: nn.Module, batch: Batch) -> None:
     parameters = inspect.signature(model.forward).parameters.values()
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     wild = next((p for p in parameters if p.kind == p.VAR_KEYWORD), None)
-    listed = [] if wild is None else _listed(wild.annotation)
+    # Names in the dict type of `**kwargs: Unpack[...]`, as transformers has it.
+    parts = () if wild is None else typing.get_args(wild.annotation)
+    listed = [name for part in parts for name in getattr(part, "__annotations__", ())]
     strange = [name for name in batch if name not in (*known, *listed)]
     takes_any = wild is not None and not listed
     if strange and not (takes_any and (len(strange) < len(batch) or not known)):
         raise unknown(f"input of {type(model).__name__}", strange[0], dict.fromkeys((*known, *listed)))
-
-
-def _listed(annotation: Any) -> list[str]:
-    """Names in the dict type of `**kwargs: Unpack[...]`, as transformers has it."""
-    return [name for part in typing.get_args(annotation) for name in getattr(part, "__annotations__", ())]
 
 
 def check_positions(model: nn.Module, asked: int, what: str) -> None:
@@ -129,10 +133,6 @@ def _positions_asked(batch: Batch) -> int:
     past = getattr(batch.get("past_key_values"), "get_seq_length", lambda: 0)()
     lengths = [batch[name].shape[1] for name in (*_IDS, "inputs_embeds") if isinstance(batch.get(name), Tensor)]
     return int(past) + max(lengths, default=0)
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -179,51 +179,55 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     length = LENGTH
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         length = min(length, getattr(config, name, None) or length)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    vocabulary = _vocabulary(model)
-    if tokenizer is not None and vocabulary is not None:
-        found = _texts(tokenizer, 2 * ROWS * length, seed)
-        if int(found.max()) < vocabulary:
-            return _named(config, list(found.reshape(2, ROWS, length)))
+    vocabulary = vocabulary_size(model)
     if vocabulary is not None:
-        lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
-        drawn = torch.randint(lowest, vocabulary, (2, ROWS, length), generator=generator, device="cpu")
-        return _named(config, list(drawn))
+        tokens = None if tokenizer is None else _text_tokens(tokenizer, 2 * ROWS * length, seed)
+        if tokens is None or int(tokens.max()) >= vocabulary:
+            tokens = _random_ids(vocabulary, (2, ROWS, length), seed)
+        both = tokens.reshape(2, ROWS, length)
+        if getattr(config, "is_encoder_decoder", False):
+            return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in both]
+        return [{"input_ids": ids} for ids in both]
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if size and channels:
         sides = (size, size) if isinstance(size, int) else tuple(size)
-        shape = (2, ROWS, channels, *sides)
-        return [{"pixel_values": x} for x in torch.randn(shape, generator=generator, device="cpu")]
+        generator = torch.Generator("cpu").manual_seed(seed)
+        drawn = torch.randn((2, ROWS, channels, *sides), generator=generator, device="cpu")
+        return [{"pixel_values": x} for x in drawn]
     raise InvalidInput(
         f"no input can be made up for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
     )
 
 
-def _texts(tokenizer: Any, count: int, seed: int) -> Tensor:
-    """`count` tokens of the built-in text, from a paragraph that the seed chooses on."""
+def _paragraphs(seed: int) -> list[str]:
+    """The built-in text, from the paragraph that the seed chooses on."""
     texts = [item.text for item in built_in().items]
+    return texts[seed % len(texts) :] + texts[: seed % len(texts)]
+
+
+def _text_tokens(tokenizer: Any, count: int, seed: int) -> Tensor:
+    """`count` tokens of the built-in text."""
     found: list[int] = []
-    at = seed
-    while len(found) < count:
-        found += _tokens(tokenizer, texts[at % len(texts)]).tolist()
-        at += 1
+    for text in itertools.cycle(_paragraphs(seed)):
+        found += _tokens(tokenizer, text).tolist()
+        if len(found) >= count:
+            break
     return torch.tensor(found[:count], device="cpu")
 
 
-def _named(config: Any, tokens: list[Tensor]) -> list[Batch]:
-    if getattr(config, "is_encoder_decoder", False):
-        return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in tokens]
-    return [{"input_ids": ids} for ids in tokens]
+def _random_ids(vocabulary: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(lowest, vocabulary, shape, generator=generator, device="cpu")
 
 
-def _turned(batch: Batch) -> Batch:
-    """Other data of the same shape: the main input back to front."""
-    name = next((name for name in _TURNED if isinstance(batch.get(name), Tensor)), None)
+def _other_data(batch: Batch) -> Batch:
+    """Data of the same shape: the main input back to front."""
+    name = next((name for name in _MAIN_INPUTS if isinstance(batch.get(name), Tensor)), None)
     return batch if name is None else {**batch, name: batch[name].flip(-1)}
 
 
-# Prompts for the locators that look at logits: from the caller, from built-in text, or seeded token ids; and how they
-# are run.
+# -- prompts, for locators that compare logits
 
 
 def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
@@ -241,18 +245,15 @@ def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
         for length in lengths:
             chosen = [at for at, prompt in enumerate(prompts) if len(prompt) == length]
             ids = torch.tensor([prompts[at] for at in chosen], device=device_of(model))
-            found.update(zip(chosen, _forward(model, ids), strict=True))
+            logits = last_token_logits(model, ids)
+            if logits is None:
+                raise InvalidInput(
+                    f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: it is no "
+                    "language model"
+                )
+            last = logits.to("cpu")
+            found.update(zip(chosen, last if last.dtype == torch.float64 else last.float(), strict=True))
     return torch.stack([found[at] for at in range(len(prompts))]), len(lengths)
-
-
-def _forward(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = last_token_logits(model, ids)
-    if logits is None:
-        raise InvalidInput(
-            f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: it is no language model"
-        )
-    last = logits.to("cpu")
-    return last if last.dtype == torch.float64 else last.float()
 
 
 def prompt_ids(
@@ -293,18 +294,14 @@ def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: in
     if count < 1 or length < 1:
         raise InvalidInput(f"at least one prompt of one token is needed, got count={count}, length={length}")
     if tokenizer is not None:
-        texts = [item.text for item in built_in().items]
-        turned = texts[seed % len(texts) :] + texts[: seed % len(texts)]
-        found = [ids[:length] for ids in (_ids(text, tokenizer) for text in turned) if len(ids) >= length][:count]
+        long = (ids for ids in (_ids(text, tokenizer) for text in _paragraphs(seed)) if len(ids) >= length)
+        found = [ids[:length] for ids in itertools.islice(long, count)]
         if len(found) == count and max(map(max, found)) < vocabulary:
             return tuple(found)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
-    drawn = torch.randint(lowest, vocabulary, (count, length), generator=generator, device="cpu")
-    return tuple(tuple(row) for row in drawn.tolist())
+    return tuple(tuple(row) for row in _random_ids(vocabulary, (count, length), seed).tolist())
 
 
-# Records of other devices, as locators take them: of this very model, on tokens that it knows.
+# -- records of other devices
 
 
 def recorded(given: Record | str | Path, model: nn.Module) -> Record:
@@ -312,14 +309,9 @@ def recorded(given: Record | str | Path, model: nn.Module) -> Record:
     if not isinstance(given, (Record, str, Path)):
         raise InvalidInput(f"a record is what ns.record returned, or its folder; got {type(given).__name__}")
     record = given if isinstance(given, Record) else read_record(given)
-    _check_model(record, model)
-    check_vocabulary(model, record.prompts, record.path)
-    return record
-
-
-def _check_model(record: Record, model: nn.Module) -> None:
     if record.model == model_fingerprint(model):
-        return
+        check_vocabulary(model, record.prompts, record.path)
+        return record
     here = dissect(model).architecture
     if record.architecture == here and record.dtype != dtype_of(model):
         raise InvalidInput(

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from noisescope.localization.roundoff_floors import (
-    INTEGERS,
     SLACK,
     Z_ELEMENT,
     Z_MEAN,
@@ -34,7 +33,8 @@ from noisescope.localization.roundoff_floors import (
     as_judged,
     number_format,
 )
-from noisescope.localization.stuck_bits import looks, stuck_channels
+from noisescope.localization.stuck_bits import number_of_tests, stuck_channels
+from noisescope.localization.tensors import differing, distinct_rows
 
 # Limit of mean (e / sigma)^2. Null: sigma is an upper limit, so the mean is expected to be 1 at most (one rounding:
 # exactly 1, uniform within half an ulp). Normal errors of n elements pass 1.5 + Z_MEAN sqrt(2 / n) with probability
@@ -62,7 +62,7 @@ class Judgement:
     offset_ulp: float = 0.0  # along +1
     rms: float = 0.0  # sqrt(mean (e / sigma)^2)
     channels: set[int] = field(default_factory=set)  # with elements beyond tolerance, or alarms of their own
-    looks: int = 0
+    tests: int = 0
     visible_element: float = 0.0  # ulps: the median tolerance
     visible_mean: float = 0.0  # ulps: the smallest mean error that would have alarmed
     visible_gain: float = 0.0  # the same as a relative error
@@ -74,6 +74,11 @@ class Judgement:
     @property
     def strength(self) -> float:
         return max(self.strengths.values(), default=0.0)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Of two alarms at one site, the one with the higher rank counts."""
+        return self.strength, self.bad
 
     @property
     def test(self) -> str:
@@ -108,7 +113,9 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
         _judge_exact(y, reference, form, result)
         return result
     y = as_judged(y)
-    rows = _different_rows(y, reference.values)
+    # A token that occurs twice makes the same errors twice at layer 0.
+    found_rows = distinct_rows(y, reference.values, among=range(0, len(y), max(1, -(-len(y) // _MEAN_ROWS))))
+    rows = slice(None) if len(found_rows) == len(y) else torch.tensor(found_rows)
     means: list[Tensor] = []  # [7, columns] of each piece
     by_row = torch.zeros(2, len(y[rows]), dtype=torch.float64)
     tolerances: list[Tensor] = []
@@ -129,13 +136,13 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
         result.worst = max(result.worst, float(size.max()))
         result.worst_ulp = max(result.worst_ulp, float((size / ulp).max()))
         tolerances.append(_normal_tolerances(limit, ulp, finite.expand_as(ulp), form))
-        means.append(_sums(error[rows], ref.rows(rows), ulp[rows], finite.expand_as(ulp)[rows], by_row, y.dtype))
-        result.looks += part.numel() + 2 * part.shape[1] + 4
+        means.append(_sums(error[rows], ref[rows], ulp[rows], finite.expand_as(ulp)[rows], by_row, y.dtype))
+        result.tests += part.numel() + 2 * part.shape[1] + 4
     found = torch.cat(tolerances)
     result.visible_element = float(found.median()) if len(found) else 0.0
     _judge_means(Means(*torch.cat(means, 1)), by_row, y[rows], reference.sums, form, result)
-    whole, channels = stuck_channels(y[rows], reference.rows(rows), below_one=probabilities)
-    result.looks += looks(y.shape[1], y.dtype)
+    whole, channels = stuck_channels(y[rows], reference[rows], below_one=probabilities)
+    result.tests += number_of_tests(y.shape[1], y.dtype)
     result.raise_to("bits", math.inf if whole or channels else 0.0)
     result.channels.update(channels)
     return result
@@ -173,13 +180,13 @@ class Means:
 def _pieces(y: Tensor, reference: Reference) -> Iterator[tuple[int, Tensor, Reference]]:
     step = max(1, _PIECE // max(1, len(y)))
     for start in range(0, y.shape[1], step):
-        yield start, y[:, start : start + step].double(), reference.columns(start, start + step)
+        yield start, y[:, start : start + step].double(), reference[:, start : start + step]
 
 
 def _judge_exact(y: Tensor, reference: Reference, form: Format, result: Judgement) -> None:
     part, values = y.double(), reference.values
-    differ = (part != values) & ~(part.isnan() & values.isnan())
-    result.looks = part.numel()
+    differ = differing(part, values)
+    result.tests = part.numel()
     result.bad = int(differ.sum())
     result.channels = set(differ.any(0).nonzero().flatten().tolist())
     finite = part.isfinite() & values.isfinite()
@@ -208,20 +215,6 @@ def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor
     fits = values.isfinite() & (values.abs() + limit < form.largest)
     overflows = ~values.isfinite() | (values.abs() - limit > form.largest * (1 + form.u))
     return torch.where(y.isfinite(), overflows, fits)
-
-
-def _different_rows(y: Tensor, values: Tensor) -> Tensor | slice:
-    """Indices of rows, each different one once: a token that occurs twice makes the same errors twice at layer 0."""
-    rows = range(0, len(y), max(1, -(-len(y) // _MEAN_ROWS)))
-    given = y.contiguous().view(INTEGERS[y.dtype.itemsize]).numpy()
-    expected = values.contiguous().view(torch.int64).numpy()
-    seen: dict[bytes, list[int]] = {}
-    for row in rows:
-        alike = seen.setdefault(given[row].tobytes(), [])
-        if not any((expected[row] == expected[other]).all() for other in alike):
-            alike.append(row)
-    found = sorted(row for alike in seen.values() for row in alike)
-    return slice(None) if len(found) == len(y) else torch.tensor(found)
 
 
 def _sums(

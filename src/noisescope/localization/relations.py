@@ -32,15 +32,18 @@ from noisescope.localization.laws.calls import (
     function_anatomy,
     module_anatomy,
 )
-from noisescope.localization.laws.dispatcher import Stations, site_of
-from noisescope.localization.laws.evidence import LawEvidence
-from noisescope.localization.laws.law_result import LawResult, differing, exact, host, same_bits
+from noisescope.localization.laws.dispatcher import LawDispatcher, site_of
+from noisescope.localization.laws.evidence import LawEvidence, LawResult, exact
 from noisescope.localization.laws.results import MODEL, RelationResults
+from noisescope.localization.laws.table import Law
+from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.model.subject import Subject
 from noisescope.sites import Place, Site
+
+_CACHE_LAWS = f"{' and '.join(whole_model.CACHE_LAWS)} of the whole model"
 
 
 def relations(
@@ -92,32 +95,32 @@ class Search:
         self, model: nn.Module, anatomy: Anatomy, batch: Batch, *, weights: bool, places: frozenset[Place] | None
     ) -> None:
         self.model, self.anatomy, self.batch = model, anatomy, batch
-        self.turned = {k: v.flip(0) if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
+        self.flipped = {k: v.flip(0) if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
         self.narrowed = places is not None
         self.results = RelationResults()
-        self.causal = whole_model.looks_back_only(model)
-        self.stations = Stations(anatomy, self.results, causal=self.causal, weights=weights, places=places)
+        self.causal = whole_model.is_causal(model)
+        self.dispatcher = LawDispatcher(anatomy, self.results, causal=self.causal, weights=weights, places=places)
         self.modules = module_anatomy(model, anatomy)
-        self.functions, shut = function_anatomy(model, anatomy)
-        for why in shut:
+        self.functions, skipped = function_anatomy(model, anatomy)
+        for why in skipped:
             self.results.skip(why)
         self._naturals: dict[tuple[Site, int], Tensor] = {}  # outputs in a search for old data, by its forward
 
     def verdict(self, asked: tuple[Site, ...]) -> Verdict:
-        stations = self.stations
-        with Listening(self.model, self.modules, stations.at_modules) as modules:
+        dispatcher = self.dispatcher
+        with Listening(self.model, self.modules, dispatcher.at_modules) as modules:
             first = whole_model.answer(whole_model.run(self.model, self.batch))
-        turned = whole_model.answer(whole_model.run(self.model, self.turned))
-        with Listening(self.model, self.functions, stations.at_functions) as functions:
+        flipped = whole_model.answer(whole_model.run(self.model, self.flipped))
+        with Listening(self.model, self.functions, dispatcher.at_functions) as functions:
             again = whole_model.answer(whole_model.run(self.model, self.batch))
         forwards = 3 + (modules.extra + functions.extra) / max(1, modules.natural + functions.natural)
         with host_arithmetic():
-            repeats = whole_model.repeatability(first, turned, again)
+            repeats = whole_model.repeatability(first, flipped, again)
             self._block_sums()
             self.results.forgive_the_stack()
         self._self_test(repeats)
         if any(result.broken for result in repeats.values()) and not self.results.suspects():
-            answers = (turned.flip(0), again)
+            answers = (flipped.flip(0), again)
             if any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
                 forwards += self._search_for_old_data()
         if not self.narrowed:
@@ -129,63 +132,65 @@ class Search:
     def _nudged(self) -> whole_model.Nudged:
         return whole_model.nudge(self.model, self.anatomy, self.batch)
 
-    def _self_test(self, found: dict[str, LawResult]) -> None:
-        """What the whole model says of the stack is told, and left to its modules to explain."""
-        if found["R1"].broken:
-            self.results.notes.append(f"self-test: two runs of the model differ by {found['R1'].size:.2g} of the rms")
-        if found["R2"].broken:
-            self.results.notes.append(f"self-test: batch order changes the answer by {found['R2'].size:.2g} of the rms")
+    def _self_test(self, found: dict[Law, LawResult]) -> None:
+        """What the whole model says of the stack is reported, and left to its modules to explain."""
+        if found[Law.REPEAT].broken:
+            size = found[Law.REPEAT].size
+            self.results.notes.append(f"self-test: two runs of the model differ by {size:.2g} of the rms")
+        if found[Law.ROW_ORDER].broken:
+            size = found[Law.ROW_ORDER].size
+            self.results.notes.append(f"self-test: batch order changes the answer by {size:.2g} of the rms")
         if not any(result.broken for result in found.values()):
             self.results.notes.append("self-test: the model repeats itself bit for bit, in any batch order")
 
     def _block_sums(self) -> None:
-        """R25 of blocks, bit for bit."""
-        residuals = self.stations.residuals
+        """Blocks are the sum of their parts, bit for bit."""
+        residuals = self.dispatcher.residuals
         if residuals.forms.get(OUT):
-            for index, y in self.stations.blocks.items():
-                if not self.stations.wanted(index):
+            for index, y in self.dispatcher.blocks.items():
+                if not self.dispatcher.wanted(index):
                     continue
-                kept = LawEvidence([LawResult("R25", 0.0, elements=y.numel())])
+                kept = LawEvidence([LawResult(Law.SUM_OF_PARTS, 0.0, elements=y.numel())])
                 site = Site("residual", index, self.anatomy.blocks[index])
                 self.results.add(site, kept, kind="residual", width=y.shape[-1])
         for block, target, _, recomputed in residuals.failures():
-            if not self.stations.wanted(block.unit.place):
+            if not self.dispatcher.wanted(block.unit.place):
                 continue
-            result = exact("R25", recomputed.y.double(), recomputed.reference.values)
+            result = exact(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
             if target != OUT:
                 result = replace(result, words=f"the sum that enters {target.removesuffix('.in')} is off")
-            facts = replace(self.stations.block_facts(block.unit.place), expected=recomputed)
+            facts = replace(self.dispatcher.block_facts(block.unit.place), expected=recomputed)
             found = LawEvidence([result], facts)
             self.results.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
         unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
         unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
         for block, why in unknown:
-            if self.stations.wanted(block.unit.place):
-                skipped = LawEvidence(skipped=[f"R25 of a block: {why}"])
+            if self.dispatcher.wanted(block.unit.place):
+                skipped = LawEvidence(skipped=[f"{Law.SUM_OF_PARTS}: {why}"])
                 self.results.add(block.unit.site("residual"), skipped, kind="residual")
 
     def _cache(self, logits: Tensor) -> float:
-        """R4 and R5 of the whole model; the cost in forwards."""
+        """Causality and the cache of the whole model; the cost in forwards."""
         why = ""
         if not self.causal or set(self.batch) != {"input_ids"}:
             why = "not a causal language model on token ids alone"
         elif self.batch["input_ids"].shape[1] < 3:
             why = "fewer than 3 tokens"
-        elif self.stations.mixture:
+        elif self.dispatcher.mixture:
             why = "MoE routing may jump"
-        elif self.stations.quantised:
+        elif self.dispatcher.quantised:
             why = "quantised linears may round by the whole batch"
         elif self.results.suspects():
             why = "not tried, since laws inside are broken"
         if why:
-            self.results.skip(f"R4 and R5 of the whole model: {why}")
+            self.results.skip(f"{_CACHE_LAWS}: {why}")
             return 0.0
         try:
             found, site = whole_model.cache_laws(
-                self.model, self.anatomy, self.batch, self.stations.blocks, logits, lambda: self._nudged
+                self.model, self.anatomy, self.batch, self.dispatcher.blocks, logits, lambda: self._nudged
             )
         except Exception as error:  # a model's own cache code may raise anything: then there is nothing to judge
-            self.results.skip(f"R4 and R5 of the whole model: its cache can't be used ({type(error).__name__})")
+            self.results.skip(f"{_CACHE_LAWS}: its cache can't be used ({type(error).__name__})")
             return 1.0
         place = site or Site("linear", "lm_head", "")
         self.results.add(place, LawEvidence(list(found.values())), level=MODEL, kind="model")
@@ -199,9 +204,9 @@ class Search:
         Forwards on other data and on the same again and again, in which every operator's own call is compared with one
         made right after it. What differs there but comes back each time holds old data; what does not is noise.
         """
-        stations, cost = self.stations, 0.0
-        for anatomy, choose in ((self.modules, stations.at_modules), (self.functions, stations.at_functions)):
-            for turn, data in enumerate((self.turned, self.batch) * 2):
+        dispatcher, cost = self.dispatcher, 0.0
+        for anatomy, choose in ((self.modules, dispatcher.at_modules), (self.functions, dispatcher.at_functions)):
+            for turn, data in enumerate((self.flipped, self.batch) * 2):
                 handler = functools.partial(self._made_again, turn)
                 listener = functools.partial(_wherever, choose, handler)
                 with Listening(self.model, anatomy, listener) as scope:
@@ -221,15 +226,15 @@ class Search:
         repeat = recorded.again(x)
         site = site_of(recorded)
         with host_arithmetic():
-            y = host(recorded.output)
-            result = exact("R1", host(repeat).double(), y.double())
+            y = host_rows(recorded.output)
+            result = exact(Law.REPEAT, host_rows(repeat).double(), y.double())
             before = self._naturals.get((site, turn - 2))
             self._naturals[site, turn] = y
-            self.stations.add(recorded, LawEvidence([result]))
+            self.dispatcher.add(recorded, LawEvidence([result]))
             entry = self.results.entry(site)
             if before is not None and entry is not None and entry.broken:
-                random = not same_bits(before, y)
-                share = float(differing(host(repeat).double(), y.double()).double().mean())
+                random = not same_numbers(before, y)
+                share = float(differing(host_rows(repeat).double(), y.double()).double().mean())
                 entry.facts.random, entry.facts.stale, entry.facts.changed_share = random, not random, share
 
 

@@ -3,7 +3,7 @@
 One forward a batch of the reference's prompts. Every module gets the reference's own input, and what it gives is
 replaced by the reference's output, so that whatever comes next (adds, rotary angles, fused attention) starts from good
 numbers, too: errors don't accumulate, and a difference belongs to the operator that made it. The floor is the round-off
-of both sides (floors.py), the tests are the audit's (judge.py).
+of both sides (roundoff_floors.py), the tests are the audit's (judge.py).
 
 The reference is taken as right. Inputs that arrive otherwise than the reference's did are a fault of what lies between
 two operators (an add, a gate) and are judged as the module's input.
@@ -24,9 +24,10 @@ from noisescope.errors import InvalidInput
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import conclude
 from noisescope.localization.host_operators import Unseen, host_arithmetic, recompute
-from noisescope.localization.host_products import Recomputed, Rows, on_host
+from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.inputs import parts_of, recorded
 from noisescope.localization.roundoff_floors import Reference, rounded_once
+from noisescope.localization.tensors import host_rows
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import device_of, evaluating, last_token_logits
@@ -49,7 +50,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
         ns.record(good, "gsm8k.jsonl", "good.record", detail="full")        # on the good device
         replay(suspect, "good.record")
 
-    Of each operator `rows` tokens of a batch are looked at: half of them spread evenly, half those that differ most.
+    Of each operator `rows` tokens of a batch are compared: half of them spread evenly, half those that differ most.
     """
     if rows < 2:
         raise InvalidInput(f"rows must be at least 2, got {rows}")
@@ -62,7 +63,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     log = Comparer(dataclasses.replace(anatomy, units=tuple(units)), rows=rows, seed=seed)
     for number, batch in enumerate(record.batches):
         ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
-        log.begin(number, keeping_prints=False, repeated=False)
+        log.begin(number)
         with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, log):
             last_token_logits(model, ids)
     found = conclude(log)
@@ -98,10 +99,10 @@ class Comparer(AuditLog):
     def compare_plainly(self, site: Site, y: Tensor, other: Tensor, size: Tensor) -> None:
         """Numbers that should be the same up to a few roundings at the given size."""
         self._count += 1
-        out, values, sizes = (on_host(t).reshape(-1, y.shape[-1]) for t in (y, other, size))
+        out, values, sizes = (host_rows(t) for t in (y, other, size))
         bound = 2 * rounded_once(sizes.double().abs(), out.dtype)
         reference = Reference(values.double(), (bound,) * _ADDS)
-        self._judge(site, Recomputed(out, reference, total_rows=len(out)), self._count)
+        self._judge(site, Recomputed(out, reference), self._count)
 
 
 class Replay(PlainScope):

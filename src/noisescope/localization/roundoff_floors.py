@@ -10,9 +10,9 @@ after the other is rounded at each step: std 0.425 u sqrt(sum of squares of the 
 for terms of random sign (partial sums grow as S sqrt(k / K)), for one massive term at the start (all partial sums are
 about S), for terms of one sign (they grow as y k / K), and for parts that cancel each other (P, taken at a few places
 in the order of the inner dimension). An addend from which a kernel starts is in every partial sum, so b^2 is added to
-P^2. Blocked sums, as devices make them, do better by 2 to 10. So the model is an upper
-limit for any usual order of summation, and nothing in it is measured on the device under test, where a fault could
-hide in it. (Higham and Mary 2019; Ipsen and Zhou 2020 for the probabilistic bounds.)
+P^2. Blocked sums, as devices make them, do better by 2 to 10. So the model is an upper limit for any usual order of
+summation, and nothing in it is measured on the device under test, where a fault could hide in it. (Higham and Mary
+2019; Ipsen and Zhou 2020 for the probabilistic bounds.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ Z_ELEMENT = 7.0  # standard deviations of a sum's error: 1.3e-12 a tail, 0.001 f
 Z_MEAN = 6.5  # of a mean over many elements: 8e-11 two-sided, 0.001 in 10^7 means (channels of all operators)
 _EXPONENT = 0x7FF << 52  # of a float64
 WORK_ROUNDOFF = 2.0**-24  # u of the arithmetic inside an operator: 16-bit products, norms and softmax are in float32
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of the numbers they show
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,12 @@ class Format:
     def u(self) -> float:
         return 2.0**-self.bits
 
+    @property
+    def flushed(self) -> float:
+        """Below this healthy devices may give 0: fast exp and division do under float32's normal range (bfloat16 has
+        the same). In float16, whose normal numbers end at 6e-5, that would be a fault."""
+        return 2.0**self.least if self.least <= -126 else 0.0
+
     def ulp(self, values: Tensor) -> Tensor:
         """Spacing of this format at float64 values; below the normal numbers it stays that of the smallest."""
         power = (values.contiguous().view(torch.int64) & _EXPONENT).view(torch.float64)  # 2^e <= |v| < 2^(e+1)
@@ -53,7 +58,7 @@ class Format:
 
 
 def number_format(dtype: torch.dtype) -> Format:
-    """The numbers that a dtype's outputs are held to: its own, and float32's for float64.
+    """The numbers that a dtype's outputs are judged by: its own, and float32's for float64.
 
     A float64 model is no float64 computation: model code takes norms, softmax and angles in float32 whatever the dtype.
     Where it is one, the host has nothing wider, and could not tell the device's error from its own.
@@ -63,7 +68,7 @@ def number_format(dtype: torch.dtype) -> Format:
 
 
 def as_judged(y: Tensor) -> Tensor:
-    """An output in the format it is held to; one more rounding to float32 is within every limit."""
+    """An output in the format it is judged by; one more rounding to float32 is within every limit."""
     return y.float() if y.dtype == torch.float64 else y
 
 
@@ -90,23 +95,14 @@ class Reference:
     exact: bool = False  # equal bit by bit, or wrong
     sums: bool = False  # errors of long sums are unlike from row to row; those of a function of few bits are not
 
-    def columns(self, start: int, stop: int) -> Reference:
-        return self._cut((slice(None), slice(start, stop)))
-
-    def rows(self, rows: Tensor | slice) -> Reference:
-        return self._cut(rows)
-
-    def _cut(self, where: Any) -> Reference:
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[where]
-
+    def __getitem__(self, where: Any) -> Reference:
+        """Some rows, or rows and columns."""
+        spread, systematic, grain = (
+            None if tensor is None else tensor[where] for tensor in (self.spread, self.systematic, self.grain)
+        )
+        bounds = tuple(bound[where] for bound in self.bounds)
         return dataclasses.replace(
-            self,
-            values=self.values[where],
-            bounds=tuple(bound[where] for bound in self.bounds),
-            spread=cut(self.spread),
-            systematic=cut(self.systematic),
-            grain=cut(self.grain),
+            self, values=self.values[where], bounds=bounds, spread=spread, systematic=systematic, grain=grain
         )
 
     @property
@@ -123,14 +119,9 @@ class Reference:
 
 
 def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Limit of one rounding to the output's dtype.
-
-    Numbers under float32's normal range (bfloat16 has the same) may be flushed to 0 by healthy devices: fast exp and
-    fast division do. In float16, whose normal numbers end at 6e-5, that would be a fault.
-    """
+    """Limit of one rounding to the output's dtype."""
     form = number_format(dtype)
-    flushed = 2.0**form.least if form.least <= -126 else 0.0
-    return form.ulp(values).mul_(0.5).add_(flushed)
+    return form.ulp(values).mul_(0.5).add_(form.flushed)
 
 
 def sum_spread(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:

@@ -18,6 +18,7 @@ with that of the layer before, its instability has an absolute limit, and a pile
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.expression_search import OUT, Recorder, Residuals
+from noisescope.localization.expression_search import OUT, PART, Recorder, Residuals, inner_modules
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.host_products import Recomputed, on_host
+from noisescope.localization.host_products import Recomputed
+from noisescope.localization.tensors import host_rows, on_host, same_numbers
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
 from noisescope.probe.scope import ModelScope
 from noisescope.probe.target import CallWatcher, Context
 
 PROFILES = ("gain", "kurtosis", "pile_up", "mean_shift")  # numbers that can only be compared between layers
-_PART = "part"  # a module inside a block: heard for what the block adds up
 _NOISE = 0.1  # of std(x)
 _BINS = 100
 _FLOOR = 1e-12
@@ -85,7 +86,7 @@ class Readings:
     unstable: set[int] = field(default_factory=set)  # the same input, bit for bit, gave another output
     failures: dict[int, Failure] = field(default_factory=dict)  # the first of each block
     unknown: set[int] = field(default_factory=set)  # blocks whose output is no sum that is known here
-    elements: int = 0  # looked at by bookkeeping
+    elements: int = 0  # compared by bookkeeping
     forwards: float = 0.0
 
 
@@ -143,7 +144,7 @@ class Scanner(ModelScope):
             self._recorder.clear()
             if self._again:
                 return
-            before, after = (on_host(t).reshape(-1, t.shape[-1]).clone() for t in (x, y))
+            before, after = (host_rows(t).clone() for t in (x, y))
             if self._first:
                 self._kept[layer] = (before, after)
                 self._profiles(layer, _wide(before), _wide(after))
@@ -170,7 +171,7 @@ class Scanner(ModelScope):
         difference = _wide(y) - _wide(first_y)
         size = float(difference.std()) / max(float(_wide(first_y).std()), _FLOOR)
         self.results.instability[layer] = max(size, self.results.instability.get(layer, 0.0))
-        if same(x, first_x) and not same(y, first_y):
+        if same_numbers(x, first_x) and not same_numbers(y, first_y):
             self.results.unstable.add(layer)
 
     def _gain(self, layer: int, call: Call, x: Tensor, y: Tensor) -> None:
@@ -184,8 +185,8 @@ class Scanner(ModelScope):
         finally:
             self._again = False
         with host_arithmetic():
-            came, went = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
-            ratio = float(came.std()) / max(float(went.std()), _FLOOR)
+            change, noise = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
+            ratio = float(change.std()) / max(float(noise.std()), _FLOOR)
             self._note("gain", layer, math.log(max(ratio, _FLOOR)))
 
 
@@ -240,10 +241,6 @@ def mean_shift(x: Tensor, y: Tensor) -> float:
     return float(middle) / spread if spread > 0 else 0.0
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
 def _wide(h: Tensor) -> Tensor:
     """float64, and finite: what is not finite is bookkeeping's business."""
     return h.double().nan_to_num(0.0, posinf=0.0, neginf=0.0)
@@ -251,12 +248,6 @@ def _wide(h: Tensor) -> Tensor:
 
 def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
     """Blocks, and the modules with weights inside them: nothing else is listened to."""
-    modules = dict(model.named_modules())
-    units = [unit for unit in anatomy.units if unit.operators == ("residual",)]
-    found = []
-    for unit in units:
-        for name, module in modules[unit.module].named_modules(prefix=unit.module):
-            holds = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            if name != unit.module and not holds and any(True for _ in module.parameters()):
-                found.append(Unit(name, MODULE, unit.place, "", (_PART,)))
-    return Anatomy(anatomy.architecture, anatomy.blocks, (*found, *units), anatomy.notes)
+    blocks = (unit for unit in anatomy.units if unit.operators == ("residual",))
+    parts = (Unit(name, MODULE, place, "", (PART,)) for place, name, _ in inner_modules(model, anatomy))
+    return dataclasses.replace(anatomy, units=(*parts, *blocks))

@@ -9,10 +9,10 @@ Two kinds of evidence, and they are not worth the same:
   compared with the others, by z = (value - median) / (1.4826 MAD). The limit of |z| is set for a stated rate of false
   alarms, and the rate holds for layers that are alike. Layers are not: massive activations appear in one and vanish in
   another, and there a healthy model has |z| in the hundreds. So a profile alone never makes "faulty": where a block's
-  books balance it is told as a note, elsewhere the verdict is "undecided".
+  sum is exact it is reported in a note, elsewhere the verdict is "undecided".
 
-What is not seen here: errors inside a branch that repeat from run to run (a wrong linear, a wrong softmax). The books
-balance with a wrong summand as well. `audit` and `relations` look there.
+Errors inside a branch that repeat from run to run (a wrong linear, a wrong softmax) are not detected here: sums are
+right with a wrong summand as well. `audit` and `relations` detect them.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ def conclude(
     unaccounted = {at for at in odd if "bookkeeping" not in which or at in results.unknown} - certain
     suspects = [
         *(_broken(anatomy, failure, results) for failure in results.failures.values()),
-        *(_unsteady(anatomy, layer, results) for layer in unstable - set(results.failures)),
+        *(_unrepeatable(anatomy, layer, results) for layer in unstable - set(results.failures)),
         *(_odd(anatomy, layer, odd[layer], limit) for layer in unaccounted),
     ]
     suspects = [dataclasses.replace(s, details={**s.details, **_numbers(s, profiles, results)}) for s in suspects]
     verdict = "faulty" if certain else "undecided" if unaccounted or results.unknown else "healthy"
     visible = _visible(results, which, profiles, limit, rounding)
     notes = tuple(_notes(results, odd, certain | unaccounted, limit))
-    looks = len(which) * len(anatomy.blocks)
-    return Verdict(verdict, METHOD, ranked(suspects), visible, results.forwards, looks, notes)
+    tests = len(which) * len(anatomy.blocks)
+    return Verdict(verdict, METHOD, ranked(suspects), visible, results.forwards, tests, notes)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _broken(anatomy: Anatomy, failure: Failure, results: Readings) -> Suspect:
     return Suspect(site, name, 0.99, evidence, score, pattern.channels, pattern.period, details)
 
 
-def _unsteady(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
+def _unrepeatable(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
     size = results.instability[layer]
     evidence = f"instability: the same input gave outputs that differ by {size:.3g} of their std"
     score = 2 - layer / len(anatomy.blocks)
@@ -219,18 +219,18 @@ def _visible(
 
 
 def _notes(
-    results: Readings, odd: Mapping[int, tuple[str, float, float]], told: set[int], limit: float
+    results: Readings, odd: Mapping[int, tuple[str, float, float]], reported: set[int], limit: float
 ) -> Iterator[str]:
-    quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - told)]
+    quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - reported)]
     if quiet:
         yield (
-            f"layers that stand out among the others but whose books balance: {', '.join(quiet)}; limit of |z| "
+            f"layers that stand out among the others but whose sums are exact: {', '.join(quiet)}; limit of |z| "
             f"{limit:.1f}. Models have such layers by nature, or a branch inside is at fault: see `audit`"
         )
     if results.unknown:
         blind = sorted(results.unknown)
         yield f"bookkeeping is blind at blocks {blind}: their output is no sum of what their modules gave"
-    steady = results.unstable - told
+    steady = results.unstable - reported
     if steady:
         yield f"blocks {sorted(steady)} differ from run to run within rounding: sums in no fixed order"
 

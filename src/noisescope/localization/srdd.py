@@ -1,7 +1,7 @@
 """`srdd`: the four probes of the original method notes with their weights, end to end, as the published baseline.
 
 Noise of rising scale falls on the products of one layer at a time; the response is the divergence of the last token's
-distribution, averaged over draws and prompts. Each probe gives one number a layer, and a z-score over the layers:
+distribution, averaged over draws and prompts. Each probe gives one number per layer, and a z-score over the layers:
 
 =============  =============================================================================  ==========  ======
 probe          number                                                                          suspicious  weight
@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
-from noisescope.localization.inputs import Prompts, last_logits, parts_of, prompt_ids
+from noisescope.localization.inputs import last_logits, parts_of, prompt_ids
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
+from noisescope.model.forwards import Prompts
 from noisescope.model.subject import Subject
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
@@ -66,8 +67,7 @@ class Responses:
     @property
     def by_scale(self) -> Array:
         """[layers, scales]"""
-        mean: Array = self.values.mean((2, 3))
-        return mean
+        return np.asarray(self.values.mean((2, 3)))
 
 
 def srdd(
@@ -85,7 +85,7 @@ def srdd(
             srdd(subject).suspects[0].site.place
 
     `prompts` are texts or token ids (default: five beginnings of built-in paragraphs). Noise and built-in prompts
-    depend on `seed` alone; the caller's random state is left as it was. It costs scales x trials forwards a layer.
+    depend on `seed` alone; the caller's random state is left as it was. It costs scales x trials forwards per layer.
     """
     model, tokenizer, anatomy = parts_of(subject)
     chosen = _layers(layers, len(anatomy.blocks))
@@ -124,8 +124,7 @@ def probes(responses: Responses) -> dict[str, tuple[Array, Array]]:
 def composite(found: dict[str, tuple[Array, Array]]) -> Array:
     """The notes' weighted sum, for each layer."""
     parts = [WEIGHTS[name] * np.maximum(0, SUSPICIOUS[name] * z) for name, (_, z) in found.items()]
-    total: Array = np.sum(parts, axis=0)
-    return total
+    return np.asarray(np.sum(parts, axis=0))
 
 
 def divergence(clean: Tensor, noisy: Tensor) -> Tensor:
@@ -189,8 +188,7 @@ def _layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
 def _second_difference(s: Array) -> Array:
     """|s_i - mean of its neighbours|; at the ends, the one neighbour there is."""
     left, right = np.concatenate([s[1:2], s[:-1]]), np.concatenate([s[1:], s[-2:-1]])
-    difference: Array = np.abs(s - (left + right) / 2)
-    return difference
+    return np.asarray(np.abs(s - (left + right) / 2))
 
 
 def _spearman(x: Sequence[float], y: Array) -> float:
@@ -201,5 +199,4 @@ def _spearman(x: Sequence[float], y: Array) -> float:
 
 
 def _z(values: Array) -> Array:
-    z: Array = (values - values.mean()) / (values.std() + _TINY) if len(values) else values
-    return z
+    return np.asarray((values - values.mean()) / (values.std() + _TINY) if len(values) else values)

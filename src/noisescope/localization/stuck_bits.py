@@ -21,17 +21,18 @@ import torch
 from scipy.special import gammaln
 from torch import Tensor
 
-from noisescope.localization.roundoff_floors import INTEGERS, Reference, number_format
+from noisescope.localization.roundoff_floors import Reference, number_format
+from noisescope.localization.tensors import any_row_bits, bits_of
 
-CHANCE = 8e-11  # of one look, as for means: for 10^7 looks (bits of the channels of all operators) 0.001 false alarms
-_MOST_ELEMENTS = 1 << 16  # looked at of the output as a whole
-_PIECE = 1 << 18  # elements that are looked at at a time: what is made of them stays in a processor's cache
+CHANCE = 8e-11  # of one test, as for means: for 10^7 tests (bits of the channels of all operators) 0.001 false alarms
+_MOST_ELEMENTS = 1 << 16  # examined of the output as a whole
+_PIECE = 1 << 18  # elements that are examined at a time: what is made of them stays in a processor's cache
 
 
 def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) -> tuple[bool, list[int]]:
     """Whether a bit is stuck in the whole output [R, C], and the channels in which one is.
 
-    `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is looked at.
+    `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is examined.
     """
     grain = torch.zeros_like(reference.values) if reference.grain is None else reference.grain
     tensors, offset = (y, reference.values, grain), reference.offset
@@ -46,16 +47,16 @@ def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) 
 
 
 def _bits(y: Tensor, values: Tensor, grain: Tensor, *, below_one: bool) -> tuple[Tensor, ...]:
-    """What `_stuck` looks at: bits given, bits expected, whether they are of use, and the lowest that may well be 1."""
+    """What `_stuck` examines: bits given, bits expected, whether they are of use, and the lowest that may well be 1."""
     form, size = number_format(y.dtype), values.abs()
-    given, expected = (t.contiguous().view(INTEGERS[y.dtype.itemsize]) for t in (y, values.to(y.dtype)))
+    given, expected = bits_of(y), bits_of(values.to(y.dtype))
     usable = (size > 2.0 ** (form.least + form.bits)) & (size < (0.9 if below_one else form.largest))
     lowest = (grain / form.ulp(values)).float().log2_().ceil_().nan_to_num_(0.0).clamp_(0, 8 * y.dtype.itemsize - 1)
     return given, expected, usable, lowest.to(given.dtype)
 
 
-def looks(width: int, dtype: torch.dtype) -> int:
-    """How often the test looks at an output of so many channels: each bit at 0 and at 1."""
+def number_of_tests(width: int, dtype: torch.dtype) -> int:
+    """Tests of an output of so many channels: each bit at 0 and at 1."""
     return 16 * dtype.itemsize * (width + 1)
 
 
@@ -65,29 +66,18 @@ def _stuck(given: Tensor, expected: Tensor, usable: Tensor, lowest: Tensor, *, o
         return []
     above = torch.where(usable, torch.bitwise_left_shift(torch.full_like(given, -1), lowest), 0)  # 1 where a 0 counts
     counts = above if offset else -usable.to(given.dtype)  # 1 where a 1 counts
-    never_0 = ~_together(~given & counts) & _together(~expected & counts)
-    never_1 = _together(expected & above) & ~_together(given & above)
+    never_0 = ~any_row_bits(~given & counts) & any_row_bits(~expected & counts)
+    never_1 = any_row_bits(expected & above) & ~any_row_bits(given & above)
     stuck = []
     for column in (never_0 | never_1).nonzero().flatten().tolist():
         rows = usable[:, column]
-        for held, value in ((int(never_0[column]), 1), (int(never_1[column]), 0)):
-            for bit in (bit for bit in range(8 * given.itemsize) if held >> bit & 1):
+        for never, value in ((int(never_0[column]), 1), (int(never_1[column]), 0)):
+            for bit in (bit for bit in range(8 * given.itemsize) if never >> bit & 1):
                 chosen = rows & ((lowest[:, column] <= bit) | (value == 1 and not offset))
                 ones = np.unique(expected[chosen, column].numpy()) >> bit & 1
                 if _by_chance(ones, value) < CHANCE:
                     stuck.append(column)
     return sorted(set(stuck))
-
-
-def _together(bits: Tensor) -> Tensor:
-    """The bits that are 1 in any row of [R, C], halving the rows again and again."""
-    while len(bits) > 1:
-        half = len(bits) // 2
-        joined = bits[:half] | bits[half : 2 * half]
-        if len(bits) % 2:
-            joined[0] |= bits[-1]
-        bits = joined
-    return bits[0]
 
 
 def _by_chance(expected: np.ndarray, value: int) -> float:

@@ -78,7 +78,7 @@ class Verdict:
     suspects: tuple[Suspect, ...] = ()
     smallest_visible: Mapping[str, Any] = field(default_factory=dict)  # what this run could have seen, by kind
     forwards: float = 0.0  # forward-equivalents on the device
-    checked: int = 0  # sites or relations looked at: the multiplicity behind the threshold
+    checked: int = 0  # sites or relations tested: the multiplicity behind the threshold
     notes: tuple[str, ...] = ()
     unseen: tuple[Site, ...] = ()  # operators that could not be judged: with them, no verdict is "healthy"
 

@@ -1,4 +1,4 @@
-"""Passports on disk: written whole, read with every doubt. No torch here."""
+"""Passports compared, every real difference in a sentence with why it matters; written and read. No torch here."""
 
 from __future__ import annotations
 
@@ -13,64 +13,12 @@ from noisescope.passports.words import ATTENTION_ERRORS, FACTS, NAMES, RULES, ac
 
 KIND = "noisescope passport"
 SCHEMA_VERSION = 2
-
-
-def write_passport(passport: dict[str, Any], path: str | Path) -> None:
-    """Into a file; folders on the way to it are made."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(passport, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another place with -o") from error
-
-
-def read_passport(path: str | Path) -> dict[str, Any]:
-    """A passport from a file; anything else is refused with the reason."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"can't read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} is not text: a passport is JSON from `noisescope passport -o FILE`") from error
-    try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not whole JSON ({error}): cut off or no passport. Take it again") from error
-    return check_passport(found, str(path))
-
-
-def check_passport(found: Any, what: str) -> dict[str, Any]:
-    """The passport itself, if it is one of the version this noisescope reads."""
-    if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise InvalidInput(f"{what} is no passport (no kind {KIND!r} in it). Make one: noisescope passport -o FILE")
-    if found.get("schema_version") != SCHEMA_VERSION:
-        came = found.get("schema_version")
-        raise InvalidInput(f"{what} has schema version {came!r}; this noisescope reads {SCHEMA_VERSION}: take it again")
-    if not isinstance(found.get("facts"), dict) or not isinstance(found.get("dtypes"), dict):
-        raise InvalidInput(f"{what} is damaged: no facts or no dtypes in it. Take it again")
-    for dtype in found["dtypes"].values():
-        for lines in _tables(dtype) if isinstance(dtype, dict) else [None]:
-            if not isinstance(lines, dict) or not all(isinstance(line, dict | str) for line in lines.values()):
-                raise InvalidInput(f"{what} is damaged: a table of it has no lines. Take it again")
-    return found
-
-
-def _tables(dtype: dict[str, Any]) -> Iterator[Any]:
-    for section, lines in dtype.items():
-        if section == "products" and isinstance(lines, dict):
-            yield from lines.values()
-        elif section != "skipped":
-            yield lines
-
-
-# Two passports compared: every real difference in a sentence, with why it matters. Pure data, no torch.
-
-
 SAME = "same: the two passports agree in everything that was measured on both"
+KINDS = ("health", "arithmetic", "coverage", "settings")
+ULPS_APART = 0.1  # worst errors of a function closer than this are the same for any purpose
+BITS_APART = 3  # right bits fewer than the other's: a coarse table, reported by itself
 
 Line = dict[str, Any]
-ULPS_APART = 0.1  # worst errors of a function closer than this are the same for any purpose
-BITS_APART = 3  # right bits fewer than the other's: a coarse table, said by itself
 
 
 @dataclass(frozen=True)
@@ -86,9 +34,6 @@ class Difference:
     first: Any
     second: Any
     sentence: str
-
-
-KINDS = ("health", "arithmetic", "coverage", "settings")
 
 
 def diff(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
@@ -161,9 +106,9 @@ def _lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
         others = _flat(theirs)
         for (section, op, key), line in _flat(mine).items():
             other = others.get((section, op, key))
-            said = _said(section, key, line, other, names, a["facts"], b["facts"]) if other else None
-            if said:
-                groups.setdefault((section, key, *said), []).append((dtype, op, line, other or {}))
+            found = _compared(section, key, line, other, names, a["facts"], b["facts"]) if other else None
+            if found:
+                groups.setdefault((section, key, *found), []).append((dtype, op, line, other or {}))
     for (section, key, kind, body), places in groups.items():
         dtypes = tuple(dict.fromkeys(dtype for dtype, *_ in places))
         ops = ", ".join(dict.fromkeys(op for _, op, *_ in places if op)) or section
@@ -171,17 +116,17 @@ def _lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
         yield Difference(kind, key, dtypes, left, right, f"{', '.join(dtypes)} ({ops}): {body}")
 
 
-def _said(
+def _compared(
     section: str, key: str, mine: Line, theirs: Line, names: tuple[str, str], *facts: dict[str, Any]
 ) -> tuple[str, str] | None:
     """(kind, sentence) of two lines that differ, else None."""
     first, second = names
-    told = [line.get("nonsense") for line in (mine, theirs)]
-    if told[0] or told[1]:
-        if told[0] == told[1]:
+    nonsense = [line.get("nonsense") for line in (mine, theirs)]
+    if nonsense[0] or nonsense[1]:
+        if nonsense[0] == nonsense[1]:
             return None
-        what = NAMES.get(key, key.replace("_", " "))
-        each = " and ".join(f"{name} gives nonsense for {what}: {t}" for name, t in zip(names, told, strict=True) if t)
+        what, both = NAMES.get(key, key.replace("_", " ")), zip(names, nonsense, strict=True)
+        each = " and ".join(f"{name} gives nonsense for {what}: {seen}" for name, seen in both if seen)
         return "health", f"{each}. Look for a fault with noisescope locate."
     if section == "attention" and key in ATTENTION_ERRORS:
         return _attention_error(key, mine, theirs, names)
@@ -211,21 +156,21 @@ def _said(
 def _operands(mine: Line, theirs: Line, names: tuple[str, str], facts: tuple[dict[str, Any], ...]) -> str:
     """Operands cut on one device (or on both, unlike): how far off that is, and which switch decides."""
     whole = max(mine.get("of") or 0, theirs.get("of") or 0)
-    told, error, switches = [], 0.0, []
+    kept, error, switches = [], 0.0, []
     for name, line, fact in zip(names, (mine, theirs), facts, strict=True):
         if not line.get("cut"):
-            told.append(f"{name} keeps {'all ' + str(whole) if line.get('value') else 'as many as its sums show'}")
+            kept.append(f"{name} keeps {'all ' + str(whole) if line.get('value') else 'as many as its sums show'}")
             continue
         known = line["cut"][line["cut"].index("(") :] if "(" in line["cut"] else ""
-        told.append(
+        kept.append(
             f"{name} keeps the operands of a product to {line['value']} bits behind the leading one {known}".strip()
         )
         half = 1 if "nearest" in str(line.get("rounding")) else 0
         error = max(error, 2.0 ** -(line["value"] + half))
         switches.append(operand_switch(fact))
-    told.sort(key=lambda text: "operands" not in text)
+    kept.sort(key=lambda text: "operands" not in text)
     cure = f" To compare like with like, {' and '.join(dict.fromkeys(switches))}." if switches else ""
-    return f"{', '.join(told)}. Each operand is off by up to {error:.1g} of itself.{cure}"
+    return f"{', '.join(kept)}. Each operand is off by up to {error:.1g} of itself.{cure}"
 
 
 def _attention_error(key: str, mine: Line, theirs: Line, names: tuple[str, str]) -> tuple[str, str] | None:
@@ -237,7 +182,7 @@ def _attention_error(key: str, mine: Line, theirs: Line, names: tuple[str, str])
 
 
 def _functions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    """Functions: coarse ones by themselves, the rest as one list a dtype."""
+    """Functions: coarse ones by themselves, the rest as one list per dtype."""
     first, second = _names(a, b)
     for dtype, mine, theirs in _measured_on_both(a, b):
         listed = []
@@ -245,9 +190,9 @@ def _functions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
             x, y = mine["functions"][name], theirs.get("functions", {}).get(name, {"skipped": ""})
             if "skipped" in x or "skipped" in y:
                 continue
-            said = _said("functions", name, x, y, (first, second))
-            if said:
-                yield Difference(said[0], name, (dtype,), x["value"], y["value"], f"{dtype} ({name}): {said[1]}")
+            found = _compared("functions", name, x, y, (first, second))
+            if found:
+                yield Difference(found[0], name, (dtype,), x["value"], y["value"], f"{dtype} ({name}): {found[1]}")
             elif x["value"] is None or y["value"] is None:
                 continue
             elif abs(x["bits_right"] - y["bits_right"]) >= BITS_APART:
@@ -288,3 +233,56 @@ def _facts(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
             why = "Set it alike before comparing: it decides how products are computed."
             sentence = f"torch's {key} is {x} on {first}, {y} on {second}. {why}"
             yield Difference("settings", key, (), x, y, sentence)
+
+
+# -- files
+
+
+def write_passport(passport: dict[str, Any], path: str | Path) -> None:
+    """Into a file; folders on the way to it are made."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(passport, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another place with -o") from error
+
+
+def read_passport(path: str | Path) -> dict[str, Any]:
+    """A passport from a file; anything else is refused with the reason."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"can't read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not text: a passport is JSON from `noisescope passport -o FILE`") from error
+    try:
+        found = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not whole JSON ({error}): cut off or no passport. Take it again") from error
+    return check_passport(found, str(path))
+
+
+def check_passport(found: Any, what: str) -> dict[str, Any]:
+    """The passport itself, if it is one of the version this noisescope reads."""
+    if not isinstance(found, dict) or found.get("kind") != KIND:
+        raise InvalidInput(f"{what} is no passport (no kind {KIND!r} in it). Make one: noisescope passport -o FILE")
+    if found.get("schema_version") != SCHEMA_VERSION:
+        version = found.get("schema_version")
+        raise InvalidInput(
+            f"{what} has schema version {version!r}; this noisescope reads {SCHEMA_VERSION}: take it again"
+        )
+    if not isinstance(found.get("facts"), dict) or not isinstance(found.get("dtypes"), dict):
+        raise InvalidInput(f"{what} is damaged: no facts or no dtypes in it. Take it again")
+    for dtype in found["dtypes"].values():
+        for lines in _tables(dtype) if isinstance(dtype, dict) else [None]:
+            if not isinstance(lines, dict) or not all(isinstance(line, dict | str) for line in lines.values()):
+                raise InvalidInput(f"{what} is damaged: a table of it has no lines. Take it again")
+    return found
+
+
+def _tables(dtype: dict[str, Any]) -> Iterator[Any]:
+    for section, lines in dtype.items():
+        if section == "products" and isinstance(lines, dict):
+            yield from lines.values()
+        elif section != "skipped":
+            yield lines

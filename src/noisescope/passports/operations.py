@@ -1,4 +1,4 @@
-"""Number formats, exact inputs and ulps: what every probe of the passport builds on.
+"""What every probe of the passport builds on: formats, exact inputs, ulps, roundings, and the operations under test.
 
 References live on the host as numpy float64 (or wider). Subnormal numbers are written and read as bit patterns: on a
 CPU that flushes them, a cast would lose them before the operation under test saw them.
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Operation = Callable[..., torch.Tensor]
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -119,10 +120,7 @@ def rounded(number: float) -> float | None:
     return float(f"{number:.3g}") if math.isfinite(number) else None
 
 
-# The operations under test: torch's own on a device, each replaceable by an emulation.
-
-
-Operation = Callable[..., torch.Tensor]
+# -- operations under test
 
 
 @dataclass(frozen=True)
@@ -205,13 +203,12 @@ class Operations:
     attention: Operation = F.scaled_dot_product_attention  # q, k, v [B, H, T, D]
 
 
-# Which way a result is rounded, from sums whose exact value lies between two neighbours.
-#
-# In quarters of an ulp a sum is B + s, with B a multiple of 8 in the middle of its binade (1.5 x a power of two, so
-# the spacing is the same on both sides) and s = +-1, 2, 3 (below, on and above the tie to an even number) and +-5, 6,
-# 7 (the same above an odd number). B has both signs, which tells "toward zero" from "down".
+# -- roundings
 
-
+# Which way a result is rounded shows in sums whose exact value lies between two neighbours. In quarters of an ulp a sum
+# is B + s, with B a multiple of 8 in the middle of its binade (1.5 x a power of two, so the spacing is the same on both
+# sides) and s = +-1, 2, 3 (below, on and above the tie to an even number) and +-5, 6, 7 (the same above an odd number).
+# B has both signs, which tells "toward zero" from "down".
 QUARTERS = np.array([sign * s for sign in (1, -1) for s in (1, 2, 3, 5, 6, 7)], dtype=np.float64)
 # [24]: the small term of each row, and the sign of the big one
 SMALL = np.concatenate([QUARTERS, QUARTERS])
@@ -222,24 +219,20 @@ STOCHASTIC = "stochastic"
 UNCLEAR = "unclear"
 
 
-def _directions() -> dict[str, Array]:
-    """What each rounding makes of B + s, as a difference from B in quarters: mode -> [24]."""
-    outward = SMALL * BIG_SIGN  # s as seen from zero: positive lengthens the sum
-    return {
-        NEAREST_EVEN: 4 * np.round(SMALL / 4),  # B / 4 is even, so the parity of s / 4 is that of the sum
-        "nearest, ties away from zero": 4 * np.floor(outward / 4 + 0.5) * BIG_SIGN,
-        "toward zero": 4 * np.floor(outward / 4) * BIG_SIGN,
-        "away from zero": 4 * np.ceil(outward / 4) * BIG_SIGN,
-        "up": 4 * np.ceil(SMALL / 4),
-        "down": 4 * np.floor(SMALL / 4),
-        # Tensor cores align the terms to the largest and cut each before they are added, with a few bits to spare.
-        "toward zero, one bit to spare": 4 * np.floor(2 * np.trunc(SMALL / 2) * BIG_SIGN / 4) * BIG_SIGN,
-        "each term cut toward zero before the sum": 4 * np.trunc(SMALL / 4),
-        "not rounded here": SMALL,
-    }
-
-
-DIRECTIONS = _directions()
+_OUTWARD = SMALL * BIG_SIGN  # s as seen from zero: positive lengthens the sum
+# What each rounding makes of B + s, as a difference from B in quarters: mode -> [24].
+DIRECTIONS: dict[str, Array] = {
+    NEAREST_EVEN: 4 * np.round(SMALL / 4),  # B / 4 is even, so the parity of s / 4 is that of the sum
+    "nearest, ties away from zero": 4 * np.floor(_OUTWARD / 4 + 0.5) * BIG_SIGN,
+    "toward zero": 4 * np.floor(_OUTWARD / 4) * BIG_SIGN,
+    "away from zero": 4 * np.ceil(_OUTWARD / 4) * BIG_SIGN,
+    "up": 4 * np.ceil(SMALL / 4),
+    "down": 4 * np.floor(SMALL / 4),
+    # Tensor cores align the terms to the largest and cut each before they are added, with a few bits to spare.
+    "toward zero, one bit to spare": 4 * np.floor(2 * np.trunc(SMALL / 2) * BIG_SIGN / 4) * BIG_SIGN,
+    "each term cut toward zero before the sum": 4 * np.trunc(SMALL / 4),
+    "not rounded here": SMALL,
+}
 
 
 def name_rounding(observed: Array) -> str:

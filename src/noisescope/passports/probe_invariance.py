@@ -46,9 +46,6 @@ def invariance(product: Product, widths: Widths, *, quick: bool) -> dict[str, di
     def by_columns(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.t().contiguous().t()
 
-    def compared(got: Array, how: str, expected: Array = whole) -> dict[str, Any]:
-        return _equal(got, expected, how)
-
     def batch_sizes() -> dict[str, Any]:
         how = (
             f"the first n of {ROWS} rows alone, n = {', '.join(map(str, BATCH_SIZES))}: the sizes at which they differ"
@@ -63,7 +60,7 @@ def invariance(product: Product, widths: Widths, *, quick: bool) -> dict[str, di
                 differing.append(n)
                 worst = max(worst, _apart(got, whole[:n]))
         if wrong:
-            return nonsense(f"wrong beyond its own bits for {_listed(wrong)} rows", how, wrong_sizes=wrong)
+            return nonsense(f"wrong beyond its own bits for {', '.join(map(str, wrong))} rows", how, wrong_sizes=wrong)
         return item(differing, how, worst=rounded(worst))
 
     def repeats() -> dict[str, Any]:
@@ -81,15 +78,18 @@ def invariance(product: Product, widths: Widths, *, quick: bool) -> dict[str, di
     lines = {
         "repeats": repeats,
         "batch_sizes": batch_sizes,
-        "row_order": lambda: compared(values(product.call(at(x, rows, 0), w)), "rows of x reordered", whole[rows]),
-        "column_order": lambda: compared(
-            values(product.call(x, at(w, columns, 1))), "columns of w reordered", whole[:, columns]
+        "row_order": lambda: _equal(values(product.call(at(x, rows, 0), w)), whole[rows], "rows of x reordered"),
+        "column_order": lambda: _equal(
+            values(product.call(x, at(w, columns, 1))), whole[:, columns], "columns of w reordered"
         ),
-        "inner_order": lambda: compared(
+        "inner_order": lambda: _equal(
             values(product.call(at(x, inner, 1), at(w, inner, 0))),
+            whole,
             "inner dimension reordered: equality is not expected",
         ),
-        "layout": lambda: compared(values(product.call(by_columns(x), by_columns(w))), "x and w stored by columns"),
+        "layout": lambda: _equal(
+            values(product.call(by_columns(x), by_columns(w))), whole, "x and w stored by columns"
+        ),
     }
     return {name: attempt(probe) for name, probe in lines.items()}
 
@@ -118,7 +118,7 @@ def batched(product: Product) -> dict[str, Any]:
 def linear_laws(product: Product, widths: Widths) -> dict[str, dict[str, Any]]:
     """f(0) = 0, f(-x) = -f(x), f(2x) = 2 f(x), and a one-hot row reads a row of w back: exact in healthy arithmetic.
 
-    Numbers have no more bits than the product was seen to keep: a short operand or sum is said elsewhere.
+    Numbers have no more bits than the product was seen to keep: a short operand or sum is reported elsewhere.
     """
     precision = widths.carried(format_of(product.dtype).precision)
     smallest = format_of(product.result_dtype).smallest_normal
@@ -152,7 +152,3 @@ def _apart(a: Array, b: Array) -> float:
 def _equal(got: Array, expected: Array, how: str) -> dict[str, Any]:
     same = np.array_equal(got, expected, equal_nan=True)
     return item(same, how, worst=0.0 if same else rounded(_apart(got, expected)))
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""How a product sums: bits kept, and the rounding of the running sum and of the result.
+"""How a product sums, and what it does to operands and results: bits kept, roundings, exactness, error against float64.
 
 B + 1 - B with B = 1.5 x 2^k is 1 as long as the sum keeps more than k bits (1.5: with a bare power of two, the numbers
 just below it lie twice as close, and one order of terms would show a bit too many). The three terms lie at places of
@@ -35,6 +35,62 @@ from noisescope.passports.operations import (
 COLUMNS = 16  # of w: 8-bit products need a multiple of 16
 INNER_SIZES = (64, 256, 1024, 4096, 16384)
 QUICK_INNER_SIZES = (64, 1024)
+MARGIN = 1.25  # on the bound of a sum's error: rounding errors of second order
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bits a product was seen to keep: of its operands (behind the leading 1), of its running sum, of its result."""
+
+    operand: int | None  # None: operands are not cut
+    running_sum: int
+    result: int
+    drifts: bool = True  # the running sum is not known to be rounded to nearest
+
+    def carried(self, precision: int) -> int:
+        """Significant bits of an operand of this precision that come through to the result."""
+        operand = precision if self.operand is None else self.operand + 1
+        return min(precision, operand, self.running_sum, self.result)
+
+    def expected(self, x: Array, w: Array) -> tuple[Array, Array, Array]:
+        """x @ w in float64, sum |x||w|, and the largest error that these widths explain: a worst case, not a spread.
+
+        u_result |y| + (n u_sum + 2 u_operand) sum |x||w|, with u a whole ulp, n = K for sums that drift and sqrt(K)
+        for those rounded to nearest, whose errors have no common sign. The float64 reference errs by K 2^-53 itself.
+        """
+        reference, terms = host_product(x, w), host_product(np.abs(x), np.abs(w))
+        inner = x.shape[1]
+        cut = 0.0 if self.operand is None else 2 * 2.0**-self.operand
+        per_term = (inner if self.drifts else math.sqrt(inner)) * 2.0 ** (1 - self.running_sum) + inner * 2.0**-53 + cut
+        return reference, terms, MARGIN * (2.0 ** (1 - self.result) * np.abs(reference) + per_term * terms)
+
+
+@np.errstate(all="ignore")
+def products(product: Product, inner_sizes: Sequence[int]) -> tuple[dict[str, Any], Widths]:
+    """All lines about one product, and the widths by which its other results can be judged."""
+    found = accumulator(product, inner_sizes)
+    result_bits = _result_bits(product, found)
+    operand = _operand_bits(product, found, int(result_bits["value"] or 0))
+    form, result = format_of(product.dtype), format_of(product.result_dtype)
+    kept = int(operand["value"] or form.precision - 1)
+    sum_rounding = attempt(lambda: accumulation_rounding(product, found))
+    widths = Widths(
+        operand=kept if "cut" in operand else None,
+        running_sum=found.bits or result.precision,
+        result=int(result_bits["value"] or result.precision - 1) + 1,
+        drifts="nearest" not in str(sum_rounding["value"]),
+    )
+    lines = {
+        "sum_bits": found.line,
+        "sum_rounding": sum_rounding,
+        "result_bits": result_bits,
+        "result_rounding": attempt(lambda: result_rounding(product, found)),
+        "operand_bits": operand,
+        "terms": attempt(lambda: _terms(product, kept)),
+        "small_integers": attempt(lambda: _small_integers(product)),
+        "error": attempt(lambda: _error(product, widths)),
+    }
+    return lines, widths
 
 
 @dataclass(frozen=True)
@@ -173,67 +229,6 @@ def result_rounding(product: Product, found: Accumulator) -> dict[str, Any]:
     return item(name, how) if name else item(None, how, hidden="the format can't hold the numbers of this probe")
 
 
-# What a product does to its operands and results: mantissas cut, exactness, small integers, error against float64.
-
-
-MARGIN = 1.25  # on the bound of a sum's error: rounding errors of second order
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Bits a product was seen to keep: of its operands (behind the leading 1), of its running sum, of its result."""
-
-    operand: int | None  # None: operands are not cut
-    running_sum: int
-    result: int
-    drifts: bool = True  # the running sum is not known to be rounded to nearest
-
-    def carried(self, precision: int) -> int:
-        """Significant bits of an operand of this precision that come through to the result."""
-        operand = precision if self.operand is None else self.operand + 1
-        return min(precision, operand, self.running_sum, self.result)
-
-    def expected(self, x: Array, w: Array) -> tuple[Array, Array, Array]:
-        """x @ w in float64, sum |x||w|, and the largest error that these widths explain: a worst case, not a spread.
-
-        u_result |y| + (n u_sum + 2 u_operand) sum |x||w|, with u a whole ulp, n = K for sums that drift and sqrt(K)
-        for those rounded to nearest, whose errors have no common sign. The float64 reference errs by K 2^-53 itself.
-        """
-        reference, terms = host_product(x, w), host_product(np.abs(x), np.abs(w))
-        inner = x.shape[1]
-        cut = 0.0 if self.operand is None else 2 * 2.0**-self.operand
-        per_term = (inner if self.drifts else math.sqrt(inner)) * 2.0 ** (1 - self.running_sum) + inner * 2.0**-53 + cut
-        return reference, terms, MARGIN * (2.0 ** (1 - self.result) * np.abs(reference) + per_term * terms)
-
-
-@np.errstate(all="ignore")
-def products(product: Product, inner_sizes: Sequence[int]) -> tuple[dict[str, Any], Widths]:
-    """All lines about one product, and the widths by which its other results can be judged."""
-    found = accumulator(product, inner_sizes)
-    result_bits = _result_bits(product, found)
-    operand = _operand_bits(product, found, int(result_bits["value"] or 0))
-    form, result = format_of(product.dtype), format_of(product.result_dtype)
-    kept = int(operand["value"] or form.precision - 1)
-    sum_rounding = attempt(lambda: accumulation_rounding(product, found))
-    widths = Widths(
-        operand=kept if "cut" in operand else None,
-        running_sum=found.bits or result.precision,
-        result=int(result_bits["value"] or result.precision - 1) + 1,
-        drifts="nearest" not in str(sum_rounding["value"]),
-    )
-    lines = {
-        "sum_bits": found.line,
-        "sum_rounding": sum_rounding,
-        "result_bits": result_bits,
-        "result_rounding": attempt(lambda: result_rounding(product, found)),
-        "operand_bits": operand,
-        "terms": attempt(lambda: _terms(product, kept)),
-        "small_integers": attempt(lambda: _small_integers(product)),
-        "error": attempt(lambda: _error(product, widths)),
-    }
-    return lines, widths
-
-
 def _prefix(right: Array) -> int:
     """How many of the first entries are true."""
     return int(np.argmin(right)) if not right.all() else len(right)
@@ -250,7 +245,7 @@ def _result_bits(product: Product, found: Accumulator) -> dict[str, Any]:
     right = (got == (1.0 + np.ldexp(1.0, -j))[:, None]).all(axis=1)
     kept = _prefix(right)
     if kept == 0:
-        return nonsense(f"1 + 0.5 gives {_shown(got[0, 0])}", how)
+        return nonsense(f"1 + 0.5 gives {got[0, 0]:g}", how)
     short = found.bits is not None and kept < min(found.bits, precision) - 1
     return item(kept, how, of=precision - 1, **({"cut": "the result is stored short"} if short else {}))
 
@@ -348,7 +343,3 @@ def _error(product: Product, widths: Widths) -> dict[str, Any]:
         what = f"{int(beyond.sum())} of {beyond.size} results are further from float64 than its own bits explain"
         return nonsense(what, how, worst=rounded(units))
     return item(rounded(units), how, would_show=rounded(float((bound / terms).max() * 2.0**precision)))
-
-
-def _shown(number: float) -> str:
-    return f"{number:g}"

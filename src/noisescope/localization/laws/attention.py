@@ -1,7 +1,7 @@
 """The laws of a fused attention call, softmax(scale q k^T + mask) v, and of softmax where it is called by itself.
 
-V is ours to choose: V = 1 must give 1 (R11), V = I reads the probabilities back (R12, R13), one key must give its value
-(R9), and the whole is linear in V. Which operator broke shows in V = 1: an error that differs between channels comes
+V is ours to choose: V = 1 must give 1, V = I reads the probabilities back, one key must give its value, and the whole
+is linear in V. Which operator broke shows in V = 1: an error that differs between channels comes
 from the product with V, one that is the same in all channels from the normaliser, none at all from the scores or exp.
 """
 
@@ -19,15 +19,15 @@ from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import linear as linear_laws
 from noisescope.localization.laws.calls import RecordedCall
-from noisescope.localization.laws.evidence import LawEvidence
+from noisescope.localization.laws.evidence import LawEvidence, check_repeatability, exact, floored
 from noisescope.localization.laws.functions import log_odds
-from noisescope.localization.laws.law_result import exact, floored, host
 from noisescope.localization.laws.linear import Linear
-from noisescope.localization.laws.results import look_closer, steadiness
+from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.tensors import host_rows
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_SHUT = -1e4  # a float mask below this lets nothing through
+_HIDDEN = -1e4  # a float mask below this lets nothing through
 _SHIFT = 30.0  # of the scores: past exp's range in float16, far from it once the maximum is taken off
 
 
@@ -67,11 +67,9 @@ class Attention:
         )
 
     @property
-    def looks_nowhere(self) -> bool:
-        """Whether a mask shuts out all keys of some query."""
-        if self.mask is None:
-            return False
-        return bool(shut_out(self.mask).all(-1).any())
+    def sees_nothing(self) -> bool:
+        """Whether a mask hides all keys of some query."""
+        return self.mask is not None and bool(masked_out(self.mask).all(-1).any())
 
     def read(self, q: Tensor, k: Tensor) -> Tensor:
         """Probabilities [B, H, T, n] of n <= D keys without a mask, by V = I."""
@@ -80,9 +78,9 @@ class Attention:
         return self(q=q, k=k, v=value, mask=None, causal=False)[..., : k.shape[-2]]
 
 
-def shut_out(mask: Tensor) -> Tensor:
+def masked_out(mask: Tensor) -> Tensor:
     """Where a mask lets a query see nothing of a key: False in a mask of bools, a very low number in another."""
-    return ~mask if mask.dtype == torch.bool else mask < _SHUT
+    return ~mask if mask.dtype == torch.bool else mask < _HIDDEN
 
 
 def examine(recorded: RecordedCall) -> LawEvidence:
@@ -92,7 +90,7 @@ def examine(recorded: RecordedCall) -> LawEvidence:
         return LawEvidence(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
     # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
     unlike = call.k is not given_key(recorded)
-    if call.looks_nowhere:  # padding: what such rows give is anybody's guess
+    if call.sees_nothing:  # padding: what such rows give is anybody's guess
         call, unlike = replace(call, mask=None, causal=False), True
     # Linear in V: rows of V^T [B, H, D, S] are independent, and S is the length of the sums.
     linear = Linear(
@@ -101,11 +99,11 @@ def examine(recorded: RecordedCall) -> LawEvidence:
         call.k.shape[-2],
         free_rows=False,
         channels=False,
-        view=lambda out: host(out.permute(0, 3, 1, 2).flatten(-2)),  # [B, H, D, T] -> rows B T, channels H D
+        view=lambda out: host_rows(out.permute(0, 3, 1, 2).flatten(-2)),  # [B, H, D, T] -> rows B T, channels H D
     )
     found, base = linear_laws.examine(linear, None if unlike else recorded.y.transpose(-1, -2))
     if found.broken:
-        look_closer(linear, base, found)
+        linear_laws.probe_suspect(linear, base, found)
     for drive in (call, *_wider(call)):
         _ones(drive, found)
         _single_key(drive, found)
@@ -114,11 +112,11 @@ def examine(recorded: RecordedCall) -> LawEvidence:
     if unlike:
         again = recorded.again(call.q)
         with host_arithmetic():
-            first = host(recorded.y).double()
+            first = host_rows(recorded.y).double()
             limit = 8 * number_format(recorded.y.dtype).ulp(first)
-            found.results.append(exact("R1", host(again).double(), first, round_off=limit))
+            found.add(exact(Law.REPEAT, host_rows(again).double(), first, round_off=limit))
     if found.broken:
-        steadiness(recorded.again, call.q, recorded.y, call.q.roll(1, -2), found.facts)
+        check_repeatability(recorded.again, call.q, recorded.y, call.q.roll(1, -2), found.facts)
     return found
 
 
@@ -143,7 +141,7 @@ def given_key(recorded: RecordedCall) -> Tensor:
 
 
 def _ones(call: Attention, found: LawEvidence) -> None:
-    """R11: the rows of P sum to 1."""
+    """The rows of P sum to 1."""
     out = call(v=torch.ones_like(call.v))
     with host_arithmetic():
         got = out.detach().cpu().double()
@@ -154,8 +152,8 @@ def _ones(call: Attention, found: LawEvidence) -> None:
             got, 2 * form.ulp(torch.ones(1, dtype=torch.float64)).item() + 4 * u * (8 + math.sqrt(keys))
         )
         flat = (got - 1).transpose(1, 2).flatten(-2)  # [B, T, H * D]
-        result = floored("R11", flat, limit.transpose(1, 2).flatten(-2), 1.0, "")
-        found.results.append(result)
+        result = floored(Law.PROBABILITIES_SUM_TO_ONE, flat, limit.transpose(1, 2).flatten(-2), 1.0, "")
+        found.add(result)
         if result.broken:
             within = got.amax(-1) - got.amin(-1)
             found.facts.ones = "channels" if float(within.max()) > 2 * float(limit.max()) else "rows"
@@ -164,36 +162,36 @@ def _ones(call: Attention, found: LawEvidence) -> None:
 
 
 def _single_key(call: Attention, found: LawEvidence) -> None:
-    """R9: exp(0) / exp(0) = 1, so one key gives its value."""
+    """exp(0) / exp(0) = 1, so one key gives its value."""
     out = _one_key(call)
     with host_arithmetic():
         expected = call.v[..., :1, :].detach().cpu().double().flatten(1)
         got = out.detach().cpu().double().flatten(1)
         limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * WORK_ROUNDOFF * expected.abs()
-        found.results.append(floored("R9", got - expected, limit, float(expected.square().mean().sqrt())))
+        found.add(floored(Law.SINGLE_KEY, got - expected, limit, float(expected.square().mean().sqrt())))
 
 
 def _probabilities(call: Attention, found: LawEvidence) -> None:
-    """R12 and R13 on as many keys as fit, and R2: keys in another order."""
+    """Key shift and log-odds on as many keys as fit, and keys in another order."""
     keys = min(call.k.shape[-2], call.v.shape[-1])
     if keys < 2:
-        found.skipped.append("R12, R13: one key only")
+        found.skipped.append(f"{Law.KEY_SHIFT}, {Law.LOG_ODDS}: one key only")
         return
     q, k = call.q[..., -keys:, :], call.k[..., :keys, :]
     grid, moved = _shifted_keys(q, k, call.scale)
     p = call.read(q, k)
     doubled = call.read(2 * q, k)
     plain, shifted = call.read(q, grid), call.read(q, moved)
-    turned = call.read(q, k.roll(1, -2))
+    rolled = call.read(q, k.roll(1, -2))
     with host_arithmetic():
         sizes = [_score_size(q, keys_, call.scale) for keys_ in (k, grid, moved)]
-        found.results.append(log_odds("R13", p, doubled, 2.0, 3 * sizes[0]))
-        found.results.append(log_odds("R12", plain, shifted, 1.0, sizes[1] + sizes[2]))
+        found.add(log_odds(Law.LOG_ODDS, p, doubled, 2.0, 3 * sizes[0]))
+        found.add(log_odds(Law.KEY_SHIFT, plain, shifted, 1.0, sizes[1] + sizes[2]))
         found.facts.shift_overflows |= bool(shifted.isnan().any())
         if call.q.dtype.itemsize >= 4:
             found.facts.read = (p, q, k, call.scale)
-        order = log_odds("R2", p.roll(1, -1), turned, 1.0, 2 * sizes[0].roll(1, -1))
-        found.results.append(order)
+        order = log_odds(Law.ROW_ORDER, p.roll(1, -1), rolled, 1.0, 2 * sizes[0].roll(1, -1))
+        found.add(order)
 
 
 def _shifted_keys(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -216,7 +214,7 @@ def _score_size(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _later_keys(call: Attention, y: Tensor, found: LawEvidence) -> None:
-    """R4: keys and values that a query may not see are changed, and its output stays."""
+    """Keys and values that a query may not see are changed, and its output stays."""
     total, length = call.k.shape[-2], call.q.shape[-2]
     late = total - total // 3
     if total < 3:
@@ -225,7 +223,7 @@ def _later_keys(call: Attention, y: Tensor, found: LawEvidence) -> None:
         blind = torch.arange(length) < late
         blind = blind.expand(*call.q.shape[:2], -1)
     elif call.mask is not None:
-        blind = shut_out(call.mask).expand(*call.q.shape[:2], length, total)[..., late:].all(-1).cpu()
+        blind = masked_out(call.mask).expand(*call.q.shape[:2], length, total)[..., late:].all(-1).cpu()
     else:
         return
     seen = (y.detach().cpu() != 0).any(-1)
@@ -239,4 +237,4 @@ def _later_keys(call: Attention, y: Tensor, found: LawEvidence) -> None:
         scale = float(b.square().mean().sqrt())
         form = number_format(y.dtype)
         limit = 8 * form.ulp(b) + 8 * form.u * scale + 64 * WORK_ROUNDOFF * scale
-        found.results.append(floored("R4", a - b, limit, scale))
+        found.add(floored(Law.CAUSALITY, a - b, limit, scale))

@@ -1,4 +1,10 @@
-"""A call of a module or function as it was made, and how it is made again: with other inputs, or without its biases."""
+"""Calls as they were made, and how they are made again: with other inputs, or without their biases.
+
+Laws are tried inside the forward itself, at each module, on the input it really received. A listener on a module gets
+its call right after it, and makes it again with other inputs then and there. So every repeated call has the place, the
+thread and the scopes of the first one (a shared module is still in its block, a fault simulated by an outer scope still
+acts), nothing has to be kept, and the forward goes on with the first output.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope.localization.expression_search import PART, inner_modules
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.anatomy import ROTARY as ROTARY_KIND
 from noisescope.probe.attention import decomposed_config
+from noisescope.probe.operator_calls import FUSED
 from noisescope.probe.scope import ModelScope, PlainScope
 from noisescope.probe.target import CallWatcher, Context
 from noisescope.probe.wrapper import ForwardWrapper
 
-FUSED = "attention"  # what a fused attention call, and whole modules, are called where operators have their names
-ATTENTION_MODULE = "attention module"
+ATTENTION_MODULE = "attention module"  # what whole modules are called where operators have their names
 MLP = "mlp"
 ROTARY = "rotary"
-PART = "part"  # any other module inside a block: only what it gives is of interest
 WHOLES = (ATTENTION_MODULE, MLP, ROTARY, PART, "residual")
 
 _ADDED = {"linear": ((2, "bias"),), "layer_norm": ((3, "bias"),)}  # arguments that a function adds at its end
@@ -142,7 +148,7 @@ def unbiased(recorded: RecordedCall) -> tuple[Callable[[Tensor], Tensor], bool]:
 
 
 def biases(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Every bias in a module, with zeros to stand in for it: laws such as f(0) = 0 then hold for biased modules too."""
+    """Every bias in a module, with zeros to replace it: laws such as f(0) = 0 then hold for biased modules too."""
     found = []
     for part in module.modules():
         for name in ("bias", "in_proj_bias", "bias_k", "bias_v"):
@@ -150,14 +156,6 @@ def biases(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
             if bias is not None and not bias.is_meta:
                 found.append((part, name, torch.zeros_like(bias, requires_grad=False)))
     return found
-
-
-# Where the laws are tried: inside the forward itself, at each module, on the input it really received.
-#
-# A listener on a module is told of its call right after it, and makes it again with other inputs then and there. So
-# every repeated call has the place, the thread and the scopes of the first one (a shared module is still in its
-# block, a fault simulated by an outer scope still acts), nothing has to be kept, and the forward goes on with the
-# first output.
 
 
 Handler = Callable[[RecordedCall], None]
@@ -250,13 +248,8 @@ def module_anatomy(model: nn.Module, anatomy: Anatomy) -> Anatomy:
         if whole is not None:
             units.append(replace(unit, kind=MODULE, operators=(whole,), counts=()))
     known = {unit.module for unit in anatomy.units}
-    modules = dict(model.named_modules())
-    for place, block in enumerate(anatomy.blocks):
-        for name, module in modules[block].named_modules(prefix=block):
-            if name in known or not any(True for _ in module.parameters()):
-                continue
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                continue
+    for place, name, _ in inner_modules(model, anatomy):
+        if name not in known:
             inner = [u for u in units if u.module.startswith(f"{name}.") and u.operators == ("linear",)]
             mlp = bool(inner) and all(u.component == "mlp" for u in inner)
             units.append(Unit(name, MODULE, place, "mlp" if mlp else "", (MLP if mlp else PART,)))
@@ -266,14 +259,14 @@ def module_anatomy(model: nn.Module, anatomy: Anatomy) -> Anatomy:
 def function_anatomy(model: nn.Module, anatomy: Anatomy) -> tuple[Anatomy, list[str]]:
     """Modules whose own function calls are operators, without attention that can't be opened; and why it can't."""
     modules = dict(model.named_modules())
-    units, shut = [], []
+    units, skipped = [], []
     for unit in anatomy.units:
         module = modules.get(unit.module)
         if unit.kind == ATTENTION and isinstance(module, nn.MultiheadAttention):
-            shut.append("laws of fused attention: nn.MultiheadAttention is judged as a whole")
+            skipped.append("laws of fused attention: nn.MultiheadAttention is judged as a whole")
         elif unit.kind == ATTENTION and module is not None and decomposed_config(module) is not None:
             kernel = getattr(getattr(module, "config", None), "_attn_implementation", "")
-            shut.append(f"laws of fused attention: the kernel {kernel} can only be judged as a whole")
+            skipped.append(f"laws of fused attention: the kernel {kernel} can only be judged as a whole")
         else:
             units.append(unit)
-    return replace(anatomy, units=tuple(units)), shut
+    return replace(anatomy, units=tuple(units)), skipped

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.expression_search import Recorder, Residuals
+from noisescope.localization.expression_search import PART, Recorder, Residuals
 from noisescope.localization.host_operators import first_tensor, host_arithmetic
 from noisescope.localization.host_products import as_multiplied
-from noisescope.localization.laws import attention, functions, linear, norms, roundoff, sublayers
+from noisescope.localization.laws import attention, functions, linear, norms, sublayers, weights
 from noisescope.localization.laws.calls import (
     ATTENTION_MODULE,
-    FUSED,
     MLP,
-    PART,
     ROTARY,
     Handler,
     RecordedCall,
     unbiased,
 )
 from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
-from noisescope.localization.laws.law_result import differing, host, same_bits
-from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationResults, count_changes, look_closer
+from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationResults
+from noisescope.localization.laws.table import Law
+from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
+from noisescope.probe.operator_calls import FUSED
 from noisescope.sites import Place, Site
 
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
 _TOO_LARGE = "inputs that are not finite, or too large to be judged"
 
 
-class Stations:
-    """Listens to one model and writes down what its laws say."""
+class LawDispatcher:
+    """Hands each call to its laws, and their results to `results`."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Stations:
         self.causal, self.weights, self.places = causal, weights, places
         self.mixture = any(unit.kind in (EXPERTS, ROUTER) or unit.component == "router" for unit in anatomy.units)
         self.quantised = False  # a linear was met that may round its input by what else is in the batch
-        self.lawless: set[str] = set()  # linears that need not be linear, nor what is made of them
+        self.nonlinear: set[str] = set()  # modules called linear that need not be
         self.rotary = sublayers.Rotary()
         self.recorder, self.residuals = Recorder(), Residuals()
         self.blocks: dict[int, Tensor] = {}  # what each block gave
@@ -113,9 +114,9 @@ class Stations:
         self.add(recorded, LawEvidence(skipped=[_TOO_LARGE]))
         return False
 
-    def _lawful(self, recorded: RecordedCall) -> bool:
+    def _all_linear(self, recorded: RecordedCall) -> bool:
         """Whether every linear inside a module is one."""
-        if not any(name.startswith(f"{recorded.unit.module}.") for name in self.lawless):
+        if not any(name.startswith(f"{recorded.unit.module}.") for name in self.nonlinear):
             return True
         self.add(recorded, LawEvidence(skipped=["laws of a part with a linear that need not be linear"]))
         return False
@@ -126,10 +127,10 @@ class Stations:
             self._parts[recorded.unit.module] = recorded.output.detach()
         packed = recorded.unit.packed
         self.quantised |= bool(packed)
-        why = _no_linear(recorded)
+        why = _why_not_linear(recorded)
         if why:
             self.quantised = True
-            self.lawless.add(recorded.unit.module)
+            self.nonlinear.add(recorded.unit.module)
             self.add(recorded, LawEvidence(skipped=[f"laws of a linear: {why}"]))
             return
         if not self._can_judge(recorded):
@@ -137,18 +138,17 @@ class Stations:
         call, biased = unbiased(recorded)
         x, y = recorded.tensors
         given = as_multiplied(x, y)
-        own = linear.Linear(
-            call, given, x.shape[-1], additive=not packed, zero_channels=lambda c: roundoff.silent(recorded.callee, c)
-        )
+        zero_channels = functools.partial(weights.zero_channels, recorded.callee)
+        own = linear.Linear(call, given, x.shape[-1], additive=not packed, zero_channels=zero_channels)
         found, base = linear.examine(own, y if given is x and not biased else None)
         if packed:
-            found.skipped.append(f"R18, R26: {packed} may quantise what it is given")
+            found.skipped.append(f"{Law.ADDITIVITY}, {Law.NAN_PASSES}: {packed} may quantise what it is given")
         if self.weights:
-            roundoff.freivalds(recorded, found)
+            weights.check_checksums(recorded, found)
         if found.broken:
-            look_closer(own, base, found)
+            linear.probe_suspect(own, base, found)
             if self.weights:
-                roundoff.look_closer(recorded, found)
+                weights.read_weights_back(recorded, found)
         self.add(recorded, found)
 
     def _norm(self, recorded: RecordedCall) -> None:
@@ -170,7 +170,7 @@ class Stations:
         prefix = f"{recorded.unit.module}."
         parts = {name.removeprefix(prefix): y for name, y in self._parts.items() if name.startswith(prefix)}
         self._parts.clear()
-        if parts and not self.mixture and self._lawful(recorded) and self._can_judge(recorded):
+        if parts and not self.mixture and self._all_linear(recorded) and self._can_judge(recorded):
             found = sublayers.examine_mlp(recorded, parts)
             inside = {op for unit in self.anatomy.units if unit.place == recorded.unit.place for op in unit.operators}
             found.facts.activation = "gelu" if "gelu" in inside else "silu"
@@ -178,7 +178,7 @@ class Stations:
 
     def _attention_module(self, recorded: RecordedCall) -> None:
         self._record(recorded)
-        if self._lawful(recorded) and self._can_judge(recorded):
+        if self._all_linear(recorded) and self._can_judge(recorded):
             self.add(recorded, sublayers.examine_attention(recorded, self.rotary, causal=self.causal))
 
     def _rotary(self, recorded: RecordedCall) -> None:
@@ -205,16 +205,16 @@ class Stations:
         if not isinstance(place, int) or place not in self._second or place not in self._given:
             return facts
         x, y = self._second[place]
-        if same_bits(x, self._given[place]):
-            changed = differing(host(y).double(), host(self.blocks[place]).double())
+        if same_numbers(x, self._given[place]):
+            changed = differing(host_rows(y).double(), host_rows(self.blocks[place]).double())
             facts.random = bool(changed.any())
-            count_changes(changed, facts)
+            facts.count_changes(changed)
         return facts
 
     # -- functions
 
     def _product(self, recorded: RecordedCall) -> None:
-        """A product as a linear function of its first factor; the other one is held, what is added is left out."""
+        """A product as a linear function of its first factor; the other one is fixed, what is added is left out."""
         name = getattr(recorded.callee, "__name__", "")
         added = name in ("baddbmm", "addmm")
         args = list(recorded.args)
@@ -246,7 +246,7 @@ class Stations:
         own = linear.Linear(call, given, x.shape[-1], free_rows=name == "linear")
         found, base = linear.examine(own, y if given is x and not (biased or added) else None)
         if found.broken:
-            look_closer(own, base, found)
+            linear.probe_suspect(own, base, found)
         self.add(recorded, found)
 
     def _softmax(self, recorded: RecordedCall) -> None:
@@ -271,7 +271,7 @@ def site_of(recorded: RecordedCall) -> Site:
     return recorded.unit.site(recorded.operator, occurrence=recorded.occurrence if apart else 0)
 
 
-def _no_linear(recorded: RecordedCall) -> str:
+def _why_not_linear(recorded: RecordedCall) -> str:
     """Why a module of that name need not be a linear function of its input; "" where nothing speaks for it."""
     if not isinstance(recorded.callee, nn.Module) or recorded.unit.packed:
         return ""

@@ -1,18 +1,109 @@
-"""What all laws of one call said, and the facts that tell one kind of fault from another."""
+"""What the laws of one call found: each law kept or broken and by how much, and facts that tell fault classes apart."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.laws.law_result import LawResult
-from noisescope.localization.laws.statistics import Statistics
+from noisescope.localization.laws.output_statistics import Statistics
+from noisescope.localization.laws.table import Law
+from noisescope.localization.roundoff_floors import Reference
+from noisescope.localization.tensors import channels_with, differing, host_rows, rms
 
-Known = Recomputed | tuple[Tensor, Tensor, Tensor]  # or (output, expected, limit), [R, C]
+ANALYSED = 1 << 20  # numbers of an output that are examined, in whole rows
+TINY = 1e-300
+_RUNS = 4
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """One law at one operator. `strength` above 1 is broken; an exact law that is broken has inf."""
+
+    law: Law
+    strength: float
+    size: float = 0.0  # largest discrepancy, in `unit`
+    floor: float = 0.0  # the smallest discrepancy that would have broken the law, in the same unit
+    share: float = 0.0  # of elements that break it
+    channels: tuple[int, ...] = ()  # () where more than half do
+    elements: int = 0
+    within_round_off: bool = False  # broken bit for bit, but no more than another order of summation may do
+    unit: str = "of the rms"
+    words: str = ""  # in place of the size, where there is none
+
+    @property
+    def broken(self) -> bool:
+        return self.strength > 1
+
+    def __str__(self) -> str:
+        """`scaling by 2 off by 0.3 of the rms in 2.10 %`."""
+        if not self.broken:
+            return self.law
+        return (
+            f"{self.law}: {self.words}"
+            if self.words
+            else (f"{self.law} off by {self.size:.2g} {self.unit} in {self.share:.2%}")
+        )
+
+
+def exact(
+    law: Law,
+    got: Tensor,
+    expected: Tensor,
+    *,
+    allowed: Tensor | float = 0.0,
+    scale: float | None = None,
+    round_off: Tensor | None = None,
+) -> LawResult:
+    """A law that holds bit for bit, on float64 tensors [R, C].
+
+    allowed: for numbers under the normal range of the dtype
+    scale: the rms that sizes are relative to, where it is not that of `expected`
+    round_off: what another order of summation may do; within it, the law is broken only on a stack that repeats itself
+    """
+    off = differing(got, expected)
+    if isinstance(allowed, Tensor) or allowed > 0:
+        off &= ~((got - expected).abs() <= allowed)
+    if not bool(off.any()):
+        return LawResult(law, 0.0, elements=got.numel())
+    gap = (got - expected).abs()
+    size = float(gap[off].max()) / max(rms(expected) if scale is None else scale, TINY)
+    within = round_off is not None and bool((gap <= round_off)[off].all())
+    share = float(off.double().mean())
+    finite = size if math.isfinite(size) else math.inf
+    return LawResult(law, math.inf, finite, 0.0, share, channels_with(off), got.numel(), within)
+
+
+def floored(law: Law, error: Tensor, limit: Tensor, scale: float, unit: str = "of the rms") -> LawResult:
+    """A law that holds within a limit for each element [R, C]; sizes are relative to `scale`."""
+    if not error.numel():
+        return LawResult(law, 0.0)
+    bad = ~(error.abs() <= limit)  # NaN is beyond every limit
+    size = error.abs().nan_to_num(math.inf, posinf=math.inf)
+    strength = float((size / limit.clamp_min(TINY)).nan_to_num(math.inf, posinf=math.inf).max())
+    scale = max(scale, TINY)
+    return LawResult(
+        law,
+        strength,
+        float(size.max()) / scale,
+        float(limit.median()) / scale,
+        float(bad.double().mean()),
+        channels_with(bad) if bool(bad.any()) else (),
+        error.numel(),
+        unit=unit,
+    )
+
+
+def worse(first: LawResult, second: LawResult) -> LawResult:
+    """Of two results of one law at one site (several calls): the stronger one, with the larger floor."""
+    one, other = (second, first) if second.strength > first.strength else (first, second)
+    return replace(one, floor=max(one.floor, other.floor), elements=one.elements + other.elements)
 
 
 @dataclass
@@ -47,22 +138,28 @@ class EvidenceFacts:
     # an MLP as a whole
     activation: str = "silu"
     # where the right numbers are known
-    expected: Known | None = None
+    expected: Recomputed | None = None
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Those that say something and can be printed."""
-        plain = (bool, int, float, str, tuple)
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {
             name: value
             for name, value in found.items()
-            if isinstance(value, plain) and name not in ("expected", "additivity", "read")
+            if isinstance(value, (bool, int, float, str, tuple)) and name not in ("additivity", "read")
         }
+
+    def count_changes(self, changed: Tensor) -> None:
+        """How many elements [R, C] changed, of all and of the channels in which any did."""
+        hit = changed.any(0)
+        if bool(hit.any()):
+            self.changed_share = float(changed.double().mean())
+            self.changed_in_channels = float(changed[:, hit].double().mean())
 
 
 @dataclass
 class LawEvidence:
-    """The readings of one call of an operator, facts, and laws that could not be tried."""
+    """The results of one call of an operator, facts, and laws that could not be tried."""
 
     results: list[LawResult] = field(default_factory=list)
     facts: EvidenceFacts = field(default_factory=EvidenceFacts)
@@ -71,3 +168,51 @@ class LawEvidence:
     @property
     def broken(self) -> bool:
         return any(result.broken for result in self.results)
+
+    def add(self, *results: LawResult) -> None:
+        self.results += results
+
+    def add_statistics(self, found: Statistics, y: Tensor) -> None:
+        """Broken where something was found that never happens by chance."""
+        words = found.words(y.shape[-1])
+        channels = (found.stuck_channels if found.stuck else ()) or found.dead
+        channels = channels or (found.gap_channels if found.gap else ())
+        size, strength = found.gap / max(rms(y.double()), TINY), math.inf if words else 0.0
+        law = Law.OUTPUT_STATISTICS
+        self.add(LawResult(law, strength, size, 0.0, found.gap_share, channels, y.numel(), words=words))
+
+
+def known_values(y: Tensor, expected: Tensor, limit: Tensor) -> Recomputed:
+    """An output, what it should be, and how far it may be off, [R, C]."""
+    return Recomputed(y, Reference(expected, (limit / 2,)))
+
+
+def sampled_rows(y: Tensor, fewest: int = 2) -> Tensor:
+    """Indices of the rows that are examined: all, or as many as ANALYSED numbers hold, spread evenly."""
+    width = max(1, y.shape[-1])
+    total, most = y.numel() // width, max(fewest, ANALYSED // width)
+    return torch.arange(total) if total <= most else torch.linspace(0, total - 1, most).long()
+
+
+def check_repeatability(
+    call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor, other: Tensor | None, facts: EvidenceFacts
+) -> Tensor:
+    """Repeated calls of a suspect: is it `random`, is it `stale`, how many elements change. Gives what it settles on.
+
+    `other` is another input (rows moved by one) that is called in between: a call after it that differs from those
+    that repeat each other remembers what was computed before.
+    """
+    runs = [call(x) for _ in range(_RUNS)]
+    if other is not None:
+        call(other)
+    after = None if other is None else call(x)
+    with host_arithmetic():
+        kept = [host_rows(run).double() for run in runs[1:]]  # the first may still hold what an earlier call left
+        y, first = kept[-1], host_rows(base).double()
+        changed = torch.stack([differing(run, y) for run in kept[:-1]]).any(0)
+        facts.random = bool(changed.any())
+        if not facts.random:
+            remembers = after is not None and bool(differing(host_rows(after).double(), y).any())
+            facts.stale = remembers or bool(differing(first, y).any())
+        facts.count_changes(changed | differing(first, y))
+        return y

@@ -1,8 +1,8 @@
 """The laws of functions: activations, softmax where it is called by itself, and a table that is looked up.
 
-R15: a(z) - a(-z) = z for silu and gelu, whatever sigmoid or Phi is inside, since g(z) + g(-z) = 1. The unit is driven
-with what it received and with a sweep of numbers; in a 16-bit model with float32 numbers as well, whose rounding hides
-nothing. How far a healthy unit may be off comes from the same code run on the host.
+Activations: a(z) - a(-z) = z for silu and gelu, whatever sigmoid or Phi is inside, since g(z) + g(-z) = 1. The unit is
+driven with what it received and with a sweep of numbers; in a 16-bit model with float32 numbers as well, whose rounding
+hides nothing. How far a healthy unit may be off comes from the same code run on the host.
 
 Softmax: rows sum to 1, a shift of all scores changes nothing, log-odds are differences of scores.
 """
@@ -19,21 +19,28 @@ from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.calls import RecordedCall
-from noisescope.localization.laws.evidence import LawEvidence
-from noisescope.localization.laws.law_result import LawResult, exact, floored, host, rms
-from noisescope.localization.laws.results import steadiness
+from noisescope.localization.laws.evidence import (
+    LawEvidence,
+    LawResult,
+    check_repeatability,
+    exact,
+    floored,
+    known_values,
+)
+from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.tensors import host_rows, rms
 
 _WIDEST = 12.0
 _LEAST = {"silu": -0.2785, "gelu": -0.1701}  # the minimum of each, and where it lies
-_TURNS = {"silu": -1.27, "gelu": -0.74}
+_LEAST_AT = {"silu": -1.27, "gelu": -0.74}
 _STEEPEST = 1.13  # gelu's slope is at most 1.129, silu's 1.0999, in size
 _SCORE = 8.0  # units of round-off, relative to sum |q k|, that a score may be off: sqrt(D) for D = 64, in any order
 _LEAST_LOG = 8.0  # natural logarithms above the smallest number of the dtype down to which probabilities are read
 
 
 def examine_activation(recorded: RecordedCall) -> LawEvidence:
-    """R15 and what every function must do."""
+    """The activation identity, and what every function must do."""
     found = LawEvidence()
     z, y = recorded.x, recorded.output
     if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
@@ -41,7 +48,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
     call = recorded.again
     elsewhere = _on_host(recorded)
     flat = z.reshape(-1)
-    turned = call(flat.roll(1).reshape(z.shape))
+    rolled = call(flat.roll(1).reshape(z.shape))
     repeat, minus = call(z), call(-z)
     special = call(torch.tensor([math.nan, 0.0, 0.0, 0.0], dtype=z.dtype, device=z.device))
     grid = _grid(z)
@@ -49,34 +56,34 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
     fine = grid.float() if z.dtype.itemsize < 4 else None
     fine_swept = None if fine is None else (call(fine), call(-fine))
     with host_arithmetic():
-        first = host(y).double()
+        first = host_rows(y).double()
         limit = 4 * number_format(y.dtype).ulp(first)
-        found.results.append(exact("R1", host(repeat).double(), first, round_off=limit))
-        got, expected = host(turned).double().flatten(), first.flatten().roll(1)
+        found.add(exact(Law.REPEAT, host_rows(repeat).double(), first, round_off=limit))
+        got, expected = host_rows(rolled).double().flatten(), first.flatten().roll(1)
         gap = torch.where(got.isnan() & expected.isnan(), 0.0, got - expected)
-        found.results.append(floored("R2", gap[None], limit.flatten().roll(1)[None], rms(first)))
+        found.add(floored(Law.ROW_ORDER, gap[None], limit.flatten().roll(1)[None], rms(first)))
         out = special.detach().cpu().double()[None]
-        found.results.append(exact("R26", out[:, :1], torch.full_like(out[:, :1], math.nan)))
-        found.results.append(exact("R8", out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first)))
+        found.add(exact(Law.NAN_PASSES, out[:, :1], torch.full_like(out[:, :1], math.nan)))
+        found.add(exact(Law.ZERO, out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first)))
         for inputs, forth, back in (
             (z, y, minus),
             (grid, swept, swept_back),
             *(() if fine is None or fine_swept is None else ((fine, *fine_swept),)),
         ):
-            result = _identity(host(inputs), host(forth), host(back), elsewhere)
+            result = _identity(host_rows(inputs), host_rows(forth), host_rows(back), elsewhere)
             if result is None:
-                found.skipped.append("R15: this activation is not of the kind z g(z) with g(z) + g(-z) = 1")
+                found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the kind z g(z) with g(z) + g(-z) = 1")
                 break
-            found.results.append(result)
+            found.add(result)
         else:
             best = (fine, fine_swept[0]) if fine is not None and fine_swept is not None else (grid, swept)
-            found.results.append(_shape(recorded.operator, host(best[0]), host(best[1])))
+            found.add(_shape(recorded.operator, host_rows(best[0]), host_rows(best[1])))
     if found.broken:
-        steadiness(call, z, y, flat.roll(1).reshape(z.shape), found.facts)
+        check_repeatability(call, z, y, flat.roll(1).reshape(z.shape), found.facts)
         with host_arithmetic():  # what the host's code makes of the same numbers: for the class only
-            expected = elsewhere(host(z).double())
-            unit = number_format(y.dtype).ulp(torch.maximum(host(z).double().abs(), expected.abs()))
-            found.facts.expected = (host(y), expected, 4 * unit)
+            expected = elsewhere(host_rows(z).double())
+            unit = number_format(y.dtype).ulp(torch.maximum(host_rows(z).double().abs(), expected.abs()))
+            found.facts.expected = known_values(host_rows(y), expected, 4 * unit)
     return found
 
 
@@ -101,7 +108,7 @@ def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
 
 
 def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> LawResult | None:
-    """R15 in units of an ulp of the largest number involved; None where the host breaks it too."""
+    """The identity in units of an ulp of the largest number involved; None where the host breaks it too."""
     unit = number_format(z.dtype).ulp(z.double().abs())
     usable = z.double().isfinite()
     on_host = (elsewhere(z).double() - elsewhere(-z).double() - z.double()).abs() / unit
@@ -109,7 +116,7 @@ def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tenso
     if not healthy < 64:
         return None
     error = torch.where(usable, forth.double() - back.double() - z.double(), 0.0)
-    return floored("R15", error, 4 * max(1.0, healthy) * unit, rms(forth.double()))
+    return floored(Law.ACTIVATION_IDENTITY, error, 4 * max(1.0, healthy) * unit, rms(forth.double()))
 
 
 def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
@@ -118,19 +125,19 @@ def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
     out = y.double().flatten()[order]
     unit = number_format(y.dtype).ulp(out.abs().clamp_min(2.0**-6))
     below = (_LEAST[operator] - out).clamp_min(0)
-    right = values > _TURNS[operator]
+    right = values > _LEAST_AT[operator]
     falls = torch.zeros_like(out)
     falls[1:] = torch.where(right[1:] & right[:-1], (out[:-1] - out[1:]).clamp_min(0), 0.0)
     jumps = torch.zeros_like(out)
     jumps[1:] = ((out[1:] - out[:-1]).abs() - _STEEPEST * (values[1:] - values[:-1])).clamp_min(0)
     worst = torch.maximum(torch.maximum(below, falls), jumps)
-    return floored("R15", worst[None], (8 * unit + 1e-4 * (below > 0))[None], rms(out))
+    return floored(Law.ACTIVATION_IDENTITY, worst[None], (8 * unit + 1e-4 * (below > 0))[None], rms(out))
 
 
 # -- softmax
 
 
-def log_odds(law: str, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> LawResult:
+def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> LawResult:
     """log(p'_j / p'_max) = factor log(p_j / p_max), within the rounding of probabilities and scores."""
     form, u = number_format(p.dtype), WORK_ROUNDOFF
     a, b = p.detach().cpu().double(), other.detach().cpu().double()
@@ -171,28 +178,27 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
     with host_arithmetic():
         first = y.detach().cpu().double()
         again = repeat.detach().cpu().double()
-        found.results.append(exact("R1", again, first, round_off=8 * form.ulp(first)))
+        found.add(exact(Law.REPEAT, again, first, round_off=8 * form.ulp(first)))
         sizes = torch.zeros_like(first)
-        found.results.append(log_odds("R12", _four(plain), _four(shifted), 1.0, _four(sizes)))
-        found.results.append(log_odds("R13", _four(doubled), _four(plain), 2.0, _four(sizes)))
+        found.add(log_odds(Law.KEY_SHIFT, _four(plain), _four(shifted), 1.0, _four(sizes)))
+        found.add(log_odds(Law.LOG_ODDS, _four(doubled), _four(plain), 2.0, _four(sizes)))
         keys = x.shape[-1]
         for out in (y, plain):
             total = out.detach().cpu().double().sum(-1, keepdim=True)
             total = torch.where(total.isnan() | (total == 0), 1.0, total)
             slack = 2 * form.u * math.sqrt(keys) if form.bits < 20 else 0.0
             limit = torch.full_like(total, 4 * u * (8 + math.sqrt(keys)) + 2 * form.u + slack)
-            found.results.append(floored("R11", (total - 1).flatten(1), limit.flatten(1), 1.0, ""))
+            found.add(floored(Law.PROBABILITIES_SUM_TO_ONE, (total - 1).flatten(1), limit.flatten(1), 1.0, ""))
             found.facts.ones_size = float((total - 1).median())
             found.facts.ones_spread = float((total - 1).std()) if total.numel() > 1 else 0.0
         one = single.detach().cpu().double().flatten(1)
-        found.results.append(floored("R9", one - 1, torch.full_like(one, 4 * form.u), 1.0, ""))
+        found.add(floored(Law.SINGLE_KEY, one - 1, torch.full_like(one, 4 * form.u), 1.0, ""))
     if found.broken:
-        steadiness(recorded.again, x, y, x.roll(1, -2) if x.dim() > 1 else None, found.facts)
+        check_repeatability(recorded.again, x, y, x.roll(1, -2) if x.dim() > 1 else None, found.facts)
         with host_arithmetic():
             wide = x.detach().cpu().double().softmax(-1)
             limit = 8 * form.ulp(wide) + 8 * u * wide
-            rows = y.detach().cpu().reshape(-1, keys)
-            found.facts.expected = (rows, wide.reshape(-1, keys), limit.reshape(-1, keys))
+            found.facts.expected = known_values(*(host_rows(t) for t in (y, wide, limit)))
     return found
 
 
@@ -202,21 +208,21 @@ def _four(x: Tensor) -> Tensor:
 
 
 def examine_embedding(recorded: RecordedCall, *, weights: bool) -> LawEvidence:
-    """R1, R2, and R27 where weights are read."""
+    """Repetition, row order, and the stored table where weights are read."""
     found = LawEvidence()
     x, y = recorded.tensors
     plain = type(recorded.callee).forward is nn.Embedding.forward and recorded.callee.max_norm is None
-    turned = recorded.again(x.flip(-1)) if plain and x.dim() else None
+    flipped = recorded.again(x.flip(-1)) if plain and x.dim() else None
     repeat = recorded.again(x)
     with host_arithmetic():
-        first = host(y).double()
-        found.results.append(exact("R1", host(repeat).double(), first))
-        if turned is not None:
-            found.results.append(exact("R2", host(turned.flip(-2)).double(), first))
+        first = host_rows(y).double()
+        found.add(exact(Law.REPEAT, host_rows(repeat).double(), first))
+        if flipped is not None:
+            found.add(exact(Law.ROW_ORDER, host_rows(flipped.flip(-2)).double(), first))
         if weights and plain:
             table = recorded.callee.weight.detach().cpu()[x.detach().cpu().flatten()].double()
-            found.results.append(exact("R27", first, table))
-            found.facts.expected = (host(y), table, torch.zeros_like(first))
+            found.add(exact(Law.STORED_NUMBERS, first, table))
+            found.facts.expected = known_values(host_rows(y), table, torch.zeros_like(first))
     if found.broken:
-        steadiness(recorded.again, x, y, x.flip(-1), found.facts)
+        check_repeatability(recorded.again, x, y, x.flip(-1), found.facts)
     return found

@@ -2,8 +2,8 @@
 
 Exact laws cost a call each and are put together where they can: f(-2 x) = -2 f(x) is oddness and scaling at once, and
 is taken apart only where it breaks. Additivity takes one call: half of the rows carry x_1, the others x_2 = x - x_1,
-where x_1 is 0.7 x or 0.3 x by lot for each inner index. Both are exact, but have other bits than x: operands cut short
-on the way in do not add up.
+where x_1 is 0.7 x or 0.3 x at random for each inner index. Both are exact, but have other bits than x: operands cut
+short on the way in do not add up.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws import statistics
-from noisescope.localization.laws.evidence import LawEvidence
-from noisescope.localization.laws.law_result import LawResult, exact, floored, host, looked_at, rms, same_bits
+from noisescope.localization.laws.evidence import (
+    TINY,
+    LawEvidence,
+    LawResult,
+    check_repeatability,
+    exact,
+    floored,
+    sampled_rows,
+)
+from noisescope.localization.laws.output_statistics import copies, measure
 from noisescope.localization.laws.roundoff import (
     Floor,
     combination,
@@ -26,18 +33,21 @@ from noisescope.localization.laws.roundoff import (
     squares_from_split,
     truncation_share,
 )
+from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import Z_MEAN, number_format
+from noisescope.localization.tensors import bits_of, distinct_rows, host_rows, rms, same_numbers
 
-SEED = 5
-PART = 0.7
+_SEED = 5
+_PART = 0.7
+_ODD_ULPS = 1.0  # what a directed rounding leaves of f(x) + f(-x), halved
 _NANS = 32  # inner indices tried with a NaN: one of each lane of a unit up to 32 wide
 # Slack on S^2 that were carried over from other rows, by |x|^2. Null: right on average over rows, and too low where a
 # row has its large inputs at large weights; 16 covers a row whose S is four times what its norm says. Up to there 7
-# standard deviations hold as elsewhere (1.3e-12 a tail). Largest seen: 0.10 of the limit in 780 looks at R3
+# standard deviations hold as elsewhere (1.3e-12 a tail). Largest seen: 0.10 of the limit in 780 tests of batch size
 # (benchmarks/healthy_limits.py).
 _CARRIED = 16.0
 # Share of an error that looks like rounding toward zero: 0 for nearest, 1 for truncation. Null: what is found is normal
-# about 0, with its standard error at most, so that 0.4 + Z_MEAN errors are passed at 8e-11 a look at most. The 0.4 is
+# about 0, with its standard error at most, so that 0.4 + Z_MEAN errors are passed at 8e-11 per test at most. The 0.4 is
 # for the lean that healthy rounding has (density falls within a cell: 0.02 ulp, a share of 0.04).
 _TRUNCATES = 0.4
 
@@ -50,55 +60,56 @@ class Linear:
     x: Tensor
     terms: int  # K, the length of its sums
     free_rows: bool = True  # rows are independent of their place: they may be moved and called alone
-    channels: bool = True  # columns of the output are channels, so that R24 makes sense
+    channels: bool = True  # columns of the output are channels, so that output statistics make sense
     additive: bool = True  # not so where activations are quantised on the way
     zero_channels: Callable[[tuple[int, ...]], set[int]] | None = None  # which channels have a weight of 0
-    view: Callable[[Tensor], Tensor] = host  # an output as rows and channels, where it has another layout
+    view: Callable[[Tensor], Tensor] = host_rows  # an output as rows and channels, where it has another layout
 
     @property
-    def turned(self) -> Tensor | None:
+    def rolled(self) -> Tensor | None:
         """x with its rows moved on by one, over all leading dimensions."""
         rows = self.x.reshape(-1, self.x.shape[-1])
         return rows.roll(1, 0).reshape(self.x.shape) if self.free_rows and len(rows) > 1 else None
 
 
 def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
-    """All laws, and the output without bias; `y` is the output for x as it came, None where a bias was added to it."""
+    """All laws, and the output without bias; `y` is the output for x, None where a bias was added to it."""
     found, x, call = LawEvidence(), linear.x, linear.call
     base = call(x) if y is None else y
-    turned = None if linear.turned is None else call(linear.turned)
+    rolled = None if linear.rolled is None else call(linear.rolled)
     repeat = call(x)
     factor = scale_factor(x, base)
     scaled = call(x * -factor)
-    parts = split(linear, random_half(x, SEED)) if linear.additive else None
+    parts = split(linear, random_half(x, _SEED)) if linear.additive else None
     zero, nan = _zero_and_nan(linear)
-    alone = call(x.reshape(-1, x.shape[-1])[:1]) if turned is not None else None
+    alone = call(x.reshape(-1, x.shape[-1])[:1]) if rolled is not None else None
     with host_arithmetic():
-        rows = looked_at(base)
-        b, whole = host(base)[rows].double(), host(base)
+        rows = sampled_rows(base)
+        b, whole = host_rows(base)[rows].double(), host_rows(base)
         size = rms(b)
         if parts is None:
             squares = b.square().mean(0, keepdim=True).expand(len(whole), -1)
         else:
             squares = _additivity(linear, base, *parts, found)
         floor = combination([b, b], [_CARRIED * squares[rows]] * 2, linear.terms, base.dtype).limit
-        found.results.append(exact("R1", host(repeat)[rows].double(), b, round_off=floor))
-        got = host(scaled)[rows].double() / -factor
-        # Stands for R7 as well until it breaks.
-        law = "R7" if factor == 1 else "R17"
-        found.results.append(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
+        found.add(exact(Law.REPEAT, host_rows(repeat)[rows].double(), b, round_off=floor))
+        got = host_rows(scaled)[rows].double() / -factor
+        # Stands for oddness as well until it breaks.
+        law = Law.ODDNESS if factor == 1 else Law.SCALE_BY_TWO
+        found.add(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
         if factor == 1:
-            found.skipped.append("R17: inputs so large and so small that neither twice nor half of them fits the dtype")
-        found.results.append(exact("R8", host(zero).double(), torch.zeros_like(host(zero).double()), scale=size))
+            why = "inputs so large and so small that neither twice nor half of them fits the dtype"
+            found.skipped.append(f"{Law.SCALE_BY_TWO}: {why}")
+        found.add(exact(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size))
         if nan is not None:
-            _nan_passes(host(nan).double(), found)
-        if turned is not None and alone is not None:
-            _same_rows("R2", host(turned), whole.roll(1, 0), squares.roll(1, 0), linear.terms, found)
-            _same_rows("R3", host(alone), whole[:1], squares[:1], linear.terms, found)
+            _nan_passes(host_rows(nan).double(), found)
+        if rolled is not None and alone is not None:
+            _same_rows(Law.ROW_ORDER, host_rows(rolled), whole.roll(1, 0), squares.roll(1, 0), linear.terms, found)
+            _same_rows(Law.BATCH_SIZE, host_rows(alone), whole[:1], squares[:1], linear.terms, found)
         if linear.channels:
             _statistics(linear, base, found)
         if not found.broken:
-            found.results.append(LawResult("R7", 0.0, elements=b.numel()))
+            found.add(LawResult(Law.ODDNESS, 0.0, elements=b.numel()))
     return found, base
 
 
@@ -120,8 +131,7 @@ def allowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers near the end of the normal range may lose a bit when halved, or be flushed in float32 and bfloat16."""
     form = number_format(dtype)
     smallest = 2.0 ** (form.least - form.bits + 1)
-    flushed = 2.0**form.least if form.least <= -126 else 0.0
-    return torch.where(values.abs() < 2.0 ** (form.least + 2), 2 * smallest + 4 * flushed, 0.0)
+    return torch.where(values.abs() < 2.0 ** (form.least + 2), 2 * smallest + 4 * form.flushed, 0.0)
 
 
 def split(linear: Linear, mask: Tensor, *, bits: bool = True) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -131,21 +141,21 @@ def split(linear: Linear, mask: Tensor, *, bits: bool = True) -> tuple[Tensor, T
     """
     x = linear.x
     if bits:
-        large = x * PART  # x - fl(0.7 x) is exact (Sterbenz 1974)
+        large = x * _PART  # x - fl(0.7 x) is exact (Sterbenz 1974)
         part = torch.where(mask, large, x - large)
     else:
         part = torch.where(mask, x, torch.zeros_like(x))
     rest = x - part
     if not linear.free_rows:
         index = torch.arange(x.numel() // x.shape[-1])
-        return host(linear.call(part)), host(linear.call(rest)), index
+        return host_rows(linear.call(part)), host_rows(linear.call(rest)), index
     rows = x.reshape(-1, x.shape[-1])
     half = len(rows) // 2
     if half == 0:
         return None
     new = rows.clone()
     new[:half], new[half : 2 * half] = part.reshape(rows.shape)[:half], rest.reshape(rows.shape)[:half]
-    out = host(linear.call(new.reshape(x.shape)))
+    out = host_rows(linear.call(new.reshape(x.shape)))
     return out[:half], out[half : 2 * half], torch.arange(half)
 
 
@@ -166,38 +176,38 @@ def _zero_and_nan(linear: Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _nan_passes(out: Tensor, found: LawEvidence) -> None:
-    """R26; an inner index whose NaN reaches no output is not summed at all."""
-    result = exact("R26", out, torch.full_like(out, math.nan))
+    """An inner index whose NaN reaches no output is not summed at all."""
+    result = exact(Law.NAN_PASSES, out, torch.full_like(out, math.nan))
     lost = (~out.isnan()).all(-1)
     if bool(lost.any()) and not bool(lost.all()):
         found.facts.lost_inputs = tuple(lost.nonzero().flatten().tolist())
     words = f"{int((~out.isnan()).sum())} of {out.numel()} results are numbers" if result.broken else ""
-    found.results.append(replace(result, words=words))
+    found.add(replace(result, words=words))
 
 
 def _additivity(
     linear: Linear, base: Tensor, first: Tensor, second: Tensor, where: Tensor, found: LawEvidence
 ) -> Tensor:
-    """R18, and S^2 of every row for the other floors."""
-    keep = looked_at(first)
+    """The law, and S^2 of every row for the other floors."""
+    keep = sampled_rows(first)
     top = where[keep]
-    outputs = [first[keep].double(), second[keep].double(), host(base)[top].double()]
+    outputs = [first[keep].double(), second[keep].double(), host_rows(base)[top].double()]
     a, b, y = outputs
-    squares = squares_from_split((a - b) / (2 * PART - 1), host(linear.x).double(), top)
+    squares = squares_from_split((a - b) / (2 * _PART - 1), host_rows(linear.x).double(), top)
     here = squares[top]
     floor = combination(outputs, [here / 2, here / 2, here], linear.terms, base.dtype, short=here)
-    error, scale = a + b - y, max(rms(y), 1e-300)
-    result = floored("R18", error, floor.limit, scale)
+    error, scale = a + b - y, max(rms(y), TINY)
+    result = floored(Law.ADDITIVITY, error, floor.limit, scale)
     usable = error.isfinite() & (floor.variance > 0) & _full_precision(outputs, base.dtype)
     if bool(usable.any()):
         means = _Means.of(error, outputs, floor, usable, base.dtype)
         if means.strength > 1:  # a sort that only a suspect pays for
-            means = _Means.of(error, outputs, floor, usable & ~statistics.copies(outputs), base.dtype)
+            means = _Means.of(error, outputs, floor, usable & ~copies(outputs), base.dtype)
         result = replace(result, strength=max(result.strength, means.strength), floor=math.sqrt(means.visible) / scale)
         found.facts.truncates = means.truncates
         found.facts.mean_square = means.square
         found.facts.additivity = (torch.where(usable, error, 0.0), outputs)
-    found.results.append(result)
+    found.add(result)
     if result.broken:
         bad = ~(error.abs() <= floor.limit)
         found.facts.at_top = _at_top(bad, outputs, error)
@@ -207,7 +217,7 @@ def _additivity(
 
 @dataclass(frozen=True)
 class _Means:
-    """What R18 says on average, where single errors are within their limits."""
+    """What additivity says on average, where single errors are within their limits."""
 
     strength: float
     square: float  # of the error, in variances of healthy round-off
@@ -246,28 +256,120 @@ def _at_top(bad: Tensor, outputs: list[Tensor], error: Tensor) -> str:
     return "beyond" if float(excess.sign().mean()) > 0 else "short"
 
 
-def _same_rows(law: str, got: Tensor, expected: Tensor, squares: Tensor, terms: int, found: LawEvidence) -> None:
+def _same_rows(law: Law, got: Tensor, expected: Tensor, squares: Tensor, terms: int, found: LawEvidence) -> None:
     """Two outputs of the same rows, summed perhaps in another order."""
-    rows = looked_at(expected)
+    rows = sampled_rows(expected)
     a, b = got[rows].double(), expected[rows].double()
-    if same_bits(a, b):
-        found.results.append(LawResult(law, 0.0, elements=a.numel()))
+    if same_numbers(a, b):
+        found.add(LawResult(law, 0.0, elements=a.numel()))
         return
     own = squares[rows] * _CARRIED
     floor = combination([a, b], [own, own], terms, got.dtype)
     both_nan = a.isnan() & b.isnan()
-    found.results.append(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
+    found.add(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
 
 
 def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
-    """R24 on rows whose inputs differ."""
-    rows = looked_at(base)
-    different = statistics.different_rows(host(linear.x)[rows])
-    values = host(base)[rows][different]
-    seen = statistics.look(values)
+    """On rows whose inputs differ."""
+    rows = sampled_rows(base)
+    values = host_rows(base)[rows][distinct_rows(host_rows(linear.x)[rows])]
+    seen = measure(values)
     if seen.dead and linear.zero_channels is not None:  # a weight of 0 is no fault
         excused = linear.zero_channels(seen.dead)
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
     found.facts.statistics = seen
-    found.facts.gap_size = seen.gap / max(rms(values.double()), 1e-300)
-    found.results.append(statistics.result(seen, values))
+    found.facts.gap_size = seen.gap / max(rms(values.double()), TINY)
+    found.add_statistics(seen, values)
+
+
+def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
+    """Calls that only a suspect pays for: is the fault random, odd, an offset, does it scale, does it need other bits?
+
+    They tell the class of a fault, not whether there is one.
+    """
+    x, call, facts = linear.x, linear.call, found.facts
+    steady = check_repeatability(call, x, base, linear.rolled, facts)
+    again, minus, zero = call(x), call(-x), call(torch.zeros_like(x))
+    factor = scale_factor(x, base)
+    double = call(x * factor)
+    halves = split(linear, random_half(x, _SEED + 1), bits=False) if linear.additive else None
+    with host_arithmetic():
+        rows = sampled_rows(base)
+        y = steady[rows]
+        # f(-2 x) stood for both: now each law by itself.
+        both = next(r for r in found.results if r.law in (Law.SCALE_BY_TWO, Law.ODDNESS))
+        found.results.remove(both)
+        for law, out, sign in ((both.law, double, factor), (Law.ODDNESS, minus, -1.0)):
+            result = exact(law, host_rows(out)[rows].double() / sign, y, allowed=allowed(y, base.dtype))
+            found.add(replace(both, law=law) if facts.random else result)
+        seen, odd, null = (linear.view(t).double() for t in (again, minus, zero))
+        facts.even = _even_part(seen, odd, base.dtype)
+        facts.at_zero = _at_zero(null, seen, base.dtype)
+        if not linear.channels:  # for the class alone
+            facts.statistics = measure(linear.view(again))
+            facts.gap_size = facts.statistics.gap / max(rms(seen), TINY)
+        if halves is not None:
+            facts.adds_up_by_halves = _adds_up(linear, base, *halves)
+        stuck = [bit for bit, value in facts.statistics.stuck if value == 0]
+        if facts.additivity is not None and stuck:
+            facts.coarse_sums = _summed_coarsely(*facts.additivity, max(stuck) + 1, base.dtype)
+
+
+def _adds_up(linear: Linear, base: Tensor, a: Tensor, b: Tensor, where: Tensor) -> bool:
+    """Additivity over halves of the inner dimension: kept where only the operands' low bits were lost."""
+    keep = sampled_rows(a)
+    outputs = [a[keep].double(), b[keep].double(), host_rows(base)[where[keep]].double()]
+    squares = squares_from_split(outputs[0] - outputs[1], host_rows(linear.x).double(), where[keep])[where[keep]]
+    floor = combination(outputs, [squares / 2, squares / 2, squares], linear.terms, base.dtype)
+    error = outputs[0] + outputs[1] - outputs[2]
+    usable = error.isfinite()
+    square = float((error.square() / floor.variance)[usable].mean()) if bool(usable.any()) else math.inf
+    return square < mean_square_limit(error.numel()) and bool((error.abs() <= floor.limit).all())
+
+
+def _summed_coarsely(error: Tensor, outputs: list[Tensor], bits: int, dtype: torch.dtype) -> bool:
+    """Whether results that end in `bits` zeros were summed that coarsely, and not cut there once at the end.
+
+    A cut is toward zero, or one rounding; sums of many roundings are neither.
+    """
+    form = number_format(dtype)
+    variance, pattern = torch.zeros_like(error), torch.zeros_like(error)
+    for values, sign in zip(outputs, (1, 1, -1), strict=True):
+        coarse = form.ulp(values) * 2**bits
+        variance += coarse.square() / 12
+        pattern -= sign * values.sign() * coarse / 2
+    along = float((error * pattern / variance).sum() / (pattern.square() / variance).sum())
+    return along < 0.5 and float((error.square() / variance).mean()) > 2
+
+
+def _even_part(y: Tensor, minus: Tensor, dtype: torch.dtype) -> str:
+    """e = (f(x) + f(-x)) / 2 is 0 for anything odd: a constant is an offset, half an ulp a directed rounding."""
+    even = (y + minus) / 2
+    hit = (even != 0).any(0)
+    if not bool(hit.any()):
+        return ""
+    part = even[:, hit]
+    ulps = (part.abs() / number_format(dtype).ulp(y[:, hit])).nan_to_num(math.inf)
+    middle = part.median()
+    if float((ulps > _ODD_ULPS).double().mean()) < 1e-3:
+        return "within an ulp"
+    if bool((part.sign() == part.sign()[:1]).all()) and bool((y[:, hit].abs() == part.abs()).all()):
+        return "sign stuck"
+    if float(middle) != 0 and float((part - middle).abs().median()) < 0.2 * abs(float(middle)):
+        return "constant"
+    return "other"
+
+
+def _at_zero(zero: Tensor, y: Tensor, dtype: torch.dtype) -> str:
+    """What f(0) is, where it is not 0: one bit of the dtype, a constant, or something else."""
+    hit = zero != 0
+    if not bool(hit.any()):
+        return ""
+    values = zero[hit]
+    same = bool((values == values[0]).all())
+    bits = int(bits_of(values[:1].to(dtype))[0]) % (1 << 8 * dtype.itemsize)
+    if same and bits.bit_count() == 1:
+        return "one bit"
+    if bool((y[:, hit.any(0)] == y[:1, hit.any(0)]).all()):
+        return "constant channel"
+    return "constant" if same else "varied"

@@ -1,8 +1,8 @@
 """The laws of norms: y_ij = w_j (x_ij - mean_i) / sqrt(variance_i + eps), one gain w_j for all rows and scales of x.
 
 The gains are not read but found: w_j is the median over rows of y_ij / n_ij, n the normalised input on the host. One
-gain a channel must then explain every element (R25), and every element for 4 x (R6) and for other multiples of x (R6'),
-where a table for the reciprocal root is read elsewhere. A constant gain is invisible until weights are read (R27).
+gain per channel must then explain every element, also for 4 x and for other multiples of x, where a table for the
+reciprocal root is read elsewhere. A constant gain is invisible until weights are read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ from torch import Tensor, nn
 
 from noisescope.localization.formulas import NormFormula, norm_formula
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws import statistics
 from noisescope.localization.laws.calls import RecordedCall, unbiased
-from noisescope.localization.laws.evidence import LawEvidence
-from noisescope.localization.laws.law_result import LawResult, exact, floored, host, looked_at, rms
-from noisescope.localization.laws.results import steadiness
+from noisescope.localization.laws.evidence import (
+    TINY,
+    LawEvidence,
+    LawResult,
+    check_repeatability,
+    exact,
+    floored,
+    known_values,
+    sampled_rows,
+)
+from noisescope.localization.laws.output_statistics import Statistics, measure
+from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format
+from noisescope.localization.tensors import distinct_rows, host_rows, rms
 
 _FACTORS = (1.19, 1.41, 1.7, 1.83)  # spread over an octave of the variance
 _FEWEST_ROWS = 8  # for a median that a few wrong rows do not move
@@ -33,38 +42,37 @@ def examine(recorded: RecordedCall, *, weights: bool = False) -> LawEvidence:
     found = LawEvidence()
     x, y = recorded.tensors
     if y.shape != x.shape:
-        found.skipped.append("norm laws: its output has another shape than its input")
-        return found
+        return LawEvidence(skipped=["norm laws: its output has another shape than its input"])
     call, biased = unbiased(recorded)
     base = call(x) if biased else y
     flat = x.reshape(-1, x.shape[-1])
-    turned_x = flat.roll(1, 0).reshape(x.shape)
-    turned, repeat, minus = call(turned_x), call(x), call(-x)
+    rolled_x = flat.roll(1, 0).reshape(x.shape)
+    rolled, repeat, minus = call(rolled_x), call(x), call(-x)
     few = torch.zeros_like(flat[:4])
     few[0, 0] = math.nan
     special = call(few)
     formula = _formula(recorded)
     drives = [] if formula is None else _drives(call, x, base)
     with host_arithmetic():
-        rows = looked_at(base, _FEWEST_ROWS)
-        whole, y0 = host(base), host(base)[rows].double()
-        found.results.append(exact("R1", host(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
-        found.results.append(exact("R7", host(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
-        out = host(special).double()
-        found.results.append(exact("R26", out[:1], torch.full_like(out[:1], math.nan)))
-        found.results.append(exact("R8", out[1:], torch.zeros_like(out[1:]), scale=rms(y0)))
-        found.results.append(_moved(x, host(turned)[rows], whole.roll(1, 0)[rows]))
-        _statistics(recorded, host(x)[rows], whole[rows], found)
+        rows = sampled_rows(base, _FEWEST_ROWS)
+        whole, y0 = host_rows(base), host_rows(base)[rows].double()
+        found.add(exact(Law.REPEAT, host_rows(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
+        found.add(exact(Law.ODDNESS, host_rows(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
+        out = host_rows(special).double()
+        found.add(exact(Law.NAN_PASSES, out[:1], torch.full_like(out[:1], math.nan)))
+        found.add(exact(Law.ZERO, out[1:], torch.zeros_like(out[1:]), scale=rms(y0)))
+        found.add(_moved(x, host_rows(rolled)[rows], whole.roll(1, 0)[rows]))
+        _statistics(recorded, host_rows(x)[rows], whole[rows], found)
         if formula is None:
-            found.skipped.append("R25, R6, R6' of norms: no known formula")
+            found.skipped.append("laws of a norm's gains: no known formula")
         elif len(rows) < _FEWEST_ROWS:
-            found.skipped.append(f"R25, R6, R6' of norms: fewer than {_FEWEST_ROWS} rows")
+            found.skipped.append(f"laws of a norm's gains: fewer than {_FEWEST_ROWS} rows")
         else:
             for drive in drives:
-                _one_gain([(law, host(z)[rows], host(out)[rows]) for law, z, out in drive], formula, found)
-            _right_numbers(recorded, host(x)[rows], whole[rows], formula, found, weights=weights)
+                _one_gain([(law, host_rows(z)[rows], host_rows(out)[rows]) for law, z, out in drive], formula, found)
+            _right_numbers(recorded, host_rows(x)[rows], whole[rows], formula, found, weights=weights)
     if found.broken:
-        steadiness(call, x, base, turned_x, found.facts)
+        check_repeatability(call, x, base, rolled_x, found.facts)
     return found
 
 
@@ -82,15 +90,15 @@ def _formula(recorded: RecordedCall) -> NormFormula | None:
     return NormFormula(centred, given[-1] if given else eps, "weight", centred)
 
 
-def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[list[tuple[str, Tensor, Tensor]]]:
+def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[list[tuple[Law, Tensor, Tensor]]]:
     """(law, input, output) at several scales of x; again with float32 numbers, whose rounding hides nothing."""
     room = torch.finfo(x.dtype).max / 8 > float(x.abs().max())
-    scales = {"R6": (4.0,), "R6'": _FACTORS}
+    scales = {Law.NORM_SCALED_BY_FOUR: (4.0,), Law.NORM_SCALED: _FACTORS}
     factors = [(law, f if room else 1 / f) for law, several in scales.items() for f in several]
-    # How numbers are multiplied on the device does not matter: the law takes the product as it came out.
-    drives = [[("R25", x, base), *((law, x * f, call(x * f)) for law, f in factors)]]
+    # How numbers are multiplied on the device does not matter: the law takes the product as it is.
+    drives = [[(Law.ONE_GAIN_PER_CHANNEL, x, base), *((law, x * f, call(x * f)) for law, f in factors)]]
     if x.dtype.itemsize < 4:
-        wide = [("R25", x.float()), *((law, x.float() * f) for law, f in factors)]
+        wide = [(Law.ONE_GAIN_PER_CHANNEL, x.float()), *((law, x.float() * f) for law, f in factors)]
         with contextlib.suppress(RuntimeError):  # F.layer_norm with 16-bit weights takes 16-bit inputs only
             outputs = [(law, z, call(z)) for law, z in wide]
             if all(y.dtype == torch.float32 for _, _, y in outputs):
@@ -101,7 +109,7 @@ def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[l
 def _moved(x: Tensor, got: Tensor, expected: Tensor) -> LawResult:
     """The same rows in other places: at most two roundings apart."""
     a, b = got.double(), expected.double()
-    return floored("R2", torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(x, expected), rms(b))
+    return floored(Law.ROW_ORDER, torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(x, expected), rms(b))
 
 
 def _roundings(x: Tensor, y: Tensor) -> Tensor:
@@ -112,18 +120,17 @@ def _roundings(x: Tensor, y: Tensor) -> Tensor:
 
 def _statistics(recorded: RecordedCall, x: Tensor, y: Tensor, found: LawEvidence) -> None:
     y = y.to(narrower(x.dtype, y.dtype))  # a norm that rounds before a gain of 1 has no more bits than that
-    different = statistics.different_rows(x)
-    seen = statistics.look(y[different])
+    seen = measure(y[distinct_rows(x)])
     weight = getattr(recorded.callee, "weight", None)
     if seen.dead:  # a gain of 0 (or 1 + -1) is no fault, nor is an input that is 0
         excused = set((x.double() == 0).all(0).nonzero().flatten().tolist())
         if isinstance(weight, Tensor) and weight.numel() == y.shape[-1]:
-            gains = host(weight.reshape(1, -1))[0].double()
+            gains = host_rows(weight.reshape(1, -1))[0].double()
             excused |= {c for c in seen.dead if float(gains[c]) in (0.0, -1.0)}
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
-    plain = statistics.Statistics(seen.stuck, seen.stuck_channels, seen.dead)  # gaps and ties: R25 is sharper
     found.facts.statistics = seen
-    found.results.append(statistics.result(plain, y))
+    # Gaps and ties are left to the law of one gain, which is sharper.
+    found.add_statistics(Statistics(seen.stuck, seen.stuck_channels, seen.dead), y)
 
 
 def normalised(x: Tensor, formula: NormFormula) -> tuple[Tensor, Tensor]:
@@ -150,23 +157,24 @@ def _gains(y: Tensor, n: Tensor) -> Tensor:
     return best
 
 
-def _one_gain(drive: list[tuple[str, Tensor, Tensor]], formula: NormFormula, found: LawEvidence) -> None:
-    """R25, R6 and R6': gains found from the first must explain all."""
+def _one_gain(drive: list[tuple[Law, Tensor, Tensor]], formula: NormFormula, found: LawEvidence) -> None:
+    """Gains found from the first must explain all."""
     _, x, y = drive[0]
     gains = _gains(y.double(), normalised(x, formula)[0])
     for law, z, out in drive:
-        found.results.append(_explained(law, z, out, gains, formula))
+        found.add(_explained(law, z, out, gains, formula))
 
 
 def _right_numbers(
     recorded: RecordedCall, x: Tensor, y: Tensor, formula: NormFormula, found: LawEvidence, *, weights: bool
 ) -> None:
-    """What should have come out, by the gains found or, where weights are read, by those stored (R27)."""
+    """What should have come out, by the gains found or, where weights are read, by those stored."""
     n, _ = normalised(x, formula)
     gains = _gains(y.double(), n)
     if weights:
         gains = _stored_gains(recorded, gains, n, narrower(x.dtype, y.dtype), found)
-    found.facts.expected = (y, gains * n, _limit(x, n, gains, narrower(x.dtype, y.dtype), formula))
+    dtype = narrower(x.dtype, y.dtype)
+    found.facts.expected = known_values(y, gains * n, _limit(x, n, gains, dtype, formula))
 
 
 def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: NormFormula) -> Tensor:
@@ -178,10 +186,10 @@ def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: Nor
     if formula.centred:
         _, root = normalised(x, formula)
         limit = limit + 8 * u * x.double().abs().amax(-1, keepdim=True) * root * gains.abs()
-    return limit + (4 * 2.0**form.least if form.least <= -126 else 0.0)
+    return limit + 4 * form.flushed
 
 
-def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> LawResult:
+def _explained(law: Law, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> LawResult:
     """y against w n: element by element, and a factor for each row, in which roundings average out."""
     n, _ = normalised(x, formula)
     expected, values = gains * n, y.double()
@@ -189,10 +197,10 @@ def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
     limit = _limit(x, n, gains, dtype, formula)
     result = floored(law, values - expected, limit, rms(expected))
     energy = expected.square().sum(-1)
-    factor = torch.where(energy > 0, (values * expected).sum(-1) / energy.clamp_min(1e-300) - 1, 0.0)
+    factor = torch.where(energy > 0, (values * expected).sum(-1) / energy.clamp_min(TINY) - 1, 0.0)
     form = number_format(dtype)
     rounded = expected.abs().clamp_min(2.0**form.least)  # under the normal range roundings get no smaller
-    few = (expected * rounded).square().sum(-1).sqrt() / energy.clamp_min(1e-300)  # 1 / sqrt(elements that matter)
+    few = (expected * rounded).square().sum(-1).sqrt() / energy.clamp_min(TINY)  # 1 / sqrt(elements that matter)
     floor = Z_ELEMENT * form.u * few  # two roundings and those of the gains: below u together
     floor = floor + WORK_ROUNDOFF * (16 + math.sqrt(n.shape[-1]))
     strength = float((factor.abs() / floor).nan_to_num(math.inf).max())
@@ -203,19 +211,19 @@ def _explained(law: str, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
 
 
 def _stored_gains(recorded: RecordedCall, gains: Tensor, n: Tensor, dtype: torch.dtype, found: LawEvidence) -> Tensor:
-    """R27: the gains found against those stored, which are given back; those found where none can be read."""
+    """The gains found against those stored, which are given back; those found where none can be read."""
     weight = getattr(recorded.callee, "weight", None)
     formula = norm_formula(recorded.callee, gains.numel()) if isinstance(recorded.callee, nn.Module) else None
     if not isinstance(weight, Tensor) or weight.numel() != gains.numel() or formula is None:
         return gains
-    stored = host(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
+    stored = host_rows(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
     form, u = number_format(dtype), WORK_ROUNDOFF
     # An input that is always 0 says nothing of its gain, nor does an output with few bits.
     gains = torch.where((n != 0).any(0) & ((stored * n).abs().amax(0) >= 2.0**form.least), gains, stored)
     limit = (8 * form.u + u * (16 + math.sqrt(gains.numel()))) * stored.abs() + 1e-30
-    result = floored("R27", (gains - stored)[None], limit[None], rms(stored))
-    slope = float((gains * stored).sum() / stored.square().sum().clamp_min(1e-300)) - 1
+    result = floored(Law.STORED_NUMBERS, (gains - stored)[None], limit[None], rms(stored))
+    slope = float((gains * stored).sum() / stored.square().sum().clamp_min(TINY)) - 1
     floor = 8 * form.u / math.sqrt(gains.numel()) + u * (16 + math.sqrt(gains.numel()))
     strength = max(result.strength, abs(slope) / floor)
-    found.results.append(replace(result, strength=strength, floor=floor))
+    found.add(replace(result, strength=strength, floor=floor))
     return stored

@@ -1,7 +1,7 @@
-"""What healthy round-off may do to a law that is not exact; built on the round-off model of floors.py.
+"""What healthy round-off may do to a law that is not exact; built on the round-off model of roundoff_floors.py.
 
 A law compares outputs y_i of one operator, sum_i c_i y_i = 0. Each y_i is off by one rounding to its dtype (at most
-ulp / 2, variance ulp^2 / 12) and by the error of its sum of K terms (floors.sum_spread), which needs
+ulp / 2, variance ulp^2 / 12) and by the error of its sum of K terms (sum_spread), which needs
 S^2 = sum_k (x_k w_k)^2. Without weights S^2 comes from the module itself: for a random half m of the inner dimension
 
     E_m [f(m x) - f((1 - m) x)]^2 = sum_k (x_k w_k)^2,
@@ -13,18 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from noisescope.localization import host_products
-from noisescope.localization.checksums import BLOCK, checksums
-from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws import statistics
-from noisescope.localization.laws.calls import RecordedCall, parameters_replaced, unbiased
-from noisescope.localization.laws.evidence import LawEvidence
-from noisescope.localization.laws.law_result import LawResult, columns, differing, exact, floored, host, looked_at, rms
 from noisescope.localization.roundoff_floors import (
     SLACK,
     WORK_ROUNDOFF,
@@ -32,7 +24,6 @@ from noisescope.localization.roundoff_floors import (
     Z_MEAN,
     number_format,
     operand_spread,
-    shortened,
     sum_spread,
 )
 
@@ -70,8 +61,7 @@ def combination(
     if shortened is not None:
         spread += shortened.square()
     # Under the normal range a device may flush to 0: float32 and bfloat16 units do, and the result is as good.
-    flushed = 2.0**form.least if form.least <= -126 else 0.0
-    return Floor(SLACK * limit + Z_ELEMENT * spread.sqrt() + 4 * flushed, variance + spread + flushed**2)
+    return Floor(SLACK * limit + Z_ELEMENT * spread.sqrt() + 4 * form.flushed, variance + spread + form.flushed**2)
 
 
 def squares_from_split(difference: Tensor, x: Tensor, split_rows: Tensor) -> Tensor:
@@ -110,98 +100,3 @@ def truncation_share(
     weight = pattern / floor.variance
     total = float((weight * pattern).sum())
     return (0.0, math.inf) if total <= 0 else (float((weight * error).sum()) / total, total**-0.5)
-
-
-# Laws that read weights: checksums of every linear (R21), and for a suspect the columns and rows of W themselves.
-#
-# The host works in float64 on copies of input and weight, never through the module.
-
-
-_SEED = 21
-_FEWEST = 32  # checksums in a mean: what its limit is derived for (roundoff.MEAN_SQUARE)
-_READ_BACK = 4096  # columns that are read back at most
-
-
-def weight_of(module: Any) -> Tensor | None:
-    """W [N, K] on the host, or None where it is packed."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or weight.is_meta:
-        return None
-    copied = weight.detach().to("cpu", copy=True)
-    return copied.T if type(module).__name__ == "Conv1D" else copied
-
-
-def silent(module: Any, channels: tuple[int, ...]) -> set[int]:
-    """Of some channels those whose weights are all 0: they are silent for a good reason."""
-    weight = weight_of(module)
-    return set() if weight is None else {c for c in channels if not bool(weight[c].any())}
-
-
-def freivalds(recorded: RecordedCall, found: LawEvidence) -> None:
-    """R21: checksums of every row over blocks of 64 outputs."""
-    x, module = recorded.x, recorded.callee
-    weight = weight_of(module) if isinstance(module, nn.Module) else None
-    if weight is None or x is None:
-        found.skipped.append("R19 to R21: a packed weight")
-        return
-    call, biased = unbiased(recorded)
-    out = call(x) if biased else recorded.y
-    with host_arithmetic():
-        rows = looked_at(out)
-        a, y = host_products.as_multiplied(host(x)[rows], out), host(out)[rows]
-        signs = host_products.Rows(len(rows), _SEED).signs(len(weight))
-        sums = checksums(a, host_products.as_multiplied(weight, out), None, y, signs, shortened(out))
-        on_average = _mean_strength(sums.z)
-        if on_average > 1:  # rows that are mostly copies of others are no further evidence
-            on_average = _mean_strength(sums.z[statistics.copies([y.double()]).double().mean(-1) < 0.5])
-        strength, limit = max(float(sums.z.max()) / Z_ELEMENT, on_average), mean_square_limit(sums.z.numel())
-        scale = max(rms(y.double()), 1e-300) * math.sqrt(BLOCK)
-        size = float(sums.error.square().mean().sqrt()) / scale
-        floor = math.sqrt(limit * float(sums.variance.mean())) / scale
-        share = float((sums.z > Z_ELEMENT).double().mean())
-        found.results.append(LawResult("R21", strength, size, floor, share, (), y.numel()))
-
-
-def _mean_strength(z: Tensor) -> float:
-    """The mean of z^2 against its limit, where there are enough for one."""
-    enough = z.numel() >= _FEWEST
-    return math.sqrt(float(z.square().mean()) / mean_square_limit(z.numel())) if enough else 0.0
-
-
-def look_closer(recorded: RecordedCall, found: LawEvidence) -> None:
-    """R20 and R19 of a suspect, and its output recomputed whole for the class of its fault."""
-    x, module = recorded.x, recorded.callee
-    weight = weight_of(module)
-    if weight is None or x is None:
-        return
-    call, _ = unbiased(recorded)
-    weight, width = host_products.as_multiplied(weight, recorded.y), x.shape[-1]
-    read = min(width, _READ_BACK)
-    rows = x.numel() // width
-    units = torch.eye(width, dtype=x.dtype, device=x.device)[:read]
-    read_back = torch.cat([host(call(units[at : at + rows])) for at in range(0, read, rows)])
-    base, permuted, order = (
-        call(x),
-        None,
-        torch.randperm(len(weight), generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu"),
-    )
-    parameter = module._parameters.get("weight")
-    if isinstance(parameter, Tensor):
-        turned = type(module).__name__ == "Conv1D"
-        other = parameter.detach()[:, order.to(x.device)] if turned else parameter.detach()[order.to(x.device)]
-        with parameters_replaced([(module, "weight", other.contiguous())]):
-            permuted = call(x)
-    with host_arithmetic():
-        found.results.append(exact("R20", read_back.double(), weight.T[:read].double()))
-        wrong = differing(read_back.double(), weight.T[:read].double())
-        found.facts.wrong_columns = columns(wrong.T)
-        if permuted is not None:
-            got, expected = host(permuted).double(), host(base).double()[:, order]
-            scale = rms(expected)
-            squares = torch.full_like(expected, 16 * scale**2)
-            floor = combination([got, expected], [squares, squares], width, base.dtype)
-            found.results.append(floored("R19", got - expected, floor.limit, scale))
-        wide = x.detach().cpu()
-        found.facts.expected = host_products.linear(
-            wide, weight, None, base.detach().cpu(), host_products.Rows(256, _SEED)
-        )

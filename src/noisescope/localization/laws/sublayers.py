@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from noisescope.localization.formulas import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.attention import shut_out
+from noisescope.localization.laws.attention import masked_out
 from noisescope.localization.laws.calls import RecordedCall, biases, parameters_replaced
-from noisescope.localization.laws.evidence import LawEvidence
-from noisescope.localization.laws.law_result import LawResult, exact, floored, host, rms
+from noisescope.localization.laws.evidence import TINY, LawEvidence, LawResult, exact, floored
 from noisescope.localization.laws.roundoff import squares_from_split
+from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
+from noisescope.localization.tensors import host_rows, rms
 
 _CROSS = ("key_value_states", "encoder_hidden_states")
-# Guards, not derived: errors of five operators meet here. Of their limits healthy modules used at most, in 120 looks
-# (benchmarks/healthy_limits.py: 5 architectures, 3 dtypes, 4 seeds), 0.51 by R10, 0.00 by R4, 0.08 by R14.
+# Guards, not derived: errors of five operators meet here. Of their limits healthy modules used at most, in 120 tests
+# (benchmarks/healthy_limits.py: 5 architectures, 3 dtypes, 4 seeds), 0.51 by one token
+# repeated, 0.00 by causality, 0.08 by the position shift.
 _LOOSE = 32  # units of round-off that one token repeated, or tokens that may not be seen, may cost a module
 _ANSWERS = 8  # times the module's answer to one rounding
 _TERM = 3.0  # units of round-off in one term of an MLP's last sum: activation and product, three times over
@@ -36,19 +38,17 @@ Again = Callable[..., Tensor]
 
 
 def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -> LawEvidence:
-    """R4, R7, R8, R10 and R14 of one attention module."""
-    found = LawEvidence()
+    """Oddness, zero, one token repeated, causality and position shift of one attention module."""
     x, y = recorded.x, recorded.output
     if any(isinstance(recorded.kwargs.get(name), Tensor) for name in _CROSS):
-        found.skipped.append("R4, R7, R8, R10 of cross attention: its keys come from elsewhere")
-        return found
+        return LawEvidence(skipped=["laws of cross attention: its keys come from elsewhere"])
     if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
-        found.skipped.append("attention sub-layer laws: its input has not the shape [batch, 3 tokens or more, width]")
-        return found
-    looking = _looking(recorded, x)
-    if not bool(looking.any()):
-        found.skipped.append("attention sub-layer laws: a mask shuts out every token")
-        return found
+        shape = "its input has not the shape [batch, 3 tokens or more, width]"
+        return LawEvidence(skipped=[f"attention sub-layer laws: {shape}"])
+    attending = _attending(recorded, x)
+    if not bool(attending.any()):
+        return LawEvidence(skipped=["attention sub-layer laws: a mask hides every token"])
+    found = LawEvidence()
     zeros = biases(recorded.callee)
     plain = recorded if isinstance(recorded.callee, nn.MultiheadAttention) else recorded.alone()
 
@@ -57,95 +57,96 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
             return plain.again(z, **changed)
 
     def without_sinks(z: Tensor) -> Tensor:
-        with parameters_replaced(_shut_sinks(recorded.callee)):
+        with parameters_replaced(_closed_sinks(recorded.callee)):
             return call(z)
 
     base = call(x) if zeros or (plain is not recorded and recorded.adds) else y
     minus, zero = call(-x), call(torch.zeros_like(x))
     with host_arithmetic():
-        b, odd, null = (_rows(t, looking) for t in (base, minus, zero))
+        b, odd, null = (_rows(t, attending) for t in (base, minus, zero))
         u, scale = number_format(y.dtype).u, rms(b)
         limit = _LOOSE * u * (b.abs() + scale)
-        found.results.append(exact("R7", odd, -b, round_off=limit))
-        found.results.append(exact("R8", null, torch.zeros_like(null), scale=scale))
-    if _own_keys(recorded.callee):
-        found.skipped.append("R10: the module adds keys of its own, which take a share")
+        found.add(exact(Law.ODDNESS, odd, -b, round_off=limit))
+        found.add(exact(Law.ZERO, null, torch.zeros_like(null), scale=scale))
+    if _adds_keys(recorded.callee):
+        found.skipped.append(f"{Law.REPEATED_TOKEN}: the module adds keys of its own, which take a share")
     else:
-        found.results.append(_repeated_token(without_sinks, x, looking))
+        found.add(_repeated_token(without_sinks, x, attending))
     if causal:
-        found.results.append(_later_tokens(call, x, base, looking))
+        found.add(_later_tokens(call, x, base, attending))
     shifted = rotary.shifted(recorded.kwargs.get("position_embeddings"))
     if shifted is not None:
-        found.results.append(_positions(call, x, base, recorded.kwargs["position_embeddings"], *shifted))
+        found.add(_positions(call, x, base, recorded.kwargs["position_embeddings"], *shifted))
     return found
 
 
-def _looking(recorded: RecordedCall, x: Tensor) -> Tensor:
-    """Tokens [B, T] that may look at something: what padding gives, which looks nowhere, is anybody's guess."""
-    looking = torch.ones(x.shape[:2], dtype=torch.bool)
+def _attending(recorded: RecordedCall, x: Tensor) -> Tensor:
+    """Tokens [B, T] that may attend to something: what padding gives, which may not, is anybody's guess."""
+    attending = torch.ones(x.shape[:2], dtype=torch.bool)
     for value in (*recorded.args, *recorded.kwargs.values()):
         # [B, H, T, S], B and H perhaps 1
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[::2] in ((1, x.shape[1]), x.shape[:2]):
-            looking &= ~shut_out(value).all(-1).all(1).cpu()
+            attending &= ~masked_out(value).all(-1).all(1).cpu()
     padding = recorded.kwargs.get("attention_mask")
     if isinstance(padding, Tensor) and padding.shape == x.shape[:2] and not padding.is_floating_point():  # 1 and 0
-        looking &= (padding != 0).cpu()
-    return looking
+        attending &= (padding != 0).cpu()
+    return attending
 
 
 def _rows(t: Tensor, chosen: Tensor) -> Tensor:
     """The chosen tokens of [B, T, C] on the host, [R, C]."""
-    return host(t)[chosen.flatten()].double()
+    return host_rows(t)[chosen.flatten()].double()
 
 
-def _own_keys(module: nn.Module) -> bool:
-    """Whether every token also looks at a key that is no token."""
+def _adds_keys(module: nn.Module) -> bool:
+    """Whether every token also attends to a key that is no token."""
     return getattr(module, "bias_k", None) is not None or bool(getattr(module, "add_zero_attn", False))
 
 
-def _shut_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+def _closed_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     """Learned sinks, scores [H] of a key without a value, and numbers so low that they take no share."""
     sinks = module._parameters.get("sinks")
     lowest = None if sinks is None else torch.full_like(sinks, torch.finfo(sinks.dtype).min, requires_grad=False)
     return [] if lowest is None else [(module, "sinks", lowest)]
 
 
-def _repeated_token(call: Again, x: Tensor, looking: Tensor) -> LawResult:
-    """R10."""
+def _repeated_token(call: Again, x: Tensor, attending: Tensor) -> LawResult:
+    """Every token the same gives every output the same."""
     one = x[:, 1:2].expand_as(x).contiguous()
     out = call(one)
     same, u = out.detach().cpu().double(), number_format(out.dtype).u
-    first = same[torch.arange(len(same)), looking.int().argmax(1)]  # of each sequence, [B, C]
-    error, size = _rows(same - first[:, None], looking), rms(_rows(same, looking))
+    first = same[torch.arange(len(same)), attending.int().argmax(1)]  # of each sequence, [B, C]
+    error, size = _rows(same - first[:, None], attending), rms(_rows(same, attending))
     limit = _LOOSE * u * size
     if float(error.abs().max()) > limit:
         # One rounding of the input is as good a measure as any of what one rounding of a probability costs.
-        limit += _LOOSE * rms(_rows(call(_jitter(one, u)), looking) - _rows(same, looking))
-    return floored("R10", error, torch.full_like(error, limit) + 2.0**-60, size)
+        limit += _LOOSE * rms(_rows(call(_jitter(one, u)), attending) - _rows(same, attending))
+    return floored(Law.REPEATED_TOKEN, error, torch.full_like(error, limit) + 2.0**-60, size)
 
 
-def _later_tokens(call: Again, x: Tensor, base: Tensor, looking: Tensor) -> LawResult:
-    """R4."""
+def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> LawResult:
+    """Later tokens changed leave earlier outputs alone."""
     late = x.shape[1] - x.shape[1] // 3
     changed = x.clone()
     changed[:, late:] = -2 * x[:, late:].flip(-1)
-    acts_as_device = looking & (torch.arange(x.shape[1]) < late)
-    ahead, kept = (_rows(t, acts_as_device) for t in (call(changed), base))
+    earlier = attending & (torch.arange(x.shape[1]) < late)
+    ahead, kept = (_rows(t, earlier) for t in (call(changed), base))
     u = number_format(base.dtype).u
     limit = _LOOSE * u * (kept.square().mean(-1, keepdim=True).sqrt() + kept.abs())
-    return floored("R4", ahead - kept, limit, rms(kept))
+    return floored(Law.CAUSALITY, ahead - kept, limit, rms(kept))
 
 
 def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> LawResult:
-    """R14: all positions moved on."""
-    b = host(base).double()
-    u, scale = number_format(base.dtype).u, max(rms(b), 1e-300)
-    error = rms(host(call(x, position_embeddings=further)).double() - b)
+    """All positions moved on."""
+    b = host_rows(base).double()
+    u, scale = number_format(base.dtype).u, max(rms(b), TINY)
+    error = rms(host_rows(call(x, position_embeddings=further)).double() - b)
     floor = 4 * u * scale
     if error > _ANSWERS * floor:  # what angles that are off by one rounding cost here
         size = max(u, last * 2.0**-24)
-        floor += rms(host(call(x, position_embeddings=tuple(_jitter(t, size) for t in pair))).double() - b)
-    return LawResult("R14", error / (_ANSWERS * floor), error / scale, _ANSWERS * floor / scale, 1.0, (), b.numel())
+        floor += rms(host_rows(call(x, position_embeddings=tuple(_jitter(t, size) for t in pair))).double() - b)
+    floor *= _ANSWERS
+    return LawResult(Law.POSITION_SHIFT, error / floor, error / scale, floor / scale, 1.0, (), b.numel())
 
 
 def _jitter(t: Tensor, size: float) -> Tensor:
@@ -156,46 +157,46 @@ def _jitter(t: Tensor, size: float) -> Tensor:
 
 
 def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence:
-    """R16; `parts` are outputs of the linears inside, by their last name, from this same call."""
-    found = LawEvidence()
+    """The MLP identity; `parts` are outputs of the linears inside, by their last name, from this same call."""
+
+    def skipped(why: str) -> LawEvidence:
+        return LawEvidence(skipped=[f"{Law.MLP_IDENTITY}: {why}"])
+
     x, y = recorded.tensors
     children = dict(recorded.callee.named_children())
     gate, up, down = _roles([name for name in children if name in parts], parts)
     if down is None or gate is None:
-        found.skipped.append("R16: an MLP of another form than down(act(gate) up) or down(act(up))")
-        return found
+        return skipped("an MLP of another form than down(act(gate) up) or down(act(up))")
     others = [child for name, child in children.items() if name not in parts and not isinstance(child, nn.Dropout)]
-    if len(others) != 1 or not _halves_its_input(others[0]):
-        found.skipped.append("R16: the MLP's activation is not known to be one with a(z) - a(-z) = z")
-        return found
+    if len(others) != 1 or not _odd_part_is_half(others[0]):
+        return skipped("the MLP's activation is not known to be one with a(z) - a(-z) = z")
     if biases(recorded.callee) or recorded.adds:
-        found.skipped.append("R16: the MLP adds biases or a residual")
-        return found
+        return skipped("the MLP adds biases or a residual")
     product = (gate if up is None else gate * up).reshape(*x.shape[:-1], -1)
     if not bool(product.isfinite().all()):
-        found.skipped.append("R16: its products overflow")
-        return found
+        return skipped("its products overflow")
+    found = LawEvidence()
     through: Again = recorded.scope.afresh(children[down])
     minus, expected = recorded.again(-x), through(product)
     coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
     spread = through(product * (2 * coins - 1).to(product.device, product.dtype))  # the same terms with random signs
     with host_arithmetic():
-        a, b, e = host(y).double(), host(minus).double(), host(expected).double()
+        a, b, e = host_rows(y).double(), host_rows(minus).double(), host_rows(expected).double()
         error = a + b - e if up is not None else a - b - e
         form, work = number_format(y.dtype), WORK_ROUNDOFF
         u = form.u
         if y.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
             u = number_format(torch.bfloat16).u  # the user lets operands be shortened
-        flat = host(product).double()
-        squares = squares_from_split(host(spread).double(), flat, torch.arange(len(flat)))
+        flat = host_rows(product).double()
+        squares = squares_from_split(host_rows(spread).double(), flat, torch.arange(len(flat)))
         # Each term is off by the roundings of activation and product, in three outputs, and by their sums.
         deviation = (_TERM * u + work * math.sqrt(flat.shape[-1])) * squares.sqrt()
         limit = Z_ELEMENT * deviation + 2 * (form.ulp(a) + form.ulp(b) + form.ulp(e))
-        found.results.append(floored("R16", error, limit, rms(a)))
+        found.add(floored(Law.MLP_IDENTITY, error, limit, rms(a)))
     return found
 
 
-def _halves_its_input(activation: nn.Module) -> bool:
+def _odd_part_is_half(activation: nn.Module) -> bool:
     """Whether a(z) - a(-z) = z: relu, and the formulas known, all z g(z) with g(z) + g(-z) = 1."""
     return isinstance(activation, nn.ReLU) or activation_formula(activation) is not None
 
@@ -216,7 +217,7 @@ def _roles(names: list[str], parts: dict[str, Tensor]) -> tuple[Tensor | None, T
 
 
 class Rotary:
-    """R14: the rotation from one position to another depends on their distance alone.
+    """The rotation from one position to another depends on their distance alone.
 
     Keeps what the rotary modules of this forward gave, with the same angles 17 positions further on.
     """
@@ -231,13 +232,13 @@ class Rotary:
         return None if known is None or known[0] is not pair[0] else (known[1], known[2])
 
     def examine(self, recorded: RecordedCall) -> LawEvidence:
-        """R14: the rotation from a position to one 17 further on is the same everywhere."""
+        """The rotation from a position to one 17 further on is the same everywhere."""
         found = LawEvidence()
         given = [*recorded.args, *recorded.kwargs.values()]
         positions = next((t for t in given if isinstance(t, Tensor) and not t.is_floating_point()), None)
         like, pair = recorded.x, recorded.y
         if positions is None or like is None or not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            found.skipped.append("R14: rotary angles that are not (cos, sin) of positions")
+            found.skipped.append(f"{Law.POSITION_SHIFT}: rotary angles that are not (cos, sin) of positions")
             return found
 
         def call(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,14 +258,14 @@ class Rotary:
         )
         with host_arithmetic():
             for one, two in zip(again, pair, strict=True):
-                found.results.append(exact("R1", host(one).double(), host(two).double()))
-            found.results.append(_turning(pair, further, last))
+                found.add(exact(Law.REPEAT, host_rows(one).double(), host_rows(two).double()))
+            found.add(_rotations(pair, further, last))
             if wide is not like:
-                found.results.append(_turning(fine, fine_further, last))
+                found.add(_rotations(fine, fine_further, last))
         return found
 
 
-def _turning(here: Any, there: Any, last: int) -> LawResult:
+def _rotations(here: Any, there: Any, last: int) -> LawResult:
     """c c' + s s' and s' c - c' s, [.., T, D], must not depend on the position."""
     form = number_format(here[0].dtype)
     c, s, c2, s2 = (t.detach().cpu().double() for t in (*here, *there))
@@ -272,4 +273,4 @@ def _turning(here: Any, there: Any, last: int) -> LawResult:
     parts = [c * c2 + s * s2, s2 * c - c2 * s, c.square() + s.square()]
     error = torch.stack([part - part.median(-2, keepdim=True).values for part in parts])
     limit = torch.full_like(error, 8 * size * (2 * form.u + 2 * last * 2.0**-24 + 2.0**-22))
-    return floored("R14", error.reshape(-1, c.shape[-1]), limit.reshape(-1, c.shape[-1]), size)
+    return floored(Law.POSITION_SHIFT, error.reshape(-1, c.shape[-1]), limit.reshape(-1, c.shape[-1]), size)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch
-from noisescope.localization.laws.law_result import LawResult, differing, rms, same_bits
+from noisescope.localization.laws.evidence import TINY, LawResult
+from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import number_format
+from noisescope.localization.tensors import differing, rms, same_numbers
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
 from noisescope.probe.scope import PlainScope
@@ -26,9 +28,10 @@ from noisescope.sites import Site
 # Times the model's answer to one unit in the last place. Null: two healthy runs differ by sqrt(2) 0.425 u at every
 # operator, one unit is 2 u, and a deep model amplifies both alike: so healthy answers reach 0.3 / 8 = 0.04 of the limit
 # where roundings decide, and more where float32 sums are longer than a few hundred terms (their error is above one
-# rounding). Largest seen: 0.11 in 96 looks (benchmarks/healthy_limits.py).
+# rounding). Largest seen: 0.11 in 96 tests (benchmarks/healthy_limits.py).
 _SAFETY = 8.0
 _SEED = 45
+CACHE_LAWS = (Law.CAUSALITY, Law.DECODE_EQUALS_PREFILL)
 _JITTERED = ("linear", "norm", "silu", "gelu")
 
 
@@ -48,7 +51,7 @@ def answer(output: Any) -> Tensor:
     return first.detach().cpu()
 
 
-def looks_back_only(model: nn.Module) -> bool:
+def is_causal(model: nn.Module) -> bool:
     """A causal language model, by its class and its config."""
     config = getattr(model, "config", None)
     name = type(model).__name__
@@ -90,12 +93,12 @@ class _Keeper(CallWatcher):
             return y * (1 + 2 * number_format(y.dtype).u * signs.to(y.device)).to(y.dtype)
 
 
-def repeatability(first: Tensor, turned: Tensor, again: Tensor) -> dict[str, LawResult]:
-    """R1 and R2 of the whole model: bit for bit, sizes relative to the rms."""
+def repeatability(first: Tensor, flipped: Tensor, again: Tensor) -> dict[Law, LawResult]:
+    """Two runs, and another batch order, of the whole model: bit for bit, sizes relative to the rms."""
     found = {}
-    for law, other in (("R1", again), ("R2", turned.flip(0))):
+    for law, other in ((Law.REPEAT, again), (Law.ROW_ORDER, flipped.flip(0))):
         off = differing(first.double(), other.double())
-        size = rms((first - other).double()) / max(rms(first.double()), 1e-300)
+        size = rms((first - other).double()) / max(rms(first.double()), TINY)
         found[law] = LawResult(
             law, float(bool(off.any())) * 2, size, 0.0, float(off.double().mean()), (), first.numel()
         )
@@ -117,7 +120,7 @@ def nudge(model: nn.Module, anatomy: Anatomy, batch: Batch) -> Nudged:
 
 def beyond_round_off(first: Tensor, other: Tensor, nudged: Nudged) -> bool:
     """Whether two answers differ by more than round-off makes of the model."""
-    return _within("R1", other, first, nudged.answer).broken
+    return _within(Law.REPEAT, other, first, nudged.answer).broken
 
 
 def cache_laws(
@@ -127,10 +130,10 @@ def cache_laws(
     whole: Mapping[int, Tensor],
     logits: Tensor,
     nudged: Callable[[], Nudged],
-) -> tuple[dict[str, LawResult], Site | None]:
-    """R4 and R5: the prompt without its last token, then that token through the cache.
+) -> tuple[dict[Law, LawResult], Site | None]:
+    """Causality and the cache: the prompt without its last token, then that token through the cache.
 
-    Gives the readings and the first block that is off; `nudged` is asked only where something differs at all.
+    Gives the results and the first block that is off; `nudged` is asked only where something differs at all.
     """
     ids = batch["input_ids"]
     late = ids.shape[1] - 1
@@ -138,18 +141,19 @@ def cache_laws(
         output = model(input_ids=ids[:, :late], use_cache=True)
     with Blocks(model, anatomy) as decode:
         last = model(input_ids=ids[:, late:], past_key_values=output.past_key_values, use_cache=True)
-    acts_as_device, step = answer(output), answer(last)
-    if same_bits(acts_as_device, logits[:, :late]) and same_bits(step, logits[:, late:]):
-        return {law: LawResult(law, 0.0, elements=logits.numel()) for law in ("R4", "R5")}, None
+    early, step = answer(output), answer(last)
+    if same_numbers(early, logits[:, :late]) and same_numbers(step, logits[:, late:]):
+        return {law: LawResult(law, 0.0, elements=logits.numel()) for law in CACHE_LAWS}, None
     near = nudged()
     moved = near.answer
     with host_arithmetic():
         found = {
-            "R4": _within("R4", acts_as_device, logits[:, :late], moved[:, :late]),
-            "R5": _within("R5", step, logits[:, late:], moved[:, late:]),
+            Law.CAUSALITY: _within(Law.CAUSALITY, early, logits[:, :late], moved[:, :late]),
+            Law.DECODE_EQUALS_PREFILL: _within(Law.DECODE_EQUALS_PREFILL, step, logits[:, late:], moved[:, late:]),
         }
         site = None
-        for law, watched, part in (("R4", prefix, slice(0, late)), ("R5", decode, slice(late, None))):
+        parts = (prefix, slice(0, late)), (decode, slice(late, None))
+        for law, (watched, part) in zip(CACHE_LAWS, parts, strict=True):
             for index in range(len(anatomy.blocks)) if found[law].broken and site is None else ():
                 got, nudged_block = watched.outputs[index], near.blocks[index]
                 if _within(law, got, whole[index][:, part], nudged_block[:, part]).broken:
@@ -158,11 +162,11 @@ def cache_laws(
     return found, site
 
 
-def _within(law: str, got: Tensor, expected: Tensor, moved: Tensor) -> LawResult:
+def _within(law: Law, got: Tensor, expected: Tensor, moved: Tensor) -> LawResult:
     """Token by token, against the answer to round-off of the token that minds it most."""
     got, expected, moved = got.double(), expected.double(), moved.double()
     error = (got - expected).square().mean(-1).sqrt()
     floor = _SAFETY * float((moved - expected).square().mean(-1).sqrt().amax().clamp_min(1e-30))
-    scale = max(rms(expected), 1e-300)
+    scale = max(rms(expected), TINY)
     worst = float(error.nan_to_num(torch.inf).max())
     return LawResult(law, worst / floor, worst / scale, floor / scale, 1.0, (), got.numel())

@@ -1,19 +1,17 @@
-"""R24: what a healthy output never looks like, whatever was computed: stuck bits, dead channels, gaps, ties.
+"""What a healthy output never looks like, whatever was computed: stuck bits, dead channels, gaps, ties.
 
 Only rows that come from different inputs count: a token that occurs twice gives the same row twice in the first block.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope.localization.laws.law_result import LawResult, columns, rms
-from noisescope.localization.roundoff_floors import INTEGERS, Format, as_judged, number_format
+from noisescope.localization.roundoff_floors import Format, as_judged, number_format
+from noisescope.localization.tensors import any_row_bits, bits_of, channels_with
 
 _CELLS = 40  # different settings of the higher bits under which a bit must stay the same: 2^-39 by chance
 _CONSTANT = 0.995
@@ -39,21 +37,26 @@ class Statistics:
     ties: int = 0
     clear_ties: bool = False  # enough of them to be an alarm by themselves
 
-
-def different_rows(x: Tensor) -> Tensor:
-    """Indices of rows with different contents."""
-    seen: dict[bytes, int] = {}
-    view = x.contiguous().view(INTEGERS[x.dtype.itemsize]).numpy()
-    for row in range(len(view)):
-        seen.setdefault(view[row].tobytes(), row)
-    return torch.tensor(list(seen.values()), dtype=torch.long)
+    def words(self, width: int) -> str:
+        """What never happens by chance; "" where there is nothing."""
+        found = []
+        if self.stuck:
+            named = ", ".join(f"bit {bit} always {value}" for bit, value in self.stuck[:4])
+            found.append(f"{named}{' ...' if len(self.stuck) > 4 else ''}")
+        if self.dead:
+            found.append(f"{len(self.dead)} of {width} channels constant")
+        if self.gap:
+            found.append(f"{self.gap_share:.1%} of numbers are 0 and no other is below {self.gap:.3g}")
+        if self.clear_ties:
+            found.append(f"{self.ties} numbers tie at {self.limit:.4g}")
+        return "; ".join(found)
 
 
 def copies(outputs: list[Tensor]) -> Tensor:
-    """Elements that say again what an earlier row of their channel said, of outputs [R, C].
+    """Elements that repeat an earlier row of their channel, of outputs [R, C].
 
     Rows may be alike (one token repeated) but for a few roundings. Where all outputs of an element are the same
-    numbers, so are their rounding errors: a mean over them is no surer than one of them.
+    numbers, so are their rounding errors: a mean over them is no more certain than one of them.
     """
     keys = torch.zeros_like(outputs[0], dtype=torch.int64)
     for values in outputs:
@@ -64,7 +67,7 @@ def copies(outputs: list[Tensor]) -> Tensor:
     return torch.zeros_like(again).scatter_(0, order, again)
 
 
-def look(y: Tensor) -> Statistics:
+def measure(y: Tensor) -> Statistics:
     """Statistics of an output [R, C] in its own dtype, rows all different, no bias added."""
     y = as_judged(y)
     values = y.double()
@@ -73,33 +76,11 @@ def look(y: Tensor) -> Statistics:
     if len(y) < 2:
         return Statistics()
     form = number_format(y.dtype)
-    dead = _dead(values, form)
+    dead = _dead_channels(values, form)
     stuck, stuck_channels = _stuck_bits(y, values, dead)
     gap, share, gap_channels = _gap(values, dead, form)
     limit, ties, clear = _ties(values, form)
     return Statistics(stuck, stuck_channels, dead, gap, share, gap_channels, limit, ties, clear)
-
-
-def result(found: Statistics, y: Tensor) -> LawResult:
-    """Broken where something was found that never happens by chance."""
-    told = []
-    channels: tuple[int, ...] = ()
-    if found.stuck:
-        named = ", ".join(f"bit {bit} always {value}" for bit, value in found.stuck[:4])
-        told.append(f"{named}{' ...' if len(found.stuck) > 4 else ''}")
-        channels = found.stuck_channels
-    if found.dead:
-        told.append(f"{len(found.dead)} of {y.shape[-1]} channels constant")
-        channels = channels or found.dead
-    if found.gap:
-        told.append(f"{found.gap_share:.1%} of numbers are 0 and no other is below {found.gap:.3g}")
-        channels = channels or found.gap_channels
-    if found.clear_ties:
-        told.append(f"{found.ties} numbers tie at {found.limit:.4g}")
-    size = found.gap / max(rms(y.double()), 1e-300)
-    strength = math.inf if told else 0.0
-    share = found.gap_share
-    return LawResult("R24", strength, size, 0.0, share, channels, y.numel(), words="; ".join(told))
 
 
 def _spread(values: Tensor) -> float:
@@ -107,14 +88,14 @@ def _spread(values: Tensor) -> float:
     return float(values.std(0).median())
 
 
-def _dead(values: Tensor, form: Format) -> tuple[int, ...]:
+def _dead_channels(values: Tensor, form: Format) -> tuple[int, ...]:
     """Channels with one number in all rows, where fewer than half of the channels are so."""
     if len(values) < _DIFFERENT:
         return ()
     constant = (values == values[:1]).all(0)
     if bool(constant.any()):
         constant &= _spread(values) >= _STEPS * form.ulp(values[0])
-    return tuple(constant.nonzero().flatten().tolist()) if int(constant.sum()) * 2 <= constant.numel() else ()
+    return channels_with(constant[None])
 
 
 def _stuck_bits(
@@ -128,14 +109,14 @@ def _stuck_bits(
     alive = torch.ones(y.shape[-1], dtype=torch.bool)
     alive[list(dead)] = False
     counted = (values != 0) & alive
-    pattern = y.contiguous().view(INTEGERS[y.dtype.itemsize])
+    pattern = bits_of(y)
     numbers = pattern[counted]
     sample = numbers[:: max(1, len(numbers) // _SAMPLE)]
     stuck: list[tuple[int, int]] = []
     lanes: dict[tuple[int, int], Tensor] = {}
-    always, ever = _held(pattern, counted)
+    ever_0, ever_1 = (any_row_bits(torch.where(counted, bits, 0)) for bits in (~pattern, pattern))
     for bit in range(number_format(y.dtype).bits - 1):
-        for share_of in (sample, numbers):  # most bits are fair, and a few numbers say so
+        for share_of in (sample, numbers):  # most bits are fair, and a few numbers show it
             ones = float((share_of >> bit & 1).double().mean()) if len(share_of) else 0.5
             if 1 - _CONSTANT < ones < _CONSTANT:
                 break
@@ -143,8 +124,8 @@ def _stuck_bits(
             if int(_different((numbers >> (bit + 1))[:, None])) >= _CELLS:
                 stuck.append((bit, round(ones)))
             continue
-        for value, same in ((1, always >> bit & 1 != 0), (0, ever >> bit & 1 == 0)):
-            found = same & alive
+        for value, other in ((1, ever_0), (0, ever_1)):
+            found = (other >> bit & 1 == 0) & alive
             if len(y) >= _CELLS and bool(found.any()):
                 found[found.clone()] = _different(pattern[:, found] >> (bit + 1)) >= _CELLS
                 if bool(found.any()):
@@ -155,14 +136,7 @@ def _stuck_bits(
         bit = 0
         while lanes.pop((bit, 0), None) is not None:
             bit += 1
-    return (tuple(lanes), columns(torch.stack(list(lanes.values())))) if lanes else ((), ())
-
-
-def _held(pattern: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Bits that are set in all counted rows of a column, and those set in any."""
-    ones = torch.where(counted, pattern, torch.full_like(pattern, -1)).numpy()
-    zeros = torch.where(counted, pattern, torch.zeros_like(pattern)).numpy()
-    return torch.from_numpy(np.bitwise_and.reduce(ones, 0)), torch.from_numpy(np.bitwise_or.reduce(zeros, 0))
+    return (tuple(lanes), channels_with(torch.stack(list(lanes.values())))) if lanes else ((), ())
 
 
 def _different(cells: Tensor) -> Tensor:
@@ -189,7 +163,7 @@ def _gap(values: Tensor, dead: tuple[int, ...], form: Format) -> tuple[float, fl
         # Density is highest round 0, so the gap (0, s) lacks about as many numbers as (s, 2 s) has.
         # Numbers under the normal range fill it; what is between them and 0 is the rounding of the format.
         if smallest >= 2.0**form.least and near >= 4 and 0.25 * near <= zeros <= 64 * near:
-            return smallest, zeros / values.numel(), columns(zero)
+            return smallest, zeros / values.numel(), channels_with(zero)
     return 0.0, 0.0, ()
 
 
@@ -205,9 +179,7 @@ def _ties(values: Tensor, form: Format) -> tuple[float, int, bool]:
         ties = int(at.sum())
         if ties > best[1]:
             # A sixteenth below the top holds 8 numbers of bfloat16 or more: none may have more than they have together.
-            clear = ties >= 8 and int(at.any(0).sum()) >= 3 and ties > near
-            best = (top, ties, clear)
+            best = (top, ties, ties >= 8 and int(at.any(0).sum()) >= 3 and ties > near)
     top, ties, clear = best
     spacing = float(form.ulp(torch.tensor([top], dtype=torch.float64)))
-    normal = top >= 2.0**form.least
-    return top, ties, clear and normal and _spread(values) >= _STEPS * spacing
+    return top, ties, clear and top >= 2.0**form.least and _spread(values) >= _STEPS * spacing

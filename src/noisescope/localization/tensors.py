@@ -1,0 +1,78 @@
+"""Questions that every locator asks of tensors: on the host, equal, of what size, which rows, channels and lanes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of the numbers they show
+
+
+def on_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu")
+
+
+def host_rows(x: Tensor) -> Tensor:
+    """Rows [R, C] on the host, in their own dtype."""
+    return on_host(x).reshape(-1, x.shape[-1])
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bit patterns of a tensor as integers."""
+    return x.contiguous().view(INTEGERS[x.dtype.itemsize])
+
+
+def rms(x: Tensor) -> float:
+    """Of all elements; those that are not finite count as 0."""
+    return float(torch.where(x.isfinite(), x, 0.0).square().mean().sqrt()) if x.numel() else 0.0
+
+
+def differing(got: Tensor, expected: Tensor) -> Tensor:
+    """Where two tensors have other numbers (NaN equals itself, 0 equals -0)."""
+    return (got != expected) & ~(got.isnan() & expected.isnan())
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and not bool(differing(a, b).any())
+
+
+def distinct_rows(x: Tensor, *others: Tensor, among: Sequence[int] | None = None) -> list[int]:
+    """Indices of rows, each different one once (of x and all others together): copies make the same errors again."""
+    first, rest = bits_of(x).numpy(), [bits_of(other).numpy() for other in others]
+    seen: dict[bytes, list[int]] = {}
+    for row in range(len(first)) if among is None else among:
+        alike = seen.setdefault(first[row].tobytes(), [])
+        if not any(all((t[row] == t[other]).all() for t in rest) for other in alike):
+            alike.append(row)
+    return sorted(row for alike in seen.values() for row in alike)
+
+
+def any_row_bits(bits: Tensor) -> Tensor:
+    """The bits that are 1 in any row of [R, C], halving the rows again and again."""
+    while len(bits) > 1:
+        half = len(bits) // 2
+        joined = bits[:half] | bits[half : 2 * half]
+        if len(bits) % 2:
+            joined[0] |= bits[-1]
+        bits = joined
+    return bits[0]
+
+
+def channels_with(bad: Tensor) -> tuple[int, ...]:
+    """Channels with bad elements; () where they are more than half of all."""
+    found = bad.reshape(-1, bad.shape[-1]).any(0).nonzero().flatten().tolist()
+    return tuple(found) if len(found) * 2 <= bad.shape[-1] else ()
+
+
+def lane_period(channels: Iterable[int], width: int, *, least: float) -> int | None:
+    """The stride of a lane: at least three channels, a share of `least` of all that lie one stride apart."""
+    found = sorted(channels)
+    if len(found) < 3:
+        return None
+    step = math.gcd(*(b - a for a, b in itertools.pairwise(found)))
+    expected = (width - found[0] % step + step - 1) // step if step else 0
+    return step if step > 1 and len(found) >= least * expected else None
