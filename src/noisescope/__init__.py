@@ -23,6 +23,7 @@ _HOMES = {
     # the probe
     "inject": "noisescope.probe.inject",
     "capture": "noisescope.probe.capture",
+    "watch": "noisescope.probe.watch",
     # questions
     "diagnose": "noisescope.api",
     "robustness": "noisescope.api",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from noisescope.probe.noise import Gaussian as Gaussian
     from noisescope.probe.noise import Shrink as Shrink
     from noisescope.probe.noise import Uniform as Uniform
+    from noisescope.probe.watch import watch as watch
     from noisescope.reports.report import Report as Report
     from noisescope.sites import Site as Site
 

@@ -69,7 +69,7 @@ def sharp() -> Any:
 
 
 @pytest.mark.parametrize(
-    "aim",
+    "target",
     [
         {"operators": {"linear"}, "layers": {1}},
         {"operators": {"softmax"}},

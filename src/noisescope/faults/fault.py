@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from noisescope.faults.fault_state import Memory
-    from noisescope.faults.operands import Call
+    from noisescope.probe.recorded_call import RecordedCall
 
 RELATIVE_TO = ("max", "std", "mean_abs", "rms", "absolute")
 PRODUCTS = ("linear", "matmul", "bmm")
@@ -98,7 +98,7 @@ class Fault:
             fields["channels"] = {"period": self.channels.period, "offset": self.channels.offset}
         return {"family": self.family} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+    def act(self, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
         """The faulty output, in a new tensor of y's shape and dtype; y itself stays as it is."""
         from noisescope.faults.effects import act
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from noisescope.errors import InvalidInput
 from noisescope.faults.fault import Channels, Fault, Lanes
-from noisescope.faults.operands import Call
+from noisescope.probe.recorded_call import RecordedCall
 
 _PIECE = 1 << 16  # masks are drawn in pieces of one length, so that a wider tensor's mask begins like a narrower one's
 
@@ -83,7 +83,7 @@ class Memory:
         return self.kept.setdefault(name, value)
 
 
-def faulty_output(fault: Fault, y: Tensor, call: Call, memory: Memory) -> Tensor:
+def faulty_output(fault: Fault, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     """What the fault makes of an output y: on its channels the faulty values, elsewhere those of y."""
     new = fault.act(y, call, memory)
     mask = None if fault.places_itself or y.dim() == 0 else memory.mask(y.shape[-1], y.device)

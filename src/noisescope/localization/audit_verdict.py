@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import torch
 
 from noisescope.errors import NothingInjected
-from noisescope.localization.audit_log import FUSED, Alarm, AuditLog, DetectionLimit, Origin
+from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit, Origin
 from noisescope.localization.data_flow import MOST_ROWS
 from noisescope.localization.expression_search import OUT
 from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.probe.attention import FUSED
 from noisescope.sites import Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")

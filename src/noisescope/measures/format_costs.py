@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from noisescope.errors import NothingInjected, unknown
 from noisescope.identity import registered
 from noisescope.injection import Injection, Perturbation
-from noisescope.measures.fisher import Listener, Start
-from noisescope.model.anatomy import MODULE, Anatomy, Unit
+from noisescope.measures.fisher import GradientScreen
+from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
 from noisescope.probe.formats import Format, quantise
-from noisescope.probe.target import CallWatcher, Context
+from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
 
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test holds them together.
@@ -124,12 +124,6 @@ def is_planned(unit: Unit) -> bool:
     return inside and "linear" in unit.operators and not unit.packed
 
 
-def weight_of(module: Any) -> Tensor:
-    """A linear's weight as [out, in]; transformers' Conv1D keeps it the other way round."""
-    weight: Tensor = module.weight.detach()
-    return weight.T if type(module).__name__ == "Conv1D" else weight
-
-
 def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
     """Weights of the blocks: of linears, and of what is not planned (fused experts, routers); packed ones are not."""
     inside = tuple(f"{block}." for block in anatomy.blocks)
@@ -138,8 +132,8 @@ def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
     return sum(weight.numel() for weight in matrices)  # norms and biases are vectors
 
 
-class FormatScreen(Listener):
-    """A scope that holds rounding errors against gradients.
+class FormatScreen(GradientScreen):
+    """Projects the rounding error of each format on the gradients of linears' outputs.
 
     with FormatScreen(model, formats) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
@@ -153,10 +147,31 @@ class FormatScreen(Listener):
         self.recorded: list[tuple[Site, Tensor]] = []  # KL [B, formats] of each site in the backward that runs now
         self.sums: dict[Site, dict[int, Tensor]] = {}
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        if operator == "linear" and is_planned(unit):
-            return WeightTap(self, unit, operator)
-        return Start(self, unit, operator) if operator == "embedding" else None
+    def reads(self, unit: Unit, operator: str) -> bool:
+        return operator == "linear" and is_planned(unit)
+
+    def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
+        site, module, x = call.site, call.callee, call.tensors[0].detach()
+
+        def add(gradient: Tensor) -> None:
+            self.recorded.append((site, self._predicted(linear_weight(module), x, gradient)))
+
+        y.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor) -> Tensor:
+        """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
+        assert self.samples is not None
+        batch = self.samples.numel()
+        columns = []
+        for fmt in self.formats.values():
+            error = quantise(weight, fmt, weight=True).float() - weight.float()
+            squares = ((x.float() @ error.T) * g.float()).sum(-1).square().flatten()  # a_t^2
+            costs = squares / (1 + (1 + squares).sqrt())  # sqrt(1 + a^2) - 1, without its cancellation
+            if costs.numel() % batch:  # rows of an expert: whose they are is not known
+                columns.append(costs.sum().expand(batch) / batch)
+            else:
+                columns.append(costs.view(batch, -1).sum(1))
+        return torch.stack(columns, 1)
 
     def take_in(self) -> None:
         assert self.samples is not None
@@ -172,40 +187,3 @@ class FormatScreen(Listener):
         super().__exit__(kind, error, trace)
         if kind is None and not self.sums:
             raise NothingInjected("no linear of a block has a weight that could be rounded: nothing to plan for")
-
-
-class WeightTap(CallWatcher):
-    """Listens for the gradient of a linear's output, and projects the rounding error of each format on it."""
-
-    def __init__(self, screen: FormatScreen, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.screen = screen
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        if not torch.is_grad_enabled() or not y.requires_grad or context.recomputing:
-            return None
-        site = self.unit.site(self.operator, occurrence=occurrence)
-        x = next(iter((*args, *kwargs.values()))).detach()  # a linear has one input
-
-        def listen(gradient: Tensor) -> None:
-            self.screen.recorded.append((site, self._predicted(weight_of(callee), x, gradient)))
-
-        y.register_hook(listen)
-        return None
-
-    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor) -> Tensor:
-        """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
-        assert self.screen.samples is not None
-        batch = self.screen.samples.numel()
-        columns = []
-        for fmt in self.screen.formats.values():
-            error = quantise(weight, fmt, weight=True).float() - weight.float()
-            squares = ((x.float() @ error.T) * g.float()).sum(-1).square().flatten()  # a_t^2
-            costs = squares / (1 + (1 + squares).sqrt())  # sqrt(1 + a^2) - 1, without its cancellation
-            if costs.numel() % batch:  # rows of an expert: whose they are is not known
-                columns.append(costs.sum().expand(batch) / batch)
-            else:
-                columns.append(costs.view(batch, -1).sum(1))
-        return torch.stack(columns, 1)

@@ -19,7 +19,7 @@ that also feeds a router is left out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +30,12 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.measures.divergence import kl_divergence
-from noisescope.measures.format_costs import is_planned, weight_format, weight_of
-from noisescope.model.anatomy import MODULE, Anatomy, Unit, dissect
+from noisescope.measures.format_costs import is_planned, weight_format
+from noisescope.model.anatomy import MODULE, Anatomy, Unit, dissect, linear_weight
 from noisescope.model.forwards import evaluating
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.inject import inject
-from noisescope.probe.scope import PlainScope
-from noisescope.probe.target import CallWatcher, Context
+from noisescope.probe.watch import RecordedCall, watch
 
 
 @dataclass(frozen=True)
@@ -64,69 +63,46 @@ def find_folds(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> list[Fold]:
             if address not in known:  # the norms of parallel attention and MLP are given the same
                 known.append(address)
             folds.append(Fold(norm, tuple(linears), at, norm=known.index(address)))
+    projections = {(unit.module.rpartition(".")[0], unit.role): unit.module for unit in anatomy.units if unit.role}
     for unit in anatomy.units:
-        parent, _, name = unit.module.rpartition(".")
-        source = {"o_proj": "v_proj", "down_proj": "up_proj"}.get(name)
-        given = modules.get(f"{parent}.{source}")
-        if given is None or not isinstance(unit.place, int) or unit.packed:
+        parent = unit.module.rpartition(".")[0]
+        source = projections.get((parent, {"o": "v", "down": "up"}.get(unit.role, "")))
+        if source is None or not isinstance(unit.place, int) or unit.packed:
             continue
-        outputs, inputs = weight_of(given).shape[0], weight_of(modules[unit.module]).shape[1]
-        if source == "up_proj" and outputs == inputs and f"{parent}.gate_proj" in modules:
-            folds.append(Fold(f"{parent}.up_proj", (unit.module,), unit.place))
+        outputs, inputs = linear_weight(modules[source]).shape[0], linear_weight(modules[unit.module]).shape[1]
+        if unit.role == "down" and outputs == inputs and (parent, "gate") in projections:
+            folds.append(Fold(source, (unit.module,), unit.place))
         head = getattr(modules[parent], "head_dim", None)
-        if source == "v_proj" and head and inputs % outputs == 0 and outputs % head == 0:
-            folds.append(Fold(f"{parent}.v_proj", (unit.module,), unit.place, inputs // outputs, head))
+        if unit.role == "o" and head and inputs % outputs == 0 and outputs % head == 0:
+            folds.append(Fold(source, (unit.module,), unit.place, inputs // outputs, head))
     return sorted(folds, key=lambda fold: fold.place)
 
 
 def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, tuple[int, list[str]]]:
     """Linears that are given the output of a norm, with the address of what the norm was given; in order of calls."""
-    watched = Calls(model, lambda unit, operator: operator in ("norm", "linear"), anatomy)
-    with evaluating(model), watched as flow, torch.no_grad():
-        norms: dict[int, str] = {}  # address of a norm's output; unique as long as `kept` holds it
-        inputs: dict[str, int] = {}
-        kept: list[Tensor] = []
-        found: dict[str, list[str]] = {}
-        routed: set[str] = set()  # experts read these, too, through functions that no module stands for
+    norms: dict[int, str] = {}  # address of a norm's output; unique as long as `kept` holds it
+    inputs: dict[str, int] = {}
+    kept: list[Tensor] = []
+    found: dict[str, list[str]] = {}
+    routed: set[str] = set()  # experts read these, too, through functions that no module stands for
 
-        def seen(unit: Unit, callee: Any, x: Tensor, y: Any) -> None:
-            if "norm" in unit.operators and isinstance(y, Tensor):
-                kept.extend((x, y))
-                norms[y.data_ptr()] = unit.module
-                inputs[unit.module] = x.data_ptr()
-            elif (norm := norms.get(x.data_ptr())) is not None:
-                if unit.component == "router":
-                    routed.add(norm)
-                found.setdefault(norm, []).append(unit.module)
+    def on_call(call: RecordedCall) -> None:
+        unit, (x, y) = call.unit, call.tensors
+        if "norm" in unit.operators:
+            kept.extend((x, y))
+            norms[y.data_ptr()] = unit.module
+            inputs[unit.module] = x.data_ptr()
+        elif (norm := norms.get(x.data_ptr())) is not None:
+            if unit.component == "router":
+                routed.add(norm)
+            found.setdefault(norm, []).append(unit.module)
 
-        flow.seen = seen
+    def where(unit: Unit, operator: str) -> bool:
+        return unit.kind == MODULE and operator in ("norm", "linear")
+
+    with evaluating(model), watch(model, on_call, where, anatomy=anatomy), torch.no_grad():
         model(input_ids=ids, use_cache=False)
     return {norm: (inputs[norm], linears) for norm, linears in found.items() if norm not in routed}
-
-
-class Calls(PlainScope):
-    """A scope that shows calls of modules: `seen(unit, module, its first tensor, what it gave)`."""
-
-    def __init__(self, model: nn.Module, wanted: Callable[[Unit, str], bool], anatomy: Anatomy | None = None) -> None:
-        super().__init__(model, anatomy)
-        self.wanted = wanted
-        self.seen: Callable[[Unit, Any, Tensor, Any], None] = lambda unit, callee, x, y: None
-
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        return _Call(self, unit, operator) if unit.kind == MODULE and self.wanted(unit, operator) else None
-
-
-class _Call(CallWatcher):
-    def __init__(self, scope: Calls, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self.scope.seen(self.unit, callee, x.detach(), y)
-        return None
 
 
 def fold_in(model: nn.Module, fold: Fold, scales: Tensor) -> bool:
@@ -137,7 +113,7 @@ def fold_in(model: nn.Module, fold: Fold, scales: Tensor) -> bool:
         if not _divide(source, scales):
             return False
         for name in fold.targets:
-            weight_of(modules[name]).mul_(spread(fold, scales))  # a view of the parameter: changed in place
+            linear_weight(modules[name]).mul_(spread(fold, scales))  # a view of the parameter: changed in place
     return True
 
 
@@ -158,7 +134,7 @@ def _divide(source: nn.Module, scales: Tensor) -> bool:
     weight: Any = source.weight
     bias: Any = getattr(source, "bias", None)
     if weight.dim() == 2:
-        weight_of(source).div_(scales[:, None])
+        linear_weight(source).div_(scales[:, None])
     else:
         x = torch.randn(4, len(scales), generator=torch.Generator().manual_seed(0)).to(weight)
         shift = 0.0 if bias is None else bias
@@ -292,17 +268,19 @@ def _inputs(
     found: dict[str, tuple[Tensor, Tensor]] = {}
     each = -(-ROWS // len(batches))  # rows of a batch
 
-    def seen(unit: Unit, callee: Any, x: Tensor, y: Any) -> None:
+    def on_call(call: RecordedCall) -> None:
+        x, module = call.tensors[0], call.unit.module
         rows = x.reshape(-1, x.shape[-1]).float()
         largest, some = rows.abs().amax(0), rows[:: max(1, -(-len(rows) // each))]
-        if unit.module in found:
-            known = found[unit.module]
+        if module in found:
+            known = found[module]
             largest, some = torch.maximum(known[0], largest), torch.cat([known[1], some])
-        found[unit.module] = (largest, some)
+        found[module] = (largest, some)
 
-    watched = Calls(model, lambda unit, _: unit.module in names, anatomy)
-    with evaluating(model), watched as calls, torch.no_grad():
-        calls.seen = seen
+    def where(unit: Unit, operator: str) -> bool:
+        return unit.kind == MODULE and unit.module in names
+
+    with evaluating(model), watch(model, on_call, where, anatomy=anatomy), torch.no_grad():
         for ids in batches:
             model(input_ids=ids, use_cache=False)
     return found
@@ -311,7 +289,7 @@ def _inputs(
 def _fold(model: nn.Module, fold: Fold, largest: Tensor, rows: Tensor, alpha: float | None) -> Folded:
     """Choose scales for one fold, put them in, and say what they and their rivals gain."""
     modules = dict(model.named_modules())
-    weights = [weight_of(modules[name]).float() for name in fold.targets]
+    weights = [linear_weight(modules[name]).float() for name in fold.targets]
     columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     x_max, w_max = gathered(fold, largest), gathered(fold, columns)
     means = gathered(fold, rows.abs().mean(0))

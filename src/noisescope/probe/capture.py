@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
-from noisescope.injection import Injection
-from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.scope import ModelScope
-from noisescope.probe.target import Context, Watcher
+from noisescope.model.anatomy import Anatomy
+from noisescope.probe.attention import FUSED
+from noisescope.probe.watch import RecordedCall, Selection, WatchScope, selection, watch
 from noisescope.sites import Place, Site
 
 LOWEST, HIGHEST = -24, 16  # exponents of 2
@@ -165,110 +163,94 @@ def capture(
     """
     if keep not in KEEP:
         raise unknown("keep", keep, KEEP)
-    where = Injection(
-        lambda y, draw: y,
-        operators=None if operators is None else frozenset(operators),
-        layers=None if layers is None else frozenset(layers),
-        places=None if places is None else frozenset(places),
-        modules=None if modules is None else tuple([modules] if isinstance(modules, str) else modules),
-    )
+    where = selection(operators, layers, places, modules)
     return Capture(model, where, keep, device, anatomy, quantiles=quantiles, inputs=inputs)
 
 
-class Capture(ModelScope):
-    """A scope that watches."""
+class Capture:
+    """Takes in what operators give, and where raw tensors are wanted what they get."""
 
     def __init__(
         self,
         model: nn.Module,
-        where: Injection,
-        keep: str,
-        device: str | None,
+        where: Selection,
+        keep: str = "statistics",
+        device: str | None = None,
         anatomy: Anatomy | None = None,
         *,
         quantiles: bool = False,
         inputs: bool = True,
     ) -> None:
-        super().__init__(model, anatomy)
-        self.quantiles = quantiles
-        self.inputs = inputs
-        self.sampled: Tensor | None = None
-        self.where = where
-        self.keep = keep
-        self.device = device
+        raw_inputs = inputs and keep != "statistics"
+        self._scope = watch(
+            model,
+            self._on_call,
+            lambda unit, operator: operator != FUSED and where(unit, operator),
+            before=self._before if raw_inputs else None,
+            anatomy=anatomy,
+        )
         self.captured = Captured()
-        self.mask: Tensor | None = None
+        self._keep = keep
+        self._device = device
+        self._quantiles = quantiles
+        self._mask: Tensor | None = None
+        self._sampled: Tensor | None = None
+        self._inputs: dict[Site, tuple[Tensor, ...]] = {}  # of calls under way, as they were given
+
+    @property
+    def scope(self) -> WatchScope:
+        """The scope on the model, for what all scopes have: `rows`, `any_order`, `forwards`."""
+        return self._scope
 
     def tokens(self, mask: Tensor | None) -> None:
         """Which tokens [B, T] of the forwards that follow count for statistics (None = all): leave out padding."""
         if mask is not None and mask.dim() != 2:
             raise InvalidInput(f"a token mask has the shape [batch, tokens], got {tuple(mask.shape)}")
-        self.mask = None if mask is None else mask.bool()
+        self._mask = None if mask is None else mask.bool()
 
     def quantile_rows(self, samples: Tensor | None) -> None:
         """Which samples [B] of the forwards that follow go into the histograms (None = all): they cost the most."""
-        self.sampled = None if samples is None else samples.bool()
+        self._sampled = None if samples is None else samples.bool()
 
     def __enter__(self) -> Captured:
-        self._open()
+        self._scope.__enter__()
         return self.captured
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
-        if kind is None and self.forwards and not (self.captured.statistics or self.captured.raw):
+        self._scope.__exit__(kind, error, trace)
+        if kind is None and self._scope.forwards and not (self.captured.statistics or self.captured.raw):
             raise NothingInjected(
                 "the model ran, but nothing was captured: see `noisescope inspect` for what is visible"
             )
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        return Observer(self, unit, operator) if self.where.selects(unit.site(operator)) else None
+    def _before(self, call: RecordedCall) -> None:
+        self._inputs[call.site] = tuple(self._stored(x) for x in call.inputs)  # an operator may overwrite its input
 
-
-class Observer(Watcher):
-    """Takes in what an operator gives, and where raw tensors are wanted what it gets."""
-
-    def __init__(self, scope: Capture, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-        self.wants_input = scope.inputs and scope.keep != "statistics"
-        self._inputs: list[Tensor] = []
-
-    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
-        if self.wants_input:
-            self._inputs.append(self._stored(x))
-        return x
-
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
-    ) -> Any:
-        tensor = y[0] if isinstance(y, tuple) else y
-        inputs, self._inputs = tuple(self._inputs), []
-        if context.recomputing:
-            return y
-        site = self.unit.site(self.operator, occurrence=occurrence)
-        captured = self.scope.captured
-        if self.scope.keep != "raw":
-            statistics = captured.statistics.setdefault(site, ChannelStatistics())
-            statistics.add(self._rows(tensor, None))
-            if self.scope.quantiles:
-                rows = self._rows(tensor, self.scope.sampled)
+    def _on_call(self, call: RecordedCall) -> None:
+        tensor = call.output[0] if isinstance(call.output, tuple) else call.output
+        site = call.site
+        if self._keep != "raw":
+            statistics = self.captured.statistics.setdefault(site, ChannelStatistics())
+            statistics.add(self._rows(tensor, call, None))
+            if self._quantiles:
+                rows = self._rows(tensor, call, self._sampled)
                 statistics.histogram = statistics.histogram or LogHistogram(rows.shape[-1], rows.device)
                 statistics.histogram.add(rows)
-        if self.scope.keep != "statistics":
-            captured.raw.setdefault(site, []).append((inputs, self._stored(tensor)))
-        return y
+        if self._keep != "statistics":
+            pair = (self._inputs.pop(site, ()), self._stored(tensor))
+            self.captured.raw.setdefault(site, []).append(pair)
 
     def _stored(self, x: Tensor) -> Tensor:
         kept = x.detach()
-        return kept.to(self.scope.device) if self.scope.device not in (None, str(kept.device)) else kept.clone()
+        return kept.to(self._device) if self._device not in (None, str(kept.device)) else kept.clone()
 
-    def _rows(self, y: Tensor, sampled: Tensor | None) -> Tensor:
+    def _rows(self, y: Tensor, call: RecordedCall, sampled: Tensor | None) -> Tensor:
         """Rows [R, C] that count: heads last inside attention, no masked tokens, of the sampled samples only."""
-        if self.heads and y.dim() == 4:
+        if call.by_head and y.dim() == 4:
             y = y.transpose(1, 3).transpose(1, 2)  # [B, H, T, S] -> [B, T, S, H]
-        mask = self.scope.mask
+        mask = self._mask
         if sampled is not None and mask is not None:
             mask = mask & sampled.to(mask.device)[:, None]
         if mask is not None and tuple(y.shape[:2]) == tuple(mask.shape):

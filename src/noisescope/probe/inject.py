@@ -13,9 +13,10 @@ from torch import nn
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.probe.attention import FUSED
 from noisescope.probe.scope import ModelScope
 from noisescope.probe.tally import SiteCount, Tally
-from noisescope.probe.target import OperatorTarget
+from noisescope.probe.target import OperatorTarget, Target
 from noisescope.probe.wrapper import in_backward
 from noisescope.sites import GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
 
@@ -54,7 +55,7 @@ class Probe(ModelScope):
         self._ran: set[tuple[str, str]] = set()
         self._check = check  # on leaving; `noisy_ops` has several models and asks them together
         self.gradients_only = gradients_only  # no noise in forwards that record no gradients: evaluation, generation
-        self._check_aim()
+        self._check_targets()
 
     def __enter__(self) -> Tally:
         self._open()
@@ -78,7 +79,7 @@ class Probe(ModelScope):
         """Swap what is injected, between steps; the tally goes on."""
         previous, self.injection = self.injection, injection
         try:
-            self._check_aim()
+            self._check_targets()
             self.tally.look_again()
             if self.thread is not None:
                 self._install(dict(self.model.named_modules(remove_duplicate=False)))
@@ -94,15 +95,16 @@ class Probe(ModelScope):
         for wrapper in self._wrappers.values():
             for targets in wrapper.targets.values():
                 for target in targets.values():
-                    target.reseed(seed)
+                    if isinstance(target, OperatorTarget):
+                        target.reseed(seed)
 
     def sleeps(self) -> bool:
         """Decided where a forward starts: inside it, checkpointing may run blocks without gradients at first."""
         started = self.context is not None or in_backward()
         return self.gradients_only and not started and not torch.is_grad_enabled()
 
-    def aim_at(self, unit: Unit, operator: str) -> OperatorTarget | None:
-        if not self.injection.selects(unit.site(operator)):
+    def target_at(self, unit: Unit, operator: str) -> Target | None:
+        if operator == FUSED or not self.injection.selects(unit.site(operator)):
             return None
         if unit.packed and self.injection.tensor == "weight":
             raise InvalidInput(
@@ -141,7 +143,7 @@ class Probe(ModelScope):
 
     # -- checks
 
-    def _check_aim(self) -> None:
+    def _check_targets(self) -> None:
         """Refuse before the run what can't be hit: a layer out of range, an operator the model lacks."""
         blocks = len(self.anatomy.blocks)
         wanted = [*(self.injection.layers or ()), *(p for p in self.injection.places or () if isinstance(p, int))]

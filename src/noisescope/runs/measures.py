@@ -13,16 +13,17 @@ from torch import Tensor
 from noisescope.data import generation
 from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
-from noisescope.measures.fisher import Listener, Screen
+from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import (
     FormatScreen,
     count_block_parameters,
     effective_bits,
     weight_format,
-    weight_of,
 )
+from noisescope.model.anatomy import linear_weight
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import inject
+from noisescope.probe.watch import selected_by
 from noisescope.runs.batches import Batch, Gathered, Material, tokens_compared
 from noisescope.sites import Site, place_order
 from noisescope.trials import Result, Slice, Trial
@@ -44,7 +45,7 @@ def screen(runner: TrialRunner, trial: Trial) -> Result:
     return _screen_result(scope, runner.materials[part.data], part, tokens, int(trial.settings["draws"]))
 
 
-def _listen(runner: TrialRunner, scope: Listener, trial: Trial, *, size: int) -> dict[int, int]:
+def _listen(runner: TrialRunner, scope: GradientScreen, trial: Trial, *, size: int) -> dict[int, int]:
     """Send random gradients back through every batch of a slice; scored tokens of each sample."""
     draws, seed = int(trial.settings["draws"]), int(trial.settings["seed"])
     tokens: dict[int, int] = {}
@@ -103,7 +104,7 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
         "block_parameters": count_block_parameters(runner.model, runner.anatomy),
     }
     for site in sites:
-        outputs, inputs = weight_of(modules[site.module]).shape
+        outputs, inputs = linear_weight(modules[site.module]).shape
         about = {
             "module": site.module,
             "place": site.place,
@@ -219,7 +220,7 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     part = trial.slice
     where = trial.injection
     assert where is not None
-    scope = Capture(runner.model, where, "statistics", None, runner.anatomy, quantiles=True)
+    scope = Capture(runner.model, selected_by(where), anatomy=runner.anatomy, quantiles=True)
     count = part.stop - part.start
     stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
     with scope as captured, torch.no_grad():

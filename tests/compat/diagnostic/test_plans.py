@@ -70,7 +70,7 @@ def test_it_is_the_noise_of_noisy_ops(llama: Any, tokens: torch.Tensor) -> None:
 
 
 def aims_of(probe: Any) -> list[Any]:
-    return [target for one in probe._stand_ins.values() for here in one.targets.values() for target in here.values()]
+    return [target for one in probe._wrappers.values() for here in one.targets.values() for target in here.values()]
 
 
 def test_a_class_written_over_noisy_ops(llama: Any, tokens: torch.Tensor) -> None:

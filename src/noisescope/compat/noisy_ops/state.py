@@ -18,8 +18,9 @@ from noisescope.errors import InvalidInput, ModelHeld, NoiseRoundsAway, NothingI
 from noisescope.injection import Injection
 from noisescope.model.anatomy import CALLS, Anatomy, Unit, dissect
 from noisescope.probe.draws import Rows
+from noisescope.probe.functions import Function
 from noisescope.probe.inject import Probe
-from noisescope.probe.operator_calls import Function, perform
+from noisescope.probe.operator_calls import perform
 from noisescope.probe.scope import unwrap
 from noisescope.probe.tally import SiteCount
 from noisescope.probe.target import Context, OperatorTarget
@@ -30,10 +31,10 @@ _OUTSIDE = ""  # the place of a call that is made in no block
 
 
 class DirectCalls:
-    """Aims at such calls, one for each operator and block, and their counts."""
+    """The targets of such calls, one for each operator and block, and their counts."""
 
     def __init__(self) -> None:
-        self._aims: dict[tuple[str, Place], OperatorTarget | None] = {}
+        self._targets: dict[tuple[str, Place], OperatorTarget | None] = {}
         self._counts: dict[tuple[str, Place], SiteCount] = {}
         self._looked: set[tuple[str, str, Place]] = set()
         self._calls = 0
@@ -43,20 +44,22 @@ class DirectCalls:
         return list(self._counts.values())
 
     def forget(self) -> None:
-        """The settings changed: aims are made anew, counts go on."""
-        self._aims.clear()
+        """The settings changed: targets are made anew, counts go on."""
+        self._targets.clear()
 
     def target(self, settings: Settings, name: str, operator: str, layer: int | None) -> OperatorTarget | None:
         """What falls on a call; None where the settings leave it alone."""
         place: Place = _OUTSIDE if layer is None else layer
         key = (name, place)
-        if key not in self._aims:
+        if key not in self._targets:
             places = () if layer is None else (layer,)
             injection = settings.anywhere(places, numbered=layer is not None)
             unit = Unit(name, CALLS, place, "", (operator,))
             chosen = settings.noisy_phases and injection.selects(unit.site(operator))
-            self._aims[key] = OperatorTarget(unit, operator, injection, self._count(key, operator)) if chosen else None
-        return self._aims[key]
+            self._targets[key] = (
+                OperatorTarget(unit, operator, injection, self._count(key, operator)) if chosen else None
+            )
+        return self._targets[key]
 
     def context(self) -> Context:
         """A call outside any model is a forward of its own."""
@@ -230,7 +233,7 @@ class State:
         """An operator called by name (NoisyMatMul): perturbed as one of a model would be, or passed through."""
         with self.lock:
             probe, context = self.running()
-            watched = probe is not None and probe.owner is not None and probe.owner.aims_at(operator)
+            watched = probe is not None and probe.owner is not None and probe.owner.targets_operator(operator)
             asleep = self.settings.training_only and context is None and not torch.is_grad_enabled()
             target = None
             if self.call is not None and not self.settings.off and not watched and not asleep:

@@ -32,11 +32,12 @@ from noisescope.localization.classify import classify
 from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import judge
-from noisescope.localization.laws.calls import ATTENTION_MODULE, FUSED, MLP
+from noisescope.localization.laws.calls import ATTENTION_MODULE, MLP
 from noisescope.localization.laws.evidence import EvidenceFacts, Known
 from noisescope.localization.laws.law_result import LawResult
 from noisescope.localization.laws.statistics import Statistics
 from noisescope.localization.roundoff_floors import Reference, number_format
+from noisescope.probe.attention import FUSED
 from noisescope.sites import Site
 
 _PROPORTIONAL = math.sqrt(2.2 * 12.7)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.calls import RecordedCall
 from noisescope.localization.laws.evidence import LawEvidence
 from noisescope.localization.laws.law_result import LawResult, exact, floored, host, rms
 from noisescope.localization.laws.results import steadiness
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.probe.recorded_call import RecordedCall
 
 _WIDEST = 12.0
 _LEAST = {"silu": -0.2785, "gelu": -0.1701}  # the minimum of each, and where it lies
@@ -35,7 +35,7 @@ _LEAST_LOG = 8.0  # natural logarithms above the smallest number of the dtype do
 def examine_activation(recorded: RecordedCall) -> LawEvidence:
     """R15 and what every function must do."""
     found = LawEvidence()
-    z, y = recorded.x, recorded.output
+    z, y = recorded.first_input, recorded.output_tensor
     if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
         return found
     call = recorded.again
@@ -94,7 +94,7 @@ def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
         bare = copy.copy(callee)
         bare.__dict__.pop("forward", None)
         return lambda x: type(callee).forward(bare, x)
-    own = recorded.x
+    own = recorded.first_input
     extra = {name: value for name, value in recorded.kwargs.items() if value is not own}
     rest = tuple(value for value in recorded.args if value is not own)
     return lambda x: callee(x, *rest, **extra)
@@ -153,7 +153,7 @@ def log_odds(law: str, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -
 def examine_softmax(recorded: RecordedCall) -> LawEvidence:
     """The laws of a softmax call over the last dimension: its input is ours to choose."""
     found = LawEvidence()
-    x, y = recorded.x, recorded.output
+    x, y = recorded.first_input, recorded.output_tensor
     dim = recorded.kwargs.get(
         "dim", recorded.args[1] if len(recorded.args) > 1 and isinstance(recorded.args[1], int) else -1
     )

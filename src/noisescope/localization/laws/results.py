@@ -16,7 +16,6 @@ from torch import Tensor
 
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws import statistics
-from noisescope.localization.laws.calls import FUSED
 from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.fault_classes import place_and_class
 from noisescope.localization.laws.law_result import LawResult, differing, exact, host, looked_at, period, rms, worse
@@ -25,6 +24,7 @@ from noisescope.localization.laws.roundoff import combination, mean_square_limit
 from noisescope.localization.laws.table import LAWS, NO_PROMISE, UNSEEN
 from noisescope.localization.roundoff_floors import INTEGERS, number_format
 from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.probe.attention import FUSED
 from noisescope.sites import Site
 
 _RUNS = 4

@@ -22,7 +22,7 @@ from noisescope.localization import host_products
 from noisescope.localization.checksums import BLOCK, checksums
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws import statistics
-from noisescope.localization.laws.calls import RecordedCall, parameters_replaced, unbiased
+from noisescope.localization.laws.calls import parameters_replaced, unbiased
 from noisescope.localization.laws.evidence import LawEvidence
 from noisescope.localization.laws.law_result import LawResult, columns, differing, exact, floored, host, looked_at, rms
 from noisescope.localization.roundoff_floors import (
@@ -35,6 +35,8 @@ from noisescope.localization.roundoff_floors import (
     shortened,
     sum_spread,
 )
+from noisescope.model.anatomy import keeps_weight_transposed, linear_weight
+from noisescope.probe.recorded_call import RecordedCall
 
 # Limit of mean (e / sigma)^2; a correct rounding gives 1, float32 sums less. Null as of judge.RMS_LIMIT, with more
 # room, since S^2 is estimated from the module's own answers: normal errors of n = 32 elements pass it at 2e-11.
@@ -127,8 +129,7 @@ def weight_of(module: Any) -> Tensor | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or weight.is_meta:
         return None
-    copied = weight.detach().to("cpu", copy=True)
-    return copied.T if type(module).__name__ == "Conv1D" else copied
+    return linear_weight(module).to("cpu", copy=True)
 
 
 def silent(module: Any, channels: tuple[int, ...]) -> set[int]:
@@ -139,13 +140,13 @@ def silent(module: Any, channels: tuple[int, ...]) -> set[int]:
 
 def freivalds(recorded: RecordedCall, found: LawEvidence) -> None:
     """R21: checksums of every row over blocks of 64 outputs."""
-    x, module = recorded.x, recorded.callee
+    x, module = recorded.first_input, recorded.callee
     weight = weight_of(module) if isinstance(module, nn.Module) else None
     if weight is None or x is None:
         found.skipped.append("R19 to R21: a packed weight")
         return
     call, biased = unbiased(recorded)
-    out = call(x) if biased else recorded.y
+    out = call(x) if biased else recorded.output
     with host_arithmetic():
         rows = looked_at(out)
         a, y = host_products.as_multiplied(host(x)[rows], out), host(out)[rows]
@@ -170,12 +171,12 @@ def _mean_strength(z: Tensor) -> float:
 
 def look_closer(recorded: RecordedCall, found: LawEvidence) -> None:
     """R20 and R19 of a suspect, and its output recomputed whole for the class of its fault."""
-    x, module = recorded.x, recorded.callee
+    x, module = recorded.first_input, recorded.callee
     weight = weight_of(module)
     if weight is None or x is None:
         return
     call, _ = unbiased(recorded)
-    weight, width = host_products.as_multiplied(weight, recorded.y), x.shape[-1]
+    weight, width = host_products.as_multiplied(weight, recorded.output), x.shape[-1]
     read = min(width, _READ_BACK)
     rows = x.numel() // width
     units = torch.eye(width, dtype=x.dtype, device=x.device)[:read]
@@ -187,7 +188,7 @@ def look_closer(recorded: RecordedCall, found: LawEvidence) -> None:
     )
     parameter = module._parameters.get("weight")
     if isinstance(parameter, Tensor):
-        turned = type(module).__name__ == "Conv1D"
+        turned = keeps_weight_transposed(module)
         other = parameter.detach()[:, order.to(x.device)] if turned else parameter.detach()[order.to(x.device)]
         with parameters_replaced([(module, "weight", other.contiguous())]):
             permuted = call(x)

@@ -7,6 +7,7 @@ asked for its own answer to round-off: what it gives for an input that is moved 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from noisescope.localization.formulas import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.attention import shut_out
-from noisescope.localization.laws.calls import RecordedCall, biases, parameters_replaced
+from noisescope.localization.laws.calls import adds_residual, biases, parameters_replaced, without_residual
 from noisescope.localization.laws.evidence import LawEvidence
 from noisescope.localization.laws.law_result import LawResult, exact, floored, host, rms
 from noisescope.localization.laws.roundoff import squares_from_split
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
+from noisescope.probe.recorded_call import RecordedCall
 
 _CROSS = ("key_value_states", "encoder_hidden_states")
 # Guards, not derived: errors of five operators meet here. Of their limits healthy modules used at most, in 120 looks
@@ -38,7 +40,7 @@ Again = Callable[..., Tensor]
 def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -> LawEvidence:
     """R4, R7, R8, R10 and R14 of one attention module."""
     found = LawEvidence()
-    x, y = recorded.x, recorded.output
+    x, y = recorded.first_input, recorded.output_tensor
     if any(isinstance(recorded.kwargs.get(name), Tensor) for name in _CROSS):
         found.skipped.append("R4, R7, R8, R10 of cross attention: its keys come from elsewhere")
         return found
@@ -50,7 +52,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
         found.skipped.append("attention sub-layer laws: a mask shuts out every token")
         return found
     zeros = biases(recorded.callee)
-    plain = recorded if isinstance(recorded.callee, nn.MultiheadAttention) else recorded.alone()
+    plain = recorded if isinstance(recorded.callee, nn.MultiheadAttention) else without_residual(recorded)
 
     def call(z: Tensor, **changed: Any) -> Tensor:
         with parameters_replaced(zeros):
@@ -60,7 +62,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
         with parameters_replaced(_shut_sinks(recorded.callee)):
             return call(z)
 
-    base = call(x) if zeros or (plain is not recorded and recorded.adds) else y
+    base = call(x) if zeros or (plain is not recorded and adds_residual(recorded)) else y
     minus, zero = call(-x), call(torch.zeros_like(x))
     with host_arithmetic():
         b, odd, null = (_rows(t, looking) for t in (base, minus, zero))
@@ -168,14 +170,14 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
     if len(others) != 1 or not _halves_its_input(others[0]):
         found.skipped.append("R16: the MLP's activation is not known to be one with a(z) - a(-z) = z")
         return found
-    if biases(recorded.callee) or recorded.adds:
+    if biases(recorded.callee) or adds_residual(recorded):
         found.skipped.append("R16: the MLP adds biases or a residual")
         return found
     product = (gate if up is None else gate * up).reshape(*x.shape[:-1], -1)
     if not bool(product.isfinite().all()):
         found.skipped.append("R16: its products overflow")
         return found
-    through: Again = recorded.scope.afresh(children[down])
+    through: Again = functools.partial(recorded.rerun, children[down])
     minus, expected = recorded.again(-x), through(product)
     coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
     spread = through(product * (2 * coins - 1).to(product.device, product.dtype))  # the same terms with random signs
@@ -235,7 +237,7 @@ class Rotary:
         found = LawEvidence()
         given = [*recorded.args, *recorded.kwargs.values()]
         positions = next((t for t in given if isinstance(t, Tensor) and not t.is_floating_point()), None)
-        like, pair = recorded.x, recorded.y
+        like, pair = recorded.first_input, recorded.output
         if positions is None or like is None or not isinstance(pair, (tuple, list)) or len(pair) != 2:
             found.skipped.append("R14: rotary angles that are not (cos, sin) of positions")
             return found
@@ -244,7 +246,7 @@ class Rotary:
             swapped = {id(positions): where, id(like): x}
             args = tuple(swapped.get(id(arg), arg) for arg in recorded.args)
             kwargs = {name: swapped.get(id(value), value) for name, value in recorded.kwargs.items()}
-            cos, sin = recorded.call(*args, **kwargs)
+            cos, sin = recorded.repeat(*args, **kwargs)
             return cos, sin
 
         further = call(like, positions + _SHIFT)
