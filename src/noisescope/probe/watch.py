@@ -41,8 +41,9 @@ def watch(
             model(tokens)
 
     `on_call` gets a `RecordedCall` in the thread and at the point of the forward where the call was made. It returns
-    None, or what the model is to go on with in place of the output. `before` is told of the same call before it is
-    made (its `output` is None) and may return another first tensor.
+    None, or what the model is to go on with in place of the output. Copy the tensors that you keep: the model, or noise
+    from another scope, may change them in place later. `before` is told of the same call before it is made (its
+    `output` is None) and may return another first tensor.
 
     `operators`, `layers`, `places` and `modules` select as in an `Injection`; `where(unit, operator)` selects by itself
     where no set is given, and narrows the sets otherwise. A fused attention call is an operator "attention" of its
