@@ -10,7 +10,7 @@ noise               h + m mean|h| z,  z ~ N(0, 1) per element and call
 spike               with chance 0.01 m per element: h = 10 max|h| z
 non_determinism     amplified   h + 0.01 v std(h) z          suppressed   h + 0.01 / v std(h) z
                     biased      h + 0.01 std(h) z + 0.05 v std(h)
-                    inconsistent  h + 0.01 u std(h) z, u ~ U(0.1, 5.1) once a call
+                    inconsistent  h + 0.01 u std(h) z, u ~ U(0.1, 5.1) once per call
                     correlated  h + 0.01 std(h) z_c, one z per channel, the same in every row
 ==================  ==========================================================================================
 
@@ -120,7 +120,7 @@ class StuckBit(Fault, family="stuck_bit", fault_class="stuck bit", sized_by="bit
 
 @dataclass(frozen=True)
 class BitFlip(Fault, family="bit_flip", fault_class="spike", sized_by="share"):
-    """A bit is turned over in elements hit by chance (`share`), or in given ones (`elements`, flat indices).
+    """A bit is inverted in elements hit by chance (`share`), or in given ones (`elements`, flat indices).
 
     `bit` None takes any bit of the dtype by chance. Other elements are hit in every call, unless `persistent`: then the
     same ones in every call of one shape. duration=1 is a single event. Elements beyond the tensor are not hit.

@@ -166,7 +166,7 @@ class Fault:
     seed: int = whole(0, at_least=0)
 
     def __init_subclass__(cls, **about: Any) -> None:
-        """What is said of a family beside its bases: `class DeadZone(Fault, family="dead_zone", ...)`."""
+        """Attributes of a family are given beside its bases: `class DeadZone(Fault, family="dead_zone", ...)`."""
         super().__init_subclass__()
         for name, value in about.items():
             setattr(cls, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -59,21 +60,15 @@ class Memory:
 
     def normal(self, like: Tensor, shape: tuple[int, ...] | torch.Size | None = None) -> Tensor:
         """z ~ N(0, 1) in the shape of `like` (or another), in the wide dtype of its arithmetic."""
-        return torch.randn(
-            like.shape if shape is None else shape,
-            generator=self.generator(like),
-            device=like.device,
-            dtype=wide_dtype(like),
-        )
+        return self._drawn(torch.randn, like, shape)
 
     def uniform(self, like: Tensor, shape: tuple[int, ...] | torch.Size | None = None) -> Tensor:
         """u ~ U(0, 1), as `normal`."""
-        return torch.rand(
-            like.shape if shape is None else shape,
-            generator=self.generator(like),
-            device=like.device,
-            dtype=wide_dtype(like),
-        )
+        return self._drawn(torch.rand, like, shape)
+
+    def _drawn(self, draw: Callable[..., Tensor], like: Tensor, shape: tuple[int, ...] | torch.Size | None) -> Tensor:
+        size = like.shape if shape is None else shape
+        return draw(size, generator=self.generator(like), device=like.device, dtype=wide_dtype(like))
 
     def mask(self, width: int, device: torch.device) -> Tensor | None:
         return self.stream.mask(width, device)

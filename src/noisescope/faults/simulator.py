@@ -1,7 +1,7 @@
 """`faulty`: a model that computes wrongly at one site, for the length of a `with` block.
 
-The scope is opened before whoever looks: every scope opened later, and every hook, sees the faulty values, as it would
-on a broken device. The fault's own arithmetic is hidden from all of them.
+Every scope opened later, and every hook, sees the faulty values, as it would on a broken device. The fault's own
+arithmetic is hidden from all of them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def faulty(
         if value is not None and getattr(where, name) is not None:
             raise InvalidInput(f"the {name} is given twice: {value!r}, and in {str(where)!r}")
     where = Where(
-        where.place, operator or where.operator, module or where.module, _either(occurrence, where.occurrence)
+        where.place,
+        operator or where.operator,
+        module or where.module,
+        where.occurrence if occurrence is None else occurrence,
     )
     return FaultScope(model, fault, where.of(fault), anatomy=anatomy)
 
@@ -75,10 +78,6 @@ def _where(site: Place | Site | Where | None) -> Where:
     if isinstance(site, Site):
         return Where(site.place, site.operator, site.module)
     return parse_where(site) if isinstance(site, str) else Where(site)  # type: ignore[arg-type]
-
-
-def _either(first: int | None, second: int | None) -> int | None:
-    return second if first is None else first
 
 
 class FaultScope(Probe):
@@ -94,7 +93,7 @@ class FaultScope(Probe):
         self.calls = 0  # calls of the site, and those in which the fault acted
         self.acted = 0
         self._changed: dict[torch.device, Tensor] = {}
-        super().__init__(model, _aim(fault, where, anatomy), anatomy=anatomy)
+        super().__init__(model, _selection(fault, where, anatomy), anatomy=anatomy)
 
     def __enter__(self) -> FaultScope:  # type: ignore[override]
         self._open()
@@ -162,18 +161,13 @@ class FaultScope(Probe):
             )
 
 
-def _right(y: Any, draw: Any) -> Any:
-    """Injection wants a perturbation; a fault works on whole calls instead."""
-    return y
-
-
-def _aim(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
+def _selection(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
     """What the probe is to select; a module's last name will do where no whole name fits."""
     module = where.module
     if module is not None and not fnmatch.filter([unit.module for unit in anatomy.units], module):
         module = f"*.{module}"
     return Injection(
-        _right,
+        lambda y, draw: y,  # an injection wants a perturbation; a fault works on whole calls instead
         operators=None if where.operator is None else frozenset({where.operator}),
         layers=frozenset({where.place}) if isinstance(where.place, int) else None,
         places=frozenset({where.place}) if isinstance(where.place, str) and where.place != EVERYWHERE else None,

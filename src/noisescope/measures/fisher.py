@@ -277,7 +277,7 @@ def _squares(perturbation: Perturbation, y: Tensor, g: Tensor) -> Tensor:
 
 
 def _added(a: SiteSums, b: SiteSums) -> SiteSums:
-    """A site heard in backwards that differ in which sites they reach."""
+    """A site seen in backwards that differ in which sites they reach."""
     samples = {
         name: a.samples.get(name, 0.0) + b.samples.get(name, 0.0) for name in a.samples.keys() | b.samples.keys()
     }

@@ -61,8 +61,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) v, and the probabilities. query [..., H, T, D], key and value [..., KV, S, D].
 
-    KV may divide H (grouped queries). A bool mask says where to look; a float mask is added. `is_causal` aligns the
-    triangle at the upper left, as scaled_dot_product_attention does. `sinks` [H] are learned extra columns of scores.
+    KV may divide H (grouped queries). A bool mask is True where a query attends; a float mask is added. `is_causal`
+    aligns the triangle at the upper left, as scaled_dot_product_attention does. `sinks` [H] are learned extra columns.
     """
     dtype = query.dtype
     work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -84,7 +84,7 @@ def attend(
     empty = None
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
-        empty = ~mask.any(-1, keepdim=True)  # a row that may look nowhere gives 0, as the fused kernels do, not NaN
+        empty = ~mask.any(-1, keepdim=True)  # a row that attends nowhere gives 0, as the fused kernels do, not NaN
     elif mask is not None:
         scores = scores + mask
     if sinks is not None:
@@ -233,7 +233,7 @@ def multihead(
 def _multihead_mask(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, total: int, is_causal: bool, q: Tensor
 ) -> Tensor | None:
-    """nn.MultiheadAttention's masks (True or -inf = look away) as one additive mask [B or 1, H or 1, T or 1, S]."""
+    """nn.MultiheadAttention's masks (True or -inf = do not attend) as one additive mask [B or 1, H or 1, T or 1, S]."""
     mask = None
     if is_causal and attn_mask is None:
         attn_mask = torch.ones(q.shape[2], total, dtype=torch.bool, device=q.device).triu(1)

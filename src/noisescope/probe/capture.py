@@ -1,8 +1,7 @@
-"""A histogram of |x| per channel with bins of growing size: quantiles in memory that does not grow with the data.
+"""`capture`: what flows through chosen operators, as running statistics per channel or as the tensors themselves.
 
-A bin is what the exponent and the first two bits of the mantissa of a float32 say, so it is found by a shift: four bins
-an octave from 2^-24 to 2^16, one below (with the zeros) and one above. A quantile is interpolated inside its bin; it is
-off by at most the bin's width, a quarter, and by a few percent for smooth data.
+Statistics take memory for the channels only, however many samples pass. A channel is the last dimension; inside
+attention (products, softmax) it is the head.
 """
 
 from __future__ import annotations
@@ -20,123 +19,10 @@ from noisescope.probe.attention import FUSED
 from noisescope.probe.watch import RecordedCall, Selection, WatchScope, selection, watch
 from noisescope.sites import Place, Site
 
+KEEP = ("statistics", "raw", "both")
 LOWEST, HIGHEST = -24, 16  # exponents of 2
 BINS = (HIGHEST - LOWEST) * 4 + 2
 _FIRST = (127 + LOWEST) * 4  # the shifted bits of 2^LOWEST: float32 stores exponent + 127
-
-
-class LogHistogram:
-    """Counts [C, BINS] of the magnitudes of each channel."""
-
-    def __init__(self, channels: int, device: torch.device) -> None:
-        self.counts = torch.zeros(channels, BINS, dtype=torch.int64, device=device)
-
-    def add(self, rows: Tensor) -> None:
-        """Take in rows [R, C]."""
-        if rows.shape[0] == 0:
-            return
-        bits = rows.detach().abs().float().contiguous().view(torch.int32)
-        place = (bits >> 21).sub_(_FIRST - 1).clamp_(0, BINS - 1)
-        place += torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32) * BINS
-        self.counts += torch.bincount(place.flatten(), minlength=self.counts.numel()).view_as(self.counts)
-
-    def quantile(self, q: float) -> Tensor:
-        """The q-quantile of |x| in each channel [C]."""
-        return _quantile(self.counts.double(), q)
-
-    def share_below(self, size: float) -> float:
-        """The share of all values with |x| < size, over all channels."""
-        counts = self.counts.sum(0).double().cpu()
-        total = float(counts.sum())
-        edges = _edges(torch.arange(BINS + 1, dtype=torch.float64))
-        whole = int((edges <= size).sum()) - 1  # bins that lie below it as a whole
-        if size <= 0 or not total or whole >= BINS:
-            return 0.0 if size <= 0 or not total else 1.0
-        part = (size - float(edges[whole])) / float(edges[whole + 1] - edges[whole]) if whole > 0 else 0.0
-        return float(counts[:whole].sum() + counts[whole] * part) / total
-
-
-def _edges(position: Tensor) -> Tensor:
-    """The size at a position in bins: bin i lies between positions i and i + 1, linear in between."""
-    octave, quarter = torch.div(position - 1, 4, rounding_mode="floor"), (position - 1) % 4
-    return torch.where(position < 1, 0.0, (octave + LOWEST).exp2() * (1 + quarter / 4))
-
-
-def _quantile(counts: Tensor, q: float) -> Tensor:
-    total = counts.sum(1, keepdim=True)
-    cumulative = counts.cumsum(1)
-    target = (q * total).clamp_min(1e-9)
-    at = torch.searchsorted(cumulative, target).clamp_(max=BINS - 1)
-    before = cumulative.gather(1, at) - counts.gather(1, at)
-    fraction = ((target - before) / counts.gather(1, at).clamp_min(1)).clamp_(0, 1)
-    return torch.where(at == 0, 0.0, _edges(at + fraction))[:, 0]
-
-
-# `capture`: what flows through chosen operators, as running statistics per channel or as the tensors themselves.
-#
-# It opens the same scope as `inject` and changes nothing. Statistics take memory for the channels only, however many
-# samples pass. A channel is the last dimension; inside attention (products, softmax) it is the head.
-
-
-KEEP = ("statistics", "raw", "both")
-
-
-@dataclass
-class ChannelStatistics:
-    """Running statistics of each channel over all rows seen; Chan's parallel update of mean and variance."""
-
-    count: int = 0
-    maximum: Tensor | None = None  # max |x|, [C]
-    mean: Tensor | None = None
-    mean_abs: Tensor | None = None
-    histogram: LogHistogram | None = None  # where quantiles were asked for
-    _spread: Tensor | None = field(default=None, repr=False)  # sum of squared deviations
-
-    def add(self, rows: Tensor) -> None:
-        """Take in rows [R, C]."""
-        if rows.shape[0] == 0:
-            return
-        values = rows.detach().float()  # sums over the rows of one call in float32, over calls in float64
-        wide = torch.float32 if rows.device.type == "mps" else torch.float64
-        count, centre = values.shape[0], values.mean(0)
-        spread = (values - centre).square_().sum(0).to(wide)
-        size, mean = values.abs(), centre.to(wide)
-        largest, mean_abs = size.amax(0).to(wide), size.mean(0).to(wide)
-        if self.maximum is None or self.mean is None or self.mean_abs is None or self._spread is None:
-            self.count, self.maximum, self.mean, self.mean_abs, self._spread = (
-                count,
-                largest,
-                mean,
-                mean_abs,
-                spread,
-            )
-            return
-        total = self.count + count
-        gap = mean - self.mean
-        self.maximum = torch.maximum(self.maximum, largest)
-        self._spread = self._spread + spread + gap.square() * (self.count * count / total)
-        self.mean = self.mean + gap * (count / total)
-        self.mean_abs = self.mean_abs + (mean_abs - self.mean_abs) * (count / total)
-        self.count = total
-
-    @property
-    def std(self) -> Tensor | None:
-        """Population standard deviation of each channel."""
-        return None if self._spread is None else (self._spread / self.count).sqrt()
-
-    def relative_sparsity(self, threshold: float = 0.01) -> float:
-        """The share of values smaller than `threshold` times the rms of all: an absolute 1e-6 finds almost nothing."""
-        assert self.histogram is not None and self.mean is not None and self._spread is not None
-        rms = float((self.mean.square() + self._spread / self.count).mean().sqrt())
-        return self.histogram.share_below(threshold * rms)
-
-
-@dataclass
-class Captured:
-    """What a capture saw, by site."""
-
-    statistics: dict[Site, ChannelStatistics] = field(default_factory=dict)
-    raw: dict[Site, list[tuple[tuple[Tensor, ...], Tensor]]] = field(default_factory=dict)  # (inputs, output) a call
 
 
 def capture(
@@ -258,3 +144,113 @@ class Capture:
         elif mask is not None and y.dim() == 2 and y.shape[0] == mask.numel():
             y = y[mask.to(y.device).flatten()]
         return y.reshape(-1, y.shape[-1])
+
+
+@dataclass
+class ChannelStatistics:
+    """Running statistics of each channel over all rows seen; Chan's parallel update of mean and variance."""
+
+    count: int = 0
+    maximum: Tensor | None = None  # max |x|, [C]
+    mean: Tensor | None = None
+    mean_abs: Tensor | None = None
+    histogram: LogHistogram | None = None  # where quantiles were asked for
+    _spread: Tensor | None = field(default=None, repr=False)  # sum of squared deviations
+
+    def add(self, rows: Tensor) -> None:
+        """Take in rows [R, C]."""
+        if rows.shape[0] == 0:
+            return
+        values = rows.detach().float()  # sums over the rows of one call in float32, over calls in float64
+        wide = torch.float32 if rows.device.type == "mps" else torch.float64
+        count, centre = values.shape[0], values.mean(0)
+        spread = (values - centre).square_().sum(0).to(wide)
+        size, mean = values.abs(), centre.to(wide)
+        largest, mean_abs = size.amax(0).to(wide), size.mean(0).to(wide)
+        if self.maximum is None or self.mean is None or self.mean_abs is None or self._spread is None:
+            self.count, self.maximum, self.mean, self.mean_abs, self._spread = (
+                count,
+                largest,
+                mean,
+                mean_abs,
+                spread,
+            )
+            return
+        total = self.count + count
+        gap = mean - self.mean
+        self.maximum = torch.maximum(self.maximum, largest)
+        self._spread = self._spread + spread + gap.square() * (self.count * count / total)
+        self.mean = self.mean + gap * (count / total)
+        self.mean_abs = self.mean_abs + (mean_abs - self.mean_abs) * (count / total)
+        self.count = total
+
+    @property
+    def std(self) -> Tensor | None:
+        """Population standard deviation of each channel."""
+        return None if self._spread is None else (self._spread / self.count).sqrt()
+
+    def relative_sparsity(self, threshold: float = 0.01) -> float:
+        """The share of values smaller than `threshold` times the rms of all: an absolute 1e-6 finds almost nothing."""
+        assert self.histogram is not None and self.mean is not None and self._spread is not None
+        rms = float((self.mean.square() + self._spread / self.count).mean().sqrt())
+        return self.histogram.share_below(threshold * rms)
+
+
+@dataclass
+class Captured:
+    """What a capture saw, by site."""
+
+    statistics: dict[Site, ChannelStatistics] = field(default_factory=dict)
+    raw: dict[Site, list[tuple[tuple[Tensor, ...], Tensor]]] = field(default_factory=dict)  # (inputs, output) per call
+
+
+class LogHistogram:
+    """Counts [C, BINS] of the magnitudes of each channel: quantiles in memory that does not grow with the data.
+
+    A bin is what the exponent and the first two bits of the mantissa of a float32 say, so it is found by a shift: four
+    bins an octave from 2^-24 to 2^16, one below (with the zeros) and one above. A quantile is interpolated inside its
+    bin; it is off by at most the bin's width, a quarter, and by a few percent for smooth data.
+    """
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.counts = torch.zeros(channels, BINS, dtype=torch.int64, device=device)
+
+    def add(self, rows: Tensor) -> None:
+        """Take in rows [R, C]."""
+        if rows.shape[0] == 0:
+            return
+        bits = rows.detach().abs().float().contiguous().view(torch.int32)
+        place = (bits >> 21).sub_(_FIRST - 1).clamp_(0, BINS - 1)
+        place += torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32) * BINS
+        self.counts += torch.bincount(place.flatten(), minlength=self.counts.numel()).view_as(self.counts)
+
+    def quantile(self, q: float) -> Tensor:
+        """The q-quantile of |x| in each channel [C]."""
+        return _quantile(self.counts.double(), q)
+
+    def share_below(self, size: float) -> float:
+        """The share of all values with |x| < size, over all channels."""
+        counts = self.counts.sum(0).double().cpu()
+        total = float(counts.sum())
+        edges = _edges(torch.arange(BINS + 1, dtype=torch.float64))
+        whole = int((edges <= size).sum()) - 1  # bins that lie below it as a whole
+        if size <= 0 or not total or whole >= BINS:
+            return 0.0 if size <= 0 or not total else 1.0
+        part = (size - float(edges[whole])) / float(edges[whole + 1] - edges[whole]) if whole > 0 else 0.0
+        return float(counts[:whole].sum() + counts[whole] * part) / total
+
+
+def _edges(position: Tensor) -> Tensor:
+    """The size at a position in bins: bin i lies between positions i and i + 1, linear in between."""
+    octave, quarter = torch.div(position - 1, 4, rounding_mode="floor"), (position - 1) % 4
+    return torch.where(position < 1, 0.0, (octave + LOWEST).exp2() * (1 + quarter / 4))
+
+
+def _quantile(counts: Tensor, q: float) -> Tensor:
+    total = counts.sum(1, keepdim=True)
+    cumulative = counts.cumsum(1)
+    target = (q * total).clamp_min(1e-9)
+    at = torch.searchsorted(cumulative, target).clamp_(max=BINS - 1)
+    before = cumulative.gather(1, at) - counts.gather(1, at)
+    fraction = ((target - before) / counts.gather(1, at).clamp_min(1)).clamp_(0, 1)
+    return torch.where(at == 0, 0.0, _edges(at + fraction))[:, 0]

@@ -88,7 +88,7 @@ class Probe(ModelScope):
             raise
 
     def reseed(self, seed: int) -> None:
-        """Other draws of the same injection from here on: all aims stay, so this costs next to nothing."""
+        """Other draws of the same injection from here on: all targets stay, so this costs next to nothing."""
         if seed == self.injection.seed:
             return
         self.injection = dataclasses.replace(self.injection, seed=seed)
@@ -125,12 +125,12 @@ class Probe(ModelScope):
         return self._counts[key]
 
     def _has_tensor(self, operator: str) -> bool:
-        """Whether an operator has the tensor aimed at: a softmax has no weight, an embedding no float input."""
+        """Whether an operator has the targeted tensor: a softmax has no weight, an embedding no float input."""
         tensor = self.injection.tensor
         return {"weight": operator in WEIGHTED, "input": operator != "embedding"}.get(tensor, True)
 
     def _operators_that_ran(self) -> set[tuple[str, str]]:
-        """(operator, module) of units that surely compute them and were called, as far as aims reach now."""
+        """(operator, module) of units that are certain to compute them and were called, as far as targets reach now."""
         certain = {(op, unit.module) for unit in self.anatomy.units if unit.certain for op in unit.operators}
         targets = [
             (target.operator, target.unit.module)
@@ -171,7 +171,7 @@ class Probe(ModelScope):
             raise NothingInjected(self._why_not(None))
 
     def _why_not(self, operator: str | None) -> str:
-        """Why nothing was found to aim at, and the cure."""
+        """Why nothing was found to inject into, and what to do."""
         what = f"operator {operator!r}" if operator else "no operator"
         units = self.anatomy.units
         members = GROUPS[operator][0] if operator in GROUPS else {operator}
@@ -187,13 +187,13 @@ class Probe(ModelScope):
         )
 
     def check(self) -> None:
-        """Raise NothingInjected unless everything aimed at by name was hit, and what was hit changed."""
+        """Raise NothingInjected unless everything targeted by name was hit, and what was hit changed."""
         tally, injection = self.tally, self.injection
         if not self.forwards:
             raise NothingInjected("the model was not called inside the scope, so nothing was injected")
         if injection.phases == {"backward"} and not tally.backward:
             raise NothingInjected(
-                "phases={'backward'}, but no backward pass ran inside the scope, or nothing aimed at needs a gradient: "
+                "phases={'backward'}, but no backward pass ran inside the scope, or nothing targeted needs a gradient: "
                 "call loss.backward() before leaving it"
             )
         if not tally.forward and not tally.backward:
@@ -220,7 +220,7 @@ class Probe(ModelScope):
             self._warn_of_rounding()
 
     def _check_unseen(self) -> None:
-        """A module that surely computes an operator ran, but the operator was never seen: a kernel we don't know."""
+        """A module that must compute an operator ran, but the operator was never seen: a kernel we don't know."""
         for (operator, _, module), count in self._counts.items():
             if count.total == 0 and (operator, module) in self._ran and "forward" in self.injection.phases:
                 raise NothingInjected(f"{module} ran, but its {operator} was never seen: {self._silent_reason()}")
@@ -238,7 +238,7 @@ class Probe(ModelScope):
         )
 
     def _check_rounding(self, sites: list[SiteCount], what: str) -> None:
-        """Noise that rounds away everywhere it was aimed is zero injection."""
+        """Noise that rounds away at every target is zero injection."""
         for phase in PHASES:
             fired = [site for site in sites if getattr(site, phase)]
             rounded = [site for site in fired if phase in site.rounded_away]

@@ -200,16 +200,13 @@ class ModelScope:
 
     def _shield(self, modules: dict[str, nn.Module]) -> None:
         """Operators inside a watched module are their own business: the watcher must not see how they are made."""
-        watched = {name for name, module in modules.items() if self._watches(module)}
+        watching = {module for module, wrapper in self._wrappers.items() if wrapper.kind != MODULE}
+        watched = {name for name, module in modules.items() if module in watching}
         for unit in self.anatomy.units:
             if not watched.isdisjoint(_parents(unit.module)) and (
                 unit.kind != CALLS and unit.operators != ("residual",)
             ):
                 self._wrap(modules[unit.module], unit.kind)
-
-    def _watches(self, module: nn.Module) -> bool:
-        wrapper = self._wrappers.get(module)
-        return wrapper is not None and wrapper.kind != MODULE
 
     def _wrap(self, module: nn.Module, kind: str) -> ForwardWrapper:
         wrapper = self._wrappers.get(module)
@@ -291,25 +288,22 @@ class ModelScope:
                 "run it in the thread that opened the scope, or give each thread its own copy"
             )
         self._claim(forward=True)
-        try:
-            return self._numbered_context(args, kwargs or {})
-        except BaseException:
-            self.context = None
-            raise
-
-    def _numbered_context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
         self.forwards += 1
         self._recalled = None
         rows = Rows(self.forwards)
         if self._named is not None:
-            rows.samples, rows.positions = self._name_tokens(args, kwargs)
-            kept = kwargs.get("logits_to_keep")
+            try:
+                rows.samples, rows.positions = self._name_tokens(*self._named, args, kwargs or {})
+            except BaseException:
+                self.context = None
+                raise
+            kept = (kwargs or {}).get("logits_to_keep")
             rows.kept = kept if isinstance(kept, Tensor) else None  # an int means the last tokens
         return Context(rows, grad=torch.is_grad_enabled())
 
-    def _name_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        assert self._named is not None
-        samples, positions = self._named
+    def _name_tokens(
+        self, samples: Tensor, positions: Tensor | int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() >= 2), None)
         if tokens is None:
             raise InvalidInput("rows() names a batch, but the model was called without a tensor of [batch, tokens]")

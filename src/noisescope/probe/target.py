@@ -82,7 +82,7 @@ class OperatorTarget:
         self._keys.clear()
 
     def key(self, tensor: str, phase: str, occurrence: int) -> int:
-        """The site's multiplier for the row hash, memoised: hashing once a site, not once a call."""
+        """The site's multiplier for the row hash, memoised: hashing once per site, not per call."""
         known = (tensor, phase, occurrence)
         if known not in self._keys:
             unit = self.unit
@@ -184,7 +184,7 @@ class OperatorTarget:
         self.count.samples.append((((before != after) & alive).sum(), alive.sum()))
 
     def _note_rounding(self, perturbation: Perturbation, dtype: torch.dtype, phase: str = "forward") -> None:
-        """Whether noise of this size can survive in this dtype; looked at once a site."""
+        """Whether noise of this size can survive in this dtype; checked once per site."""
         if phase not in self._new or not dtype.is_floating_point:
             return
         scale = getattr(perturbation, "scale", None)
@@ -221,8 +221,8 @@ class OperatorTarget:
 class CallListener:
     """Stands where a target does, and reports whole calls of one operator of one unit.
 
-    `before` is told of a call that is about to be made, and may give another first tensor; `on_call` of one that was
-    made, and may give another output. None leaves things as they are. `rerun(callee, *args, **kwargs)` makes a call
+    `before` gets a call that is about to be made, and may give another first tensor; `on_call` one that was made, and
+    may give another output. None leaves things as they are. `rerun(callee, *args, **kwargs)` makes a call
     again. `recomputed` says whether calls that gradient checkpointing repeats are reported as well.
     """
 

@@ -42,7 +42,7 @@ def watch(
 
     `on_call` gets a `RecordedCall` in the thread and at the point of the forward where the call was made. It returns
     None, or what the model is to go on with in place of the output. Copy the tensors that you keep: the model, or noise
-    from another scope, may change them in place later. `before` is told of the same call before it is made (its
+    from another scope, may change them in place later. `before` gets the same call before it is made (its
     `output` is None) and may return another first tensor.
 
     `operators`, `layers`, `places` and `modules` select as in an `Injection`; `where(unit, operator)` selects by itself
@@ -51,7 +51,7 @@ def watch(
     `matmul` are, attention is opened and these are reported.
 
     What gradient checkpointing computes again is not reported again. Say `recomputed=True` where `on_call` changes
-    outputs that gradients pass through: then it is asked in both, and `call.context.recomputing` tells them apart.
+    outputs that gradients pass through: then it is called in both, and `call.context.recomputing` distinguishes them.
     """
     sets = (operators, layers, places, modules)
     if where is None:

@@ -29,7 +29,7 @@ _REMEMBERED = 256  # forwards a module keeps for recomputation (gradient accumul
 
 
 class ForwardWrapper:
-    """Stands in `module.__dict__["forward"]` while a scope is open."""
+    """What `module.__dict__["forward"]` is while a scope is open."""
 
     def __init__(self, scope: ModelScope, module: nn.Module) -> None:
         self.scope = scope
@@ -259,7 +259,7 @@ class ForwardWrapper:
 
 
 def _identity(x: Any) -> tuple[Any, ...] | None:
-    """What tells a tensor from others alive: its address and shape (None: it has none, as under torch.func)."""
+    """What distinguishes a tensor from others alive: its address and shape (None: it has none, as under torch.func)."""
     try:
         return (x.data_ptr(), x.shape)
     except (AttributeError, RuntimeError):
