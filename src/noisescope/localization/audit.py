@@ -28,8 +28,8 @@ from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.model.subject import Subject
-from noisescope.probe.attention import FUSED
 from noisescope.probe.watch import RecordedCall, watch
+from noisescope.sites import FUSED
 
 PART = "part"  # a module inside a block that is no operator: watched only for what the block adds up
 _FOLLOWING = ("linear", "silu", "gelu")  # operators whose input was made from outputs of the same block

@@ -25,8 +25,8 @@ from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.judge import Judgement, judge
 from noisescope.localization.roundoff_floors import INTEGERS, WORK_ROUNDOFF, number_format
 from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.attention import FUSED, AttentionArguments
-from noisescope.sites import Site
+from noisescope.probe.attention import AttentionArguments
+from noisescope.sites import FUSED, Site
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import device_of, evaluating, last_of
 from noisescope.model.subject import Subject
-from noisescope.probe.attention import FUSED
 from noisescope.probe.watch import RecordedCall, WatchScope, watch
-from noisescope.sites import Site
+from noisescope.sites import FUSED, Site
 
 _MOST_SCORES = 1 << 24  # attention scores that are computed again in one call
 # Roundings between numbers that agree and the sum that is compared: a block adds attention's and the MLP's output to

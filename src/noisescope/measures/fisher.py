@@ -29,12 +29,11 @@ from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
 from noisescope.injection import Injection, Perturbation
 from noisescope.model.anatomy import EXPERTS, Anatomy, Unit
 from noisescope.model.forwards import evaluating
-from noisescope.probe.attention import FUSED
 from noisescope.probe.draws import mix64, wide_window
 from noisescope.probe.noise import Gaussian, Uniform
 from noisescope.probe.scope import unwrap
 from noisescope.probe.watch import RecordedCall, watch
-from noisescope.sites import Site
+from noisescope.sites import FUSED, Site
 
 _BLOCK = 256  # rows of logits in float32 at once
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FUSED = "attention"  # what a fused attention call as a whole is called where operators have their names
 INTERFACE_NAME = "noisescope_decomposed"
 _FUSED_BY_FUNCTION = ("sdpa", "eager", None)  # reached by watching functions; others go through the interface
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.model.anatomy import Anatomy
-from noisescope.probe.attention import FUSED
 from noisescope.probe.watch import RecordedCall, Selection, WatchScope, selection, watch
-from noisescope.sites import Place, Site
+from noisescope.sites import FUSED, Place, Site
 
 KEEP = ("statistics", "raw", "both")
 LOWEST, HIGHEST = -24, 16  # exponents of 2

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from noisescope.probe.attention import FUSED, scaled_dot_product
+from noisescope.probe.attention import scaled_dot_product
 from noisescope.probe.functions import OUTER, TRANSPOSED, Function, operands, operators_within
 from noisescope.probe.target import CallListener, Context, Once, Target
+from noisescope.sites import FUSED
 
 if TYPE_CHECKING:
     from noisescope.probe.scope import ModelScope

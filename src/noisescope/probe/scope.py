@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit, dissect
-from noisescope.probe.attention import FUSED
 from noisescope.probe.draws import Rows
 from noisescope.probe.operator_calls import DeviceCallMode, OperatorCalls
 from noisescope.probe.target import Context, Target
 from noisescope.probe.wrapper import RUN, ForwardWrapper, in_backward
-from noisescope.sites import Place
+from noisescope.sites import FUSED, Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
 _claiming = threading.Lock()  # nor both find that no other is in it

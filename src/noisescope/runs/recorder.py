@@ -22,10 +22,9 @@ from noisescope.measures import sketches
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_of
 from noisescope.model.source import model_fingerprint
-from noisescope.probe.attention import FUSED
 from noisescope.probe.scope import unwrap
 from noisescope.probe.watch import RecordedCall, WatchScope, watch
-from noisescope.sites import Place, Site
+from noisescope.sites import FUSED, Place, Site
 
 HEAD_TOKENS = 16  # of each prompt, the last, are kept of the head
 _NARROW = 1 << 15  # channels up to which their numbers are kept in 16 bits

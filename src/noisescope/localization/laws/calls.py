@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.anatomy import ROTARY as ROTARY_KIND
-from noisescope.probe.attention import FUSED, decomposed_config
+from noisescope.probe.attention import decomposed_config
 from noisescope.probe.watch import RecordedCall, watch
+from noisescope.sites import FUSED
 
 # What whole modules are called where operators have their names.
 ATTENTION_MODULE = "attention module"

@@ -23,9 +23,8 @@ from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.law_result import differing, host, same_bits
 from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationResults, count_changes, look_closer
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
-from noisescope.probe.attention import FUSED
 from noisescope.probe.recorded_call import RecordedCall
-from noisescope.sites import Place, Site
+from noisescope.sites import FUSED, Place, Site
 
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
 _TOO_LARGE = "inputs that are not finite, or too large to be judged"

@@ -24,8 +24,7 @@ from noisescope.localization.laws.roundoff import combination, mean_square_limit
 from noisescope.localization.laws.table import LAWS, NO_PROMISE, UNSEEN
 from noisescope.localization.roundoff_floors import INTEGERS, number_format
 from noisescope.localization.verdict import Suspect, Verdict, ranked
-from noisescope.probe.attention import FUSED
-from noisescope.sites import Site
+from noisescope.sites import FUSED, Site
 
 _RUNS = 4
 _ODD_ULPS = 1.0  # what a directed rounding leaves of f(x) + f(-x), halved

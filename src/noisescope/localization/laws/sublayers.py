@@ -23,6 +23,7 @@ from noisescope.localization.laws.evidence import LawEvidence
 from noisescope.localization.laws.law_result import LawResult, exact, floored, host, rms
 from noisescope.localization.laws.roundoff import squares_from_split
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
+from noisescope.model.anatomy import ROLES
 from noisescope.probe.recorded_call import RecordedCall
 
 _CROSS = ("key_value_states", "encoder_hidden_states")
@@ -204,11 +205,12 @@ def _halves_its_input(activation: nn.Module) -> bool:
 
 def _roles(names: list[str], parts: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, str | None]:
     """Gate, up, and the name of down."""
-    if {"gate_proj", "up_proj", "down_proj"} <= set(names):
-        return parts["gate_proj"], parts["up_proj"], "down_proj"
-    if set(names) == {"gate_up_proj", "down_proj"}:
-        gate, up = parts["gate_up_proj"].chunk(2, -1)
-        return gate, up, "down_proj"
+    by_role = {ROLES.get(name, ""): name for name in names}
+    if {"gate", "up", "down"} <= by_role.keys():
+        return parts[by_role["gate"]], parts[by_role["up"]], by_role["down"]
+    if by_role.keys() == {"gate_up", "down"}:
+        gate, up = parts[by_role["gate_up"]].chunk(2, -1)
+        return gate, up, by_role["down"]
     if len(names) == 2 and parts[names[0]].shape[-1] != parts[names[1]].shape[-1]:
         return parts[names[0]], None, names[1]
     return None, None, None
