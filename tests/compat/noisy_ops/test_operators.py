@@ -147,7 +147,7 @@ def test_inside_a_model_a_call_has_its_layer():
     no.reset_injection_stats()
     model(X)
     assert no.get_layer_injection_stats() == {n: {"forward": 3, "backward": 0} for n in range(3)}
-    scales = {target.unit.place: target.forward.scale for target in state.direct._aims.values()}
+    scales = {target.unit.place: target.forward.scale for target in state.direct._targets.values()}
     assert scales == pytest.approx({0: 0.05, 1: 0.05, 2: 0.5})
     no.disable_noisy_ops()
 
