@@ -63,15 +63,15 @@ class Recorded:
             return seconds + host_seconds(writing[-1].result)
 
     def _one(self, number: int, writing: list[Future[Any]], disk: ThreadPoolExecutor) -> float:
-        scope = Recording(self.model, self.anatomy, self.ids.shape, 0, Detail(), self.folder / str(number))
+        recording = Recording(self.ids.shape, 0, Detail(), self.folder / str(number))
 
         def run() -> None:
-            tensors = scope.finish(self.model(self.ids).logits[:, -1])
+            tensors = recording.finish(self.model(self.ids).logits[:, -1])
             if writing:
                 writing[-1].result()
-            writing.append(disk.submit(scope.write, tensors))
+            writing.append(disk.submit(recording.write, tensors))
 
-        with scope:
+        with recording.watch(self.model, self.anatomy):
             return _seconds(run, self.ids.device)
 
 

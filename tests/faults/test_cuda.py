@@ -9,7 +9,10 @@ import torch
 
 from noisescope.faults import FAMILIES, Noise, bit_patterns, faulty
 from noisescope.faults.fault_state import Memory, Stream, faulty_output
-from noisescope.faults.operands import Call
+from noisescope.model.anatomy import MODULE, Unit
+from noisescope.probe.draws import Rows
+from noisescope.probe.recorded_call import RecordedCall
+from noisescope.probe.target import Context
 from noisescope.testing import tiny_model
 
 pytestmark = [
@@ -26,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_what_is_not_chance_is_the_same_on_both(family, dtype):
     """Two calls on the CPU and on the GPU: equal, but for sizes summed in another order."""
     fault = FAMILIES[family].make(channels=0.3)
-    call = Call("residual", torch.nn.Identity())
+    call = RecordedCall(Unit("", MODULE, 0, "", ()), "residual", torch.nn.Identity(), (), {}, None, 0, Context(Rows(1)))
     results = []
     for device in ("cpu", "cuda"):
         memory = Memory(Stream(fault))

@@ -35,12 +35,15 @@ from noisescope.faults import (
     fault_from_dict,
 )
 from noisescope.faults.fault_state import Memory, Stream, faulty_output
-from noisescope.faults.operands import Call
 from noisescope.localization.verdict import CLASSES
+from noisescope.model.anatomy import MODULE, Unit
+from noisescope.probe.draws import Rows
+from noisescope.probe.recorded_call import RecordedCall
+from noisescope.probe.target import Context
 from noisescope.sites import OPERATORS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NO_CALL = Call("residual", torch.nn.Identity())
+NO_CALL = RecordedCall(Unit("", MODULE, 0, "", ()), "residual", torch.nn.Identity(), (), {}, None, 0, Context(Rows(1)))
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,11 @@ from noisescope.faults import (
     bit_patterns,
 )
 from noisescope.faults.fault_state import Memory, Stream, faulty_output
-from noisescope.faults.operands import Call, product
+from noisescope.faults.operands import product
+from noisescope.model.anatomy import MODULE, Unit
+from noisescope.probe.draws import Rows
+from noisescope.probe.recorded_call import RecordedCall
+from noisescope.probe.target import Context
 from noisescope.testing import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,20 +45,25 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def act(fault: Fault, call: Call) -> torch.Tensor:
+def recorded(operator: str, callee: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> RecordedCall:
+    unit = Unit("module", MODULE, 0, "", (operator,))
+    return RecordedCall(unit, operator, callee, args, kwargs or {}, None, 0, Context(Rows(1)))
+
+
+def act(fault: Fault, call: RecordedCall) -> torch.Tensor:
     """The faulty output of a call."""
     with torch.no_grad():
-        y = call.callee(*call.args, **(call.kwargs or {}))
+        y = call.callee(*call.args, **call.kwargs)
         return faulty_output(fault, y, call, Memory(Stream(fault)))
 
 
-def linear_call(dtype: torch.dtype, *, inputs: int = 96, outputs: int = 24, bias: bool = True) -> Call:
+def linear_call(dtype: torch.dtype, *, inputs: int = 96, outputs: int = 24, bias: bool = True) -> RecordedCall:
     module = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     with torch.no_grad():
         module.weight.copy_(draw(outputs, inputs, seed=1) * 0.1)
         if bias:
             module.bias.copy_(draw(outputs, seed=2))
-    return Call("linear", module, (draw(2, 5, inputs, dtype=dtype),))
+    return recorded("linear", module, (draw(2, 5, inputs, dtype=dtype),))
 
 
 def conv1d() -> Conv1D:
@@ -66,19 +76,19 @@ def conv1d() -> Conv1D:
 A, B, C = draw(3, 4, 8), draw(3, 8, 6, seed=1), draw(3, 4, 6, seed=2)
 OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)
 PRODUCTS = {
-    "Linear": Call("linear", nn.Linear(8, 6), (A,)),
-    "Conv1D": Call("linear", conv1d(), (A,)),
-    "F.linear": Call("linear", F.linear, (A, draw(6, 8), draw(6))),
-    "F.linear by name": Call("linear", F.linear, (A,), {"weight": draw(6, 8), "bias": None}),
-    "matmul": Call("matmul", torch.matmul, (A, B)),
-    "matmul by name": Call("matmul", torch.matmul, (A,), {"other": B}),
-    "vector": Call("matmul", torch.matmul, (A, draw(8))),
-    "mm": Call("matmul", torch.Tensor.mm, (A[0], B[0])),
-    "@": Call("matmul", torch.Tensor.__matmul__, (A, B)),
-    "bmm": Call("bmm", torch.bmm, (A, B)),
-    "baddbmm": Call("bmm", torch.baddbmm, (C, A, B), {"beta": 0.5, "alpha": 2.0}),
-    "Tensor.baddbmm": Call("bmm", torch.Tensor.baddbmm, (C,), {"batch1": A, "batch2": B, "alpha": 3}),
-    "addmm": Call("linear", torch.addmm, (C[0], A[0], B[0])),
+    "Linear": recorded("linear", nn.Linear(8, 6), (A,)),
+    "Conv1D": recorded("linear", conv1d(), (A,)),
+    "F.linear": recorded("linear", F.linear, (A, draw(6, 8), draw(6))),
+    "F.linear by name": recorded("linear", F.linear, (A,), {"weight": draw(6, 8), "bias": None}),
+    "matmul": recorded("matmul", torch.matmul, (A, B)),
+    "matmul by name": recorded("matmul", torch.matmul, (A,), {"other": B}),
+    "vector": recorded("matmul", torch.matmul, (A, draw(8))),
+    "mm": recorded("matmul", torch.Tensor.mm, (A[0], B[0])),
+    "@": recorded("matmul", torch.Tensor.__matmul__, (A, B)),
+    "bmm": recorded("bmm", torch.bmm, (A, B)),
+    "baddbmm": recorded("bmm", torch.baddbmm, (C, A, B), {"beta": 0.5, "alpha": 2.0}),
+    "Tensor.baddbmm": recorded("bmm", torch.Tensor.baddbmm, (C,), {"batch1": A, "batch2": B, "alpha": 3}),
+    "addmm": recorded("linear", torch.addmm, (C[0], A[0], B[0])),
 }
 
 
@@ -87,7 +97,7 @@ def test_products_are_taken_apart(name):
     """From its operands each kind of call gives the same bits again, and in parts and in float64 the same number."""
     call = PRODUCTS[name]
     with torch.no_grad():
-        y = call.callee(*call.args, **(call.kwargs or {}))
+        y = call.callee(*call.args, **call.kwargs)
         plain = product(call)
         assert torch.equal(plain.again(plain.a, plain.b), y)
         assert plain.inner == 8
@@ -100,7 +110,7 @@ def test_products_are_taken_apart(name):
 def test_grouped_products_of_experts(dtype):
     """Rows go with the matrix of their expert; an expert without rows is no trouble."""
     a, b = draw(5, 8, dtype=dtype), draw(3, 8, 8, seed=1, dtype=dtype)
-    call = Call("linear", F.grouped_mm, (a, b), {"offs": OFFSETS})
+    call = recorded("linear", F.grouped_mm, (a, b), {"offs": OFFSETS})
     y = F.grouped_mm(a, b, offs=OFFSETS)
     plain = product(call)
     assert torch.equal(plain.again(a, b), y)
@@ -110,11 +120,11 @@ def test_grouped_products_of_experts(dtype):
 def test_what_is_no_plain_product_is_refused():
     """An einsum and a packed weight can't be computed again; the message names them."""
     with pytest.raises(InvalidInput, match=r"matmul \(einsum\) is not a plain product"):
-        product(Call("matmul", torch.einsum, ("ij,jk->ik", A[0], B[0])))
+        product(recorded("matmul", torch.einsum, ("ij,jk->ik", A[0], B[0])))
     packed = nn.Linear(8, 6)
     packed.weight = nn.Parameter(torch.zeros(6, 8, dtype=torch.int8), requires_grad=False)
     with pytest.raises(InvalidInput, match=r"linear \(Linear\) has no plain weight"):
-        product(Call("linear", packed, (A,)))
+        product(recorded("linear", packed, (A,)))
 
 
 @each_dtype
@@ -159,9 +169,9 @@ def test_accumulation_by_hand(dtype, precision):
 def test_accumulation_of_a_softmax_denominator():
     """exp summed in chunks and rounded: with 1000 equal scores bf16 stops at 256 of them."""
     scores = torch.zeros(1, 1000)
-    y = act(Accumulation(1), Call("softmax", F.softmax, (scores,), {"dim": -1}))
+    y = act(Accumulation(1), recorded("softmax", F.softmax, (scores,), {"dim": -1}))
     assert torch.equal(y, torch.full_like(scores, 1 / 256))
-    turned = act(Accumulation(1), Call("softmax", torch.softmax, (scores.T, 0)))
+    turned = act(Accumulation(1), recorded("softmax", torch.softmax, (scores.T, 0)))
     assert torch.equal(turned, y.T)
 
 
@@ -194,7 +204,7 @@ def test_rounding_mode(dtype, mode):
 def test_rounding_mode_needs_a_wider_dtype():
     """In float64 there is nothing to round from."""
     with pytest.raises(InvalidInput, match="needs a wider dtype"):
-        act(RoundingMode(), Call("matmul", torch.matmul, (A.double(), B.double())))
+        act(RoundingMode(), recorded("matmul", torch.matmul, (A.double(), B.double())))
 
 
 # -- function units
@@ -210,7 +220,7 @@ def test_exp_table(dtype):
     """softmax by the table's exp, row by row; what was shut out stays out and rows still sum to 1."""
     scores = (draw(2, 3, 7) * 3).to(dtype)
     scores[..., -2:] = -math.inf
-    y = act(ExpTable(0.01), Call("softmax", F.softmax, (scores,), {"dim": -1, "dtype": torch.float32}))
+    y = act(ExpTable(0.01), recorded("softmax", F.softmax, (scores,), {"dim": -1, "dtype": torch.float32}))
     for row, got in zip(scores.view(-1, 7).tolist(), y.view(-1, 7).tolist(), strict=True):
         top = max(row)
         powers = [table(math.exp(v - top), 0.01) if v > -math.inf else 0.0 for v in row]
@@ -232,7 +242,7 @@ def test_a_table_errs_by_no_more_than_it_says_and_nearly_as_much():
 def test_exp_clipped():
     """Scores more than the clip below the largest count as if they were there; -inf does not."""
     scores = torch.tensor([[0.0, -3.0, -50.0, -math.inf]])
-    y = act(ExpTable(0.0, clip=4.0), Call("softmax", torch.softmax, (scores, -1)))
+    y = act(ExpTable(0.0, clip=4.0), recorded("softmax", torch.softmax, (scores, -1)))
     expected = torch.tensor([1.0, math.exp(-3), math.exp(-4), 0.0])
     torch.testing.assert_close(y[0], expected / expected.sum())
 
@@ -244,7 +254,7 @@ def test_activation_table(name):
     z[0] = 0.0
     module = ACT2FN[name]
     operator = "silu" if name == "silu" else "gelu"
-    y = act(ActivationTable(0.05), Call(operator, module, (z,)))
+    y = act(ActivationTable(0.05), recorded(operator, module, (z,)))
     expected = [v * table(float(module(torch.tensor(v).double())) / v, 0.05) if v else 0.0 for v in z.tolist()]
     torch.testing.assert_close(y, torch.tensor(expected), rtol=1e-5, atol=1e-7)
     off = (y.double() / module(z.double()) - 1).abs()[1:]
@@ -254,23 +264,23 @@ def test_activation_table(name):
 def test_activation_functions_are_called_with_their_own_settings():
     """F.gelu(z, approximate="tanh") and F.silu by keyword."""
     z = draw(50)
-    call = Call("gelu", F.gelu, (z,), {"approximate": "tanh"})
+    call = recorded("gelu", F.gelu, (z,), {"approximate": "tanh"})
     torch.testing.assert_close(act(ActivationTable(0.0), call), F.gelu(z, approximate="tanh"))
-    call = Call("silu", F.silu, (), {"input": z})
+    call = recorded("silu", F.silu, (), {"input": z})
     torch.testing.assert_close(act(ActivationTable(0.0), call), F.silu(z))
 
 
 def test_an_activation_that_overwrote_its_input_is_refused():
     """Nothing is left to compute it from."""
     with pytest.raises(InvalidInput, match="writes its result over its input"):
-        act(ActivationTable(), Call("silu", nn.SiLU(inplace=True), (draw(3),)))
+        act(ActivationTable(), recorded("silu", nn.SiLU(inplace=True), (draw(3),)))
 
 
 @each_dtype
 def test_activation_cut_off(dtype):
     """0 below -limit, z above it, and right between."""
     z = torch.tensor([-5.0, -4.5, -3.0, 0.0, 3.0, 4.5, 5.0], dtype=dtype)
-    y = act(ActivationCutOff(4.0), Call("silu", nn.SiLU(), (z,)))
+    y = act(ActivationCutOff(4.0), recorded("silu", nn.SiLU(), (z,)))
     assert y.tolist() == [0.0, 0.0, *F.silu(z[2:5]).tolist(), 4.5, 5.0]
 
 
@@ -283,15 +293,15 @@ def test_rsqrt_table_is_a_gain_of_each_rows_own():
         module.weight.copy_(weight)
         module.bias.copy_(bias)
     calls = {
-        "LayerNorm": Call("norm", module, (x,)),
-        "layer_norm": Call("norm", F.layer_norm, (x, (32,), weight, bias, 1e-5)),
-        "RMSNorm": Call("norm", nn.RMSNorm(32, eps=1e-5), (x,)),
-        "rms_norm": Call("norm", F.rms_norm, (x, (32,)), {"weight": weight, "eps": 1e-5}),
-        "llama": Call("norm", tiny_model("llama", layers=1).model.norm, (x,)),
+        "LayerNorm": recorded("norm", module, (x,)),
+        "layer_norm": recorded("norm", F.layer_norm, (x, (32,), weight, bias, 1e-5)),
+        "RMSNorm": recorded("norm", nn.RMSNorm(32, eps=1e-5), (x,)),
+        "rms_norm": recorded("norm", F.rms_norm, (x, (32,)), {"weight": weight, "eps": 1e-5}),
+        "llama": recorded("norm", tiny_model("llama", layers=1).model.norm, (x,)),
     }
     for name, call in calls.items():
         with torch.no_grad():
-            right = call.callee(*call.args, **(call.kwargs or {})).double()
+            right = call.callee(*call.args, **call.kwargs).double()
         added = bias.double() if name.lower().startswith("layer") else 0.0
         y = act(RsqrtTable(0.05), call).double()
         eps = 1e-6 if name == "llama" else 1e-5
@@ -307,5 +317,5 @@ def test_rsqrt_table_is_a_gain_of_each_rows_own():
 
 def test_normaliser_gain():
     """Rows sum to 1 + m."""
-    y = act(NormaliserGain(0.01), Call("softmax", torch.softmax, (draw(4, 9), -1)))
+    y = act(NormaliserGain(0.01), recorded("softmax", torch.softmax, (draw(4, 9), -1)))
     torch.testing.assert_close(y.sum(-1), torch.full((4,), 1.01))

@@ -27,8 +27,6 @@ from noisescope.faults import (
     faulty,
     parse_fault,
 )
-from noisescope.probe.scope import ModelScope
-from noisescope.probe.target import CallWatcher
 from noisescope.testing import tiny_model
 
 ATTENTION = ["sdpa", "eager"]
@@ -86,32 +84,21 @@ def test_a_fused_attention_call_watched_as_a_whole_is_faulty(attention, operator
     model = tiny_model("llama", layers=3, attn_implementation=attention)
     seen = []
 
-    class Audit(ModelScope):
-        def aim_at(self, unit, operator):
-            return None
+    def where(unit, operator):
+        return operator == "attention" and unit.place == 1
 
-        def target_fused_attention(self, unit):
-            return Watch(unit, "attention") if unit.place == 1 else None
-
-    class Watch(CallWatcher):
-        def on_call(self, callee, args, kwargs, y, context, occurrence):
-            seen.append((args, kwargs, y))
-
-    with faulty(model, Gain(1.0), 1, operator=operator):
-        audit = Audit(model)
-        audit._open()
+    with faulty(model, Gain(1.0), 1, operator=operator), ns.watch(model, seen.append, where):
         run(model)
-        audit._close()
     if attention == "eager":
         assert not seen
         return
-    ((args, kwargs, y),) = seen
-    q, k, v = args[:3]
+    (call,) = seen
+    q, k, v = call.attention.query, call.attention.key, call.attention.value
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)) * kwargs["scale"] * (2 if operator == "matmul" else 1)
+    scores = (q @ k.transpose(-1, -2)) * call.attention.scale * (2 if operator == "matmul" else 1)
     shut = torch.ones(6, 6, dtype=torch.bool).triu(1)
     right = F.softmax(scores.masked_fill(shut, -torch.inf), -1) @ v
-    torch.testing.assert_close(y, 2 * right)
+    torch.testing.assert_close(call.output, 2 * right)
 
 
 def test_hooks_and_noise_come_after_the_fault(llama):

@@ -21,9 +21,8 @@ from noisescope.measures.format_costs import (
     is_planned,
     plan_injection,
     weight_format,
-    weight_of,
 )
-from noisescope.model.anatomy import dissect
+from noisescope.model.anatomy import dissect, linear_weight
 from noisescope.probe.formats import quantise
 from noisescope.testing import tiny_model
 
@@ -136,5 +135,5 @@ def test_interpreting_knows_the_same_formats() -> None:
 def test_weights_are_out_by_in() -> None:
     """Also those of GPT-2, which are stored the other way round; a view, so that changes reach the parameter."""
     modules = dict(tiny_model("gpt2").named_modules())
-    weight = weight_of(modules["transformer.h.0.mlp.c_fc"])
+    weight = linear_weight(modules["transformer.h.0.mlp.c_fc"])
     assert weight.shape == (64, 32) and weight.data_ptr() == modules["transformer.h.0.mlp.c_fc"].weight.data_ptr()

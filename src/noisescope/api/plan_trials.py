@@ -20,8 +20,9 @@ from noisescope.diagnosis.effects import divergence, ratio
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings.values import counted
-from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection, weight_of
+from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
 from noisescope.measures.smoothing import W8A8, Smoothed, rounded_kl, smooth
+from noisescope.model.anatomy import linear_weight
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
 from noisescope.model.subject import Subject
@@ -194,7 +195,9 @@ def check_sizes(report: Report | Diagnosis, subject: Subject) -> None:
     found = diagnosis_of(report)
     check_model(found, subject)
     modules = dict(subject.model.named_modules())
-    shapes = {unit.module: weight_of(modules[unit.module]).shape for unit in subject.anatomy.units if is_planned(unit)}
+    shapes = {
+        unit.module: linear_weight(modules[unit.module]).shape for unit in subject.anatomy.units if is_planned(unit)
+    }
     for scored in found.format_scores.modules if found.format_scores is not None else ():
         outputs, inputs = shapes.get(scored.module, (0, 0))
         _refuse_size(subject, f"weights in {scored.module}", scored.parameters, outputs * inputs)

@@ -21,10 +21,9 @@ from noisescope.comparison.records import Batch, Record, site_key
 from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput
 from noisescope.findings import GAIN_ROUND_OFF, ROUND_OFF
-from noisescope.sites import Place, Site
+from noisescope.sites import FUSED, Place, Site
 
 _MOST_NAMED = 8  # sites in a note
-_FUSED = "attention"  # the operator of a fused call
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ def _lacking(a: Record, b: Record) -> list[Site]:
     """
     if a.sketch is None and b.sketch is not None:
         return []
-    taken_apart = all(site.operator != _FUSED for site in b.sites)
-    return [site for site in _alone(a, b) if not (taken_apart and site.operator == _FUSED)]
+    taken_apart = all(site.operator != FUSED for site in b.sites)
+    return [site for site in _alone(a, b) if not (taken_apart and site.operator == FUSED)]
 
 
 def sketches_of(record: Record) -> list[Sketch] | None:

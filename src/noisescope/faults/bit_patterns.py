@@ -58,7 +58,7 @@ def stick_bit(x: Tensor, bit: int, value: int) -> Tensor:
 
 
 def flip_bits(x: Tensor, bit: int | Tensor) -> Tensor:
-    """x with one bit turned over in every element; `bit` may name another bit for each."""
+    """x with one bit inverted in every element; `bit` may name another bit for each."""
     pattern = to_bits(x)
     if isinstance(bit, Tensor):
         one = torch.bitwise_left_shift(torch.ones_like(pattern), bit.to(pattern.dtype))

@@ -1,6 +1,6 @@
 """`act`: what a fault makes of an operator's output. One function per family, chosen by the fault's class.
 
-The values themselves (value_faults.py, unit_faults.py) import no torch, so that a text that names a wrong fault is
+The values themselves (families.py) import no torch, so that a text that names a wrong fault is
 refused before torch is loaded.
 """
 
@@ -13,44 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
-from noisescope.faults import bit_patterns
+from noisescope.faults import bit_patterns, families
 from noisescope.faults.fault import Fault
 from noisescope.faults.fault_state import Memory, exact_dtype, reference_size, wide
-from noisescope.faults.operands import Call, product, softmax_scores
-from noisescope.faults.unit_faults import (
-    Accumulation,
-    ActivationCutOff,
-    ActivationTable,
-    BlockScale,
-    DeadKLane,
-    DeadLane,
-    ExpTable,
-    InputTruncation,
-    NormGain,
-    RoundingMode,
-    RsqrtTable,
-    StaleTile,
-    StuckLane,
-    SwappedChannels,
-)
-from noisescope.faults.value_faults import (
-    Bias,
-    BitFlip,
-    DeadZone,
-    FlushToZero,
-    Gain,
-    NanToZero,
-    Noise,
-    NonDeterminism,
-    Saturation,
-    Spike,
-    StuckBit,
-    Truncation,
-)
+from noisescope.faults.operands import computed_for, input_of, product, softmax_scores
+from noisescope.probe.recorded_call import RecordedCall
 
 
 @singledispatch
-def act(fault: Fault, y: Tensor, call: Call, memory: Memory) -> Tensor:
+def act(fault: Fault, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     """The faulty output, in a new tensor of y's shape and dtype; y itself stays as it is."""
     raise NotImplementedError(f"no effect is registered for {type(fault).__name__}")
 
@@ -62,13 +33,13 @@ _JITTER = 0.01  # of std(h): the run-to-run variation that non-determinism alter
 _OFFSET = 0.05  # of std(h), times the variance factor
 
 
-@act.register(DeadZone)
-def dead_zone(fault: DeadZone, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def dead_zone(fault: families.DeadZone, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return y.masked_fill(wide(y).abs() < fault.magnitude * reference_size(y, fault.relative_to), 0)
 
 
-@act.register(Saturation)
-def saturation(fault: Saturation, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def saturation(fault: families.Saturation, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     share = 1 - fault.magnitude if fault.relative_to == "max" else fault.magnitude
     limit = share * reference_size(y, fault.relative_to)
     if fault.absolute:
@@ -76,26 +47,26 @@ def saturation(fault: Saturation, y: Tensor, call: Call, memory: Memory) -> Tens
     return wide(y).clamp(-limit, limit).to(y.dtype)
 
 
-@act.register(Bias)
-def bias(fault: Bias, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def bias(fault: families.Bias, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     size = -fault.magnitude if fault.negative else fault.magnitude
     return (wide(y) + size * reference_size(y, fault.relative_to)).to(y.dtype)
 
 
-@act.register(Noise)
-def noise(fault: Noise, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def noise(fault: families.Noise, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return (wide(y) + memory.normal(y) * (fault.magnitude * reference_size(y, fault.relative_to))).to(y.dtype)
 
 
-@act.register(Spike)
-def spike(fault: Spike, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def spike(fault: families.Spike, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     hit = memory.uniform(y) < 0.01 * fault.magnitude
     spikes = memory.normal(y) * (fault.height * reference_size(y, fault.relative_to))
     return torch.where(hit, spikes.to(y.dtype), y)
 
 
-@act.register(NonDeterminism)
-def non_determinism(fault: NonDeterminism, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def non_determinism(fault: families.NonDeterminism, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     std = reference_size(y, "std")
     factor: float | Tensor = 1.0
     if fault.mode == "amplified":
@@ -114,18 +85,18 @@ def non_determinism(fault: NonDeterminism, y: Tensor, call: Call, memory: Memory
 # How a result is written: bits, a short mantissa, flushed subnormals, NaN as 0, and a plain gain.
 
 
-@act.register(Gain)
-def gain(fault: Gain, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def gain(fault: families.Gain, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return (wide(y) * (1 + fault.magnitude)).to(y.dtype)
 
 
-@act.register(StuckBit)
-def stuck_bit(fault: StuckBit, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def stuck_bit(fault: families.StuckBit, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return bit_patterns.stick_bit(y, fault.bit, fault.value)
 
 
-@act.register(BitFlip)
-def bit_flip(fault: BitFlip, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def bit_flip(fault: families.BitFlip, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     stream = memory.generator(y)
     if fault.persistent:
         stream = torch.Generator(y.device).manual_seed(fault.seed)
@@ -144,13 +115,13 @@ def bit_flip(fault: BitFlip, y: Tensor, call: Call, memory: Memory) -> Tensor:
     return torch.where(hit, bit_patterns.flip_bits(y, which), y)
 
 
-@act.register(Truncation)
-def truncation(fault: Truncation, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def truncation(fault: families.Truncation, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return bit_patterns.cut_mantissa(y, fault.cut)
 
 
-@act.register(FlushToZero)
-def flush_to_zero(fault: FlushToZero, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def flush_to_zero(fault: families.FlushToZero, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     x = wide(y)
     limit: float | Tensor = torch.finfo(y.dtype).smallest_normal
     if fault.magnitude:
@@ -158,27 +129,27 @@ def flush_to_zero(fault: FlushToZero, y: Tensor, call: Call, memory: Memory) -> 
     return torch.where(x.abs() < limit, torch.copysign(torch.zeros_like(x), x).to(y.dtype), y)
 
 
-@act.register(NanToZero)
-def nan_to_zero(fault: NanToZero, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def nan_to_zero(fault: families.NanToZero, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return torch.nan_to_num(y, nan=0.0)
 
 
 # Output lanes, swapped channels, a tile of old data, a block with a wrong scale.
 
 
-@act.register(DeadLane)
-def dead_lane(fault: DeadLane, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def dead_lane(fault: families.DeadLane, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return torch.zeros_like(y)
 
 
-@act.register(StuckLane)
-def stuck_lane(fault: StuckLane, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def stuck_lane(fault: families.StuckLane, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     value = memory.first("value", fault.magnitude * reference_size(y, fault.relative_to))
     return value.to(y.device, y.dtype).expand_as(y).clone()
 
 
-@act.register(SwappedChannels)
-def swapped_channels(fault: SwappedChannels, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def swapped_channels(fault: families.SwappedChannels, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     name = f"order of {y.shape[-1]} on {y.device}"
     if name not in memory.kept:
         order = _order(fault, y.shape[-1], memory.mask(y.shape[-1], torch.device("cpu")))
@@ -186,7 +157,7 @@ def swapped_channels(fault: SwappedChannels, y: Tensor, call: Call, memory: Memo
     return y.index_select(-1, memory.kept[name])
 
 
-def _order(fault: SwappedChannels, width: int, mask: Tensor | None) -> Tensor:
+def _order(fault: families.SwappedChannels, width: int, mask: Tensor | None) -> Tensor:
     order = list(range(width))
     for c in range(width - fault.distance) if mask is None else mask.nonzero().flatten().tolist():
         other = c + fault.distance
@@ -195,8 +166,8 @@ def _order(fault: SwappedChannels, width: int, mask: Tensor | None) -> Tensor:
     return torch.tensor(order, device="cpu")
 
 
-@act.register(StaleTile)
-def stale_tile(fault: StaleTile, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def stale_tile(fault: families.StaleTile, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     if fault.column >= y.shape[-1]:
         raise InvalidInput(f"stale_tile begins at column {fault.column}, but the output has {y.shape[-1]}")
     new = y.clone(memory_format=torch.contiguous_format)
@@ -211,15 +182,15 @@ def stale_tile(fault: StaleTile, y: Tensor, call: Call, memory: Memory) -> Tenso
     return new
 
 
-@act.register(BlockScale)
-def block_scale(fault: BlockScale, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def block_scale(fault: families.BlockScale, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     if fault.tensor == "output":
         return _block_scaled(fault, y)
     plain = product(call)
     return plain.again(_block_scaled(fault, plain.a), plain.b)
 
 
-def _block_scaled(fault: BlockScale, x: Tensor) -> Tensor:
+def _block_scaled(fault: families.BlockScale, x: Tensor) -> Tensor:
     start, stop = fault.block * fault.width, (fault.block + 1) * fault.width
     if start >= x.shape[-1]:
         raise InvalidInput(f"block {fault.block} of {fault.width} channels begins beyond the {x.shape[-1]} there are")
@@ -234,16 +205,16 @@ def _block_scaled(fault: BlockScale, x: Tensor) -> Tensor:
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@act.register(DeadKLane)
-def dead_k_lane(fault: DeadKLane, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def dead_k_lane(fault: families.DeadKLane, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     plain = product(call)
     mask = memory.mask(plain.inner, plain.a.device)
     a = torch.zeros_like(plain.a) if mask is None else plain.a.masked_fill(mask, 0)
     return plain.again(a, plain.b)
 
 
-@act.register(Accumulation)
-def accumulation(fault: Accumulation, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def accumulation(fault: families.Accumulation, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     exact = exact_dtype(y)
     if call.operator == "softmax":
         scores, dim = softmax_scores(call)
@@ -260,24 +231,24 @@ def accumulation(fault: Accumulation, y: Tensor, call: Call, memory: Memory) -> 
     return plain.finished(total).to(y.dtype)
 
 
-def _rounded(fault: Accumulation, total: Tensor) -> Tensor:
+def _rounded(fault: families.Accumulation, total: Tensor) -> Tensor:
     if isinstance(fault.precision, str):
         return total.to(_FORMATS[fault.precision]).to(total.dtype)
     return bit_patterns.round_mantissa(total.double(), fault.precision).to(total.dtype)
 
 
-@act.register(InputTruncation)
-def input_truncation(fault: InputTruncation, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def input_truncation(fault: families.InputTruncation, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     plain = product(call)
     return plain.again(_cut(fault, plain.a), _cut(fault, plain.b))
 
 
-def _cut(fault: InputTruncation, x: Tensor) -> Tensor:
+def _cut(fault: families.InputTruncation, x: Tensor) -> Tensor:
     return bit_patterns.cut_mantissa(x, max(0, bit_patterns.mantissa_bits(x.dtype) - fault.keep))
 
 
-@act.register(RoundingMode)
-def rounding_mode(fault: RoundingMode, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def rounding_mode(fault: families.RoundingMode, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     exact = exact_dtype(y)
     if y.dtype == exact:
         raise InvalidInput(f"rounding_mode needs a wider dtype to round from, and {call.name} computes in {exact}")
@@ -300,8 +271,8 @@ def table(log2: Tensor, error: float) -> Tensor:
     return torch.where(log2 == -math.inf, torch.zeros_like(read), read)
 
 
-@act.register(ExpTable)
-def exp_table(fault: ExpTable, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def exp_table(fault: families.ExpTable, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     scores, dim = softmax_scores(call)
     t = scores.to(exact_dtype(y))
     t = t - t.amax(dim, keepdim=True)
@@ -311,60 +282,60 @@ def exp_table(fault: ExpTable, y: Tensor, call: Call, memory: Memory) -> Tensor:
     return (powers / powers.sum(dim, keepdim=True)).to(y.dtype)
 
 
-@act.register(ActivationTable)
-def activation_table(fault: ActivationTable, y: Tensor, call: Call, memory: Memory) -> Tensor:
-    z = call.x.to(exact_dtype(y))
-    gate = call.repeated(z) / z
+@act.register
+def activation_table(fault: families.ActivationTable, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
+    z = input_of(call).to(exact_dtype(y))
+    gate = computed_for(call, z) / z
     gate = torch.where(gate > 0, gate, torch.zeros_like(gate))  # 0 / 0, and a gate that underflowed
     return (z * table(gate.log2(), fault.magnitude)).to(y.dtype)
 
 
-@act.register(ActivationCutOff)
-def activation_cut_off(fault: ActivationCutOff, y: Tensor, call: Call, memory: Memory) -> Tensor:
-    z = call.x
+@act.register
+def activation_cut_off(fault: families.ActivationCutOff, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
+    z = input_of(call)
     return torch.where(z < -fault.limit, torch.zeros_like(y), torch.where(z > fault.limit, z.to(y.dtype), y))
 
 
-@act.register(RsqrtTable)
-def rsqrt_table(fault: RsqrtTable, y: Tensor, call: Call, memory: Memory) -> Tensor:
-    x = call.x.to(exact_dtype(y))
+@act.register
+def rsqrt_table(fault: families.RsqrtTable, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
+    x = input_of(call).to(exact_dtype(y))
     if _centres(call):
         x = x - x.mean(-1, keepdim=True)
     log2 = -0.5 * (x.square().mean(-1, keepdim=True) + _eps(call)).log2()  # of the reciprocal root, [..., 1]
     return _scaled(y, call, table(log2, fault.magnitude) / torch.exp2(log2))
 
 
-@act.register(NormGain)
-def norm_gain(fault: NormGain, y: Tensor, call: Call, memory: Memory) -> Tensor:
+@act.register
+def norm_gain(fault: families.NormGain, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     return _scaled(y, call, 1 + fault.magnitude)
 
 
-def _bias(call: Call) -> Tensor | None:
+def _bias(call: RecordedCall) -> Tensor | None:
     """What a norm adds at its end: F.layer_norm(x, shape, weight, bias, eps), F.rms_norm(x, shape, weight, eps)."""
     if isinstance(call.callee, nn.Module):
         bias = getattr(call.callee, "bias", None)
     else:
-        bias = call.given(3, "bias") if call.callee.__name__ == "layer_norm" else None
+        bias = call.argument(3, "bias") if call.callee.__name__ == "layer_norm" else None
     return bias if isinstance(bias, Tensor) else None
 
 
-def _centres(call: Call) -> bool:
+def _centres(call: RecordedCall) -> bool:
     """Whether a norm takes off the mean (LayerNorm) or not (RMSNorm)."""
     name = type(call.callee).__name__ if isinstance(call.callee, nn.Module) else call.callee.__name__
     return "rms" not in name.lower() and name != "T5LayerNorm"
 
 
-def _eps(call: Call) -> float:
+def _eps(call: RecordedCall) -> float:
     if isinstance(call.callee, nn.Module):
         found = [getattr(call.callee, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
         return float(next((eps for eps in found if eps is not None), 0.0))
     if call.callee.__name__ == "layer_norm":
-        return float(call.given(4, "eps", default=1e-5))
-    eps = call.given(3, "eps")
-    return float(torch.finfo(call.x.dtype).eps if eps is None else eps)
+        return float(call.argument(4, "eps", default=1e-5))
+    eps = call.argument(3, "eps")
+    return float(torch.finfo(input_of(call).dtype).eps if eps is None else eps)
 
 
-def _scaled(y: Tensor, call: Call, factor: float | Tensor) -> Tensor:
+def _scaled(y: Tensor, call: RecordedCall, factor: float | Tensor) -> Tensor:
     """A norm's output with what it is before the bias scaled."""
     wide, bias = y.to(exact_dtype(y)), _bias(call)
     if bias is None:

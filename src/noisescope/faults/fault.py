@@ -1,6 +1,6 @@
 """A fault as a value: what goes wrong, how much, on which channels, how often and for how long. No torch here.
 
-A fault is saved as JSON (`to_dict`), read back (`models.fault_from_dict`) and replayed: the same seed gives the same
+A fault is saved as JSON (`to_dict`), read back (`parsing.fault_from_dict`) and replayed: the same seed gives the same
 masks and the same random numbers in the same order of calls, on the same kind of device.
 """
 
@@ -9,33 +9,131 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.jsonform import to_json
 from noisescope.sites import OPERATORS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from noisescope.faults.fault_state import Memory
-    from noisescope.faults.operands import Call
+    from noisescope.probe.recorded_call import RecordedCall
 
 RELATIVE_TO = ("max", "std", "mean_abs", "rms", "absolute")
 PRODUCTS = ("linear", "matmul", "bmm")
+
+
+# -- fields with limits: the checks are in their metadata, and turn a value into the one that is kept
+
+Check = Callable[[Any, str], Any]  # (value, what it is called in a message) -> the value, or InvalidInput
+
+
+def checked(default: Any, check: Check) -> Any:
+    """A field of a fault; where its default is None, None is left alone."""
+    return field(default=default, metadata={"check": check})
+
+
+def check_fields(value: Any) -> None:
+    """Check every field of a frozen dataclass that is still being made."""
+    for each in dataclasses.fields(value):
+        given = getattr(value, each.name)
+        if "check" in each.metadata and (given is not None or each.default is not None):
+            label = f"{each.name} of {getattr(value, 'family', type(value).__name__)}"
+            object.__setattr__(value, each.name, each.metadata["check"](given, label))
+
+
+def number(default: float | None, *, at_least: float = -math.inf, at_most: float = math.inf) -> Any:
+    """A finite number within limits, kept as a float."""
+    return checked(default, lambda value, label: float(_within(value, label, at_least, at_most, "a finite number")))
+
+
+def whole(default: Any = MISSING, *, at_least: int, at_most: float = math.inf) -> Any:
+    """A whole number within limits, kept as an int."""
+    return checked(default, lambda value, label: int(_within(value, label, at_least, at_most, "a whole number")))
+
+
+def _within(value: Any, label: str, at_least: float, at_most: float, kind: str) -> Any:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not (math.isfinite(value) if kind == "a finite number" else float(value).is_integer()):
+        raise InvalidInput(f"{label} must be {kind}, got {value!r}")
+    if not at_least <= value <= at_most:
+        limits = f"at least {at_least:g}" if at_most == math.inf else f"from {at_least:g} to {at_most:g}"
+        raise InvalidInput(f"{label} must be {limits}, got {value!r}")
+    return value
+
+
+def choice(default: str, allowed: Iterable[str], **aliases: str) -> Any:
+    """One of some words."""
+
+    def check(value: Any, label: str) -> Any:
+        value = aliases.get(value, value) if isinstance(value, str) else value
+        if value not in allowed:
+            raise unknown(label, value, allowed)
+        return value
+
+    return checked(default, check)
+
+
+def precision(default: str, formats: Iterable[str]) -> Any:
+    """The name of a format, or a number of mantissa bits."""
+    word, bits = choice(default, formats).metadata["check"], whole(at_least=1, at_most=52).metadata["check"]
+    return checked(default, lambda value, label: (word if isinstance(value, str) else bits)(value, label))
+
+
+def flag(default: bool) -> Any:
+    """True or false."""
+
+    def check(value: Any, label: str) -> bool:
+        if not isinstance(value, bool):
+            raise InvalidInput(f"{label} must be true or false, got {value!r}")
+        return value
+
+    return checked(default, check)
+
+
+def indices(value: Any, what: str) -> tuple[int, ...]:
+    """Numbers from 0 on, sorted, each once; one bare number is a list of one."""
+    many = [value] if isinstance(value, numbers.Integral) else value
+    listed = isinstance(many, Iterable) and not isinstance(many, (str, bytes))
+    found = list(many) if listed else []
+    if not found or any(isinstance(i, bool) or not isinstance(i, numbers.Integral) or i < 0 for i in found):
+        raise InvalidInput(f"{what} must be a list of numbers from 0 on, got {value!r}")
+    return tuple(sorted({int(i) for i in found}))
+
+
+def _channels(value: Any, label: str) -> Channels:
+    """Channels as a user, a text or a JSON file gives them."""
+    if value is None or isinstance(value, Lanes):
+        return value
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise InvalidInput(f"channels as a share must be above 0 and at most 1, got {value}")
+        return float(value)
+    if isinstance(value, dict):
+        if not {"period"} <= set(value) <= {"period", "offset"}:
+            raise InvalidInput(f'a lane is {{"period": 32, "offset": 5}}, got {value!r}')
+        return Lanes(**value)
+    if isinstance(value, bool):
+        raise InvalidInput("channels are a share such as 0.1, a list of channel numbers, Lanes(32, 5) or None (all)")
+    return indices(value, "channels")
+
+
+CHANNELS = {"check": _channels}  # metadata of a field of channels
 
 
 @dataclass(frozen=True)
 class Lanes:
     """Every `period`-th channel from `offset` on: what one lane of a unit `period` wide computes."""
 
-    period: int
-    offset: int = 0
+    period: int = whole(at_least=1)
+    offset: int = whole(0, at_least=0)
 
     def __post_init__(self) -> None:
-        whole(self, "period", at_least=1)
-        whole(self, "offset", at_least=0)
+        check_fields(self)
         if self.offset >= self.period:
             raise InvalidInput(f"a lane's offset is below its period {self.period}, got {self.offset}")
 
@@ -55,25 +153,26 @@ class Fault:
     """
 
     family: ClassVar[str]
-    fault_class: ClassVar[str]  # one of locators.verdict.CLASSES
+    fault_class: ClassVar[str]  # one of localization.verdict.CLASSES
     sized_by: ClassVar[str | None] = "magnitude"  # the field that is the fault's size: `family:SIZE` in text
     operators: ClassVar[tuple[str, ...]] = OPERATORS  # where it makes sense; the first of them where none is named
     places_itself: ClassVar[bool] = False  # `channels` is read by the fault (an inner dimension, a permutation)
     remembers: ClassVar[bool] = False  # it must see every call, also those in which it does not act
 
-    channels: Channels = None
-    rate: float = 1.0
-    start: int = 0
-    duration: int | None = None
-    seed: int = 0
+    channels: Channels = field(default=None, metadata=CHANNELS)
+    rate: float = number(1.0, at_least=0, at_most=1)
+    start: int = whole(0, at_least=0)
+    duration: int | None = whole(None, at_least=1)
+    seed: int = whole(0, at_least=0)
+
+    def __init_subclass__(cls, **about: Any) -> None:
+        """Attributes of a family are given beside its bases: `class DeadZone(Fault, family="dead_zone", ...)`."""
+        super().__init_subclass__()
+        for name, value in about.items():
+            setattr(cls, name, value)
 
     def __post_init__(self) -> None:
-        put(self, "channels", checked_channels(self.channels))
-        number(self, "rate", at_least=0, at_most=1)
-        whole(self, "start", at_least=0)
-        if self.duration is not None:
-            whole(self, "duration", at_least=1)
-        whole(self, "seed", at_least=0)
+        check_fields(self)
 
     @property
     def size(self) -> float | None:
@@ -93,91 +192,10 @@ class Fault:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values only: `fault_from_dict(fault.to_dict()) == fault`."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if isinstance(self.channels, Lanes):
-            fields["channels"] = {"period": self.channels.period, "offset": self.channels.offset}
-        return {"family": self.family} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        return {"family": self.family, **to_json(self)}
 
-    def act(self, y: Tensor, call: Call, memory: Memory) -> Tensor:
+    def act(self, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
         """The faulty output, in a new tensor of y's shape and dtype; y itself stays as it is."""
         from noisescope.faults.effects import act
 
         return act(self, y, call, memory)
-
-
-# -- checks of fields
-
-
-def put(fault: Any, name: str, value: Any) -> None:
-    """Set a field of a frozen dataclass that is still being made."""
-    object.__setattr__(fault, name, value)
-
-
-def _label(fault: Any, name: str) -> str:
-    return f"{name} of {getattr(fault, 'family', type(fault).__name__)}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def number(fault: Any, name: str, *, at_least: float = -math.inf, at_most: float = math.inf) -> None:
-    """A field that is a finite number within limits, kept as a float."""
-    value: Any = getattr(fault, name)
-    if not _is_number(value) or not math.isfinite(value):
-        raise InvalidInput(f"{_label(fault, name)} must be a finite number, got {value!r}")
-    if not at_least <= value <= at_most:
-        limits = f"at least {at_least:g}" if at_most == math.inf else f"from {at_least:g} to {at_most:g}"
-        raise InvalidInput(f"{_label(fault, name)} must be {limits}, got {value!r}")
-    put(fault, name, float(value))
-
-
-def whole(fault: Any, name: str, *, at_least: int, at_most: int | None = None) -> None:
-    """A field that is a whole number within limits, kept as an int."""
-    value: Any = getattr(fault, name)
-    if not _is_number(value) or not float(value).is_integer():
-        raise InvalidInput(f"{_label(fault, name)} must be a whole number, got {value!r}")
-    if value < at_least or (at_most is not None and value > at_most):
-        limits = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise InvalidInput(f"{_label(fault, name)} must be {limits}, got {value!r}")
-    put(fault, name, int(value))
-
-
-def choice(fault: Any, name: str, allowed: Iterable[str]) -> None:
-    """A field that is one of some words."""
-    if getattr(fault, name) not in allowed:
-        raise unknown(_label(fault, name), getattr(fault, name), allowed)
-
-
-def truth(fault: Any, name: str) -> None:
-    """A field that is true or false."""
-    if not isinstance(getattr(fault, name), bool):
-        raise InvalidInput(f"{_label(fault, name)} must be true or false, got {getattr(fault, name)!r}")
-
-
-def indices(value: Any, what: str) -> tuple[int, ...]:
-    """Numbers from 0 on, sorted, each once; one bare number is a list of one."""
-    many = [value] if isinstance(value, numbers.Integral) else value
-    if isinstance(many, (str, bytes)) or not isinstance(many, Iterable):
-        raise InvalidInput(f"{what} must be a list of numbers from 0 on, got {value!r}")
-    found = list(many)
-    if not found or any(isinstance(i, bool) or not isinstance(i, numbers.Integral) or i < 0 for i in found):
-        raise InvalidInput(f"{what} must be a list of numbers from 0 on, got {value!r}")
-    return tuple(sorted({int(i) for i in found}))
-
-
-def checked_channels(value: Any) -> Channels:
-    """Channels as a user, a text or a JSON file gives them."""
-    if value is None or isinstance(value, Lanes):
-        return value
-    if isinstance(value, float):
-        if not 0 < value <= 1:
-            raise InvalidInput(f"channels as a share must be above 0 and at most 1, got {value}")
-        return float(value)
-    if isinstance(value, dict):
-        if not {"period"} <= set(value) <= {"period", "offset"}:
-            raise InvalidInput(f'a lane is {{"period": 32, "offset": 5}}, got {value!r}')
-        return Lanes(**value)
-    if isinstance(value, bool):
-        raise InvalidInput("channels are a share such as 0.1, a list of channel numbers, Lanes(32, 5) or None (all)")
-    return indices(value, "channels")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from noisescope.errors import InvalidInput
 from noisescope.faults.fault import Channels, Fault, Lanes
-from noisescope.faults.operands import Call
+from noisescope.probe.recorded_call import RecordedCall
 
 _PIECE = 1 << 16  # masks are drawn in pieces of one length, so that a wider tensor's mask begins like a narrower one's
 
@@ -59,21 +60,15 @@ class Memory:
 
     def normal(self, like: Tensor, shape: tuple[int, ...] | torch.Size | None = None) -> Tensor:
         """z ~ N(0, 1) in the shape of `like` (or another), in the wide dtype of its arithmetic."""
-        return torch.randn(
-            like.shape if shape is None else shape,
-            generator=self.generator(like),
-            device=like.device,
-            dtype=wide_dtype(like),
-        )
+        return self._drawn(torch.randn, like, shape)
 
     def uniform(self, like: Tensor, shape: tuple[int, ...] | torch.Size | None = None) -> Tensor:
         """u ~ U(0, 1), as `normal`."""
-        return torch.rand(
-            like.shape if shape is None else shape,
-            generator=self.generator(like),
-            device=like.device,
-            dtype=wide_dtype(like),
-        )
+        return self._drawn(torch.rand, like, shape)
+
+    def _drawn(self, draw: Callable[..., Tensor], like: Tensor, shape: tuple[int, ...] | torch.Size | None) -> Tensor:
+        size = like.shape if shape is None else shape
+        return draw(size, generator=self.generator(like), device=like.device, dtype=wide_dtype(like))
 
     def mask(self, width: int, device: torch.device) -> Tensor | None:
         return self.stream.mask(width, device)
@@ -83,7 +78,7 @@ class Memory:
         return self.kept.setdefault(name, value)
 
 
-def faulty_output(fault: Fault, y: Tensor, call: Call, memory: Memory) -> Tensor:
+def faulty_output(fault: Fault, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     """What the fault makes of an output y: on its channels the faulty values, elsewhere those of y."""
     new = fault.act(y, call, memory)
     mask = None if fault.places_itself or y.dim() == 0 else memory.mask(y.shape[-1], y.device)

@@ -1,4 +1,17 @@
-"""Every fault family by name, and faults from JSON."""
+"""Faults by name, from JSON, and with their place in one line of text.
+
+    family[:size][,key=value...]@place[/operator[#occurrence][/module]]
+
+    dead_zone:0.3@10                      the output of block 10
+    dead_zone:0.3,channels=0.1@10         a tenth of its channels
+    stuck_bit:bit=12,value=1@10/linear    every linear of block 10
+    gain:0.01@10/linear/*down_proj        one of them
+    saturation:0.3@5/matmul#0             the scores (#1: the weighted values)
+    accumulation@*/linear                 every linear of the model
+    exp_table@5, gain:0.01@lm_head        the operator that the family, or the place, has
+
+Channels are a share (0.1), numbers (3+17) or a lane (every32+5: each 32nd from the 5th).
+"""
 
 from __future__ import annotations
 
@@ -9,38 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.faults import families
 from noisescope.faults.fault import Fault, Lanes
-from noisescope.faults.unit_faults import (
-    Accumulation,
-    ActivationCutOff,
-    ActivationTable,
-    BlockScale,
-    DeadKLane,
-    DeadLane,
-    ExpTable,
-    InputTruncation,
-    NormaliserGain,
-    NormGain,
-    RoundingMode,
-    RsqrtTable,
-    StaleTile,
-    StuckLane,
-    SwappedChannels,
-)
-from noisescope.faults.value_faults import (
-    Bias,
-    BitFlip,
-    DeadZone,
-    FlushToZero,
-    Gain,
-    NanToZero,
-    Noise,
-    NonDeterminism,
-    Saturation,
-    Spike,
-    StuckBit,
-    Truncation,
-)
 from noisescope.sites import GROUPS, OUTER_PLACES, Place, canonical_operator, canonical_place
 
 
@@ -61,43 +44,16 @@ class Family:
         return "residual" in self.operators
 
 
-_MAKERS: tuple[type[Fault], ...] = (
-    DeadZone,
-    Saturation,
-    Spike,
-    Noise,
-    Bias,
-    NonDeterminism,
-    StuckBit,
-    BitFlip,
-    DeadLane,
-    StuckLane,
-    DeadKLane,
-    SwappedChannels,
-    Gain,
-    Truncation,
-    RoundingMode,
-    FlushToZero,
-    Accumulation,
-    InputTruncation,
-    ExpTable,
-    ActivationTable,
-    ActivationCutOff,
-    RsqrtTable,
-    NormGain,
-    NormaliserGain,
-    StaleTile,
-    NanToZero,
-    BlockScale,
-)
-
-
 def _family(make: type[Fault]) -> Family:
     summary = (make.__doc__ or "").partition("\n")[0]
     return Family(make.family, make, make.fault_class, make.sized_by, make().size, make.operators, summary)
 
 
-FAMILIES: Mapping[str, Family] = {make.family: _family(make) for make in _MAKERS}
+FAMILIES: Mapping[str, Family] = {
+    kind.family: _family(kind)
+    for kind in vars(families).values()  # in the order in which they are defined
+    if isinstance(kind, type) and issubclass(kind, Fault) and hasattr(kind, "family")
+}
 
 
 def make_fault(family: str, **fields: Any) -> Fault:
@@ -117,18 +73,6 @@ def fault_from_dict(saved: Mapping[str, Any]) -> Fault:
     if not isinstance(saved, Mapping) or not isinstance(saved.get("family"), str):
         raise InvalidInput(f'a saved fault is a JSON object with "family" and its settings, got {saved!r}')
     return make_fault(saved["family"], **{name: value for name, value in saved.items() if name != "family"})
-
-
-# Where a fault sits, and both in one line of text.
-#
-# family[:size][,key=value...]@place[/operator[#occurrence][/module]]
-#
-# dead_zone:0.3@10 the output of block 10 dead_zone:0.3,channels=0.1@10 a tenth of its channels
-# stuck_bit:bit=12,value=1@10/linear every linear of block 10 gain:0.01@10/linear/*down_proj one of them
-# saturation:0.3@5/matmul#0 the scores (#1: the weighted values) accumulation@*/linear every linear of the model
-# exp_table@5, gain:0.01@lm_head the operator that the family, or the place, has
-#
-# Channels are a share (0.1), numbers (3+17) or a lane (every32+5: each 32nd from the 5th).
 
 
 EVERYWHERE = "*"

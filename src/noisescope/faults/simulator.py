@@ -1,12 +1,13 @@
 """`faulty`: a model that computes wrongly at one site, for the length of a `with` block.
 
-The scope is opened before whoever looks: every scope opened later, and every hook, sees the faulty values, as it would
-on a broken device. The fault's own arithmetic is hidden from all of them.
+Every scope opened later, and every hook, sees the faulty values, as it would on a broken device. The fault's own
+arithmetic is hidden from all of them.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.faults import bit_patterns
 from noisescope.faults.fault import Fault
 from noisescope.faults.fault_state import Memory, Stream, faulty_output
-from noisescope.faults.operands import Call
 from noisescope.faults.parsing import EVERYWHERE, Where, parse_fault, parse_settings, parse_where
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit, dissect
 from noisescope.probe.inject import Probe
+from noisescope.probe.recorded_call import RecordedCall
 from noisescope.probe.scope import unwrap
 from noisescope.probe.tally import SiteCount
-from noisescope.probe.target import CallWatcher, Context, StraightThrough
+from noisescope.probe.target import CallListener, StraightThrough
 from noisescope.sites import Place, Site
 
 
@@ -63,7 +64,10 @@ def faulty(
         if value is not None and getattr(where, name) is not None:
             raise InvalidInput(f"the {name} is given twice: {value!r}, and in {str(where)!r}")
     where = Where(
-        where.place, operator or where.operator, module or where.module, _either(occurrence, where.occurrence)
+        where.place,
+        operator or where.operator,
+        module or where.module,
+        where.occurrence if occurrence is None else occurrence,
     )
     return FaultScope(model, fault, where.of(fault), anatomy=anatomy)
 
@@ -74,10 +78,6 @@ def _where(site: Place | Site | Where | None) -> Where:
     if isinstance(site, Site):
         return Where(site.place, site.operator, site.module)
     return parse_where(site) if isinstance(site, str) else Where(site)  # type: ignore[arg-type]
-
-
-def _either(first: int | None, second: int | None) -> int | None:
-    return second if first is None else first
 
 
 class FaultScope(Probe):
@@ -93,7 +93,7 @@ class FaultScope(Probe):
         self.calls = 0  # calls of the site, and those in which the fault acted
         self.acted = 0
         self._changed: dict[torch.device, Tensor] = {}
-        super().__init__(model, _aim(fault, where, anatomy), anatomy=anatomy)
+        super().__init__(model, _selection(fault, where, anatomy), anatomy=anatomy)
 
     def __enter__(self) -> FaultScope:  # type: ignore[override]
         self._open()
@@ -110,10 +110,42 @@ class FaultScope(Probe):
         known = self._changed.get(count.device)
         self._changed[count.device] = count if known is None else known + count
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
+    def target_at(self, unit: Unit, operator: str) -> CallListener | None:
         if operator not in self.fault.operators or not self.injection.selects(unit.site(operator)):
             return None
-        return FaultTarget(self, unit, operator, self.count_of(unit, operator))
+        memories: dict[int, Memory] = {}  # of this operator of this unit, by occurrence
+        on_call = functools.partial(self._on_call, self.count_of(unit, operator), memories)
+        return CallListener(unit, operator, on_call, rerun=self.rerun, recomputed=True)
+
+    def _on_call(self, count: SiteCount, memories: dict[int, Memory], call: RecordedCall) -> Any:
+        """The faulty output in place of the right one."""
+        if self.where.occurrence not in (None, call.occurrence):
+            return None
+        y = call.output
+        if isinstance(y, tuple) and y and isinstance(y[0], Tensor):  # a block's hidden states come first
+            return (self._replaced(count, memories, call, y[0]), *y[1:])
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
+            raise InvalidInput(f"{call.unit.site(call.operator)} gave {kind}; faults fall on floating-point tensors")
+        return self._replaced(count, memories, call, y)
+
+    def _replaced(self, count: SiteCount, memories: dict[int, Memory], call: RecordedCall, y: Tensor) -> Tensor:
+        if not call.context.recomputing:
+            self.calls += 1
+            count.forward += 1
+        acts = self.fault.is_due(call.context.rows.number - 1) and self.stream.acts()
+        if y.numel() == 0 or not (acts or self.fault.remembers):
+            return y
+        memory = memories.setdefault(call.occurrence, Memory(self.stream))
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            new = faulty_output(self.fault, y.detach(), call, memory)
+            if not acts:
+                return y
+            self.acted += 1
+            self.note(y.detach(), new)
+        if y.requires_grad and torch.is_grad_enabled():
+            return StraightThrough.apply(y, lambda _: new)  # type: ignore[no-untyped-call,no-any-return]
+        return new
 
     def check(self) -> None:
         if self.forwards and not self.calls and self.where.occurrence is not None:
@@ -129,18 +161,13 @@ class FaultScope(Probe):
             )
 
 
-def _right(y: Any, draw: Any) -> Any:
-    """Injection wants a perturbation; a fault works on whole calls instead."""
-    return y
-
-
-def _aim(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
+def _selection(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
     """What the probe is to select; a module's last name will do where no whole name fits."""
     module = where.module
     if module is not None and not fnmatch.filter([unit.module for unit in anatomy.units], module):
         module = f"*.{module}"
     return Injection(
-        _right,
+        lambda y, draw: y,  # an injection wants a perturbation; a fault works on whole calls instead
         operators=None if where.operator is None else frozenset({where.operator}),
         layers=frozenset({where.place}) if isinstance(where.place, int) else None,
         places=frozenset({where.place}) if isinstance(where.place, str) and where.place != EVERYWHERE else None,
@@ -148,44 +175,3 @@ def _aim(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
         phases=frozenset({"forward"}),
         seed=fault.seed,
     )
-
-
-class FaultTarget(CallWatcher):
-    """Gives the faulty output of one operator of one unit in place of the right one."""
-
-    def __init__(self, scope: FaultScope, unit: Unit, operator: str, count: SiteCount) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-        self.count = count
-        self._memories: dict[int, Memory] = {}  # by occurrence
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        if self.scope.where.occurrence not in (None, occurrence):
-            return None
-        if isinstance(y, tuple) and y and isinstance(y[0], Tensor):  # a block's hidden states come first
-            return (self._replaced(Call(self.operator, callee, args, kwargs), y[0], context, occurrence), *y[1:])
-        if not isinstance(y, Tensor) or not y.is_floating_point():
-            kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise InvalidInput(f"{self.unit.site(self.operator)} gave {kind}; faults fall on floating-point tensors")
-        return self._replaced(Call(self.operator, callee, args, kwargs), y, context, occurrence)
-
-    def _replaced(self, call: Call, y: Tensor, context: Context, occurrence: int) -> Tensor:
-        scope = self.scope
-        if not context.recomputing:
-            scope.calls += 1
-            self.count.forward += 1
-        acts = scope.fault.is_due(context.rows.number - 1) and scope.stream.acts()
-        if y.numel() == 0 or not (acts or scope.fault.remembers):
-            return y
-        memory = self._memories.setdefault(occurrence, Memory(scope.stream))
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            new = faulty_output(scope.fault, y.detach(), call, memory)
-            if not acts:
-                return y
-            scope.acted += 1
-            scope.note(y.detach(), new)
-        if y.requires_grad and torch.is_grad_enabled():
-            return StraightThrough.apply(y, lambda _: new)  # type: ignore[no-untyped-call,no-any-return]
-        return new

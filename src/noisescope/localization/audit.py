@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -23,16 +24,14 @@ from noisescope.errors import InvalidInput
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.localization.expression_search import PART, Recorder, inner_modules
-from noisescope.localization.host_operators import first_tensor, host_arithmetic
-from noisescope.localization.host_products import argument
+from noisescope.localization.host_operators import host_arithmetic, input_of
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.model.subject import Subject
-from noisescope.probe.operator_calls import FUSED
-from noisescope.probe.scope import PlainScope
-from noisescope.probe.target import CallWatcher, Context
+from noisescope.probe.watch import RecordedCall, watch
+from noisescope.sites import FUSED
 
 _FOLLOWING = ("linear", "silu", "gelu")  # operators whose input was made from outputs of the same block
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
@@ -91,76 +90,54 @@ def _run(
 ) -> None:
     log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
     own = {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in batch.items()}
-    with Watch(model, anatomy, log, opened=opened):
+
+    def where(unit: Unit, operator: str) -> bool:
+        return operator != FUSED or unit.module not in opened
+
+    on_call = functools.partial(_on_call, log, Recorder(model))
+    with watch(model, on_call, where, anatomy=_with_parts(model, anatomy)):
         model(**own)  # a cache that is given grows: each forward gets its own
     log.end()
 
 
-class Watch(PlainScope):
-    """A scope through which every operator's call is seen whole."""
-
-    def __init__(self, model: nn.Module, anatomy: Anatomy, log: AuditLog, *, opened: frozenset[str]) -> None:
-        super().__init__(model, _with_parts(model, anatomy))
-        self.log = log
-        self.opened = opened
-        self.recorder = Recorder(model)
-
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        return Listener(self, unit, operator)
-
-    def target_fused_attention(self, unit: Unit) -> Any:
-        return None if unit.module in self.opened else Listener(self, unit, FUSED)
-
-
-class Listener(CallWatcher):
-    """Hears the calls of one operator of one unit."""
-
-    def __init__(self, watch: Watch, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.watch = watch
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> None:
-        with host_arithmetic():
-            self._heard(callee, args, kwargs, y, occurrence)
-
-    def _heard(self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, occurrence: int) -> None:
-        watch, unit = self.watch, self.unit
-        whole = y[0] if isinstance(y, tuple) and y else y
-        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-        if self.operator == "residual":
-            if isinstance(whole, Tensor) and given is not None:
-                x = first_tensor(args, kwargs)
-                watch.log.block(unit, watch.recorder, x, whole, _angles(kwargs.get("position_embeddings"), x))
-            watch.recorder.clear()
+def _on_call(log: AuditLog, recorder: Recorder, call: RecordedCall) -> None:
+    """One call of an operator, of a block or of a part of a block."""
+    unit, y = call.unit, call.output_tensor
+    with host_arithmetic():
+        if call.operator == "residual":
+            if y is not None and call.first_input is not None:
+                x = call.first_input
+                log.block(unit, recorder, x, y, _angles(call.kwargs.get("position_embeddings"), x))
+            recorder.clear()
             return
-        if isinstance(whole, Tensor) and isinstance(unit.place, int):
-            if isinstance(callee, nn.Module):
-                if self.operator == "norm" and given is not None:
-                    watch.recorder.got(unit.module, given)
-                watch.recorder.gave(unit.module, whole)
-            self._between(callee, args, kwargs, whole, occurrence)
-        if self.operator != PART:
-            watch.log.call(unit.site(self.operator, occurrence=occurrence), callee, args, kwargs, y)
+        if y is not None and isinstance(unit.place, int):
+            if isinstance(call.callee, nn.Module):
+                if call.operator == "norm" and call.first_input is not None:
+                    recorder.got(unit.module, call.first_input)
+                recorder.gave(unit.module, y)
+            _between(log, call, y)
+        if call.operator != PART:
+            log.call(call.site, call.callee, call.args, call.kwargs, call.output)
 
-    def _between(self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, occurrence: int) -> None:
-        """The call as the data flow need it: which inputs must follow from outputs before it, and its own output."""
-        unit, operator, log = self.unit, self.operator, self.watch.log
-        role = unit.module.removeprefix(f"{log.anatomy.blocks[unit.place]}.")  # type: ignore[index]
-        if operator == FUSED:
-            named = {f" {name}": argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value"))}
-            log.between(unit, role, FUSED, named, y, heads=True)
-        elif isinstance(callee, nn.Module):
-            follows = operator in _FOLLOWING or (operator == "norm" and unit.component == "attention")
-            log.between(unit, role, operator, {"": first_tensor(args, kwargs)} if follows else {}, y)
-        elif unit.kind == ATTENTION:
-            given = {"": first_tensor(args, kwargs)} if operator == "matmul" else {}  # queries, then probabilities
-            name = f"{role} {operator} {occurrence}"
-            log.between(unit, name, operator, given, y, heads=True, occurrence=occurrence)
-        elif unit.kind == CALLS and operator in _FOLLOWING:
-            name, given = f"{role} {operator} {occurrence}", {"": first_tensor(args, kwargs)}
-            log.between(unit, name, operator, given, y, occurrence=occurrence)
+
+def _between(log: AuditLog, call: RecordedCall, y: Tensor) -> None:
+    """The call as the data flow needs it: which inputs must follow from outputs before it, and its own output."""
+    unit, operator, occurrence = call.unit, call.operator, call.occurrence
+    role = unit.module.removeprefix(f"{log.anatomy.blocks[unit.place]}.")  # type: ignore[index]
+    if operator == FUSED:
+        given = call.attention
+        named = {" query": given.query, " key": given.key, " value": given.value}
+        log.between(unit, role, FUSED, named, y, heads=True)
+    elif isinstance(call.callee, nn.Module):
+        follows = operator in _FOLLOWING or (operator == "norm" and unit.component == "attention")
+        log.between(unit, role, operator, {"": input_of(call.args, call.kwargs)} if follows else {}, y)
+    elif unit.kind == ATTENTION:
+        first = {"": input_of(call.args, call.kwargs)} if operator == "matmul" else {}  # queries, then probabilities
+        name = f"{role} {operator} {occurrence}"
+        log.between(unit, name, operator, first, y, heads=True, occurrence=occurrence)
+    elif unit.kind == CALLS and operator in _FOLLOWING:
+        name = f"{role} {operator} {occurrence}"
+        log.between(unit, name, operator, {"": input_of(call.args, call.kwargs)}, y, occurrence=occurrence)
 
 
 def _angles(given: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -22,13 +22,13 @@ from noisescope.localization.data_flow import DataFlowChecks, words
 from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.expression_search import Recorder, Residuals
 from noisescope.localization.host_operators import Unseen, recompute
-from noisescope.localization.host_products import Recomputed, Rows, argument
+from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.judge import Judgement, judge
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
 from noisescope.localization.tensors import bits_of, on_host
 from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.operator_calls import FUSED
-from noisescope.sites import Site
+from noisescope.probe.attention import AttentionArguments
+from noisescope.sites import FUSED, Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
 
@@ -261,7 +261,8 @@ def _hash(values: tuple[Any, ...]) -> bytes:
 def _inputs(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """What an operator is given to compute with: no masks, which may hold -inf."""
     if site.operator == FUSED:
-        return [argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value"))]
+        given = AttentionArguments.of(args, kwargs)
+        return [given.query, given.key, given.value]
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
 

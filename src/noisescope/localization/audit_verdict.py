@@ -13,8 +13,7 @@ from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit, O
 from noisescope.localization.data_flow import MOST_ROWS
 from noisescope.localization.expression_search import OUT
 from noisescope.localization.verdict import Suspect, Verdict, ranked
-from noisescope.probe.operator_calls import FUSED
-from noisescope.sites import Site, place_order
+from noisescope.sites import FUSED, Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from noisescope.localization import host_products
 from noisescope.localization.formulas import ACTIVATIONS, NormFormula, activation_formula, gelu_inner, norm_formula
-from noisescope.localization.host_products import Recomputed, Rows, argument, as_multiplied
+from noisescope.localization.host_products import Recomputed, Rows, as_multiplied
 from noisescope.localization.roundoff_floors import (
     WORK_ROUNDOFF,
     Reference,
@@ -23,11 +23,11 @@ from noisescope.localization.roundoff_floors import (
     sum_spread,
 )
 from noisescope.localization.tensors import on_host
-from noisescope.probe.operator_calls import OUTER
+from noisescope.model.anatomy import keeps_weight_transposed
+from noisescope.probe.attention import AttentionArguments
+from noisescope.probe.functions import ADDED, OUTER, argument, first_tensor, is_grouped
 
-_T = torch.Tensor
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
-_GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way
 _GAIN_SHARE = 0.1  # of half an ulp
 
@@ -57,7 +57,7 @@ def recompute(
     name = getattr(callee, "__name__", type(callee).__name__)
     if isinstance(callee, nn.Module):
         again = _MODULES.get(operator)
-    elif name in _GROUPED:
+    elif is_grouped(callee):
         again = _grouped_function
     else:
         again = _FUNCTIONS.get(callee) or _FUNCTIONS_BY_OPERATOR.get(operator)
@@ -66,11 +66,12 @@ def recompute(
     return again(callee, args, kwargs, y, rows)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value
-    raise Unseen("it was called without a tensor")
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor of a call that must have one."""
+    x = first_tensor(args, kwargs)
+    if x is None:
+        raise Unseen("it was called without a tensor")
+    return x
 
 
 # -- modules
@@ -84,8 +85,8 @@ def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -
         raise Unseen(f"its weight is packed ({type(weight).__name__})")
     if weight.dim() != 2 or weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise Unseen(f"its weight is packed ({weight.dtype})")
-    x = first_tensor(args, kwargs)
-    if type(module).__name__ == "Conv1D":
+    x = input_of(args, kwargs)
+    if keeps_weight_transposed(module):
         weight = weight.detach().T
     if weight.shape != (y.shape[-1], x.shape[-1]):
         raise Unseen(f"its weight {tuple(weight.shape)} does not fit its input and output")
@@ -93,7 +94,7 @@ def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -
 
 
 def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
-    x = first_tensor(args, kwargs)
+    x = input_of(args, kwargs)
     formula = norm_formula(module, x.shape[-1])
     if formula is None:
         raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
@@ -141,7 +142,7 @@ def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, row
     found = activation_formula(module)
     if found is None:
         raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
-    return _activation(found[0], first_tensor(args, kwargs), y, stepwise=found[1])
+    return _activation(found[0], input_of(args, kwargs), y, stepwise=found[1])
 
 
 def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> Recomputed:
@@ -173,7 +174,7 @@ def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     table = module.weight
     if table.is_meta:
         raise Unseen("its table is offloaded")
-    indices = first_tensor(args, kwargs)
+    indices = input_of(args, kwargs)
     out = on_host(y).reshape(-1, y.shape[-1])
     table = on_host(table)
     scale = getattr(module, "embed_scale", None)
@@ -203,7 +204,7 @@ def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
             raise Unseen("an einsum of other than two operands")
         return host_products.einsum(args[0], operands[0], operands[1], y)
     a, b = argument(args, kwargs, 0, "input", "self"), argument(args, kwargs, 1, "other", "mat2", "tensor2")
-    if callee is _T.__rmatmul__:
+    if callee is Tensor.__rmatmul__:
         a, b = b, a
     if callee in OUTER:
         if a.shape[-1:] != (1,) or b.dim() != 1:
@@ -252,7 +253,7 @@ def _activation_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: R
     name = "silu"
     if callee is F.gelu:
         name = {"none": "gelu", "tanh": "gelu_tanh"}[argument((), kwargs, 0, "approximate", default="none")]
-    return _activation(name, first_tensor(args, kwargs), y)
+    return _activation(name, input_of(args, kwargs), y)
 
 
 def _norm_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -269,12 +270,19 @@ def _norm_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -
 
 
 def _fused_attention(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
-    if argument(args, kwargs, 4, "dropout_p", default=0.0):
+    given = AttentionArguments.of(args, kwargs)
+    if given.dropout_p:
         raise Unseen("attention with dropout is random")
-    query, key, value = (argument(args, kwargs, at, name) for at, name in enumerate(("query", "key", "value")))
-    mask, causal = argument(args, kwargs, 3, "attn_mask"), argument(args, kwargs, 5, "is_causal", default=False)
-    scale = argument(args, kwargs, 6, "scale")
-    again = host_products.attention(query, key, value, mask, y, rows, is_causal=bool(causal), scale=scale)
+    again = host_products.attention(
+        given.query,
+        given.key,
+        given.value,
+        given.attn_mask,
+        y,
+        rows,
+        is_causal=bool(given.is_causal),
+        scale=given.scale,
+    )
     if not len(again.y):
         raise Unseen("all its rows hold NaN, or may look nowhere")
     return again
@@ -292,7 +300,7 @@ _MODULES: dict[str, Again] = {
 _FUNCTIONS: dict[Any, Again] = {
     F.scaled_dot_product_attention: _fused_attention,
     F.linear: _linear_function,
-    **dict.fromkeys((torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm), _added_function),
+    **dict.fromkeys(ADDED, _added_function),
 }
 _FUNCTIONS_BY_OPERATOR: dict[str, Again] = {
     **dict.fromkeys(("linear", "matmul", "bmm"), _product_function),

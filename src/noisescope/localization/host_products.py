@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,10 +257,3 @@ def attention(
         values, (rounded_once(values, dtype),), flat(spread.sqrt()), systematic, grain=flat(grain), sums=True
     )
     return Recomputed(flat(out), reference)
-
-
-def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:
-    """An argument of a call, by position or by one of its names."""
-    if position < len(args):
-        return args[position]
-    return next((kwargs[name] for name in names if name in kwargs), default)

@@ -28,7 +28,6 @@ from noisescope.localization.laws.calls import (
     Choice,
     Handler,
     Listening,
-    RecordedCall,
     function_anatomy,
     module_anatomy,
 )
@@ -41,6 +40,7 @@ from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.model.subject import Subject
+from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Place, Site
 
 _CACHE_LAWS = f"{' and '.join(whole_model.CACHE_LAWS)} of the whole model"
@@ -215,18 +215,18 @@ class Search:
         return cost
 
     def _made_again(self, turn: int, recorded: RecordedCall) -> None:
-        x = recorded.x
+        x = recorded.first_input
         if (
             recorded.operator in WHOLES
             or x is None
-            or recorded.output is None
-            or not recorded.output.is_floating_point()
+            or recorded.output_tensor is None
+            or not recorded.output_tensor.is_floating_point()
         ):
             return
         repeat = recorded.again(x)
         site = site_of(recorded)
         with host_arithmetic():
-            y = host_rows(recorded.output)
+            y = host_rows(recorded.output_tensor)
             result = exact(Law.REPEAT, host_rows(repeat).double(), y.double())
             before = self._naturals.get((site, turn - 2))
             self._naturals[site, turn] = y

@@ -32,10 +32,8 @@ from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import device_of, evaluating, last_token_logits
 from noisescope.model.subject import Subject
-from noisescope.probe.operator_calls import FUSED
-from noisescope.probe.scope import PlainScope
-from noisescope.probe.target import CallWatcher, Context, Watcher
-from noisescope.sites import Site
+from noisescope.probe.watch import RecordedCall, WatchScope, watch
+from noisescope.sites import FUSED, Site
 
 _MOST_SCORES = 1 << 24  # attention scores that are computed again in one call
 # Roundings between numbers that agree and the sum that is compared: a block adds attention's and the MLP's output to
@@ -64,7 +62,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     for number, batch in enumerate(record.batches):
         ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
         log.begin(number)
-        with evaluating(model), torch.no_grad(), Replay(model, anatomy, record, kept, batch, log):
+        with evaluating(model), torch.no_grad(), Replay(anatomy, record, kept, batch, log).watch(model):
             last_token_logits(model, ids)
     found = conclude(log)
     notes = found.notes
@@ -105,30 +103,27 @@ class Comparer(AuditLog):
         self._judge(site, Recomputed(out, reference), self._count)
 
 
-class Replay(PlainScope):
-    """A scope through which every recorded operator gets and gives what it did on the reference."""
+class Replay:
+    """Gives every recorded operator what it got and gave on the reference, and compares what it gives here."""
 
-    def __init__(
-        self, model: nn.Module, anatomy: Anatomy, record: Record, kept: dict[Site, int], batch: Batch, log: Comparer
-    ) -> None:
-        super().__init__(model, anatomy)
+    def __init__(self, anatomy: Anatomy, record: Record, kept: dict[Site, int], batch: Batch, log: Comparer) -> None:
+        self.anatomy = anatomy
         self.record = record
         self.kept = kept
         self.batch = batch
         self.log = log
         self.most = log.rows.most
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        if not unit.certain or unit.kind == ATTENTION:
-            return None
-        if operator == "residual":
-            return Joint(self, unit, operator) if unit.site(operator) in self.kept else None
-        return Player(self, unit, operator) if unit.kind == MODULE and unit.site(operator) in self.kept else None
+    def watch(self, model: nn.Module) -> WatchScope:
+        return watch(model, self._on_call, self._is_recorded, before=self._before, anatomy=self.anatomy)
 
-    def target_fused_attention(self, unit: Unit) -> Any:
-        return Joint(self, unit, FUSED) if unit.site(FUSED) in self.kept else None
+    def _is_recorded(self, unit: Unit, operator: str) -> bool:
+        if operator == FUSED:
+            return unit.site(FUSED) in self.kept
+        whole = operator == "residual" or unit.kind == MODULE
+        return unit.certain and unit.kind != ATTENTION and whole and unit.site(operator) in self.kept
 
-    def recorded(self, site: Site, like: Tensor, tensor: str = "output") -> Tensor | None:
+    def _recorded(self, site: Site, like: Tensor, tensor: str = "output") -> Tensor | None:
         """A tensor of the record for the batch at hand, on the device of `like`."""
         number = self.kept.get(site)
         found = None if number is None else self.record.whole(number, self.batch.first, self.batch.count, tensor)
@@ -139,71 +134,53 @@ class Replay(PlainScope):
             values = values[:1]
         return values.reshape(like.shape) if values.numel() == like.numel() else values
 
-
-class Player(Watcher):
-    """A module: gets the reference's input, is compared, and gives the reference's output."""
-
-    wants_input = True
-
-    def __init__(self, scope: Replay, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-        self.module = scope.model.get_submodule(unit.module)
-        self.x: Tensor | None = None
-
-    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
-        site = self.unit.site(self.operator, occurrence=occurrence)
+    def _before(self, call: RecordedCall) -> Tensor | None:
+        """A module gets the reference's input."""
+        x = call.first_input
+        if x is None or call.operator in ("residual", FUSED):
+            return None
         with host_arithmetic():
-            stored = self.scope.recorded(site, x, "input")
+            stored = self._recorded(call.site, x, "input")
             if stored is not None and stored.shape == x.shape and x.is_floating_point():
-                here, there = _picked(self.scope.most, x, stored)
-                self.scope.log.compare_plainly(dataclasses.replace(site, tensor="input"), here, there, there)
-            self.x = x if stored is None else _in_place_of(x, stored)
-        return self.x
+                here, there = _picked(self.most, x, stored)
+                self.log.compare_plainly(dataclasses.replace(call.site, tensor="input"), here, there, there)
+            return None if stored is None else _in_place_of(x, stored)
 
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
-    ) -> Any:
-        site = self.unit.site(self.operator, occurrence=occurrence)
-        if not isinstance(y, Tensor) or self.x is None:
-            return y
+    def _on_call(self, call: RecordedCall) -> Any:
+        return self._sum(call) if call.operator in ("residual", FUSED) else self._module(call)
+
+    def _module(self, call: RecordedCall) -> Tensor | None:
+        """A module is compared, and gives the reference's output."""
+        x, y = call.first_input, call.output
+        if not isinstance(y, Tensor) or x is None:
+            return None
         with host_arithmetic():
-            stored = self.scope.recorded(site, y)
+            stored = self._recorded(call.site, y)
             if stored is None:
-                return y
+                return None
             last = slice(y.shape[1] - stored.shape[1], None)  # of the head the record keeps the last tokens
-            here, there, given = _picked(self.scope.most, y[:, last], stored, self.x[:, last])
-            self.scope.log.compare(site, self.module, (given,), {}, here, there)
+            here, there, given = _picked(self.most, y[:, last], stored, x[:, last])
+            self.log.compare(call.site, call.callee, (given,), {}, here, there)
             return _in_place_of(y, stored)
 
-
-class Joint(CallWatcher):
-    """A block's sum, or a fused attention call: its terms are the reference's already."""
-
-    def __init__(self, scope: Replay, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        whole = y[0] if isinstance(y, tuple) and y else y
-        if not isinstance(whole, Tensor):
+    def _sum(self, call: RecordedCall) -> Any:
+        """A block's sum, or a fused attention call: its terms are the reference's already."""
+        y, whole = call.output, call.output_tensor
+        if whole is None:
             return None
-        site = self.unit.site(self.operator, occurrence=occurrence)
         with host_arithmetic():
-            stored = self.scope.recorded(site, whole)
+            stored = self._recorded(call.site, whole)
             if stored is None or stored.shape != whole.shape:
                 return None
-            if self.operator == FUSED:
-                self._attention(site, callee, args, kwargs, whole, stored)
+            if call.operator == FUSED:
+                self._attention(call, whole, stored)
             else:
-                x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), whole)
+                x = whole if call.first_input is None else call.first_input
                 size = torch.maximum(stored.abs(), x.abs()) if x.shape == whole.shape else stored.abs()
-                self.scope.log.compare_plainly(site, *_picked(self.scope.most, whole, stored, size))
+                self.log.compare_plainly(call.site, *_picked(self.most, whole, stored, size))
         return (stored, *y[1:]) if isinstance(y, tuple) else stored
 
-    def _attention(self, site: Site, callee: Any, args: Any, kwargs: Any, y: Tensor, stored: Tensor) -> None:
+    def _attention(self, call: RecordedCall, y: Tensor, stored: Tensor) -> None:
         """As many prompts as their scores fit into memory."""
         batch, heads, length = y.shape[0], y.shape[1], y.shape[-2]
         most = max(1, _MOST_SCORES // max(1, heads * length * length))
@@ -211,8 +188,8 @@ class Joint(CallWatcher):
         def cut(value: Any) -> Any:
             return value[:most] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch else value
 
-        few = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
-        self.scope.log.compare(site, callee, *few, y[:most], stored[:most])
+        few = tuple(map(cut, call.args)), {name: cut(value) for name, value in call.kwargs.items()}
+        self.log.compare(call.site, call.callee, *few, y[:most], stored[:most])
 
 
 def _picked(most: int, y: Tensor, other: Tensor, *more: Tensor) -> list[Tensor]:

@@ -32,8 +32,7 @@ from noisescope.localization.host_products import Recomputed
 from noisescope.localization.tensors import host_rows, on_host, same_numbers
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
-from noisescope.probe.scope import ModelScope
-from noisescope.probe.target import CallWatcher, Context
+from noisescope.probe.watch import RecordedCall, watch
 
 PROFILES = ("gain", "kurtosis", "pile_up", "mean_shift")  # numbers that can only be compared between layers
 _NOISE = 0.1  # of std(x)
@@ -50,33 +49,6 @@ class Failure:
     recomputed: Recomputed
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a block."""
-
-    block: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    given: Any
-
-    @property
-    def x(self) -> Tensor | None:
-        """The hidden states come first."""
-        return next((value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)), None)
-
-    @property
-    def y(self) -> Tensor | None:
-        return _first(self.given)
-
-    def again(self, x: Tensor) -> Tensor:
-        """The same call with other hidden states."""
-        own = self.x
-        args = tuple(x if value is own else value for value in self.args)
-        y = _first(self.block(*args, **{name: x if v is own else v for name, v in self.kwargs.items()}))
-        assert y is not None
-        return y
-
-
 @dataclass
 class Readings:
     """All numbers, by scan and layer."""
@@ -90,11 +62,12 @@ class Readings:
     forwards: float = 0.0
 
 
-class Scanner(ModelScope):
+class Scanner:
     """Looks at one model, a forward at a time."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, *, which: frozenset[str], seed: int) -> None:
-        super().__init__(model, _with_parts(model, anatomy))
+        self.model = model
+        self._anatomy = _with_parts(model, anatomy)
         self.which = which
         self.results = Readings()
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -105,18 +78,12 @@ class Scanner(ModelScope):
         self._first = True
         self._again = False  # inside a block that is called once more
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        return _Listener(self, unit, operator)
-
     def run(self, batch: dict[str, Any], *, repeated: bool = False) -> None:
         """One forward; a repeated one is compared with the one before, and its profiles are not read again."""
         self._first, self._seen = not repeated, set()
         self._residuals.next_pass()
-        self._open()
-        try:
+        with watch(self.model, self._on_call, lambda unit, operator: True, anatomy=self._anatomy):
             self.model(**without_cache(self.model), **batch)
-        finally:
-            self._close()
         self.results.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
         for block, target, form, recomputed in self._residuals.failures():
             if target == OUT and isinstance(block.unit.place, int):
@@ -124,13 +91,15 @@ class Scanner(ModelScope):
                 self.results.failures.setdefault(block.unit.place, failure)
         self.results.unknown |= {b.unit.place for b in self._residuals.unknown() if isinstance(b.unit.place, int)}
 
-    def heard_part(self, module: str, y: Tensor) -> None:
-        if "bookkeeping" in self.which:
+    def _on_call(self, call: RecordedCall) -> None:
+        if call.operator == "residual":
+            self._on_block(call)
+        elif call.output_tensor is not None and "bookkeeping" in self.which:
             with host_arithmetic():
-                self._recorder.gave(module, y)
+                self._recorder.gave(call.unit.module, call.output_tensor)
 
-    def heard_block(self, unit: Unit, call: Call) -> None:
-        layer, x, y = unit.place, call.x, call.y
+    def _on_block(self, call: RecordedCall) -> None:
+        layer, x, y = call.unit.place, call.first_input, call.output_tensor
         fresh = self._again or layer not in self._seen
         if not isinstance(layer, int) or x is None or y is None or x.shape != y.shape or not fresh:
             self._recorder.clear()
@@ -138,7 +107,7 @@ class Scanner(ModelScope):
         self._seen.add(layer)
         with host_arithmetic():
             if "bookkeeping" in self.which:
-                block = self._recorder.block(unit, len(self._seen), x, y)
+                block = self._recorder.block(call.unit, len(self._seen), x, y)
                 self.results.elements += y.numel()
                 self._residuals.see(block)
             self._recorder.clear()
@@ -174,7 +143,7 @@ class Scanner(ModelScope):
         if same_numbers(x, first_x) and not same_numbers(y, first_y):
             self.results.unstable.add(layer)
 
-    def _gain(self, layer: int, call: Call, x: Tensor, y: Tensor) -> None:
+    def _gain(self, layer: int, call: RecordedCall, x: Tensor, y: Tensor) -> None:
         with host_arithmetic():
             size = float(_wide(on_host(x)).std()) * _NOISE
             z = torch.randn(x.shape, generator=self._generator, device="cpu", dtype=torch.float32)
@@ -188,28 +157,6 @@ class Scanner(ModelScope):
             change, noise = (_wide(on_host(a)) - _wide(on_host(b)) for a, b in ((again, y), (noisy, x)))
             ratio = float(change.std()) / max(float(noise.std()), _FLOOR)
             self._note("gain", layer, math.log(max(ratio, _FLOOR)))
-
-
-class _Listener(CallWatcher):
-    """Tells the scanner of every call of one module."""
-
-    def __init__(self, scanner: Scanner, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scanner = scanner
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> None:
-        if self.operator == "residual":
-            self.scanner.heard_block(self.unit, Call(callee, args, kwargs, y))
-        elif (first := _first(y)) is not None:
-            self.scanner.heard_part(self.unit.module, first)
-
-
-def _first(y: Any) -> Tensor | None:
-    """A module's output, or the first of several."""
-    y = y[0] if isinstance(y, (tuple, list)) and y else y
-    return y if isinstance(y, Tensor) else None
 
 
 # -- formulas

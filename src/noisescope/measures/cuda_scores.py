@@ -1,4 +1,4 @@
-"""The scores of `scores.compare` in one Triton kernel: two passes over the logits, and nothing else touches memory.
+"""The scores of `divergence.compare` in one Triton kernel: two passes over the logits, and nothing else touches memory.
 
 The plain engine makes some twenty passes over float32 copies; on an accelerator that costs as much as the model.
 """

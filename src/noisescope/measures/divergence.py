@@ -1,4 +1,9 @@
-"""Kullback-Leibler divergence of two sets of logits, right also where they hardly differ.
+"""Divergence and other scores of two sets of logits, exact also where they hardly differ.
+
+Rows are tokens, [N, V]; nothing makes the host wait for an accelerator. A broken row (NaN, +inf, nothing but -inf, or
+-inf where the clean logits have none) is a wrong answer: agreement 0, correct 0; what it has no value for is NaN, and
+`nonfinite` is 1 so that callers can count it. A logit of -inf is a masked token otherwise. A negative target (-100)
+means that the row has none: correct and nll NaN.
 
 Subtracting two float32 log-likelihoods leaves no digit of a divergence below 1e-7 nats, and a screen of single layers
 lives down there. So they are not subtracted. With p = softmax(z), q = softmax(z'), dz = z' - z and
@@ -36,6 +41,7 @@ _BLOCK_ELEMENTS_ELSEWHERE = 2**23
 # within 3e-5; above it, e^x - 1 - x loses so few digits that it is as good.
 _NEAR = 0.03
 _ROOT = math.sqrt(2)
+_ROWS = 1024  # rows of logits compared at once: bounds the copies made of them
 
 
 def kl_divergence(clean_logits: Tensor, noisy_logits: Tensor, *, block_rows: int | None = None) -> Tensor:
@@ -58,7 +64,7 @@ def rounding_floor(logits: Tensor, dtype: torch.dtype | None = None, *, block_ro
     """The divergence [N] to expect between two evaluations of these logits [N, V] that differ in their rounding alone.
 
     Rounding to `dtype` (default: that of the logits) is off by ulp/sqrt(12) rms, twice, and small errors of variance
-    s_i^2 give KL = sum p_i (1 - p_i) s_i^2 / 2. Where the divergence of two bfloat16 models is at this size, it says
+    s_i^2 give KL = sum p_i (1 - p_i) s_i^2 / 2. Where the divergence of two bfloat16 models is at this size, it shows
     how the logits are stored and nothing about the models. Errors inside the model come on top: see KL_FLOOR.
     """
     check_logits(logits, logits)
@@ -129,17 +135,6 @@ def kl_of_rows(clean: Tensor, noisy: Tensor, p: Tensor, q: Tensor) -> Tensor:
     error_of_shift = divergence + weighted.sum(-1)
     divergence = (divergence - error_of_shift.square_() / 2).clamp_(min=0.0)
     return torch.where(divergence.isfinite(), divergence, torch.nan)
-
-
-# Scores of logits per token. Nothing here makes the host wait for an accelerator.
-#
-# Rows are tokens, [N, V]. A broken row (NaN, +inf, nothing but -inf, or -inf where the clean logits have none) is a
-# wrong answer: agreement 0, correct 0; what can't be said of it is NaN, and `nonfinite` is 1 so that callers can
-# count it. A logit of -inf is a masked token otherwise. A negative target (-100) means that the row has none: correct
-# and nll NaN.
-
-
-_ROWS = 1024  # rows of logits compared at once: bounds the copies made of them
 
 
 def token_scores(

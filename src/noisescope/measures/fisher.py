@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
-from noisescope.injection import Injection
+from noisescope.injection import Injection, Perturbation
 from noisescope.model.anatomy import EXPERTS, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.probe.draws import mix64, wide_window
 from noisescope.probe.noise import Gaussian, Uniform
-from noisescope.probe.scope import ModelScope
-from noisescope.probe.target import Context, Watcher
-from noisescope.sites import Site
+from noisescope.probe.scope import unwrap
+from noisescope.probe.watch import RecordedCall, watch
+from noisescope.sites import FUSED, Site
 
 _BLOCK = 256  # rows of logits in float32 at once
 
@@ -69,14 +69,15 @@ class _Recorded:
         return {s: SiteSums(total, part) for s, total, part in zip(self.sites, totals, parts, strict=True)}
 
 
-class Listener(ModelScope):
-    """A scope behind which gradients of random directions at the logits are heard.
+class GradientScreen:
+    """Sends gradients of random directions at the logits back, and reads them at chosen operators on their way.
 
-    Weights are frozen and the model is in evaluation mode meanwhile.
+    Weights are frozen and the model is in evaluation mode meanwhile. Subclasses say where and how gradients are read.
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
-        super().__init__(model, anatomy)
+        self.model = unwrap(model)
+        self._scope = watch(model, self._on_call, self._where, recomputed=True, anatomy=anatomy)
         self.samples: Tensor | None = None  # ids [B] of the batch that runs now
         self.tokens: Tensor | None = None  # scored tokens [B] of each
         self.starts: list[Tensor] = []  # where gradients begin: the embeddings
@@ -84,8 +85,7 @@ class Listener(ModelScope):
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as entered:
-            self._open()
-            entered.callback(self._close)
+            entered.enter_context(self._scope)
             entered.enter_context(evaluating(self.model))
             entered.enter_context(_frozen(self.model))
             self._scopes = entered.pop_all()
@@ -96,6 +96,35 @@ class Listener(ModelScope):
     ) -> None:
         self.starts = []
         self._scopes.__exit__(kind, error, trace)
+
+    def reads(self, unit: Unit, operator: str) -> bool:
+        """Whether gradients are read at an operator of a unit."""
+        raise NotImplementedError
+
+    def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
+        """Register what is to be done with the gradient of a call's output y."""
+        raise NotImplementedError
+
+    def take_in(self) -> None:
+        """What to do with what one backward gave."""
+        raise NotImplementedError
+
+    def _where(self, unit: Unit, operator: str) -> bool:
+        return operator == "embedding" or (operator != FUSED and self.reads(unit, operator))
+
+    def _on_call(self, call: RecordedCall) -> Any:
+        y = call.output_tensor
+        if y is None or not torch.is_grad_enabled():
+            return None
+        begins = call.operator == "embedding" and not y.requires_grad
+        if begins:
+            y = y.detach().requires_grad_(True)
+            self.starts.append(y)
+        if y.requires_grad and not call.context.recomputing and self.reads(call.unit, call.operator):
+            self.read_gradient(call, y)
+        if not begins:
+            return None
+        return (y, *call.output[1:]) if isinstance(call.output, tuple) else y
 
     def score(self, logits: Tensor, scored: Tensor, keys: Tensor, *, draws: int, seed: int) -> None:
         """Send random gradients from the scored rows of logits [R, V] back, `draws` times.
@@ -112,10 +141,6 @@ class Listener(ModelScope):
             self.take_in()
         self.starts = []
 
-    def take_in(self) -> None:
-        """What to do with what one backward told."""
-        raise NotImplementedError
-
     def tokens_of(self, like: Tensor) -> Tensor:
         """Scored tokens [B] of each sample, at least 1, as numbers of the same kind as `like`."""
         assert self.samples is not None
@@ -123,8 +148,8 @@ class Listener(ModelScope):
         return tokens.to(like.device, like.dtype).clamp_min(1)
 
 
-class Screen(Listener):
-    """A scope that watches gradients.
+class Screen(GradientScreen):
+    """Sums what noise at each site would cost.
 
     with Screen(model, injection) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
@@ -152,13 +177,35 @@ class Screen(Listener):
         if kind is None and not self.sums:
             raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        if self.where.selects(unit.site(operator)):
-            return Tap(self, unit, operator)
-        return Start(self, unit, operator) if operator == "embedding" else None
+    def reads(self, unit: Unit, operator: str) -> bool:
+        return self.where.selects(unit.site(operator))
+
+    def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
+        site, value, version = call.site, y.detach(), y._version
+        unit, by_head = call.unit, call.by_head  # not the call: it holds y, and y would hold itself through the hook
+
+        def add(gradient: Tensor) -> None:
+            if value._version != version:  # its square would be that of another number
+                self.lost.add(site)
+            else:
+                squares = _squares(self.where.perturbation_at(site), value, gradient)
+                self.recorded.append((site, self._by_sample(squares, unit, by_head=by_head)))
+
+        y.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def _by_sample(self, squares: Tensor, unit: Unit, *, by_head: bool) -> Tensor:
+        """Squares summed over the tokens of each sample, [B, C]."""
+        assert self.samples is not None
+        batch = self.samples.numel()
+        if unit.kind == EXPERTS or squares.shape[0] % batch:  # rows sorted by expert: whose they are is not known
+            tokens = self.tokens_of(squares)
+            return squares.sum(tuple(range(squares.dim() - 1))) * (tokens / tokens.sum())[:, None]
+        if by_head:  # [B, H, T, S] or [B * H, T, S]; inside attention a channel is a head
+            return squares.view(batch, -1, *squares.shape[-2:]).sum((2, 3))
+        return squares.reshape(batch, -1, squares.shape[-1]).sum(1)  # [B, T, C] or [B * T, C]
 
     def take_in(self) -> None:
-        """Add what one backward told, all sites of a device at once."""
+        """Add what one backward gave, all sites of a device at once."""
         assert self.samples is not None
         recorded, self.recorded = self.recorded, []
         for device in dict.fromkeys(squares.device for _, squares in recorded):
@@ -211,82 +258,25 @@ def fisher_factor(logits: Tensor, scored: Tensor, keys: Tensor, seed: int) -> Te
     return gradient
 
 
-class Start(Watcher):
-    """Lets gradients begin at an embedding's output."""
-
-    def __init__(self, listener: Listener, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.listener = listener
-
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
-    ) -> Any:
-        if self.operator == "embedding" and torch.is_grad_enabled() and not y.requires_grad:
-            y = y.detach().requires_grad_(True)
-            self.listener.starts.append(y)
-        return y
-
-
-class Tap(Start):
-    """Lets an output pass and listens for its gradient."""
-
-    def __init__(self, screen: Screen, unit: Unit, operator: str) -> None:
-        super().__init__(screen, unit, operator)
-        self.screen = screen
-
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
-    ) -> Any:
-        if isinstance(y, tuple):
-            return (self.on_output(y[0], context, occurrence, fresh=fresh), *y[1:])
-        y = super().on_output(y, context, occurrence, fresh=fresh, storage=storage)
-        if not torch.is_grad_enabled() or not y.requires_grad or context.recomputing:
-            return y
-        site = self.unit.site(self.operator, occurrence=occurrence)
-        value, version = y.detach(), y._version
-
-        def listen(gradient: Tensor) -> None:
-            if value._version != version:  # its square would be that of another number
-                self.screen.lost.add(site)
-            else:
-                self._add(site, value, gradient)
-
-        y.register_hook(listen)
-        return y
-
-    def _add(self, site: Site, y: Tensor, g: Tensor) -> None:
-        """Square the product of noise size and gradient, and sum it over the tokens of each sample."""
-        squares = self._squares(site, y, g)
-        assert self.screen.samples is not None
-        batch = self.screen.samples.numel()
-        if self.unit.kind == EXPERTS or squares.shape[0] % batch:  # rows sorted by expert: whose they are is not known
-            tokens = self.screen.tokens_of(squares)
-            mine = squares.sum(tuple(range(squares.dim() - 1))) * (tokens / tokens.sum())[:, None]
-        elif self.heads:  # [B, H, T, S] or [B * H, T, S]; inside attention a channel is a head
-            mine = squares.view(batch, -1, *squares.shape[-2:]).sum((2, 3))
-        else:  # [B, T, C] or [B * T, C]
-            mine = squares.reshape(batch, -1, squares.shape[-1]).sum(1)
-        self.screen.recorded.append((site, mine))
-
-    def _squares(self, site: Site, y: Tensor, g: Tensor) -> Tensor:
-        perturbation = self.screen.where.perturbation_at(site)
-        g32 = g.float()
-        if isinstance(perturbation, (Gaussian, Uniform)):
-            if perturbation.relative_to == "element":
-                return g32.mul_(y).square_() if g32 is not g else (g32 * y).square_()
-            if perturbation.relative_to == "rms":
-                return (g32 * y.float().square().mean(-1, keepdim=True).sqrt()).square_()
-            return g32.square()
-        # A deterministic error: what counts is its projection on the gradient, token by token. It is spread over the
-        # channels by their own squares, so that the channels of a site still add up to it.
-        product: Tensor = (perturbation(y, None).float() - y.float()) * g32
-        squares = product.square()
-        whole = product.sum(-1, keepdim=True).square()
-        return squares * (whole / squares.sum(-1, keepdim=True).clamp_min(1e-30))
+def _squares(perturbation: Perturbation, y: Tensor, g: Tensor) -> Tensor:
+    """The squared product of noise size and gradient."""
+    g32 = g.float()
+    if isinstance(perturbation, (Gaussian, Uniform)):
+        if perturbation.relative_to == "element":
+            return g32.mul_(y).square_() if g32 is not g else (g32 * y).square_()
+        if perturbation.relative_to == "rms":
+            return (g32 * y.float().square().mean(-1, keepdim=True).sqrt()).square_()
+        return g32.square()
+    # A deterministic error: what counts is its projection on the gradient, token by token. It is spread over the
+    # channels by their own squares, so that the channels of a site still add up to it.
+    product: Tensor = (perturbation(y, None).float() - y.float()) * g32
+    squares = product.square()
+    whole = product.sum(-1, keepdim=True).square()
+    return squares * (whole / squares.sum(-1, keepdim=True).clamp_min(1e-30))
 
 
 def _added(a: SiteSums, b: SiteSums) -> SiteSums:
-    """A site heard in backwards that differ in which sites they reach."""
+    """A site seen in backwards that differ in which sites they reach."""
     samples = {
         name: a.samples.get(name, 0.0) + b.samples.get(name, 0.0) for name in a.samples.keys() | b.samples.keys()
     }

@@ -1,10 +1,37 @@
-"""The formats a weight may be stored in, as precision plans offer them.
+"""The formats a weight may be stored in, a plan of them as an injection, and what each would cost each linear.
 
 Rounding is to nearest. Integers are symmetric, with one scale for each group of 64 weights along the input dimension;
 FP8 has one scale for each output channel; MXFP4 and NVFP4 have their own blocks (32 and 16). "bf16" stands for 16 bits.
 
 Two counts of bits: nominal (the number in the name, which budgets of average bits are of) and effective (with the share
 of the scales: 16 bits each, 8 in MXFP4 and NVFP4; a last group that is not full has its scale, too).
+
+Rounding W to Wq puts an error d_t = (Wq - W) x_t on the output at every token t. To second order the KL of the logits,
+summed over scored positions s, is
+
+    KL = 1/2 sum_s E[(v_s . sum_t J_st d_t)^2],     E[v_s v_s^T] = diag(p_s) - p_s p_s^T,
+
+J_st the Jacobian of the logits at s in the output at t. One backward of independent random v_s (`fisher_factor`) gives
+g_t = sum_s J_st^T v_s. With a_t = g_t . d_t, 1/2 (sum_t a_t)^2 has the right mean, but every pair of tokens adds noise;
+1/2 sum_t a_t^2 leaves out how errors at two tokens act together at a third (most for v_proj, whose errors attention
+averages: 2.1 times as much), and is far steadier. And a large error costs in proportion to its size, not to its square:
+the first token of a sequence, whose massive activations all others attend to, would be taken for most of the damage. So
+
+    predicted KL = sum_t (sqrt(1 + a_t^2) - 1),     which is 1/2 a_t^2 where a_t is small.
+
+SmolLM2-135M, int3 / int4 / int8, 12 x 128 tokens with 2 draws. Spearman with the KL measured, over 24 random plans of
+different mixtures of formats and over 32 of one mixture (5 bits); and of the modules' scores by two draws, at int4:
+
+===========================  ========  ===========  =========
+estimate                     mixtures  one mixture  two draws
+===========================  ========  ===========  =========
+1/2 (sum_t a_t)^2            0.937     0.841        0.775
+1/2 sum_t a_t^2              0.957     0.839        0.961
+sum_t (sqrt(1 + a_t^2) - 1)  0.970     0.889        0.966
+===========================  ========  ===========  =========
+
+A plain diagonal, sum_i g_i^2 d_i^2, would also lose how the channels of one token add up. a_t costs one product
+x (Wq - W)^T for each format, in a backward like the screen's.
 """
 
 from __future__ import annotations
@@ -21,10 +48,10 @@ from torch import Tensor, nn
 from noisescope.errors import NothingInjected, unknown
 from noisescope.identity import registered
 from noisescope.injection import Injection, Perturbation
-from noisescope.measures.fisher import Listener, Start
-from noisescope.model.anatomy import MODULE, Anatomy, Unit
+from noisescope.measures.fisher import GradientScreen
+from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
 from noisescope.probe.formats import Format, quantise
-from noisescope.probe.target import CallWatcher, Context
+from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
 
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test holds them together.
@@ -48,18 +75,13 @@ def weight_format(name: str) -> Format:
 
 
 def effective_bits(name: str, inputs: int) -> float:
-    """Stored bits a weight with its share of the scales, where each output channel has `inputs` weights."""
+    """Stored bits per weight with its share of the scales, where each output channel has `inputs` weights."""
     fmt = weight_format(name)
     if fmt.granularity == "channel":
         return fmt.element_bits + 16 / inputs
     group = fmt.group_size or 1
     full = math.ceil(inputs / group) * group  # weights there would be, if the last group were not short
     return fmt.element_bits + (fmt.bits() - fmt.element_bits) * full / inputs
-
-
-# Fake quantisation: a plan carried out in a model through the probe, weights rounded where they are used.
-#
-# The model's own weights stay as they are, and nothing is left behind: a plan is an `Injection`.
 
 
 @registered("noisescope.PerModule")
@@ -77,7 +99,7 @@ class PerModule:
 
 
 def plan_injection(assignment: Mapping[str, str]) -> Injection | None:
-    """The injection that rounds each module's weight to its format; None where all keep 16 bits."""
+    """The injection that rounds each weight to its format where it is used; None where all keep 16 bits."""
     rounded = {module: weight_format(name) for module, name in sorted(assignment.items()) if name != UNTOUCHED}
     if not rounded:
         return None
@@ -90,44 +112,10 @@ def plan_injection(assignment: Mapping[str, str]) -> Injection | None:
     )
 
 
-# What each number format would cost each linear: predicted KL from the rounding error its weight really has.
-#
-# Rounding W to Wq puts an error d_t = (Wq - W) x_t on the output at every token t. To second order the KL of the
-# logits, summed over scored positions s, is
-#
-# KL = 1/2 sum_s E[(v_s . sum_t J_st d_t)^2], E[v_s v_s^T] = diag(p_s) - p_s p_s^T,
-#
-# J_st the Jacobian of the logits at s in the output at t. One backward of independent random v_s (`fisher_factor`)
-# gives g_t = sum_s J_st^T v_s. With a_t = g_t . d_t, 1/2 (sum_t a_t)^2 has the right mean, but every pair of tokens
-# adds noise; 1/2 sum_t a_t^2 leaves out how errors at two tokens act together at a third (most for v_proj, whose
-# errors attention averages: 2.1 times as much), and is far steadier. And a large error costs in proportion to its
-# size, not to its square: the first token of a sequence, whose massive activations all others attend to, would be
-# taken for most of the damage. So
-#
-# predicted KL = sum_t (sqrt(1 + a_t^2) - 1), which is 1/2 a_t^2 where a_t is small.
-#
-# SmolLM2-135M, int3 / int4 / int8, 12 x 128 tokens with 2 draws. Spearman with the KL measured, over 24 random plans
-# of different mixtures of formats and over 32 of one mixture (5 bits); and of the modules' scores by two draws, at
-# int4:
-#
-# =========================== ======== =========== ========= estimate mixtures one mixture two draws
-# =========================== ======== =========== ========= 1/2 (sum_t a_t)^2 0.937 0.841 0.775 1/2 sum_t a_t^2 0.957
-# 0.839 0.961 sum_t (sqrt(1 + a_t^2) - 1) 0.970 0.889 0.966 =========================== ======== =========== =========
-#
-# A plain diagonal, sum_i g_i^2 d_i^2, would also lose how the channels of one token add up. a_t costs one product x
-# (Wq - W)^T for each format, in a backward like the screen's.
-
-
 def is_planned(unit: Unit) -> bool:
     """A linear of a block whose weight is a matrix of plain numbers; lm_head, routers and fused experts are not."""
     inside = unit.kind == MODULE and isinstance(unit.place, int) and unit.component != "router"
     return inside and "linear" in unit.operators and not unit.packed
-
-
-def weight_of(module: Any) -> Tensor:
-    """A linear's weight as [out, in]; transformers' Conv1D keeps it the other way round."""
-    weight: Tensor = module.weight.detach()
-    return weight.T if type(module).__name__ == "Conv1D" else weight
 
 
 def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
@@ -138,8 +126,8 @@ def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
     return sum(weight.numel() for weight in matrices)  # norms and biases are vectors
 
 
-class FormatScreen(Listener):
-    """A scope that holds rounding errors against gradients.
+class FormatScreen(GradientScreen):
+    """Projects the rounding error of each format on the gradients of linears' outputs.
 
     with FormatScreen(model, formats) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
@@ -153,10 +141,31 @@ class FormatScreen(Listener):
         self.recorded: list[tuple[Site, Tensor]] = []  # KL [B, formats] of each site in the backward that runs now
         self.sums: dict[Site, dict[int, Tensor]] = {}
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        if operator == "linear" and is_planned(unit):
-            return WeightTap(self, unit, operator)
-        return Start(self, unit, operator) if operator == "embedding" else None
+    def reads(self, unit: Unit, operator: str) -> bool:
+        return operator == "linear" and is_planned(unit)
+
+    def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
+        site, module, x = call.site, call.callee, call.tensors[0].detach()
+
+        def add(gradient: Tensor) -> None:
+            self.recorded.append((site, self._predicted(linear_weight(module), x, gradient)))
+
+        y.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor) -> Tensor:
+        """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
+        assert self.samples is not None
+        batch = self.samples.numel()
+        columns = []
+        for fmt in self.formats.values():
+            error = quantise(weight, fmt, weight=True).float() - weight.float()
+            squares = ((x.float() @ error.T) * g.float()).sum(-1).square().flatten()  # a_t^2
+            costs = squares / (1 + (1 + squares).sqrt())  # sqrt(1 + a^2) - 1, without its cancellation
+            if costs.numel() % batch:  # rows of an expert: whose they are is not known
+                columns.append(costs.sum().expand(batch) / batch)
+            else:
+                columns.append(costs.view(batch, -1).sum(1))
+        return torch.stack(columns, 1)
 
     def take_in(self) -> None:
         assert self.samples is not None
@@ -172,40 +181,3 @@ class FormatScreen(Listener):
         super().__exit__(kind, error, trace)
         if kind is None and not self.sums:
             raise NothingInjected("no linear of a block has a weight that could be rounded: nothing to plan for")
-
-
-class WeightTap(CallWatcher):
-    """Listens for the gradient of a linear's output, and projects the rounding error of each format on it."""
-
-    def __init__(self, screen: FormatScreen, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.screen = screen
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        if not torch.is_grad_enabled() or not y.requires_grad or context.recomputing:
-            return None
-        site = self.unit.site(self.operator, occurrence=occurrence)
-        x = next(iter((*args, *kwargs.values()))).detach()  # a linear has one input
-
-        def listen(gradient: Tensor) -> None:
-            self.screen.recorded.append((site, self._predicted(weight_of(callee), x, gradient)))
-
-        y.register_hook(listen)
-        return None
-
-    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor) -> Tensor:
-        """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
-        assert self.screen.samples is not None
-        batch = self.screen.samples.numel()
-        columns = []
-        for fmt in self.screen.formats.values():
-            error = quantise(weight, fmt, weight=True).float() - weight.float()
-            squares = ((x.float() @ error.T) * g.float()).sum(-1).square().flatten()  # a_t^2
-            costs = squares / (1 + (1 + squares).sqrt())  # sqrt(1 + a^2) - 1, without its cancellation
-            if costs.numel() % batch:  # rows of an expert: whose they are is not known
-                columns.append(costs.sum().expand(batch) / batch)
-            else:
-                columns.append(costs.view(batch, -1).sum(1))
-        return torch.stack(columns, 1)

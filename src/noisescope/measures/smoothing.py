@@ -1,7 +1,9 @@
-"""Which channels of a model may be rescaled without changing what it computes: SmoothQuant's and AWQ's folds.
+"""SmoothQuant: outlier channels of activations moved into the weights that read them, before both are rounded.
 
-Dividing what a source gives by s, channel by channel, and multiplying the columns of every linear that reads it by s
-changes nothing in exact arithmetic:
+    s_j = max|X_j|^alpha / max|W_j|^(1 - alpha),   X' = X / s,   W' = W s     (Xiao et al. 2023, arXiv 2211.10438)
+
+X_j is channel j of the linears' input on calibration data, W_j column j of all linears that read it. The division is
+folded into the source of X, which changes nothing in exact arithmetic:
 
 ==================================  ==========================================  ==============================
 source                              linears that read it                        exact because
@@ -14,12 +16,15 @@ up_proj beside a gate_proj          down_proj                                   
 With grouped-query attention several heads of o_proj's input come from one head of v_proj, so they share their scales.
 Norms and their readers are found by running the model: a linear reads a norm where it is given that very tensor. A norm
 that also feeds a router is left out.
+
+alpha is fixed, or searched for each fold: the one whose rounded linears come nearest to the exact ones, "leave it
+alone" among the candidates. AWQ (Lin et al. 2024) has the same form for rounded weights alone: s_j = mean|X_j|^alpha.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +35,16 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.measures.divergence import kl_divergence
-from noisescope.measures.format_costs import is_planned, weight_format, weight_of
-from noisescope.model.anatomy import MODULE, Anatomy, Unit, dissect
+from noisescope.measures.format_costs import is_planned, weight_format
+from noisescope.model.anatomy import MODULE, Anatomy, Unit, dissect, linear_weight
 from noisescope.model.forwards import evaluating
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.inject import inject
-from noisescope.probe.scope import PlainScope
-from noisescope.probe.target import CallWatcher, Context
+from noisescope.probe.watch import RecordedCall, watch
+
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+ROWS = 256  # tokens of the calibration data on which candidates are compared
+LARGEST_FLOAT_ERROR = 1e-3  # relative L2 of float32 logits above which a fold was not exact after all: usual is 1e-6
 
 
 @dataclass(frozen=True)
@@ -49,144 +57,6 @@ class Fold:
     repeats: int = 1
     head: int = 1  # channels of a head, where heads repeat
     norm: int | None = None  # of a norm: how often the block had added to the residual stream before it, 0 or 1
-
-
-def find_folds(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> list[Fold]:
-    """Every fold of every block, in order of blocks."""
-    modules = dict(model.named_modules())
-    place = {unit.module: unit.place for unit in anatomy.units}
-    folds: list[Fold] = []
-    stages: dict[int, list[int]] = {}  # of each block: addresses of what its norms are given, in order
-    for norm, (address, linears) in _readers(model, ids, anatomy).items():
-        at = place[norm]
-        if isinstance(at, int) and getattr(modules[norm], "weight", None) is not None:
-            known = stages.setdefault(at, [])
-            if address not in known:  # the norms of parallel attention and MLP are given the same
-                known.append(address)
-            folds.append(Fold(norm, tuple(linears), at, norm=known.index(address)))
-    for unit in anatomy.units:
-        parent, _, name = unit.module.rpartition(".")
-        source = {"o_proj": "v_proj", "down_proj": "up_proj"}.get(name)
-        given = modules.get(f"{parent}.{source}")
-        if given is None or not isinstance(unit.place, int) or unit.packed:
-            continue
-        outputs, inputs = weight_of(given).shape[0], weight_of(modules[unit.module]).shape[1]
-        if source == "up_proj" and outputs == inputs and f"{parent}.gate_proj" in modules:
-            folds.append(Fold(f"{parent}.up_proj", (unit.module,), unit.place))
-        head = getattr(modules[parent], "head_dim", None)
-        if source == "v_proj" and head and inputs % outputs == 0 and outputs % head == 0:
-            folds.append(Fold(f"{parent}.v_proj", (unit.module,), unit.place, inputs // outputs, head))
-    return sorted(folds, key=lambda fold: fold.place)
-
-
-def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, tuple[int, list[str]]]:
-    """Linears that are given the output of a norm, with the address of what the norm was given; in order of calls."""
-    watched = Calls(model, lambda unit, operator: operator in ("norm", "linear"), anatomy)
-    with evaluating(model), watched as flow, torch.no_grad():
-        norms: dict[int, str] = {}  # address of a norm's output; unique as long as `kept` holds it
-        inputs: dict[str, int] = {}
-        kept: list[Tensor] = []
-        found: dict[str, list[str]] = {}
-        routed: set[str] = set()  # experts read these, too, through functions that no module stands for
-
-        def seen(unit: Unit, callee: Any, x: Tensor, y: Any) -> None:
-            if "norm" in unit.operators and isinstance(y, Tensor):
-                kept.extend((x, y))
-                norms[y.data_ptr()] = unit.module
-                inputs[unit.module] = x.data_ptr()
-            elif (norm := norms.get(x.data_ptr())) is not None:
-                if unit.component == "router":
-                    routed.add(norm)
-                found.setdefault(norm, []).append(unit.module)
-
-        flow.seen = seen
-        model(input_ids=ids, use_cache=False)
-    return {norm: (inputs[norm], linears) for norm, linears in found.items() if norm not in routed}
-
-
-class Calls(PlainScope):
-    """A scope that shows calls of modules: `seen(unit, module, its first tensor, what it gave)`."""
-
-    def __init__(self, model: nn.Module, wanted: Callable[[Unit, str], bool], anatomy: Anatomy | None = None) -> None:
-        super().__init__(model, anatomy)
-        self.wanted = wanted
-        self.seen: Callable[[Unit, Any, Tensor, Any], None] = lambda unit, callee, x, y: None
-
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        return _Call(self, unit, operator) if unit.kind == MODULE and self.wanted(unit, operator) else None
-
-
-class _Call(CallWatcher):
-    def __init__(self, scope: Calls, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self.scope.seen(self.unit, callee, x.detach(), y)
-        return None
-
-
-def fold_in(model: nn.Module, fold: Fold, scales: Tensor) -> bool:
-    """Divide the source by scales [its channels] and multiply the targets' columns; False where the source can't be."""
-    modules = dict(model.named_modules())
-    source = modules[fold.source]
-    with torch.no_grad():
-        if not _divide(source, scales):
-            return False
-        for name in fold.targets:
-            weight_of(modules[name]).mul_(spread(fold, scales))  # a view of the parameter: changed in place
-    return True
-
-
-def spread(fold: Fold, scales: Tensor) -> Tensor:
-    """Scales of the source's channels as scales of the targets' input channels."""
-    if fold.repeats == 1:
-        return scales
-    return scales.view(-1, 1, fold.head).expand(-1, fold.repeats, -1).reshape(-1)
-
-
-def gathered(fold: Fold, largest: Tensor) -> Tensor:
-    """The largest values of the targets' input channels [in] as those of the source's channels."""
-    return largest if fold.repeats == 1 else largest.view(-1, fold.repeats, fold.head).amax(1).reshape(-1)
-
-
-def _divide(source: nn.Module, scales: Tensor) -> bool:
-    """Make a module give 1 / scales of what it gives. A norm may weigh by w, or by 1 + w (Gemma): trying tells."""
-    weight: Any = source.weight
-    bias: Any = getattr(source, "bias", None)
-    if weight.dim() == 2:
-        weight_of(source).div_(scales[:, None])
-    else:
-        x = torch.randn(4, len(scales), generator=torch.Generator().manual_seed(0)).to(weight)
-        shift = 0.0 if bias is None else bias
-        before, gain = weight.clone(), (source(x) - shift) / scales
-        for weighed in (before / scales, (1 + before) / scales - 1, before):
-            weight.copy_(weighed)
-            if weighed is before:
-                return False
-            if torch.allclose(source(x) - shift, gain, rtol=1e-2, atol=1e-4 * float(gain.abs().max())):
-                break
-    if bias is not None:
-        bias.div_(scales)
-    return True
-
-
-# SmoothQuant: outlier channels of activations moved into the weights that read them, before both are rounded.
-#
-# s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), X' = X / s, W' = W s (Xiao et al. 2023, arXiv 2211.10438)
-#
-# X_j is channel j of the linears' input on calibration data, W_j column j of all linears that read it. The division
-# is folded into what gives X (folds.py), so that the model computes the same in floating point. alpha is fixed, or
-# searched for each fold: the one whose rounded linears come nearest to the exact ones, "leave it alone" among the
-# candidates. AWQ (Lin et al. 2024) has the same form for rounded weights alone: s_j = mean|X_j|^alpha.
-
-
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-ROWS = 256  # tokens of the calibration data on which candidates are compared
-LARGEST_FLOAT_ERROR = 1e-3  # relative L2 of float32 logits above which a fold was not exact after all: usual is 1e-6
 
 
 @dataclass(frozen=True)
@@ -292,17 +162,19 @@ def _inputs(
     found: dict[str, tuple[Tensor, Tensor]] = {}
     each = -(-ROWS // len(batches))  # rows of a batch
 
-    def seen(unit: Unit, callee: Any, x: Tensor, y: Any) -> None:
+    def on_call(call: RecordedCall) -> None:
+        x, module = call.tensors[0], call.unit.module
         rows = x.reshape(-1, x.shape[-1]).float()
         largest, some = rows.abs().amax(0), rows[:: max(1, -(-len(rows) // each))]
-        if unit.module in found:
-            known = found[unit.module]
+        if module in found:
+            known = found[module]
             largest, some = torch.maximum(known[0], largest), torch.cat([known[1], some])
-        found[unit.module] = (largest, some)
+        found[module] = (largest, some)
 
-    watched = Calls(model, lambda unit, _: unit.module in names, anatomy)
-    with evaluating(model), watched as calls, torch.no_grad():
-        calls.seen = seen
+    def where(unit: Unit, operator: str) -> bool:
+        return unit.kind == MODULE and unit.module in names
+
+    with evaluating(model), watch(model, on_call, where, anatomy=anatomy), torch.no_grad():
         for ids in batches:
             model(input_ids=ids, use_cache=False)
     return found
@@ -311,7 +183,7 @@ def _inputs(
 def _fold(model: nn.Module, fold: Fold, largest: Tensor, rows: Tensor, alpha: float | None) -> Folded:
     """Choose scales for one fold, put them in, and say what they and their rivals gain."""
     modules = dict(model.named_modules())
-    weights = [weight_of(modules[name]).float() for name in fold.targets]
+    weights = [linear_weight(modules[name]).float() for name in fold.targets]
     columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     x_max, w_max = gathered(fold, largest), gathered(fold, columns)
     means = gathered(fold, rows.abs().mean(0))
@@ -372,3 +244,106 @@ def rounded_kl(
             rounded = model(input_ids=ids, use_cache=False).logits[:, :-1]
             found.append(float(kl_divergence(logits.flatten(0, 1), rounded.flatten(0, 1)).double().mean()))
     return found
+
+
+# -- folds
+
+
+def find_folds(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> list[Fold]:
+    """Every fold of every block, in order of blocks."""
+    modules = dict(model.named_modules())
+    place = {unit.module: unit.place for unit in anatomy.units}
+    folds: list[Fold] = []
+    stages: dict[int, list[int]] = {}  # of each block: addresses of what its norms are given, in order
+    for norm, (address, linears) in _readers(model, ids, anatomy).items():
+        at = place[norm]
+        if isinstance(at, int) and getattr(modules[norm], "weight", None) is not None:
+            known = stages.setdefault(at, [])
+            if address not in known:  # the norms of parallel attention and MLP are given the same
+                known.append(address)
+            folds.append(Fold(norm, tuple(linears), at, norm=known.index(address)))
+    projections = {(unit.module.rpartition(".")[0], unit.role): unit.module for unit in anatomy.units if unit.role}
+    for unit in anatomy.units:
+        parent = unit.module.rpartition(".")[0]
+        source = projections.get((parent, {"o": "v", "down": "up"}.get(unit.role, "")))
+        if source is None or not isinstance(unit.place, int) or unit.packed:
+            continue
+        outputs, inputs = linear_weight(modules[source]).shape[0], linear_weight(modules[unit.module]).shape[1]
+        if unit.role == "down" and outputs == inputs and (parent, "gate") in projections:
+            folds.append(Fold(source, (unit.module,), unit.place))
+        head = getattr(modules[parent], "head_dim", None)
+        if unit.role == "o" and head and inputs % outputs == 0 and outputs % head == 0:
+            folds.append(Fold(source, (unit.module,), unit.place, inputs // outputs, head))
+    return sorted(folds, key=lambda fold: fold.place)
+
+
+def _readers(model: nn.Module, ids: Tensor, anatomy: Anatomy) -> dict[str, tuple[int, list[str]]]:
+    """Linears that are given the output of a norm, with the address of what the norm was given; in order of calls."""
+    norms: dict[int, str] = {}  # address of a norm's output; unique as long as `kept` holds it
+    inputs: dict[str, int] = {}
+    kept: list[Tensor] = []
+    found: dict[str, list[str]] = {}
+    routed: set[str] = set()  # experts read these, too, through functions that no module stands for
+
+    def on_call(call: RecordedCall) -> None:
+        unit, (x, y) = call.unit, call.tensors
+        if "norm" in unit.operators:
+            kept.extend((x, y))
+            norms[y.data_ptr()] = unit.module
+            inputs[unit.module] = x.data_ptr()
+        elif (norm := norms.get(x.data_ptr())) is not None:
+            if unit.component == "router":
+                routed.add(norm)
+            found.setdefault(norm, []).append(unit.module)
+
+    def where(unit: Unit, operator: str) -> bool:
+        return unit.kind == MODULE and operator in ("norm", "linear")
+
+    with evaluating(model), watch(model, on_call, where, anatomy=anatomy), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return {norm: (inputs[norm], linears) for norm, linears in found.items() if norm not in routed}
+
+
+def fold_in(model: nn.Module, fold: Fold, scales: Tensor) -> bool:
+    """Divide the source by scales [its channels] and multiply the targets' columns; False where the source can't be."""
+    modules = dict(model.named_modules())
+    source = modules[fold.source]
+    with torch.no_grad():
+        if not _divide(source, scales):
+            return False
+        for name in fold.targets:
+            linear_weight(modules[name]).mul_(spread(fold, scales))  # a view of the parameter: changed in place
+    return True
+
+
+def spread(fold: Fold, scales: Tensor) -> Tensor:
+    """Scales of the source's channels as scales of the targets' input channels."""
+    if fold.repeats == 1:
+        return scales
+    return scales.view(-1, 1, fold.head).expand(-1, fold.repeats, -1).reshape(-1)
+
+
+def gathered(fold: Fold, largest: Tensor) -> Tensor:
+    """The largest values of the targets' input channels [in] as those of the source's channels."""
+    return largest if fold.repeats == 1 else largest.view(-1, fold.repeats, fold.head).amax(1).reshape(-1)
+
+
+def _divide(source: nn.Module, scales: Tensor) -> bool:
+    """Make a module give 1 / scales of what it gives. A norm may weigh by w, or by 1 + w (Gemma): whichever fits."""
+    weight: Any = source.weight
+    bias: Any = getattr(source, "bias", None)
+    if weight.dim() == 2:
+        linear_weight(source).div_(scales[:, None])
+    else:
+        x = torch.randn(4, len(scales), generator=torch.Generator().manual_seed(0)).to(weight)
+        shift = 0.0 if bias is None else bias
+        before, gain = weight.clone(), (source(x) - shift) / scales
+        for weighed in (before / scales, (1 + before) / scales - 1, before):
+            weight.copy_(weighed)
+            if weighed is before:
+                return False
+            if torch.allclose(source(x) - shift, gain, rtol=1e-2, atol=1e-4 * float(gain.abs().max())):
+                break
+    if bias is not None:
+        bias.div_(scales)
+    return True

@@ -15,13 +15,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from noisescope.errors import UnsupportedModel
 from noisescope.sites import OPERATORS, Place, Site, place_order
 
 # Kinds of unit: the module is the operator, or it holds function calls that are.
 MODULE, ATTENTION, EXPERTS, ROUTER, ROTARY, CALLS = "module", "attention", "experts", "router", "rotary", "calls"
+
+# Roles of projections by the last part of their module's name.
+ROLES = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "gate_up_proj": "gate_up",
+    "down_proj": "down",
+}
 
 _ATTENTION_CLASS = re.compile(r"attention|attn|multihead", re.IGNORECASE)
 _PACKED_LINEAR = re.compile(r"linear", re.IGNORECASE)  # QuantLinear, Linear4bit, WQLinear_GEMM ...
@@ -40,6 +52,11 @@ class Unit:
     certain: bool = True  # False: a function call that may or may not be made (a block's own gelu)
     packed: str = ""  # class name of a quantised linear whose weight can't be perturbed
     counts: tuple[int, ...] = ()  # how often each operator is computed in one forward; () = once each
+
+    @property
+    def role(self) -> str:
+        """What a projection does in attention, in a gated MLP or for MoE experts, by its usual name; "" if unknown."""
+        return "router" if self.component == "router" else ROLES.get(self.module.rpartition(".")[2], "")
 
     @property
     def left_alone(self) -> bool:
@@ -246,9 +263,20 @@ def _is_block(module: nn.Module) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     """nn.Linear and its kin, transformers' Conv1D (an addmm), packed linears of quantisers."""
     label = type(module).__name__
-    if isinstance(module, nn.Linear) or (label == "Conv1D" and hasattr(module, "nf")):
+    if isinstance(module, nn.Linear) or (keeps_weight_transposed(module) and hasattr(module, "nf")):
         return True
     return bool(_PACKED_LINEAR.search(label)) and not any(True for _ in module.children())
+
+
+def keeps_weight_transposed(module: nn.Module) -> bool:
+    """transformers' Conv1D (GPT-2) keeps its weight as [in, out], unlike a Linear's [out, in]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def linear_weight(module: Any) -> Tensor:
+    """A linear's own weight as [out, in], detached: a view of the parameter, so that it can be changed in place."""
+    weight: Tensor = module.weight.detach()
+    return weight.T if keeps_weight_transposed(module) else weight
 
 
 def _float_weight(module: nn.Module) -> bool:

@@ -1,14 +1,15 @@
-"""Attention taken apart: the plain products and softmax that a fused kernel hides.
+"""Fused attention: what such a call is given, and the plain products and softmax that its kernel hides.
 
-The functions here only call torch.matmul and F.softmax, so the function mode that watches the targeted layer sees each
-of them as an operator. Sixteen-bit inputs are computed in float32 and rounded once at the end, which is what fused
-kernels do; so the clean result is as near to exact as theirs.
+The functions that open it only call torch.matmul and F.softmax, so the function mode that watches the targeted layer
+sees each of them as an operator. Sixteen-bit inputs are computed in float32 and rounded once at the end, which is what
+fused kernels do; so the clean result is as near to exact as theirs.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,32 @@ from torch import Tensor, nn
 
 INTERFACE_NAME = "noisescope_decomposed"
 _FUSED_BY_FUNCTION = ("sdpa", "eager", None)  # reached by watching functions; others go through the interface
+
+
+def is_fused_attention(function: Any) -> bool:
+    return function is F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class AttentionArguments:
+    """What a fused attention call is given, by the names of F.scaled_dot_product_attention."""
+
+    query: Tensor  # [..., H, T, D]
+    key: Tensor  # [..., KV, S, D]
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None  # None: 1 / sqrt(D)
+    enable_gqa: bool = False
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionArguments:
+        return cls(*args, **kwargs)
+
+    @property
+    def effective_scale(self) -> float:
+        return 1 / math.sqrt(self.query.shape[-1]) if self.scale is None else float(self.scale)
 
 
 def attend(
@@ -33,8 +60,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) v, and the probabilities. query [..., H, T, D], key and value [..., KV, S, D].
 
-    KV may divide H (grouped queries). A bool mask says where to look; a float mask is added. `is_causal` aligns the
-    triangle at the upper left, as scaled_dot_product_attention does. `sinks` [H] are learned extra columns of scores.
+    KV may divide H (grouped queries). A bool mask is True where a query attends; a float mask is added. `is_causal`
+    aligns the triangle at the upper left, as scaled_dot_product_attention does. `sinks` [H] are learned extra columns.
     """
     dtype = query.dtype
     work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -56,7 +83,7 @@ def attend(
     empty = None
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
-        empty = ~mask.any(-1, keepdim=True)  # a row that may look nowhere gives 0, as the fused kernels do, not NaN
+        empty = ~mask.any(-1, keepdim=True)  # a row that attends nowhere gives 0, as the fused kernels do, not NaN
     elif mask is not None:
         scores = scores + mask
     if sinks is not None:
@@ -71,18 +98,18 @@ def attend(
     return torch.matmul(probabilities, value).to(dtype), probabilities
 
 
-def scaled_dot_product(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def scaled_dot_product(*args: Any, **kwargs: Any) -> Tensor:
     """F.scaled_dot_product_attention by plain operators (grouped queries are seen from the shapes)."""
-    return attend(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)[0]
+    given = AttentionArguments.of(args, kwargs)
+    return attend(
+        given.query,
+        given.key,
+        given.value,
+        given.attn_mask,
+        dropout_p=given.dropout_p,
+        is_causal=given.is_causal,
+        scale=given.scale,
+    )[0]
 
 
 def interface_attention(
@@ -205,7 +232,7 @@ def multihead(
 def _multihead_mask(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, total: int, is_causal: bool, q: Tensor
 ) -> Tensor | None:
-    """nn.MultiheadAttention's masks (True or -inf = look away) as one additive mask [B or 1, H or 1, T or 1, S]."""
+    """nn.MultiheadAttention's masks (True or -inf = do not attend) as one additive mask [B or 1, H or 1, T or 1, S]."""
     mask = None
     if is_causal and attn_mask is None:
         attn_mask = torch.ones(q.shape[2], total, dtype=torch.bool, device=q.device).triu(1)

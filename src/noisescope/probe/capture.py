@@ -1,8 +1,7 @@
-"""A histogram of |x| per channel with bins of growing size: quantiles in memory that does not grow with the data.
+"""`capture`: what flows through chosen operators, as running statistics per channel or as the tensors themselves.
 
-A bin is what the exponent and the first two bits of the mantissa of a float32 say, so it is found by a shift: four bins
-an octave from 2^-24 to 2^16, one below (with the zeros) and one above. A quantile is interpolated inside its bin; it is
-off by at most the bin's width, a quarter, and by a few percent for smooth data.
+Statistics take memory for the channels only, however many samples pass. A channel is the last dimension; inside
+attention (products, softmax) it is the head.
 """
 
 from __future__ import annotations
@@ -10,77 +9,140 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
-from noisescope.injection import Injection
-from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.scope import ModelScope
-from noisescope.probe.target import Context, Watcher
-from noisescope.sites import Place, Site
+from noisescope.model.anatomy import Anatomy
+from noisescope.probe.watch import RecordedCall, Selection, WatchScope, selection, watch
+from noisescope.sites import FUSED, Place, Site
 
+KEEP = ("statistics", "raw", "both")
 LOWEST, HIGHEST = -24, 16  # exponents of 2
 BINS = (HIGHEST - LOWEST) * 4 + 2
 _FIRST = (127 + LOWEST) * 4  # the shifted bits of 2^LOWEST: float32 stores exponent + 127
 
 
-class LogHistogram:
-    """Counts [C, BINS] of the magnitudes of each channel."""
+def capture(
+    model: nn.Module,
+    *,
+    operators: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+    places: Iterable[Place] | None = None,
+    modules: Iterable[str] | None = None,
+    keep: str = "statistics",
+    inputs: bool = True,
+    device: str | None = None,
+    quantiles: bool = False,
+    anatomy: Anatomy | None = None,
+) -> Capture:
+    """A scope that records the outputs of operators (and, with keep="raw" or "both", inputs and outputs as tensors).
 
-    def __init__(self, channels: int, device: torch.device) -> None:
-        self.counts = torch.zeros(channels, BINS, dtype=torch.int64, device=device)
+        with capture(model, operators={"linear"}, layers={3}) as captured:
+            model(tokens)
+        captured.statistics[site].maximum
 
-    def add(self, rows: Tensor) -> None:
-        """Take in rows [R, C]."""
-        if rows.shape[0] == 0:
-            return
-        bits = rows.detach().abs().float().contiguous().view(torch.int32)
-        place = (bits >> 21).sub_(_FIRST - 1).clamp_(0, BINS - 1)
-        place += torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32) * BINS
-        self.counts += torch.bincount(place.flatten(), minlength=self.counts.numel()).view_as(self.counts)
-
-    def quantile(self, q: float) -> Tensor:
-        """The q-quantile of |x| in each channel [C]."""
-        return _quantile(self.counts.double(), q)
-
-    def share_below(self, size: float) -> float:
-        """The share of all values with |x| < size, over all channels."""
-        counts = self.counts.sum(0).double().cpu()
-        total = float(counts.sum())
-        edges = _edges(torch.arange(BINS + 1, dtype=torch.float64))
-        whole = int((edges <= size).sum()) - 1  # bins that lie below it as a whole
-        if size <= 0 or not total or whole >= BINS:
-            return 0.0 if size <= 0 or not total else 1.0
-        part = (size - float(edges[whole])) / float(edges[whole + 1] - edges[whole]) if whole > 0 else 0.0
-        return float(counts[:whole].sum() + counts[whole] * part) / total
+    `inputs=False` keeps raw outputs alone. `device` moves raw tensors there (default: they stay where they are).
+    `quantiles` keeps a histogram of each channel as well: captured.statistics[site].histogram.quantile(0.99).
+    """
+    if keep not in KEEP:
+        raise unknown("keep", keep, KEEP)
+    where = selection(operators, layers, places, modules)
+    return Capture(model, where, keep, device, anatomy, quantiles=quantiles, inputs=inputs)
 
 
-def _edges(position: Tensor) -> Tensor:
-    """The size at a position in bins: bin i lies between positions i and i + 1, linear in between."""
-    octave, quarter = torch.div(position - 1, 4, rounding_mode="floor"), (position - 1) % 4
-    return torch.where(position < 1, 0.0, (octave + LOWEST).exp2() * (1 + quarter / 4))
+class Capture:
+    """Takes in what operators give, and where raw tensors are wanted what they get."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        where: Selection,
+        keep: str = "statistics",
+        device: str | None = None,
+        anatomy: Anatomy | None = None,
+        *,
+        quantiles: bool = False,
+        inputs: bool = True,
+    ) -> None:
+        raw_inputs = inputs and keep != "statistics"
+        self._scope = watch(
+            model,
+            self._on_call,
+            lambda unit, operator: operator != FUSED and where(unit, operator),
+            before=self._before if raw_inputs else None,
+            anatomy=anatomy,
+        )
+        self.captured = Captured()
+        self._keep = keep
+        self._device = device
+        self._quantiles = quantiles
+        self._mask: Tensor | None = None
+        self._sampled: Tensor | None = None
+        self._inputs: dict[Site, tuple[Tensor, ...]] = {}  # of calls under way, as they were given
 
-def _quantile(counts: Tensor, q: float) -> Tensor:
-    total = counts.sum(1, keepdim=True)
-    cumulative = counts.cumsum(1)
-    target = (q * total).clamp_min(1e-9)
-    at = torch.searchsorted(cumulative, target).clamp_(max=BINS - 1)
-    before = cumulative.gather(1, at) - counts.gather(1, at)
-    fraction = ((target - before) / counts.gather(1, at).clamp_min(1)).clamp_(0, 1)
-    return torch.where(at == 0, 0.0, _edges(at + fraction))[:, 0]
+    @property
+    def scope(self) -> WatchScope:
+        """The scope on the model, for what all scopes have: `rows`, `any_order`, `forwards`."""
+        return self._scope
 
+    def tokens(self, mask: Tensor | None) -> None:
+        """Which tokens [B, T] of the forwards that follow count for statistics (None = all): leave out padding."""
+        if mask is not None and mask.dim() != 2:
+            raise InvalidInput(f"a token mask has the shape [batch, tokens], got {tuple(mask.shape)}")
+        self._mask = None if mask is None else mask.bool()
 
-# `capture`: what flows through chosen operators, as running statistics per channel or as the tensors themselves.
-#
-# It opens the same scope as `inject` and changes nothing. Statistics take memory for the channels only, however many
-# samples pass. A channel is the last dimension; inside attention (products, softmax) it is the head.
+    def quantile_rows(self, samples: Tensor | None) -> None:
+        """Which samples [B] of the forwards that follow go into the histograms (None = all): they cost the most."""
+        self._sampled = None if samples is None else samples.bool()
 
+    def __enter__(self) -> Captured:
+        self._scope.__enter__()
+        return self.captured
 
-KEEP = ("statistics", "raw", "both")
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scope.__exit__(kind, error, trace)
+        if kind is None and self._scope.forwards and not (self.captured.statistics or self.captured.raw):
+            raise NothingInjected(
+                "the model ran, but nothing was captured: see `noisescope inspect` for what is visible"
+            )
+
+    def _before(self, call: RecordedCall) -> None:
+        self._inputs[call.site] = tuple(self._stored(x) for x in call.inputs)  # an operator may overwrite its input
+
+    def _on_call(self, call: RecordedCall) -> None:
+        tensor = call.output[0] if isinstance(call.output, tuple) else call.output
+        site = call.site
+        if self._keep != "raw":
+            statistics = self.captured.statistics.setdefault(site, ChannelStatistics())
+            statistics.add(self._rows(tensor, call, None))
+            if self._quantiles:
+                rows = self._rows(tensor, call, self._sampled)
+                statistics.histogram = statistics.histogram or LogHistogram(rows.shape[-1], rows.device)
+                statistics.histogram.add(rows)
+        if self._keep != "statistics":
+            pair = (self._inputs.pop(site, ()), self._stored(tensor))
+            self.captured.raw.setdefault(site, []).append(pair)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        kept = x.detach()
+        return kept.to(self._device) if self._device not in (None, str(kept.device)) else kept.clone()
+
+    def _rows(self, y: Tensor, call: RecordedCall, sampled: Tensor | None) -> Tensor:
+        """Rows [R, C] that count: heads last inside attention, no masked tokens, of the sampled samples only."""
+        if call.by_head and y.dim() == 4:
+            y = y.transpose(1, 3).transpose(1, 2)  # [B, H, T, S] -> [B, T, S, H]
+        mask = self._mask
+        if sampled is not None and mask is not None:
+            mask = mask & sampled.to(mask.device)[:, None]
+        if mask is not None and tuple(y.shape[:2]) == tuple(mask.shape):
+            y = y[mask.to(y.device)]
+        elif mask is not None and y.dim() == 2 and y.shape[0] == mask.numel():
+            y = y[mask.to(y.device).flatten()]
+        return y.reshape(-1, y.shape[-1])
 
 
 @dataclass
@@ -138,141 +200,56 @@ class Captured:
     """What a capture saw, by site."""
 
     statistics: dict[Site, ChannelStatistics] = field(default_factory=dict)
-    raw: dict[Site, list[tuple[tuple[Tensor, ...], Tensor]]] = field(default_factory=dict)  # (inputs, output) a call
+    raw: dict[Site, list[tuple[tuple[Tensor, ...], Tensor]]] = field(default_factory=dict)  # (inputs, output) per call
 
 
-def capture(
-    model: nn.Module,
-    *,
-    operators: Iterable[str] | None = None,
-    layers: Iterable[int] | None = None,
-    places: Iterable[Place] | None = None,
-    modules: Iterable[str] | None = None,
-    keep: str = "statistics",
-    inputs: bool = True,
-    device: str | None = None,
-    quantiles: bool = False,
-    anatomy: Anatomy | None = None,
-) -> Capture:
-    """A scope that records the outputs of operators (and, with keep="raw" or "both", inputs and outputs as tensors).
+class LogHistogram:
+    """Counts [C, BINS] of the magnitudes of each channel: quantiles in memory that does not grow with the data.
 
-        with capture(model, operators={"linear"}, layers={3}) as captured:
-            model(tokens)
-        captured.statistics[site].maximum
-
-    `inputs=False` keeps raw outputs alone. `device` moves raw tensors there (default: they stay where they are).
-    `quantiles` keeps a histogram of each channel as well: captured.statistics[site].histogram.quantile(0.99).
+    A bin is what the exponent and the first two bits of the mantissa of a float32 say, so it is found by a shift: four
+    bins an octave from 2^-24 to 2^16, one below (with the zeros) and one above. A quantile is interpolated inside its
+    bin; it is off by at most the bin's width, a quarter, and by a few percent for smooth data.
     """
-    if keep not in KEEP:
-        raise unknown("keep", keep, KEEP)
-    where = Injection(
-        lambda y, draw: y,
-        operators=None if operators is None else frozenset(operators),
-        layers=None if layers is None else frozenset(layers),
-        places=None if places is None else frozenset(places),
-        modules=None if modules is None else tuple([modules] if isinstance(modules, str) else modules),
-    )
-    return Capture(model, where, keep, device, anatomy, quantiles=quantiles, inputs=inputs)
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.counts = torch.zeros(channels, BINS, dtype=torch.int64, device=device)
+
+    def add(self, rows: Tensor) -> None:
+        """Take in rows [R, C]."""
+        if rows.shape[0] == 0:
+            return
+        bits = rows.detach().abs().float().contiguous().view(torch.int32)
+        place = (bits >> 21).sub_(_FIRST - 1).clamp_(0, BINS - 1)
+        place += torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32) * BINS
+        self.counts += torch.bincount(place.flatten(), minlength=self.counts.numel()).view_as(self.counts)
+
+    def quantile(self, q: float) -> Tensor:
+        """The q-quantile of |x| in each channel [C]."""
+        return _quantile(self.counts.double(), q)
+
+    def share_below(self, size: float) -> float:
+        """The share of all values with |x| < size, over all channels."""
+        counts = self.counts.sum(0).double().cpu()
+        total = float(counts.sum())
+        edges = _edges(torch.arange(BINS + 1, dtype=torch.float64))
+        whole = int((edges <= size).sum()) - 1  # bins that lie below it as a whole
+        if size <= 0 or not total or whole >= BINS:
+            return 0.0 if size <= 0 or not total else 1.0
+        part = (size - float(edges[whole])) / float(edges[whole + 1] - edges[whole]) if whole > 0 else 0.0
+        return float(counts[:whole].sum() + counts[whole] * part) / total
 
 
-class Capture(ModelScope):
-    """A scope that watches."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        where: Injection,
-        keep: str,
-        device: str | None,
-        anatomy: Anatomy | None = None,
-        *,
-        quantiles: bool = False,
-        inputs: bool = True,
-    ) -> None:
-        super().__init__(model, anatomy)
-        self.quantiles = quantiles
-        self.inputs = inputs
-        self.sampled: Tensor | None = None
-        self.where = where
-        self.keep = keep
-        self.device = device
-        self.captured = Captured()
-        self.mask: Tensor | None = None
-
-    def tokens(self, mask: Tensor | None) -> None:
-        """Which tokens [B, T] of the forwards that follow count for statistics (None = all): leave out padding."""
-        if mask is not None and mask.dim() != 2:
-            raise InvalidInput(f"a token mask has the shape [batch, tokens], got {tuple(mask.shape)}")
-        self.mask = None if mask is None else mask.bool()
-
-    def quantile_rows(self, samples: Tensor | None) -> None:
-        """Which samples [B] of the forwards that follow go into the histograms (None = all): they cost the most."""
-        self.sampled = None if samples is None else samples.bool()
-
-    def __enter__(self) -> Captured:
-        self._open()
-        return self.captured
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-        if kind is None and self.forwards and not (self.captured.statistics or self.captured.raw):
-            raise NothingInjected(
-                "the model ran, but nothing was captured: see `noisescope inspect` for what is visible"
-            )
-
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        return Observer(self, unit, operator) if self.where.selects(unit.site(operator)) else None
+def _edges(position: Tensor) -> Tensor:
+    """The size at a position in bins: bin i lies between positions i and i + 1, linear in between."""
+    octave, quarter = torch.div(position - 1, 4, rounding_mode="floor"), (position - 1) % 4
+    return torch.where(position < 1, 0.0, (octave + LOWEST).exp2() * (1 + quarter / 4))
 
 
-class Observer(Watcher):
-    """Takes in what an operator gives, and where raw tensors are wanted what it gets."""
-
-    def __init__(self, scope: Capture, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-        self.wants_input = scope.inputs and scope.keep != "statistics"
-        self._inputs: list[Tensor] = []
-
-    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
-        if self.wants_input:
-            self._inputs.append(self._stored(x))
-        return x
-
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
-    ) -> Any:
-        tensor = y[0] if isinstance(y, tuple) else y
-        inputs, self._inputs = tuple(self._inputs), []
-        if context.recomputing:
-            return y
-        site = self.unit.site(self.operator, occurrence=occurrence)
-        captured = self.scope.captured
-        if self.scope.keep != "raw":
-            statistics = captured.statistics.setdefault(site, ChannelStatistics())
-            statistics.add(self._rows(tensor, None))
-            if self.scope.quantiles:
-                rows = self._rows(tensor, self.scope.sampled)
-                statistics.histogram = statistics.histogram or LogHistogram(rows.shape[-1], rows.device)
-                statistics.histogram.add(rows)
-        if self.scope.keep != "statistics":
-            captured.raw.setdefault(site, []).append((inputs, self._stored(tensor)))
-        return y
-
-    def _stored(self, x: Tensor) -> Tensor:
-        kept = x.detach()
-        return kept.to(self.scope.device) if self.scope.device not in (None, str(kept.device)) else kept.clone()
-
-    def _rows(self, y: Tensor, sampled: Tensor | None) -> Tensor:
-        """Rows [R, C] that count: heads last inside attention, no masked tokens, of the sampled samples only."""
-        if self.heads and y.dim() == 4:
-            y = y.transpose(1, 3).transpose(1, 2)  # [B, H, T, S] -> [B, T, S, H]
-        mask = self.scope.mask
-        if sampled is not None and mask is not None:
-            mask = mask & sampled.to(mask.device)[:, None]
-        if mask is not None and tuple(y.shape[:2]) == tuple(mask.shape):
-            y = y[mask.to(y.device)]
-        elif mask is not None and y.dim() == 2 and y.shape[0] == mask.numel():
-            y = y[mask.to(y.device).flatten()]
-        return y.reshape(-1, y.shape[-1])
+def _quantile(counts: Tensor, q: float) -> Tensor:
+    total = counts.sum(1, keepdim=True)
+    cumulative = counts.cumsum(1)
+    target = (q * total).clamp_min(1e-9)
+    at = torch.searchsorted(cumulative, target).clamp_(max=BINS - 1)
+    before = cumulative.gather(1, at) - counts.gather(1, at)
+    fraction = ((target - before) / counts.gather(1, at).clamp_min(1)).clamp_(0, 1)
+    return torch.where(at == 0, 0.0, _edges(at + fraction))[:, 0]

@@ -1,4 +1,4 @@
-"""Real number formats as perturbations: quantise, dequantise, give back the dtype and shape that came in.
+"""Real number formats as perturbations: quantise, dequantise, give back the dtype and shape of the input.
 
 With a = the largest finite |x| of the values that share one scale s:
 

@@ -15,9 +15,9 @@ from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.probe.scope import ModelScope
 from noisescope.probe.tally import SiteCount, Tally
-from noisescope.probe.target import OperatorTarget
+from noisescope.probe.target import OperatorTarget, Target
 from noisescope.probe.wrapper import in_backward
-from noisescope.sites import GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
+from noisescope.sites import FUSED, GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
 
 WEIGHTED = ("linear", "norm", "embedding")
 
@@ -54,7 +54,7 @@ class Probe(ModelScope):
         self._ran: set[tuple[str, str]] = set()
         self._check = check  # on leaving; `noisy_ops` has several models and asks them together
         self.gradients_only = gradients_only  # no noise in forwards that record no gradients: evaluation, generation
-        self._check_aim()
+        self._check_targets()
 
     def __enter__(self) -> Tally:
         self._open()
@@ -78,7 +78,7 @@ class Probe(ModelScope):
         """Swap what is injected, between steps; the tally goes on."""
         previous, self.injection = self.injection, injection
         try:
-            self._check_aim()
+            self._check_targets()
             self.tally.look_again()
             if self.thread is not None:
                 self._install(dict(self.model.named_modules(remove_duplicate=False)))
@@ -87,22 +87,23 @@ class Probe(ModelScope):
             raise
 
     def reseed(self, seed: int) -> None:
-        """Other draws of the same injection from here on: all aims stay, so this costs next to nothing."""
+        """Other draws of the same injection from here on: all targets stay, so this costs next to nothing."""
         if seed == self.injection.seed:
             return
         self.injection = dataclasses.replace(self.injection, seed=seed)
         for wrapper in self._wrappers.values():
             for targets in wrapper.targets.values():
                 for target in targets.values():
-                    target.reseed(seed)
+                    if isinstance(target, OperatorTarget):
+                        target.reseed(seed)
 
     def sleeps(self) -> bool:
         """Decided where a forward starts: inside it, checkpointing may run blocks without gradients at first."""
         started = self.context is not None or in_backward()
         return self.gradients_only and not started and not torch.is_grad_enabled()
 
-    def aim_at(self, unit: Unit, operator: str) -> OperatorTarget | None:
-        if not self.injection.selects(unit.site(operator)):
+    def target_at(self, unit: Unit, operator: str) -> Target | None:
+        if operator == FUSED or not self.injection.selects(unit.site(operator)):
             return None
         if unit.packed and self.injection.tensor == "weight":
             raise InvalidInput(
@@ -123,12 +124,12 @@ class Probe(ModelScope):
         return self._counts[key]
 
     def _has_tensor(self, operator: str) -> bool:
-        """Whether an operator has the tensor aimed at: a softmax has no weight, an embedding no float input."""
+        """Whether an operator has the targeted tensor: a softmax has no weight, an embedding no float input."""
         tensor = self.injection.tensor
         return {"weight": operator in WEIGHTED, "input": operator != "embedding"}.get(tensor, True)
 
     def _operators_that_ran(self) -> set[tuple[str, str]]:
-        """(operator, module) of units that surely compute them and were called, as far as aims reach now."""
+        """(operator, module) of units that are certain to compute them and were called, as far as targets reach now."""
         certain = {(op, unit.module) for unit in self.anatomy.units if unit.certain for op in unit.operators}
         targets = [
             (target.operator, target.unit.module)
@@ -141,7 +142,7 @@ class Probe(ModelScope):
 
     # -- checks
 
-    def _check_aim(self) -> None:
+    def _check_targets(self) -> None:
         """Refuse before the run what can't be hit: a layer out of range, an operator the model lacks."""
         blocks = len(self.anatomy.blocks)
         wanted = [*(self.injection.layers or ()), *(p for p in self.injection.places or () if isinstance(p, int))]
@@ -169,7 +170,7 @@ class Probe(ModelScope):
             raise NothingInjected(self._why_not(None))
 
     def _why_not(self, operator: str | None) -> str:
-        """Why nothing was found to aim at, and the cure."""
+        """Why nothing was found to inject into, and what to do."""
         what = f"operator {operator!r}" if operator else "no operator"
         units = self.anatomy.units
         members = GROUPS[operator][0] if operator in GROUPS else {operator}
@@ -185,13 +186,13 @@ class Probe(ModelScope):
         )
 
     def check(self) -> None:
-        """Raise NothingInjected unless everything aimed at by name was hit, and what was hit changed."""
+        """Raise NothingInjected unless everything targeted by name was hit, and what was hit changed."""
         tally, injection = self.tally, self.injection
         if not self.forwards:
             raise NothingInjected("the model was not called inside the scope, so nothing was injected")
         if injection.phases == {"backward"} and not tally.backward:
             raise NothingInjected(
-                "phases={'backward'}, but no backward pass ran inside the scope, or nothing aimed at needs a gradient: "
+                "phases={'backward'}, but no backward pass ran inside the scope, or nothing targeted needs a gradient: "
                 "call loss.backward() before leaving it"
             )
         if not tally.forward and not tally.backward:
@@ -218,7 +219,7 @@ class Probe(ModelScope):
             self._warn_of_rounding()
 
     def _check_unseen(self) -> None:
-        """A module that surely computes an operator ran, but the operator was never seen: a kernel we don't know."""
+        """A module that must compute an operator ran, but the operator was never seen: a kernel we don't know."""
         for (operator, _, module), count in self._counts.items():
             if count.total == 0 and (operator, module) in self._ran and "forward" in self.injection.phases:
                 raise NothingInjected(f"{module} ran, but its {operator} was never seen: {self._silent_reason()}")
@@ -236,7 +237,7 @@ class Probe(ModelScope):
         )
 
     def _check_rounding(self, sites: list[SiteCount], what: str) -> None:
-        """Noise that rounds away everywhere it was aimed is zero injection."""
+        """Noise that rounds away at every target is zero injection."""
         for phase in PHASES:
             fired = [site for site in sites if getattr(site, phase)]
             rounded = [site for site in fired if phase in site.rounded_away]

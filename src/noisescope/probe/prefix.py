@@ -12,13 +12,13 @@ from collections.abc import Hashable, Iterator
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from noisescope.injection import Injection
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
+from noisescope.probe.recorded_call import RecordedCall
 from noisescope.probe.scope import ModelScope
-from noisescope.probe.target import Context, Watcher
+from noisescope.probe.target import CallListener, Target
 from noisescope.probe.wrapper import RUN
 
 
@@ -112,8 +112,10 @@ class Prefix(ModelScope):
 
     # -- the scope's side
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        return _Keeper(self, unit) if operator == "residual" and unit.kind == MODULE else None
+    def target_at(self, unit: Unit, operator: str) -> Target | None:
+        if operator != "residual" or unit.kind != MODULE:
+            return None
+        return CallListener(unit, operator, self._keep, rerun=self.rerun, recomputed=True)
 
     def shortcut(self, block: int, x: Any) -> Any:
         if self._recording or block >= self._start:
@@ -122,24 +124,11 @@ class Prefix(ModelScope):
             self._last = self._batch[block]
         return self._batch[block]
 
-    def keep(self, block: int, output: Any) -> None:
+    def _keep(self, call: RecordedCall) -> None:
+        block = call.unit.place
+        assert isinstance(block, int)
         if block == len(self.anatomy.blocks) - 1:
-            self._last = output
+            self._last = call.output
         if self._recording:
             again = block in self._batch  # a block that runs twice in a forward can't be passed by
-            self._batch[block] = None if again else output
-
-
-class _Keeper(Watcher):
-    """Keeps a block's output."""
-
-    def __init__(self, prefix: Prefix, unit: Unit) -> None:
-        super().__init__(unit, "residual")
-        self.prefix = prefix
-
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
-    ) -> Any:
-        assert isinstance(self.unit.place, int)
-        self.prefix.keep(self.unit.place, y)
-        return y
+            self._batch[block] = None if again else call.output

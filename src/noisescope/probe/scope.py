@@ -10,10 +10,9 @@ it; a recomputation belongs to the forward it repeats, whatever thread it runs i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,10 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit, dissect
 from noisescope.probe.draws import Rows
-from noisescope.probe.operator_calls import FUSED, DeviceCallMode, OperatorCalls
-from noisescope.probe.target import Context, OperatorTarget
+from noisescope.probe.operator_calls import DeviceCallMode, OperatorCalls
+from noisescope.probe.target import Context, Target
 from noisescope.probe.wrapper import RUN, ForwardWrapper, in_backward
-from noisescope.sites import Place
+from noisescope.sites import FUSED, Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
 _claiming = threading.Lock()  # nor both find that no other is in it
@@ -66,16 +65,16 @@ class ModelScope:
         self._named: tuple[Tensor, Tensor | int | None] | None = None
         self._next_position = 0
         self._recalled: Context | None = None
+        self._devices: list[ModelScope] | None = None
 
     # -- for subclasses
 
-    def aim_at(self, unit: Unit, operator: str) -> OperatorTarget | None:
-        """What to do at an operator of a unit; None leaves it alone."""
-        raise NotImplementedError
+    def target_at(self, unit: Unit, operator: str) -> Target | None:
+        """What to do at an operator of a unit; None leaves it alone.
 
-    def target_fused_attention(self, unit: Unit) -> Any:
-        """What to do at a fused attention call as a whole; None leaves it to the operators in it."""
-        return None
+        Of an attention module FUSED is asked for, too: a fused call as a whole, or None for the operators in it.
+        """
+        raise NotImplementedError
 
     def shortcut(self, block: int, x: Any) -> Any:
         """What a block is to give without being run; RUN runs it."""
@@ -156,6 +155,7 @@ class ModelScope:
                         "Give each thread its own copy of the model, or wait until that scope is left."
                     )
             self.thread = get_ident()
+            self._devices = None
             try:
                 self._install(modules)
                 if self.acts_as_device:
@@ -166,50 +166,48 @@ class ModelScope:
                 raise
 
     def _install(self, modules: dict[str, nn.Module]) -> None:
-        """Aim at every selected operator; modules that have a wrapper already keep it and get new aims."""
-        targets = [(unit, op, self.aim_at(unit, op)) for unit in self.anatomy.units for op in unit.operators]
-        targets += [
-            (unit, FUSED, self.target_fused_attention(unit)) for unit in self.anatomy.units if unit.kind == ATTENTION
+        """Put targets at every selected operator; modules that have a wrapper already keep it."""
+        targets = [
+            (unit, operator, self.target_at(unit, operator))
+            for unit in self.anatomy.units
+            for operator in (*unit.operators, *((FUSED,) if unit.kind == ATTENTION else ()))
         ]
         for wrapper in self._wrappers.values():  # from here on nothing can be refused any more
             wrapper.targets, wrapper.calls = {}, 0
-        aimed: set[Place] = set()
+        targeted: set[Place] = set()
         homes: dict[nn.Module, set[Place]] = {}  # a module that two blocks share is at home in both
         for unit in self.anatomy.units:
             homes.setdefault(modules[unit.module], set()).add(unit.place)
         for unit, operator, target in targets:
             if target is not None:
-                self._stand_in(modules[unit.module], unit.kind).targets.setdefault(unit.place, {})[operator] = target
-                aimed.add(unit.place)
+                self._wrap(modules[unit.module], unit.kind).targets.setdefault(unit.place, {})[operator] = target
+                targeted.add(unit.place)
         for module, wrapper in self._wrappers.items():
             wrapper.shared = len(homes.get(module, ())) > 1
-            aimed |= homes[module] if wrapper.shared and wrapper.targets else set()
+            targeted |= homes[module] if wrapper.shared and wrapper.targets else set()
         for index, name in enumerate(self.anatomy.blocks):
-            if index in aimed:
-                self._stand_in(modules[name], MODULE).block = index
+            if index in targeted:
+                self._wrap(modules[name], MODULE).block = index
         for module in modules.values():  # the fused fast path of these is left while a function mode is on
-            if aimed and isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
-                self._stand_in(module, CALLS)
+            if targeted and isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+                self._wrap(module, CALLS)
         self._shield(modules)
         for name in {parent for block in self.anatomy.blocks for parent in _parents(block)}:
             if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
-                self._stand_in(modules[name], MODULE).root = True  # generate() may call an inner model or an encoder
-        self._stand_in(self.model, MODULE).root = True
+                self._wrap(modules[name], MODULE).root = True  # generate() may call an inner model or an encoder
+        self._wrap(self.model, MODULE).root = True
 
     def _shield(self, modules: dict[str, nn.Module]) -> None:
         """Operators inside a watched module are their own business: the watcher must not see how they are made."""
-        watched = {name for name, module in modules.items() if self._watches(module)}
+        watching = {module for module, wrapper in self._wrappers.items() if wrapper.kind != MODULE}
+        watched = {name for name, module in modules.items() if module in watching}
         for unit in self.anatomy.units:
             if not watched.isdisjoint(_parents(unit.module)) and (
                 unit.kind != CALLS and unit.operators != ("residual",)
             ):
-                self._stand_in(modules[unit.module], unit.kind)
+                self._wrap(modules[unit.module], unit.kind)
 
-    def _watches(self, module: nn.Module) -> bool:
-        wrapper = self._wrappers.get(module)
-        return wrapper is not None and wrapper.kind != MODULE
-
-    def _stand_in(self, module: nn.Module, kind: str) -> ForwardWrapper:
+    def _wrap(self, module: nn.Module, kind: str) -> ForwardWrapper:
         wrapper = self._wrappers.get(module)
         if wrapper is None:
             wrapper = self._wrappers[module] = ForwardWrapper(self, module)
@@ -242,9 +240,28 @@ class ModelScope:
         self.thread = None
         if strangers and not self.any_order:
             raise ModelHeld(
-                "scopes must be left in the reverse order of entering: another stand-in was put on "
+                "scopes must be left in the reverse order of entering: another wrapper was put on "
                 f"{type(strangers[0].module).__name__} inside this scope and is still there"
             )
+
+    def rerun(self, callee: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a module or function again, its operators counted from 0 by the scopes that act as a device.
+
+        Such a scope knows the calls inside one module by their number (0 is q k^T, 1 is P v). A call that is made again
+        must have the numbers of the first one, or a simulated fault would not be where it was.
+        """
+        if self._devices is None:
+            self._devices = _device_scopes(self.model)
+        contexts = [scope.context for scope in self._devices]
+        contexts += [None if scope.owner is None else scope.owner.context for scope in self._devices]
+        kept = [(context, context.fired) for context in contexts if context is not None]
+        try:
+            for context, _ in kept:
+                context.fired = {}
+            return callee(*args, **kwargs)
+        finally:
+            for context, fired in reversed(kept):
+                context.fired = fired
 
     # -- rows
 
@@ -270,25 +287,22 @@ class ModelScope:
                 "run it in the thread that opened the scope, or give each thread its own copy"
             )
         self._claim(forward=True)
-        try:
-            return self._numbered_context(args, kwargs or {})
-        except BaseException:
-            self.context = None
-            raise
-
-    def _numbered_context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
         self.forwards += 1
         self._recalled = None
         rows = Rows(self.forwards)
         if self._named is not None:
-            rows.samples, rows.positions = self._name_tokens(args, kwargs)
-            kept = kwargs.get("logits_to_keep")
+            try:
+                rows.samples, rows.positions = self._name_tokens(*self._named, args, kwargs or {})
+            except BaseException:
+                self.context = None
+                raise
+            kept = (kwargs or {}).get("logits_to_keep")
             rows.kept = kept if isinstance(kept, Tensor) else None  # an int means the last tokens
         return Context(rows, grad=torch.is_grad_enabled())
 
-    def _name_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        assert self._named is not None
-        samples, positions = self._named
+    def _name_tokens(
+        self, samples: Tensor, positions: Tensor | int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() >= 2), None)
         if tokens is None:
             raise InvalidInput("rows() names a batch, but the model was called without a tensor of [batch, tokens]")
@@ -327,17 +341,16 @@ class ModelScope:
         return self._recalled
 
 
-class PlainScope(ModelScope):
-    """A scope that `with` opens, gives and closes, without a word of its own."""
-
-    def __enter__(self) -> Self:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
+def _device_scopes(model: nn.Module) -> list[ModelScope]:
+    """The scopes open on a model that act before all others, as a broken device does: simulated faults."""
+    found: dict[int, ModelScope] = {}
+    for module in model.modules():
+        held = module.__dict__.get("forward")
+        while isinstance(held, ForwardWrapper):
+            if held.scope.acts_as_device and not held.retired:
+                found[id(held.scope)] = held.scope
+            held = held.replaced
+    return list(found.values())
 
 
 def _parents(name: str) -> Iterator[str]:

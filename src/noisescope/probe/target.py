@@ -1,4 +1,4 @@
-"""An aim: one operator of one unit, with the perturbation that falls on it.
+"""What is done at one operator of one unit: a perturbation falls on it, or its calls are reported.
 
 Gradients pass a forward perturbation unchanged: a rounding error has no derivative (straight-through). A backward
 perturbation falls on the gradient of each input and of the weight as this use of it produced it, so tied weights and
@@ -19,6 +19,8 @@ from noisescope.errors import InvalidInput
 from noisescope.injection import Injection, Perturbation
 from noisescope.model.anatomy import Unit
 from noisescope.probe.draws import Draw, Rows
+from noisescope.probe.functions import first_tensor, with_tensor
+from noisescope.probe.recorded_call import RecordedCall, by_head
 from noisescope.probe.tally import SiteCount
 from noisescope.sites import Site
 
@@ -27,7 +29,7 @@ _WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its pe
 
 
 class Context:
-    """One call of the model, or of one block within it: which rows run, and how often each aim has fired in it."""
+    """One call of the model, or of one block within it: which rows run, and how often each target has fired in it."""
 
     __slots__ = ("fired", "grad", "place", "recomputing", "rows", "scratch")
 
@@ -39,7 +41,7 @@ class Context:
         self.recomputing = recomputing  # gradient checkpointing runs this forward again: same noise, no tally
         self.grad = grad
 
-    def occurrence(self, target: OperatorTarget) -> int:
+    def occurrence(self, target: Target) -> int:
         count = self.fired.get(id(target), 0)
         self.fired[id(target)] = count + 1
         return count
@@ -47,8 +49,6 @@ class Context:
 
 class OperatorTarget:
     """Applies an injection to one operator of one unit."""
-
-    wants_call = False
 
     def __init__(self, unit: Unit, operator: str, injection: Injection, count: SiteCount) -> None:
         self.unit = unit
@@ -69,12 +69,12 @@ class OperatorTarget:
             self.backward = injection.perturbation_at(unit.site(operator, phase="backward"))
         if self.channels is not None:  # channels are the forward tensor's: a gradient has others
             self.backward = None
-        self.layout = "heads" if unit.kind != "module" and operator in ("matmul", "bmm", "softmax") else "tokens"
+        self.layout = "heads" if by_head(unit, operator) else "tokens"
         if operator == "embedding" and re.search(r"pos|wpe|relative", unit.module):
             self.layout = "positions"
         self._keys: dict[tuple[str, str, int], int] = {}
         self._mask: Tensor | None = None
-        self._new = {"forward", "backward"}  # phases in which this aim has not fired yet
+        self._new = {"forward", "backward"}  # phases in which this target has not fired yet
 
     def reseed(self, seed: int) -> None:
         """Draw by another seed; keys that were hashed with the one before are forgotten."""
@@ -82,7 +82,7 @@ class OperatorTarget:
         self._keys.clear()
 
     def key(self, tensor: str, phase: str, occurrence: int) -> int:
-        """The site's multiplier for the row hash, memoised: hashing once a site, not once a call."""
+        """The site's multiplier for the row hash, memoised: hashing once per site, not per call."""
         known = (tensor, phase, occurrence)
         if known not in self._keys:
             unit = self.unit
@@ -184,7 +184,7 @@ class OperatorTarget:
         self.count.samples.append((((before != after) & alive).sum(), alive.sum()))
 
     def _note_rounding(self, perturbation: Perturbation, dtype: torch.dtype, phase: str = "forward") -> None:
-        """Whether noise of this size can survive in this dtype; looked at once a site."""
+        """Whether noise of this size can survive in this dtype; checked once per site."""
         if phase not in self._new or not dtype.is_floating_point:
             return
         scale = getattr(perturbation, "scale", None)
@@ -218,49 +218,55 @@ class OperatorTarget:
         return noisy
 
 
-class Watcher:
-    """Has the face of an Aim, and changes nothing: subclasses look at outputs."""
+class CallListener:
+    """Stands where a target does, and reports whole calls of one operator of one unit.
 
-    backward = None
-    wants_call = False
-    wants_input = False
-    wants_weight = False
+    `before` gets a call that is about to be made, and may give another first tensor; `on_call` one that was made, and
+    may give another output. None leaves things as they are. `rerun(callee, *args, **kwargs)` makes a call
+    again. `recomputed` says whether calls that gradient checkpointing repeats are reported as well.
+    """
 
-    def __init__(self, unit: Unit, operator: str) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        operator: str,
+        on_call: Callable[[RecordedCall], Any],
+        *,
+        rerun: Callable[..., Any],
+        before: Callable[[RecordedCall], Tensor | None] | None = None,
+        recomputed: bool = False,
+    ) -> None:
         self.unit = unit
         self.operator = operator
-        self.heads = unit.kind != "module" and operator in ("matmul", "bmm", "softmax")  # [B, H, T, ...]
+        self._on_call = on_call
+        self._rerun = rerun
+        self._before = before
+        self._recomputed = recomputed
 
-    def on_input(self, x: Tensor, context: Context, occurrence: int) -> Tensor:
-        return x
-
-    def on_weight(self, weight: Tensor, context: Context, occurrence: int) -> Tensor:
-        return weight
-
-    def tap(self, x: Tensor, context: Context, occurrence: int, which: str, once: Once) -> Tensor:
-        return x
-
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
+    def run(
+        self,
+        callee: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        context: Context,
+        occurrence: int,
     ) -> Any:
-        raise NotImplementedError
+        """Make one call of the operator; `call` is how `callee` is reached past its wrapper."""
+        if context.recomputing and not self._recomputed:
+            return call(*args, **kwargs)
+        known = (self.unit, self.operator, callee)
+        if self._before is not None:
+            new = self._before(RecordedCall(*known, args, kwargs, None, occurrence, context, self._rerun))
+            if new is not None:
+                args, kwargs = with_tensor(args, kwargs, first_tensor(args, kwargs), new)
+        y = call(*args, **kwargs)
+        other = self._on_call(RecordedCall(*known, args, kwargs, y, occurrence, context, self._rerun))
+        return y if other is None else other
 
 
-class CallWatcher(Watcher):
-    """Sees whole calls: the module or function, what it was given, what it gave; may answer with another output."""
-
-    wants_call = True
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        """What to give in place of y; None leaves y as it is."""
-        raise NotImplementedError
-
-    def on_output(
-        self, y: Any, context: Context, occurrence: int, *, fresh: bool, storage: torch.dtype | None = None
-    ) -> Any:
-        return y
+Target = OperatorTarget | CallListener
 
 
 class Once:

@@ -1,4 +1,4 @@
-"""A wrapper for one module's `forward`: it finds the forward it runs in, then calls the original with the aims on."""
+"""A wrapper for one module's `forward`: it finds the forward it runs in, then calls the original under its targets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import ModelHeld, UnsupportedModel
-from noisescope.model.anatomy import ATTENTION, MODULE
+from noisescope.model.anatomy import ATTENTION, MODULE, keeps_weight_transposed
 from noisescope.probe.attention import decomposed_config, multihead
 from noisescope.probe.draws import Rows
+from noisescope.probe.functions import first_tensor, with_tensor
 from noisescope.probe.operator_calls import OperatorCalls, WeightUse
-from noisescope.probe.target import Context, Once, OperatorTarget
+from noisescope.probe.target import CallListener, Context, Once, OperatorTarget, Target
 from noisescope.sites import Place
 
 if TYPE_CHECKING:
@@ -28,17 +29,17 @@ _REMEMBERED = 256  # forwards a module keeps for recomputation (gradient accumul
 
 
 class ForwardWrapper:
-    """Stands in `module.__dict__["forward"]` while a scope is open."""
+    """What `module.__dict__["forward"]` is while a scope is open."""
 
     def __init__(self, scope: ModelScope, module: nn.Module) -> None:
         self.scope = scope
         self.module = module
         self.replaced = module.__dict__.get("forward", ABSENT)
         self.original: Callable[..., Any] = module.forward
-        self.targets: dict[Place, dict[str, OperatorTarget]] = {}
+        self.targets: dict[Place, dict[str, Target]] = {}
         self.kind = MODULE
         self.retired = False
-        self.shared = False  # by several blocks: the aims are those of the block that calls
+        self.shared = False  # by several blocks: the targets are those of the block that calls
         self.calls = 0
         self.block: int | None = None
         self.root = False
@@ -101,7 +102,7 @@ class ForwardWrapper:
         scope = self.scope
         if scope.context is not None:  # the model calls itself
             return self._run_inner(args, kwargs)
-        x = _first_tensor(args, kwargs)
+        x = first_tensor(args, kwargs)
         scope.context = scope.recalled(self, x) if in_backward() else scope.new_context(args, kwargs)
         if not scope.context.recomputing:  # also without gradients: a checkpointed model runs so at first
             self._remember(x, scope.context)
@@ -114,7 +115,7 @@ class ForwardWrapper:
         if self.block is None and not self.targets and self.kind == MODULE:
             return self._run_shield(args, kwargs) if not self.root else self.original(*args, **kwargs)
         scope = self.scope
-        x = _first_tensor(args, kwargs)
+        x = first_tensor(args, kwargs)
         if self.block is not None:
             given = scope.shortcut(self.block, x)
             if given is not RUN:
@@ -147,10 +148,10 @@ class ForwardWrapper:
             scope.owner = owner
 
     def _run_operator(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
-        """The module as one operator (its own aim), around the functions it calls (the other aims)."""
+        """The module as one operator (its own target), around the functions it calls (the other targets)."""
         scope = self.scope
         self.calls += 1
-        targets = self._aims_here(context)
+        targets = self._targets_here(context)
         own = targets.get("residual") if self.block is not None else None
         if self.kind == MODULE and self.block is None:
             own = next(iter(targets.values()), None)
@@ -160,10 +161,12 @@ class ForwardWrapper:
             if own is None:
                 return self._call(args, kwargs, targets, context)
             occurrence = context.occurrence(own)
-            if own.wants_call:
-                y = self._call(args, kwargs, targets, context)
-                other = own.on_call(self.module, args, kwargs, y, context, occurrence)  # type: ignore[attr-defined]
-                return y if other is None else other
+            if isinstance(own, CallListener):
+
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    return self._call(args, kwargs, targets, context)
+
+                return own.run(self.module, call, args, kwargs, context=context, occurrence=occurrence)
             once = Once()
             args, kwargs = self._on_inputs(own, args, kwargs, context, occurrence, once)
             grad = torch.is_grad_enabled()
@@ -177,22 +180,20 @@ class ForwardWrapper:
         finally:
             scope.owner = owner
 
-    def _aims_here(self, context: Context) -> dict[str, OperatorTarget]:
-        """The aims of the block we are in; a module shared by several blocks has aims for each."""
+    def _targets_here(self, context: Context) -> dict[str, Target]:
+        """The targets of the block we are in; a module shared by several blocks has some for each."""
         if self.shared:
             return self.targets.get(context.place, {})
         return next(iter(self.targets.values()), {})
 
-    def _call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[str, OperatorTarget], context: Context
-    ) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[str, Target], context: Context) -> Any:
         """The original forward, with its function calls watched where that is asked for."""
         if self.kind == MODULE:
             return self.original(*args, **kwargs)
         scope = self.scope
         storage = None
         if self.kind == ATTENTION:
-            x = _first_tensor(args, kwargs)
+            x = first_tensor(args, kwargs)
             storage = x.dtype if isinstance(x, Tensor) and x.is_floating_point() else None
         calls = OperatorCalls(scope, self.kind, targets, context, module=self.module, storage=storage)
         scope.owner = calls
@@ -221,21 +222,18 @@ class ForwardWrapper:
         grad = target.backward is not None and torch.is_grad_enabled()
         if not target.wants_input and not grad:
             return args, kwargs
-        x = _first_tensor(args, kwargs)
+        x = first_tensor(args, kwargs)
         if not isinstance(x, Tensor) or not (x.is_floating_point() or target.wants_input):
             return args, kwargs
         new = target.on_input(x, context, occurrence)
         if grad:
             new = target.tap(new, context, occurrence, "input", once)
-        if new is not x:
-            args = tuple(new if arg is x else arg for arg in args)
-            kwargs = {k: new if arg is x else arg for k, arg in kwargs.items()}
-        return args, kwargs
+        return (args, kwargs) if new is x else with_tensor(args, kwargs, x, new)
 
     def _on_weight(
         self, target: OperatorTarget, context: Context, occurrence: int, once: Once, weight: Tensor
     ) -> Tensor:
-        if type(self.module).__name__ == "Conv1D":  # [in, out], unlike a Linear's [out, in]
+        if keeps_weight_transposed(self.module):
             weight = target.on_weight(weight.transpose(0, 1), context, occurrence).transpose(0, 1)
         else:
             weight = target.on_weight(weight, context, occurrence)
@@ -250,7 +248,7 @@ class ForwardWrapper:
         """The rows of the forward that had this very tensor as input; it is alive while its graph is.
 
         One tensor may have been the input of several forwards: then those recalled last (by a later block) are meant.
-        A part of a block that starts at a module without an aim is not known by its input: then the latest are.
+        A part of a block that starts at a module without a target is not known by its input: then the latest are.
         """
         same = [rows for identity, rows in list(self._remembered) if identity is not None and identity == _identity(x)]
         if any(rows is preferred for rows in same):
@@ -261,7 +259,7 @@ class ForwardWrapper:
 
 
 def _identity(x: Any) -> tuple[Any, ...] | None:
-    """What tells a tensor from others alive: its address and shape (None: it has none, as under torch.func)."""
+    """What distinguishes a tensor from others alive: its address and shape (None: it has none, as under torch.func)."""
     try:
         return (x.data_ptr(), x.shape)
     except (AttributeError, RuntimeError):
@@ -271,16 +269,6 @@ def _identity(x: Any) -> tuple[Any, ...] | None:
 def in_backward() -> bool:
     """Whether autograd runs in this thread now: only then is a forward a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            return arg
-    for arg in kwargs.values():
-        if isinstance(arg, Tensor):
-            return arg
-    return None
 
 
 @functools.cache

@@ -13,16 +13,17 @@ from torch import Tensor
 from noisescope.data import generation
 from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
-from noisescope.measures.fisher import Listener, Screen
+from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import (
     FormatScreen,
     count_block_parameters,
     effective_bits,
     weight_format,
-    weight_of,
 )
+from noisescope.model.anatomy import linear_weight
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject
+from noisescope.probe.watch import selected_by
 from noisescope.runs.batches import CHOICE, SampleScores
 from noisescope.sites import Site, place_order
 from noisescope.trials import Result, Trial
@@ -156,7 +157,7 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
         "block_parameters": count_block_parameters(runner.model, runner.anatomy),
     }
     for site in sites:
-        outputs, inputs = weight_of(modules[site.module]).shape
+        outputs, inputs = linear_weight(modules[site.module]).shape
         about = {
             "module": site.module,
             "place": site.place,
@@ -170,7 +171,7 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
 
 
 def _send_gradients(
-    runner: TrialRunner, scope: Listener, trial: Trial, *, size: int
+    runner: TrialRunner, scope: GradientScreen, trial: Trial, *, size: int
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Send random gradients back through every batch of a slice; its samples, and the scored tokens of each."""
     draws, seed = int(trial.settings["draws"]), int(trial.settings["seed"])
@@ -197,7 +198,7 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     """Statistics of every channel over the slice, in memory for the channels alone."""
     part = trial.slice
     assert trial.injection is not None
-    scope = Capture(runner.model, trial.injection, "statistics", None, runner.anatomy, quantiles=True)
+    scope = Capture(runner.model, selected_by(trial.injection), anatomy=runner.anatomy, quantiles=True)
     count = part.stop - part.start
     stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
     with scope as captured, torch.no_grad():

@@ -28,10 +28,9 @@ from noisescope.measures import sketches
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_token_logits
-from noisescope.probe.operator_calls import FUSED
-from noisescope.probe.scope import PlainScope, unwrap
-from noisescope.probe.target import CallWatcher, Context
-from noisescope.sites import Place, Site
+from noisescope.probe.scope import unwrap
+from noisescope.probe.watch import RecordedCall, WatchScope, watch
+from noisescope.sites import FUSED, Place, Site
 
 HEAD_TOKENS = 16  # of each prompt, the last, are kept of the head
 _NARROW = 1 << 15  # channels up to which their numbers are kept in 16 bits
@@ -50,13 +49,10 @@ class Detail:
         return self.full or place in self.full_layers
 
 
-class Recording(PlainScope):
-    """A scope through which the outputs of one batch are sketched, and kept whole where that is asked for."""
+class Recording:
+    """Sketches the outputs of one batch, and keeps them whole where that is asked for."""
 
-    def __init__(
-        self, model: nn.Module, anatomy: Anatomy, shape: tuple[int, ...], first: int, detail: Detail, stem: Path
-    ) -> None:
-        super().__init__(model, anatomy)
+    def __init__(self, shape: tuple[int, ...], first: int, detail: Detail, stem: Path) -> None:
         self.shape = (shape[0], shape[1])
         self.first = first
         self.detail = detail
@@ -70,17 +66,18 @@ class Recording(PlainScope):
         self._whole = Whole()
         self._files: list[dict[str, Any]] = []
 
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        if unit.place == "rotary" or not unit.certain:
-            return None
-        if unit.kind == ATTENTION and operator != "linear":
-            return None  # aiming at the operators inside would take fused attention apart
-        return Listener(self, unit, operator)
+    def watch(self, model: nn.Module, anatomy: Anatomy) -> WatchScope:
+        return watch(model, self._on_call, _is_recorded, anatomy=anatomy)
 
-    def target_fused_attention(self, unit: Unit) -> Any:
-        return Listener(self, unit, FUSED)
+    def _on_call(self, call: RecordedCall) -> None:
+        y, unit, operator = call.output_tensor, call.unit, call.operator
+        if y is None or not y.is_floating_point():
+            return
+        x = call.first_input if unit.kind == MODULE and operator != "residual" else None
+        with torch._C.DisableTorchFunction():
+            self._add(call.site, y, x, heads=unit.kind == ATTENTION and operator != "linear")
 
-    def hear(self, site: Site, y: Tensor, x: Tensor | None, *, heads: bool) -> None:
+    def _add(self, site: Site, y: Tensor, x: Tensor | None, *, heads: bool) -> None:
         """One output, and the input it came from."""
         y, x, shape = self._batch_first(site, y, x)
         rows = _by_token(y, shape, heads=heads)
@@ -157,24 +154,10 @@ class Recording(PlainScope):
         return [_written(self.stem.with_suffix(".safetensors"), tensors, {}), *self._files]
 
 
-class Listener(CallWatcher):
-    """Hears the calls of one operator of one unit."""
-
-    def __init__(self, recording: Recording, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.recording = recording
-        self.module = unit.kind == MODULE and operator != "residual"
-        self.heads = unit.kind == ATTENTION and operator != "linear"
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> None:
-        whole = y[0] if isinstance(y, tuple) and y else y
-        if context.recomputing or not isinstance(whole, Tensor) or not whole.is_floating_point():
-            return
-        x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None) if self.module else None
-        with torch._C.DisableTorchFunction():
-            self.recording.hear(self.unit.site(self.operator, occurrence=occurrence), whole, x, heads=self.heads)
+def _is_recorded(unit: Unit, operator: str) -> bool:
+    if unit.kind == ATTENTION:  # the operators inside it would take fused attention apart
+        return operator == FUSED or (operator == "linear" and unit.certain and unit.place != "rotary")
+    return unit.place != "rotary" and unit.certain
 
 
 @dataclass
@@ -252,8 +235,8 @@ def write_record(
     with ThreadPoolExecutor(1) as disk:
         for first, count in _batches(ordered, batch):
             ids = torch.tensor(ordered[first : first + count], device=device_of(module))
-            recording = Recording(module, anatomy, ids.shape, first, detail, target / f"{len(batches):04d}")
-            with evaluating(module), torch.no_grad(), recording:
+            recording = Recording(ids.shape, first, detail, target / f"{len(batches):04d}")
+            with evaluating(module), torch.no_grad(), recording.watch(module, anatomy):
                 logits = last_token_logits(module, ids)
             tensors = recording.finish(logits)
             if batches and recording.sites != sites:

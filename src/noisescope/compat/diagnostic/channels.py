@@ -65,7 +65,7 @@ class ActivationCapture:
         """Start capturing."""
         if self._scope is not None:
             raise InvalidInput("this capture is watching already: remove_hooks() first")
-        scope = capture(
+        watching = capture(
             self.subject.model,
             operators={"linear"},
             modules=self.modules,
@@ -75,9 +75,9 @@ class ActivationCapture:
             quantiles=True,
             anatomy=self.subject.anatomy,
         )
-        scope.any_order = True  # hooks are removed whenever their owner likes, also under noise enabled meanwhile
-        self._captured = scope.__enter__()
-        self._scope = scope
+        watching.scope.any_order = True  # hooks are removed whenever their owner likes, also under later noise
+        self._captured = watching.__enter__()
+        self._scope = watching
 
     def remove_hooks(self) -> None:
         """Leave the model as it was; statistics stay."""

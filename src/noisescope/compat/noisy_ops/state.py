@@ -22,8 +22,9 @@ from noisescope.errors import InvalidInput, ModelHeld, NoiseRoundsAway, NothingI
 from noisescope.injection import Injection
 from noisescope.model.anatomy import CALLS, Anatomy, Unit, dissect
 from noisescope.probe.draws import Rows
+from noisescope.probe.functions import Function
 from noisescope.probe.inject import Probe
-from noisescope.probe.operator_calls import Function, perform
+from noisescope.probe.operator_calls import perform
 from noisescope.probe.scope import unwrap
 from noisescope.probe.tally import SiteCount
 from noisescope.probe.target import Context, OperatorTarget
@@ -168,7 +169,7 @@ class State:
         """An operator called by name (NoisyMatMul): perturbed as one of a model would be, or passed through."""
         with self.lock:
             probe, context = self.running()
-            watched = probe is not None and probe.owner is not None and probe.owner.aims_at(operator)
+            watched = probe is not None and probe.owner is not None and probe.owner.targets_operator(operator)
             asleep = self.settings.training_only and context is None and not torch.is_grad_enabled()
             target = None
             if self.call is not None and not self.settings.off and not watched and not asleep:

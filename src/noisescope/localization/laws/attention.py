@@ -18,13 +18,13 @@ from torch import Tensor
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import linear as linear_laws
-from noisescope.localization.laws.calls import RecordedCall
 from noisescope.localization.laws.evidence import LawEvidence, check_repeatability, exact, floored
 from noisescope.localization.laws.functions import log_odds
 from noisescope.localization.laws.linear import Linear
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
 from noisescope.localization.tensors import host_rows
+from noisescope.probe.recorded_call import RecordedCall
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _HIDDEN = -1e4  # a float mask below this lets nothing through
@@ -45,20 +45,11 @@ class Attention:
 
     @classmethod
     def recorded(cls, recorded: RecordedCall) -> Attention:
-        given = dict(zip(_NAMES, recorded.args, strict=False)) | recorded.kwargs
-        q, k, v = (as_multiplied(given[name], recorded.y) for name in ("query", "key", "value"))
+        given = recorded.attention
+        q, k, v = (as_multiplied(each, recorded.output) for each in (given.query, given.key, given.value))
         if k.shape[-3] != q.shape[-3]:
             k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-        scale = given.get("scale")
-        return cls(
-            recorded.call,
-            q,
-            k,
-            v,
-            given.get("attn_mask"),
-            bool(given.get("is_causal", False)),
-            1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        )
+        return cls(recorded.repeat, q, k, v, given.attn_mask, bool(given.is_causal), given.effective_scale)
 
     def __call__(self, **changed: Any) -> Tensor:
         call = replace(self, **changed)
@@ -89,7 +80,7 @@ def examine(recorded: RecordedCall) -> LawEvidence:
     if call.q.dim() != 4 or not call.q.is_floating_point() or call.q.numel() == 0:
         return LawEvidence(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
     # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
-    unlike = call.k is not given_key(recorded)
+    unlike = call.k is not recorded.attention.key
     if call.sees_nothing:  # padding: what such rows give is anybody's guess
         call, unlike = replace(call, mask=None, causal=False), True
     # Linear in V: rows of V^T [B, H, D, S] are independent, and S is the length of the sums.
@@ -101,22 +92,22 @@ def examine(recorded: RecordedCall) -> LawEvidence:
         channels=False,
         view=lambda out: host_rows(out.permute(0, 3, 1, 2).flatten(-2)),  # [B, H, D, T] -> rows B T, channels H D
     )
-    found, base = linear_laws.examine(linear, None if unlike else recorded.y.transpose(-1, -2))
+    found, base = linear_laws.examine(linear, None if unlike else recorded.output.transpose(-1, -2))
     if found.broken:
         linear_laws.probe_suspect(linear, base, found)
     for drive in (call, *_wider(call)):
         _ones(drive, found)
         _single_key(drive, found)
         _probabilities(drive, found)
-    _later_keys(call, recorded.y, found)
+    _later_keys(call, recorded.output, found)
     if unlike:
         again = recorded.again(call.q)
         with host_arithmetic():
-            first = host_rows(recorded.y).double()
-            limit = 8 * number_format(recorded.y.dtype).ulp(first)
+            first = host_rows(recorded.output).double()
+            limit = 8 * number_format(recorded.output.dtype).ulp(first)
             found.add(exact(Law.REPEAT, host_rows(again).double(), first, round_off=limit))
     if found.broken:
-        check_repeatability(recorded.again, call.q, recorded.y, call.q.roll(1, -2), found.facts)
+        check_repeatability(recorded.again, call.q, recorded.output, call.q.roll(1, -2), found.facts)
     return found
 
 
@@ -134,10 +125,6 @@ def _one_key(call: Attention) -> Tensor:
     """The first query on the first key."""
     q, k, v = (t[..., :1, :] for t in (call.q, call.k, call.v))
     return call(q=q, k=k, v=v, mask=None, causal=False)
-
-
-def given_key(recorded: RecordedCall) -> Tensor:
-    return recorded.args[1] if len(recorded.args) > 1 else recorded.kwargs["key"]  # type: ignore[no-any-return]
 
 
 def _ones(call: Attention, found: LawEvidence) -> None:

@@ -9,9 +9,11 @@ acts), nothing has to be kept, and the forward goes on with the first output.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,8 @@ from noisescope.localization.expression_search import PART, inner_modules
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.anatomy import ROTARY as ROTARY_KIND
 from noisescope.probe.attention import decomposed_config
-from noisescope.probe.operator_calls import FUSED
-from noisescope.probe.scope import ModelScope, PlainScope
-from noisescope.probe.target import CallWatcher, Context
-from noisescope.probe.wrapper import ForwardWrapper
+from noisescope.probe.watch import RecordedCall, watch
+from noisescope.sites import FUSED
 
 ATTENTION_MODULE = "attention module"  # what whole modules are called where operators have their names
 MLP = "mlp"
@@ -33,74 +33,23 @@ WHOLES = (ATTENTION_MODULE, MLP, ROTARY, PART, "residual")
 _ADDED = {"linear": ((2, "bias"),), "layer_norm": ((3, "bias"),)}  # arguments that a function adds at its end
 
 
-@dataclass(frozen=True)
-class RecordedCall:
-    """One call of a module or function, as it was made."""
+def without_residual(call: RecordedCall) -> RecordedCall:
+    """The same call with zeros for whatever else of x's shape it was given: some modules add the residual."""
+    x = call.first_input
 
-    unit: Unit
-    operator: str
-    callee: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    y: Any
-    occurrence: int
-    scope: Listening
+    def other(value: Any) -> Any:
+        same = isinstance(value, Tensor) and value is not x and x is not None and value.shape == x.shape
+        return torch.zeros_like(value) if same else value
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The module or function itself, as if for the first time in its forward."""
-        y = self.scope.afresh(self.callee)(*args, **kwargs)
-        if not isinstance(self.callee, nn.Module):  # no listener hears it
-            self.scope.extra += work(self.operator, (*args, *kwargs.values()), y)
-        return y
+    args = tuple(other(value) for value in call.args)
+    return replace(call, args=args, kwargs={name: other(value) for name, value in call.kwargs.items()})
 
-    @property
-    def x(self) -> Tensor | None:
-        """The first tensor given."""
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Tensor):
-                return value
-        return None
 
-    @property
-    def output(self) -> Tensor | None:
-        """The first tensor given back."""
-        y = self.y
-        if isinstance(y, (tuple, list)) and y:
-            y = y[0]
-        return y if isinstance(y, Tensor) else None
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Input and output of a call that has both."""
-        x, y = self.x, self.output
-        assert x is not None and y is not None
-        return x, y
-
-    def alone(self) -> RecordedCall:
-        """The same call with zeros for whatever else of x's shape it was given: some modules add the residual."""
-        x = self.x
-
-        def other(value: Any) -> Any:
-            same = isinstance(value, Tensor) and value is not x and x is not None and value.shape == x.shape
-            return torch.zeros_like(value) if same else value
-
-        args = tuple(other(value) for value in self.args)
-        return replace(self, args=args, kwargs={name: other(value) for name, value in self.kwargs.items()})
-
-    @property
-    def adds(self) -> bool:
-        """Whether `alone` leaves something out."""
-        x = self.x
-        given = (*self.args, *self.kwargs.values())
-        return x is not None and any(isinstance(v, Tensor) and v is not x and v.shape == x.shape for v in given)
-
-    def again(self, x: Tensor, **changed: Any) -> Tensor:
-        """The same call with another first tensor."""
-        own = self.x
-        args = tuple(x if arg is own else arg for arg in self.args)
-        kwargs = {name: x if value is own else value for name, value in self.kwargs.items()} | changed
-        y = self.call(*args, **kwargs)
-        return y[0] if isinstance(y, (tuple, list)) else y  # type: ignore[no-any-return]
+def adds_residual(call: RecordedCall) -> bool:
+    """Whether `without_residual` leaves something out."""
+    x = call.first_input
+    given = (*call.args, *call.kwargs.values())
+    return x is not None and any(isinstance(v, Tensor) and v is not x and v.shape == x.shape for v in given)
 
 
 def work(operator: str, given: Iterable[Any], y: Any) -> int:
@@ -162,79 +111,45 @@ Handler = Callable[[RecordedCall], None]
 Choice = Callable[[Unit, str], Handler | None]
 
 
-class Listening(PlainScope):
-    """A scope that hands whole calls to handlers, and counts the work of the calls they make."""
+class Listening:
+    """Hands whole calls to handlers, and counts the work of the calls they make."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, choose: Choice) -> None:
-        super().__init__(model, anatomy)
         self._choose = choose
-        self._devices = _doors_of_devices(self.model)
-        self.busy = False
+        self._scope = watch(model, self._on_call, lambda unit, op: choose(unit, op) is not None, anatomy=anatomy)
+        self._busy = False
         self.natural = 0  # multiplications in the forward itself, and in the calls made again
         self.extra = 0
 
-    def afresh(self, callee: Callable[..., Any]) -> Callable[..., Any]:
-        """A callable whose operators count from the start again, for scopes that stand for a device.
+    def __enter__(self) -> Self:
+        self._scope.__enter__()
+        return self
 
-        Such a scope knows the calls inside one module by their number (0 is q k^T, 1 is P v). A call that is made again
-        must have the numbers of the first one, or a simulated fault would not be where it was.
-        """
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            contexts = [scope.context for scope in self._devices]
-            contexts += [getattr(scope.owner, "_context", None) for scope in self._devices]
-            kept = [(context, context.fired) for context in contexts if context is not None]
-            try:
-                for context, _ in kept:
-                    context.fired = {}
-                return callee(*args, **kwargs)
-            finally:
-                for context, fired in reversed(kept):
-                    context.fired = fired
-
-        return call
-
-    def aim_at(self, unit: Unit, operator: str) -> Any:
-        handler = self._choose(unit, operator)
-        return None if handler is None else _Listener(self, unit, operator, handler)
-
-    def target_fused_attention(self, unit: Unit) -> Any:
-        return self.aim_at(unit, FUSED)
-
-
-def _doors_of_devices(model: nn.Module) -> list[ModelScope]:
-    """The scopes open on a model that act before all others, as a broken device does: simulated faults."""
-    found: dict[int, ModelScope] = {}
-    for module in model.modules():
-        held = module.__dict__.get("forward")
-        while isinstance(held, ForwardWrapper):
-            if held.scope.acts_as_device and not held.retired:
-                found[id(held.scope)] = held.scope
-            held = held.replaced
-    return list(found.values())
-
-
-class _Listener(CallWatcher):
-    def __init__(self, scope: Listening, unit: Unit, operator: str, handler: Handler) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-        self.handler = handler
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        scope = self.scope
-        recorded = RecordedCall(self.unit, self.operator, callee, args, kwargs, y, occurrence, scope)
-        done = work(self.operator, (*args, *kwargs.values()), y)
-        if scope.busy:
-            scope.extra += done
+        self._scope.__exit__(kind, error, trace)
+
+    def _on_call(self, call: RecordedCall) -> None:
+        done = work(call.operator, (*call.args, *call.kwargs.values()), call.output)
+        if self._busy:
+            self.extra += done
             return
-        scope.natural += done
-        scope.busy = True
+        self.natural += done
+        handler = self._choose(call.unit, call.operator)
+        assert handler is not None
+        if not isinstance(call.callee, nn.Module):  # a function that is called again is not reported
+            call = replace(call, rerun=functools.partial(self._rerun, call))
+        self._busy = True
         try:
-            self.handler(recorded)
+            handler(call)
         finally:
-            scope.busy = False
+            self._busy = False
+
+    def _rerun(self, call: RecordedCall, callee: Any, *args: Any, **kwargs: Any) -> Any:
+        y = call.rerun(callee, *args, **kwargs)
+        self.extra += work(call.operator, (*args, *kwargs.values()), y)
+        return y
 
 
 # -- what is listened to

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.expression_search import PART, Recorder, Residuals
-from noisescope.localization.host_operators import first_tensor, host_arithmetic
+from noisescope.localization.host_operators import host_arithmetic, input_of
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import attention, functions, linear, norms, sublayers, weights
 from noisescope.localization.laws.calls import (
@@ -17,7 +17,6 @@ from noisescope.localization.laws.calls import (
     MLP,
     ROTARY,
     Handler,
-    RecordedCall,
     unbiased,
 )
 from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
@@ -25,8 +24,8 @@ from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationRes
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
-from noisescope.probe.operator_calls import FUSED
-from noisescope.sites import Place, Site
+from noisescope.probe.recorded_call import RecordedCall
+from noisescope.sites import FUSED, Place, Site
 
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
 _TOO_LARGE = "inputs that are not finite, or too large to be judged"
@@ -97,18 +96,18 @@ class LawDispatcher:
 
     def _record(self, recorded: RecordedCall) -> None:
         """For the sums of a block."""
-        if recorded.output is None or not isinstance(recorded.unit.place, int):
+        if recorded.output_tensor is None or not isinstance(recorded.unit.place, int):
             return
-        if recorded.operator == "norm" and recorded.x is not None:
-            self.recorder.got(recorded.unit.module, recorded.x)
-        self.recorder.gave(recorded.unit.module, recorded.output)
+        if recorded.operator == "norm" and recorded.first_input is not None:
+            self.recorder.got(recorded.unit.module, recorded.first_input)
+        self.recorder.gave(recorded.unit.module, recorded.output_tensor)
 
     def _can_judge(self, recorded: RecordedCall, *others: Tensor, room: float = 4.0) -> bool:
         """Whether the input, and what else it meets, is finite and not so large that a healthy module overflows."""
-        x = recorded.x
-        if x is None or recorded.output is None or not x.is_floating_point() or x.numel() == 0:
+        x = recorded.first_input
+        if x is None or recorded.output_tensor is None or not x.is_floating_point() or x.numel() == 0:
             return False
-        largest = min(torch.finfo(t.dtype).max for t in (x, recorded.output))  # unlike under autocast
+        largest = min(torch.finfo(t.dtype).max for t in (x, recorded.output_tensor))  # unlike under autocast
         if all(float(t.detach().abs().max()) < min(_HUGE, largest / room) for t in (x, *others)):
             return True
         self.add(recorded, LawEvidence(skipped=[_TOO_LARGE]))
@@ -123,8 +122,8 @@ class LawDispatcher:
 
     def _linear(self, recorded: RecordedCall) -> None:
         self._record(recorded)
-        if recorded.unit.component == "mlp" and recorded.output is not None:
-            self._parts[recorded.unit.module] = recorded.output.detach()
+        if recorded.unit.component == "mlp" and recorded.output_tensor is not None:
+            self._parts[recorded.unit.module] = recorded.output_tensor.detach()
         packed = recorded.unit.packed
         self.quantised |= bool(packed)
         why = _why_not_linear(recorded)
@@ -162,7 +161,8 @@ class LawDispatcher:
             self.add(recorded, functions.examine_activation(recorded))
 
     def _embedding(self, recorded: RecordedCall) -> None:
-        if recorded.x is not None and recorded.output is not None and not recorded.x.is_floating_point():
+        x = recorded.first_input
+        if x is not None and recorded.output_tensor is not None and not x.is_floating_point():
             self.add(recorded, functions.examine_embedding(recorded, weights=self.weights))
 
     def _mlp(self, recorded: RecordedCall) -> None:
@@ -185,17 +185,17 @@ class LawDispatcher:
         self.add(replace(recorded, operator="matmul"), self.rotary.examine(recorded))
 
     def _block(self, recorded: RecordedCall) -> None:
-        y = recorded.output
+        y = recorded.output_tensor
         if y is not None and isinstance(recorded.unit.place, int):
             self.blocks[recorded.unit.place] = y.detach().cpu()
             with host_arithmetic():
-                x = first_tensor(recorded.args, recorded.kwargs)
+                x = input_of(recorded.args, recorded.kwargs)
                 self._given[recorded.unit.place] = x.detach().cpu()
                 self.residuals.see(self.recorder.block(recorded.unit, len(self.blocks), x, y))
         self.recorder.clear()
 
     def _block_again(self, recorded: RecordedCall) -> None:
-        x, y = recorded.x, recorded.output
+        x, y = recorded.first_input, recorded.output_tensor
         if x is not None and y is not None and isinstance(recorded.unit.place, int):
             self._second[recorded.unit.place] = (x.detach().cpu(), y.detach().cpu())
 
@@ -236,7 +236,7 @@ class LawDispatcher:
         def call(z: Tensor) -> Tensor:
             if not added:
                 return plain(z)
-            out: Tensor = recorded.call(*(z if arg is x else arg for arg in args), **recorded.kwargs)
+            out: Tensor = recorded.repeat(*(z if arg is x else arg for arg in args), **recorded.kwargs)
             return out
 
         # Rows of a plain linear are free; those of grouped products belong to an expert, of a batch to its matrix.
@@ -250,7 +250,7 @@ class LawDispatcher:
         self.add(recorded, found)
 
     def _softmax(self, recorded: RecordedCall) -> None:
-        if recorded.x is not None and recorded.x.is_floating_point():
+        if recorded.first_input is not None and recorded.first_input.is_floating_point():
             self.add(recorded, functions.examine_softmax(recorded))
 
     def _fused(self, recorded: RecordedCall) -> None:
@@ -258,7 +258,7 @@ class LawDispatcher:
             self.add(recorded, attention.examine(recorded))
 
     def add(self, recorded: RecordedCall, found: LawEvidence) -> None:
-        x, y = recorded.x, recorded.output
+        x, y = recorded.first_input, recorded.output_tensor
         level = SUBLAYER if recorded.operator in (ATTENTION_MODULE, MLP) else OPERATOR
         widths = [0 if t is None else t.shape[-1] for t in (x, y)]
         kind = f"{recorded.operator}, {widths[0]} to {widths[1]}"

@@ -37,8 +37,7 @@ from noisescope.localization.laws.evidence import EvidenceFacts, LawResult, know
 from noisescope.localization.laws.output_statistics import Statistics
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import number_format
-from noisescope.probe.operator_calls import FUSED
-from noisescope.sites import Site
+from noisescope.sites import FUSED, Site
 
 _PROPORTIONAL = math.sqrt(2.2 * 12.7)
 _TINY_GAP = 2.0**-8  # of the rms: a gap this small is a flush to zero, a larger one a dead zone

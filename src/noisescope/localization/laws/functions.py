@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.calls import RecordedCall
 from noisescope.localization.laws.evidence import (
     LawEvidence,
     LawResult,
@@ -30,6 +29,7 @@ from noisescope.localization.laws.evidence import (
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
 from noisescope.localization.tensors import host_rows, rms
+from noisescope.probe.recorded_call import RecordedCall
 
 _WIDEST = 12.0
 _LEAST = {"silu": -0.2785, "gelu": -0.1701}  # the minimum of each, and where it lies
@@ -42,7 +42,7 @@ _LEAST_LOG = 8.0  # natural logarithms above the smallest number of the dtype do
 def examine_activation(recorded: RecordedCall) -> LawEvidence:
     """The activation identity, and what every function must do."""
     found = LawEvidence()
-    z, y = recorded.x, recorded.output
+    z, y = recorded.first_input, recorded.output_tensor
     if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
         return found
     call = recorded.again
@@ -101,7 +101,7 @@ def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
         bare = copy.copy(callee)
         bare.__dict__.pop("forward", None)
         return lambda x: type(callee).forward(bare, x)
-    own = recorded.x
+    own = recorded.first_input
     extra = {name: value for name, value in recorded.kwargs.items() if value is not own}
     rest = tuple(value for value in recorded.args if value is not own)
     return lambda x: callee(x, *rest, **extra)
@@ -160,7 +160,7 @@ def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -
 def examine_softmax(recorded: RecordedCall) -> LawEvidence:
     """The laws of a softmax call over the last dimension: its input is ours to choose."""
     found = LawEvidence()
-    x, y = recorded.x, recorded.output
+    x, y = recorded.first_input, recorded.output_tensor
     dim = recorded.kwargs.get(
         "dim", recorded.args[1] if len(recorded.args) > 1 and isinstance(recorded.args[1], int) else -1
     )

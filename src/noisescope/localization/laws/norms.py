@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from noisescope.localization.formulas import NormFormula, norm_formula
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.calls import RecordedCall, unbiased
+from noisescope.localization.laws.calls import unbiased
 from noisescope.localization.laws.evidence import (
     TINY,
     LawEvidence,
@@ -32,6 +32,7 @@ from noisescope.localization.laws.output_statistics import Statistics, measure
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format
 from noisescope.localization.tensors import distinct_rows, host_rows, rms
+from noisescope.probe.recorded_call import RecordedCall
 
 _FACTORS = (1.19, 1.41, 1.7, 1.83)  # spread over an octave of the variance
 _FEWEST_ROWS = 8  # for a median that a few wrong rows do not move
@@ -86,7 +87,7 @@ def _formula(recorded: RecordedCall) -> NormFormula | None:
     if name not in ("layer_norm", "rms_norm"):
         return None
     centred = name == "layer_norm"
-    eps = 1e-5 if centred else torch.finfo(recorded.y.dtype).eps
+    eps = 1e-5 if centred else torch.finfo(recorded.output.dtype).eps
     return NormFormula(centred, given[-1] if given else eps, "weight", centred)
 
 

@@ -11,8 +11,7 @@ from noisescope.localization.laws.fault_classes import place_and_class
 from noisescope.localization.laws.table import NO_PROMISE, UNSEEN, Law
 from noisescope.localization.tensors import lane_period
 from noisescope.localization.verdict import Suspect, Verdict, ranked
-from noisescope.probe.operator_calls import FUSED
-from noisescope.sites import Site
+from noisescope.sites import FUSED, Site
 
 OPERATOR, SUBLAYER, MODEL = 0, 1, 2
 # Share of alike modules (and two at least) that differ from run to run within round-off: then it is the stack. This

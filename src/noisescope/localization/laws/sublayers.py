@@ -7,6 +7,7 @@ asked for its own answer to round-off: what it gives for an input that is moved 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from noisescope.localization.formulas import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.attention import masked_out
-from noisescope.localization.laws.calls import RecordedCall, biases, parameters_replaced
+from noisescope.localization.laws.calls import adds_residual, biases, parameters_replaced, without_residual
 from noisescope.localization.laws.evidence import TINY, LawEvidence, LawResult, exact, floored
 from noisescope.localization.laws.roundoff import squares_from_split
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
 from noisescope.localization.tensors import host_rows, rms
+from noisescope.model.anatomy import ROLES
+from noisescope.probe.recorded_call import RecordedCall
 
 _CROSS = ("key_value_states", "encoder_hidden_states")
 # Guards, not derived: errors of five operators meet here. Of their limits healthy modules used at most, in 120 tests
@@ -39,7 +42,7 @@ Again = Callable[..., Tensor]
 
 def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -> LawEvidence:
     """Oddness, zero, one token repeated, causality and position shift of one attention module."""
-    x, y = recorded.x, recorded.output
+    x, y = recorded.first_input, recorded.output_tensor
     if any(isinstance(recorded.kwargs.get(name), Tensor) for name in _CROSS):
         return LawEvidence(skipped=["laws of cross attention: its keys come from elsewhere"])
     if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
@@ -50,7 +53,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
         return LawEvidence(skipped=["attention sub-layer laws: a mask hides every token"])
     found = LawEvidence()
     zeros = biases(recorded.callee)
-    plain = recorded if isinstance(recorded.callee, nn.MultiheadAttention) else recorded.alone()
+    plain = recorded if isinstance(recorded.callee, nn.MultiheadAttention) else without_residual(recorded)
 
     def call(z: Tensor, **changed: Any) -> Tensor:
         with parameters_replaced(zeros):
@@ -60,7 +63,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
         with parameters_replaced(_closed_sinks(recorded.callee)):
             return call(z)
 
-    base = call(x) if zeros or (plain is not recorded and recorded.adds) else y
+    base = call(x) if zeros or (plain is not recorded and adds_residual(recorded)) else y
     minus, zero = call(-x), call(torch.zeros_like(x))
     with host_arithmetic():
         b, odd, null = (_rows(t, attending) for t in (base, minus, zero))
@@ -170,13 +173,13 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
     others = [child for name, child in children.items() if name not in parts and not isinstance(child, nn.Dropout)]
     if len(others) != 1 or not _odd_part_is_half(others[0]):
         return skipped("the MLP's activation is not known to be one with a(z) - a(-z) = z")
-    if biases(recorded.callee) or recorded.adds:
+    if biases(recorded.callee) or adds_residual(recorded):
         return skipped("the MLP adds biases or a residual")
     product = (gate if up is None else gate * up).reshape(*x.shape[:-1], -1)
     if not bool(product.isfinite().all()):
         return skipped("its products overflow")
     found = LawEvidence()
-    through: Again = recorded.scope.afresh(children[down])
+    through: Again = functools.partial(recorded.rerun, children[down])
     minus, expected = recorded.again(-x), through(product)
     coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
     spread = through(product * (2 * coins - 1).to(product.device, product.dtype))  # the same terms with random signs
@@ -203,11 +206,12 @@ def _odd_part_is_half(activation: nn.Module) -> bool:
 
 def _roles(names: list[str], parts: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, str | None]:
     """Gate, up, and the name of down."""
-    if {"gate_proj", "up_proj", "down_proj"} <= set(names):
-        return parts["gate_proj"], parts["up_proj"], "down_proj"
-    if set(names) == {"gate_up_proj", "down_proj"}:
-        gate, up = parts["gate_up_proj"].chunk(2, -1)
-        return gate, up, "down_proj"
+    by_role = {ROLES.get(name, ""): name for name in names}
+    if {"gate", "up", "down"} <= by_role.keys():
+        return parts[by_role["gate"]], parts[by_role["up"]], by_role["down"]
+    if by_role.keys() == {"gate_up", "down"}:
+        gate, up = parts[by_role["gate_up"]].chunk(2, -1)
+        return gate, up, by_role["down"]
     if len(names) == 2 and parts[names[0]].shape[-1] != parts[names[1]].shape[-1]:
         return parts[names[0]], None, names[1]
     return None, None, None
@@ -236,7 +240,7 @@ class Rotary:
         found = LawEvidence()
         given = [*recorded.args, *recorded.kwargs.values()]
         positions = next((t for t in given if isinstance(t, Tensor) and not t.is_floating_point()), None)
-        like, pair = recorded.x, recorded.y
+        like, pair = recorded.first_input, recorded.output
         if positions is None or like is None or not isinstance(pair, (tuple, list)) or len(pair) != 2:
             found.skipped.append(f"{Law.POSITION_SHIFT}: rotary angles that are not (cos, sin) of positions")
             return found
@@ -245,7 +249,7 @@ class Rotary:
             swapped = {id(positions): where, id(like): x}
             args = tuple(swapped.get(id(arg), arg) for arg in recorded.args)
             kwargs = {name: swapped.get(id(value), value) for name, value in recorded.kwargs.items()}
-            cos, sin = recorded.call(*args, **kwargs)
+            cos, sin = recorded.repeat(*args, **kwargs)
             return cos, sin
 
         further = call(like, positions + _SHIFT)

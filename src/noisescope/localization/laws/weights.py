@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from noisescope.localization import host_products
 from noisescope.localization.checksums import BLOCK, checksums
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.calls import RecordedCall, parameters_replaced, unbiased
+from noisescope.localization.laws.calls import parameters_replaced, unbiased
 from noisescope.localization.laws.evidence import TINY, LawEvidence, LawResult, exact, floored, sampled_rows
 from noisescope.localization.laws.output_statistics import copies
 from noisescope.localization.laws.roundoff import combination, mean_square_limit
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import Z_ELEMENT, shortened
 from noisescope.localization.tensors import channels_with, differing, host_rows, rms
+from noisescope.model.anatomy import keeps_weight_transposed, linear_weight
+from noisescope.probe.recorded_call import RecordedCall
 
 _SEED = 21
 _FEWEST = 32  # checksums in a mean: what its limit is derived for (roundoff.MEAN_SQUARE)
@@ -32,8 +34,7 @@ def weight_of(module: Any) -> Tensor | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or weight.is_meta:
         return None
-    copied = weight.detach().to("cpu", copy=True)
-    return copied.T if type(module).__name__ == "Conv1D" else copied
+    return linear_weight(module).to("cpu", copy=True)
 
 
 def zero_channels(module: Any, channels: tuple[int, ...]) -> set[int]:
@@ -44,13 +45,13 @@ def zero_channels(module: Any, channels: tuple[int, ...]) -> set[int]:
 
 def check_checksums(recorded: RecordedCall, found: LawEvidence) -> None:
     """Checksums of every row over blocks of 64 outputs (Freivalds 1977)."""
-    x, module = recorded.x, recorded.callee
+    x, module = recorded.first_input, recorded.callee
     weight = weight_of(module) if isinstance(module, nn.Module) else None
     if weight is None or x is None:
         found.skipped.append("laws that read weights: a packed weight")
         return
     call, biased = unbiased(recorded)
-    out = call(x) if biased else recorded.y
+    out = call(x) if biased else recorded.output
     with host_arithmetic():
         rows = sampled_rows(out)
         a, y = host_products.as_multiplied(host_rows(x)[rows], out), host_rows(out)[rows]
@@ -75,12 +76,12 @@ def _mean_strength(z: Tensor) -> float:
 
 def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
     """Columns and permuted rows of a suspect's W, and its output recomputed whole for the class of its fault."""
-    x, module = recorded.x, recorded.callee
+    x, module = recorded.first_input, recorded.callee
     weight = weight_of(module)
     if weight is None or x is None:
         return
     call, _ = unbiased(recorded)
-    weight, width = host_products.as_multiplied(weight, recorded.y), x.shape[-1]
+    weight, width = host_products.as_multiplied(weight, recorded.output), x.shape[-1]
     read = min(width, _READ_BACK)
     rows = x.numel() // width
     units = torch.eye(width, dtype=x.dtype, device=x.device)[:read]
@@ -90,7 +91,7 @@ def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
     parameter = module._parameters.get("weight")
     if isinstance(parameter, Tensor):
         at = order.to(x.device)
-        other = parameter.detach()[:, at] if type(module).__name__ == "Conv1D" else parameter.detach()[at]
+        other = parameter.detach()[:, at] if keeps_weight_transposed(module) else parameter.detach()[at]
         with parameters_replaced([(module, "weight", other.contiguous())]):
             permuted = call(x)
     with host_arithmetic():

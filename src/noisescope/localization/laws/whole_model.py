@@ -6,7 +6,8 @@ every operator is moved by one unit in the last place at random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,7 @@ from noisescope.localization.roundoff_floors import number_format
 from noisescope.localization.tensors import differing, rms, same_numbers
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
-from noisescope.probe.scope import PlainScope
-from noisescope.probe.target import CallWatcher, Context
+from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import Site
 
 # Times the model's answer to one unit in the last place. Null: two healthy runs differ by sqrt(2) 0.425 u at every
@@ -58,39 +58,30 @@ def is_causal(model: nn.Module) -> bool:
     return not getattr(config, "is_encoder_decoder", False) and ("ForCausalLM" in name or "LMHeadModel" in name)
 
 
-class Blocks(PlainScope):
-    """Keeps what the blocks gave; with `jitter` it moves the outputs of operators by one unit in the last place."""
+@contextlib.contextmanager
+def block_outputs(model: nn.Module, anatomy: Anatomy, *, jitter: bool = False) -> Iterator[dict[int, Tensor]]:
+    """What the blocks give inside; with `jitter` outputs of operators are moved by one unit in the last place."""
+    outputs: dict[int, Tensor] = {}
+    generator = torch.Generator("cpu").manual_seed(_SEED)
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, *, jitter: bool = False) -> None:
-        super().__init__(model, anatomy)
-        self.jitter = torch.Generator("cpu").manual_seed(_SEED) if jitter else None
-        self.outputs: dict[int, Tensor] = {}
-
-    def aim_at(self, unit: Unit, operator: str) -> Any:
+    def where(unit: Unit, operator: str) -> bool:
         wanted = unit.kind == MODULE and unit.component != "router"
-        if wanted and (operator == "residual" or (self.jitter is not None and operator in _JITTERED)):
-            return _Keeper(self, unit, operator)
-        return None
+        return wanted and (operator == "residual" or (jitter and operator in _JITTERED))
 
-
-class _Keeper(CallWatcher):
-    def __init__(self, scope: Blocks, unit: Unit, operator: str) -> None:
-        super().__init__(unit, operator)
-        self.scope = scope
-
-    def on_call(
-        self, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, context: Context, occurrence: int
-    ) -> Any:
-        first = y[0] if isinstance(y, (tuple, list)) and y else y
-        if self.operator == "residual":
-            if isinstance(first, Tensor) and isinstance(self.unit.place, int):
-                self.scope.outputs[self.unit.place] = first.detach().cpu()
+    def on_call(call: RecordedCall) -> Tensor | None:
+        y = call.output
+        if call.operator == "residual":
+            if call.output_tensor is not None and isinstance(call.unit.place, int):
+                outputs[call.unit.place] = call.output_tensor.detach().cpu()
             return None
-        if not isinstance(y, Tensor) or not y.is_floating_point() or self.scope.jitter is None:
+        if not isinstance(y, Tensor) or not y.is_floating_point():
             return None
-        signs = torch.randint(0, 2, y.shape, generator=self.scope.jitter, device="cpu") * 2 - 1
+        signs = torch.randint(0, 2, y.shape, generator=generator, device="cpu") * 2 - 1
         with torch._C.DisableTorchFunction():
             return y * (1 + 2 * number_format(y.dtype).u * signs.to(y.device)).to(y.dtype)
+
+    with watch(model, on_call, where, anatomy=anatomy):
+        yield outputs
 
 
 def repeatability(first: Tensor, flipped: Tensor, again: Tensor) -> dict[Law, LawResult]:
@@ -114,8 +105,8 @@ class Nudged:
 
 
 def nudge(model: nn.Module, anatomy: Anatomy, batch: Batch) -> Nudged:
-    with Blocks(model, anatomy, jitter=True) as jittered:
-        return Nudged(answer(run(model, batch)), jittered.outputs)
+    with block_outputs(model, anatomy, jitter=True) as outputs:
+        return Nudged(answer(run(model, batch)), outputs)
 
 
 def beyond_round_off(first: Tensor, other: Tensor, nudged: Nudged) -> bool:
@@ -137,9 +128,9 @@ def cache_laws(
     """
     ids = batch["input_ids"]
     late = ids.shape[1] - 1
-    with Blocks(model, anatomy) as prefix:
+    with block_outputs(model, anatomy) as prefix:
         output = model(input_ids=ids[:, :late], use_cache=True)
-    with Blocks(model, anatomy) as decode:
+    with block_outputs(model, anatomy) as decode:
         last = model(input_ids=ids[:, late:], past_key_values=output.past_key_values, use_cache=True)
     early, step = answer(output), answer(last)
     if same_numbers(early, logits[:, :late]) and same_numbers(step, logits[:, late:]):
@@ -155,7 +146,7 @@ def cache_laws(
         parts = (prefix, slice(0, late)), (decode, slice(late, None))
         for law, (watched, part) in zip(CACHE_LAWS, parts, strict=True):
             for index in range(len(anatomy.blocks)) if found[law].broken and site is None else ():
-                got, nudged_block = watched.outputs[index], near.blocks[index]
+                got, nudged_block = watched[index], near.blocks[index]
                 if _within(law, got, whole[index][:, part], nudged_block[:, part]).broken:
                     site = Site("residual", index, anatomy.blocks[index])
                     break

@@ -1,0 +1,123 @@
+"""`watch`: the calls of chosen operators, reported while the model runs. Everything that listens to a model uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from noisescope.injection import Injection
+from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.probe.recorded_call import RecordedCall as RecordedCall
+from noisescope.probe.scope import ModelScope
+from noisescope.probe.target import CallListener
+from noisescope.sites import Place
+
+OnCall = Callable[[RecordedCall], Any]
+Selection = Callable[[Unit, str], bool]
+
+
+def watch(
+    model: nn.Module,
+    on_call: OnCall,
+    where: Selection | None = None,
+    *,
+    operators: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+    places: Iterable[Place] | None = None,
+    modules: Iterable[str] | None = None,
+    before: Callable[[RecordedCall], Tensor | None] | None = None,
+    recomputed: bool = False,
+    anatomy: Anatomy | None = None,
+) -> WatchScope:
+    """A scope in which every call of the chosen operators is reported right after it was made.
+
+        sizes = {}
+        def on_call(call):
+            sizes[call.site] = call.output_tensor.abs().max()
+        with ns.watch(model, on_call, operators={"linear"}, layers={3}):
+            model(tokens)
+
+    `on_call` gets a `RecordedCall` in the thread and at the point of the forward where the call was made. It returns
+    None, or what the model is to go on with in place of the output. Copy the tensors that you keep: the model, or noise
+    from another scope, may change them in place later. `before` gets the same call before it is made (its
+    `output` is None) and may return another first tensor.
+
+    `operators`, `layers`, `places` and `modules` select as in an `Injection`; `where(unit, operator)` selects by itself
+    where no set is given, and narrows the sets otherwise. A fused attention call is an operator "attention" of its
+    unit, reported as a whole where it is selected: by default, or by `where`. Where it is not, and `softmax` or
+    `matmul` are, attention is opened and these are reported.
+
+    What gradient checkpointing computes again is not reported again. Say `recomputed=True` where `on_call` changes
+    outputs that gradients pass through: then it is called in both, and `call.context.recomputing` distinguishes them.
+    """
+    sets = (operators, layers, places, modules)
+    if where is None:
+        where = selection(*sets)
+    elif any(chosen is not None for chosen in sets):
+        narrowing, chosen = where, selection(*sets)
+
+        def where(unit: Unit, operator: str) -> bool:
+            return chosen(unit, operator) and narrowing(unit, operator)
+
+    return WatchScope(model, on_call, where, before=before, recomputed=recomputed, anatomy=anatomy)
+
+
+def selection(
+    operators: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+    places: Iterable[Place] | None = None,
+    modules: Iterable[str] | None = None,
+) -> Selection:
+    """Which operators of which units these sets select."""
+    chosen = Injection(
+        lambda y, draw: y,
+        operators=None if operators is None else frozenset([operators] if isinstance(operators, str) else operators),
+        layers=None if layers is None else frozenset(layers),
+        places=None if places is None else frozenset([places] if isinstance(places, str) else places),
+        modules=None if modules is None else tuple([modules] if isinstance(modules, str) else modules),
+    )
+    return selected_by(chosen)
+
+
+def selected_by(injection: Injection) -> Selection:
+    """Which operators of which units an injection falls on."""
+    return lambda unit, operator: injection.selects(unit.site(operator))
+
+
+class WatchScope(ModelScope):
+    """A scope that reports calls."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_call: OnCall,
+        where: Selection,
+        *,
+        before: Callable[[RecordedCall], Tensor | None] | None = None,
+        recomputed: bool = False,
+        anatomy: Anatomy | None = None,
+    ) -> None:
+        super().__init__(model, anatomy)
+        self._on_call = on_call
+        self._where = where
+        self._before = before
+        self._recomputed = recomputed
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def target_at(self, unit: Unit, operator: str) -> CallListener | None:
+        if not self._where(unit, operator):
+            return None
+        return CallListener(
+            unit, operator, self._on_call, rerun=self.rerun, before=self._before, recomputed=self._recomputed
+        )
