@@ -115,7 +115,7 @@ def test_perturbations_of_the_package_are_registered() -> None:
     """Whoever adds a dataclass that can be injected gives it a name."""
     found = set()
     for module in pkgutil.walk_packages(noisescope.__path__, "noisescope."):
-        if module.name.startswith(("noisescope.probe.", "noisescope.quantisation.", "noisescope.training.schedules")):
+        if module.name.startswith(("noisescope.probe.", "noisescope.measures.", "noisescope.training.schedules")):
             members = vars(importlib.import_module(module.name)).values()
             found |= {
                 m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type) and "__call__" in vars(m)

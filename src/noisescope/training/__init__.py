@@ -40,8 +40,7 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module 'noisescope.training' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
