@@ -39,7 +39,8 @@ def changed(value: Any, damage: Damage) -> Any:
         return on_device(damage, value)
     if isinstance(value, tuple):
         return (changed(value[0], damage), *value[1:])
-    value.logits = on_device(damage, value.logits)
+    if hasattr(value, "logits"):
+        value.logits = on_device(damage, value.logits)
     return value
 
 
