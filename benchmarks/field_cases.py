@@ -69,14 +69,18 @@ PLAIN = Shape()
 
 @dataclass(frozen=True)
 class Answer:
-    """One right answer: any of these places (None: any block) with any of these operators."""
+    """One right answer: any of these places (None: any) with any of these operators.
+
+    An `edge` is what lies between two modules: blaming the output of a module there would be wrong, its input is right.
+    """
 
     places: frozenset[Place] | None
     operators: frozenset[str]
-    module: str = ""  # the end of the dotted name, for the count of modules named; a place and an operator are enough
+    edge: bool = False
 
-    def matches(self, place: Place, operator: str) -> bool:
-        return (self.places is None or place in self.places) and operator in self.operators
+    def matches(self, place: Place, operator: str, tensor: str = "output") -> bool:
+        here = self.places is None or place in self.places
+        return here and operator in self.operators and not (self.edge and tensor == "output")
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,9 @@ def order_of(name: str) -> str:
     return hashlib.sha256(f"order {name}".encode()).hexdigest()
 
 
-def at(place: Place | Iterable[Place] | None, operators: Iterable[str], module: str = "") -> Answer:
-    """An answer: `at(2, LINEAR, "q_proj")`, `at((1, 2), NORM)`, `at(None, ATTENTION)` for any block."""
+def at(place: Place | Iterable[Place] | None, operators: Iterable[str], *, edge: bool = False) -> Answer:
+    """An answer: `at(2, LINEAR)`, `at((1, 2), NORM, edge=True)`, `at(None, ATTENTION)` for any block."""
     if place is None:
-        return Answer(None, frozenset(operators), module)
+        return Answer(None, frozenset(operators), edge)
     places = (place,) if isinstance(place, (int, str)) else tuple(place)
-    return Answer(frozenset(places), frozenset(operators), module)
+    return Answer(frozenset(places), frozenset(operators), edge)

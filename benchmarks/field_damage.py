@@ -164,6 +164,17 @@ def last_elements(count: int, value: float = 0.0) -> MakeDamage:
     return plain(damage)
 
 
+def one_element(value: float) -> MakeDamage:
+    """One element in the middle of the memory."""
+
+    def damage(y: Tensor) -> Tensor:
+        new = y.contiguous().clone()
+        new.view(-1)[y.numel() // 2 + 3] = value
+        return new
+
+    return plain(damage)
+
+
 def zero() -> MakeDamage:
     return plain(torch.zeros_like)
 

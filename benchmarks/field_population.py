@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -65,7 +66,7 @@ def case(
     """A case of one module: `where` is model, dtype, layer's role (q, down, norm1 ...) and index."""
     model, dtype, layer, role = where
     path = MODELS[model].name(role, layer)
-    answer = at(place_of(role, layer), operators, path)
+    answer = at(place_of(role, layer), operators)
     title = f"{name}/{model}.{dtype}.{path}"
     right = None if healthy is None else on(path, healthy)
     return FaultCase(title, kind, model, dtype, (answer,), classes, on(path, scope), shape, path, right)
@@ -106,6 +107,8 @@ _OUTPUTS: tuple[tuple[str, MakeDamage, frozenset[str], Shape], ...] = (
     ("batch-4-third-row-scaled", d.when(lambda y: y.shape[0] >= 4, d.batch_above_zero(d.gain(1.2))), ROWS, BATCH),
     ("every-5th-call-scaled", d.every(5, d.gain(1.5)), GAIN | frozenset({"noise"}), RARE),
     ("every-9th-call-row-zero", d.every(9, d.rows([3], d.zero())), ROWS | frozenset({"noise"}), RARE),
+    ("one-element-infinite", d.one_element(math.inf), FLIPS | {"unknown"}, PLAIN),
+    ("one-element-nan", d.one_element(math.nan), FLIPS | {"unknown"}, PLAIN),
 )
 _PLACES = (
     ("llama", _B, 1, "q"),

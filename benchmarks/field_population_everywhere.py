@@ -91,8 +91,8 @@ def everywhere_cases() -> Iterator[FaultCase]:
     )
     for name, model, dtype, functions, make, only, classes, operators in table:
         scope, shape = whole(functions, make, only), DECODE if "decode" in name else PLAIN
-        places = (at(None, operators),)
-        yield made(f"everywhere-{name}", "function", (model, dtype, ""), scope, places, classes, shape)
+        answers = (at(None, operators, edge=operators is ANY),)
+        yield made(f"everywhere-{name}", "function", (model, dtype, ""), scope, answers, classes, shape)
 
 
 def _sequence(y: Tensor, args: tuple[Any, ...]) -> bool:

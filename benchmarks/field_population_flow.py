@@ -16,6 +16,7 @@ from field_cases import (
     EXPERTS,
     FLIPS,
     GAIN,
+    LINEAR,
     PLAIN,
     POSITION,
     ROWS,
@@ -47,12 +48,14 @@ from torch import Tensor, nn
 _B, _F, _H = "bfloat16", "float32", "float16"
 Only = Callable[[Tensor, tuple[Any, ...]], bool]
 Classes = frozenset[str]
-_EDGE = ANY  # an edge is named by either end, whatever operator stands there; the place must be one of the two
+_RESIDUAL = frozenset({"residual"})
+_OWN = {"norm1": frozenset({"norm"}), "down": LINEAR}  # the operator of a module that a hook is on
 
 
-def _edge(layer: int, depth: int) -> Answer:
-    """What leaves block `layer`: that block, or what comes next."""
-    return at((layer, layer + 1 if layer + 1 < depth else "final_norm"), {"residual", "norm", "linear"})
+def _leaves(layer: int, depth: int) -> tuple[Answer, ...]:
+    """What leaves block `layer`: the sum of that block, or what enters the next."""
+    after = layer + 1 if layer + 1 < depth else "final_norm"
+    return at(layer, _RESIDUAL), at((layer, after), ANY, edge=True)
 
 
 def _depth(model: str) -> int:
@@ -98,21 +101,23 @@ def hook_cases() -> Iterator[FaultCase]:
     for name, make, classes, model, dtype, layer, shape in blocks:
         where = (model, dtype, MODELS[model].name("block", layer))
         scope = functools.partial(output_hook, make=make)
-        yield made(f"block-hook-{name}", "hook", where, scope, (_edge(layer, _depth(model)),), classes, shape)
-    inputs: tuple[tuple[str, str, MakeDamage, Classes, str, str, int, Classes], ...] = (
-        ("into-o", "o", d.gain(1.1), GAIN, "llama", _F, 1, ANY),
-        ("into-down", "down", d.dead_zone(0.2), DEAD_ZONE, "demo", _B, 3, ANY),
-        ("into-norm2", "norm2", d.offset(0.2), BIAS, "gpt2", _B, 1, ANY),
-        ("into-q", "q", d.rows([4], d.zero()), ROWS, "qwen3", _B, 2, ANY),
-        ("into-final-norm", "final_norm", d.gain(1.0 + 2**-5), GAIN, "bloom", _F, 3, ANY),
-        ("into-mlp", "mlp", d.channels(slice(0, 5), d.zero()), DEAD, "gemma2", _B, 1, ANY),
-        ("into-scan-output", "out", d.gain(1.1), GAIN, "mamba", _F, 1, ANY),
+        yield made(f"block-hook-{name}", "hook", where, scope, _leaves(layer, _depth(model)), classes, shape)
+    inputs: tuple[tuple[str, str, MakeDamage, Classes, str, str, int], ...] = (
+        ("into-o", "o", d.gain(1.1), GAIN, "llama", _F, 1),
+        ("into-down", "down", d.dead_zone(0.2), DEAD_ZONE, "demo", _B, 3),
+        ("into-norm2", "norm2", d.offset(0.2), BIAS, "gpt2", _B, 1),
+        ("into-q", "q", d.rows([4], d.zero()), ROWS, "qwen3", _B, 2),
+        ("into-final-norm", "final_norm", d.gain(1.0 + 2**-5), GAIN, "bloom", _F, 3),
+        ("into-mlp", "mlp", d.channels(slice(0, 5), d.zero()), DEAD, "gemma2", _B, 1),
+        ("into-scan-output", "out", d.gain(1.1), GAIN, "mamba", _F, 1),
     )
-    for name, role, make, classes, model, dtype, layer, operators in inputs:
+    for name, role, make, classes, model, dtype, layer in inputs:
         path = MODELS[model].name(role, layer)
         places = ("final_norm", _depth(model) - 1) if role == "final_norm" else (layer,)
         scope = functools.partial(input_hook, make=make)
-        yield made(f"pre-hook-{name}", "hook", (model, dtype, path), scope, (at(places, operators),), classes)
+        sums = _RESIDUAL if role in ("norm2", "final_norm") else frozenset[str]()
+        answers = (at(places, sums), at(places, ANY, edge=True))
+        yield made(f"pre-hook-{name}", "hook", (model, dtype, path), scope, answers, classes)
     inner: tuple[tuple[str, str, MakeDamage, Classes, str, str, int], ...] = (
         ("attention-scaled", "attention", d.gain(1.05), GAIN, "mistral", _B, 2),
         ("attention-scaled", "attention", d.gain(1.05), GAIN, "own-gpt", _B, 2),
@@ -122,8 +127,9 @@ def hook_cases() -> Iterator[FaultCase]:
     )
     for name, role, make, classes, model, dtype, layer in inner:
         path = MODELS[model].name(role, layer)
+        answers = (at(layer, _OWN.get(role, _RESIDUAL | {"attention"})), at(layer, ANY, edge=True))
         scope = functools.partial(output_hook, make=make)
-        yield made(f"hook-{name}", "hook", (model, dtype, path), scope, (at(layer, _EDGE),), classes)
+        yield made(f"hook-{name}", "hook", (model, dtype, path), scope, answers, classes)
 
 
 def _row(token: int) -> Callable[[nn.Module], Scope]:
@@ -141,11 +147,9 @@ def _row(token: int) -> Callable[[nn.Module], Scope]:
 
 def ends_cases() -> Iterator[FaultCase]:
     """Embedding, positions, head and the logits that the caller gets."""
-    embed, first = at(("embed", 0), ANY), {"embedding", "norm", "residual", "linear"}
+    embed = (at("embed", {"embedding"}), at(("embed", 0), ANY, edge=True))
     for model, dtype in (("llama", _B), ("gpt2", _F), ("own-gpt", _F)):
-        yield made(
-            "embedding-row-wrong", "forward", (model, dtype, MODELS[model].name("embed")), _row(7), (embed,), ROWS
-        )
+        yield made("embedding-row-wrong", "forward", (model, dtype, MODELS[model].name("embed")), _row(7), embed, ROWS)
     outputs: tuple[tuple[str, MakeDamage, Classes, str, str, Shape], ...] = (
         ("scaled", d.gain(1.05), GAIN, "qwen2", _B, PLAIN),
         ("tail-zero", d.channels(slice(-4, None), d.zero()), DEAD, "demo", _B, PLAIN),
@@ -156,14 +160,12 @@ def ends_cases() -> Iterator[FaultCase]:
     for name, make, classes, model, dtype, shape in outputs:
         path = MODELS[model].name("embed")
         scope = functools.partial(output_hook, make=make)
-        yield made(
-            f"embedding-hook-{name}", "hook", (model, dtype, path), scope, (at(("embed", 0), first),), classes, shape
-        )
+        yield made(f"embedding-hook-{name}", "hook", (model, dtype, path), scope, embed, classes, shape)
     for model, dtype in (("gpt2", _B), ("opt", _F)):
         path = MODELS[model].name("positions")
         scope = functools.partial(forward_output, make=d.shifted_rows())
-        yield made("learned-positions-one-off", "forward", (model, dtype, path), scope, (embed,), POSITION | ROWS)
-    head = at(("lm_head", "final_norm"), {"linear", "matmul", "norm", "residual"})
+        yield made("learned-positions-one-off", "forward", (model, dtype, path), scope, embed, POSITION | ROWS)
+    head = at("lm_head", {"linear", "matmul", "residual", "logits"})
     slices: tuple[tuple[str, MakeDamage, Classes, str, str, bool, Shape], ...] = (
         (
             "slice-of-vocabulary-scaled",
@@ -262,7 +264,7 @@ def residual_cases() -> Iterator[FaultCase]:
     )
     for name, make, classes, model, dtype, layer, nth in table:
         where = (model, dtype, MODELS[model].name("block", layer))
-        answers = (at((layer, layer + 1), {"residual", "norm"}),)
+        answers = _leaves(layer, _depth(model))
         yield made(
             f"residual-{name}-{nth}",
             "function",

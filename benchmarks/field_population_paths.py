@@ -201,6 +201,21 @@ def _cache(layer: int | None, edit: Edit, *, decode: bool) -> Callable[[nn.Modul
     return lambda whole: attribute(caches.Cache, "update", update)
 
 
+def _memory(layer: int, edit: Edit) -> Callable[[nn.Module], Scope]:
+    """A layer's slots go bad after the prefill has used them: only the decode steps read them."""
+    own = caches.Cache.update
+
+    def update(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        got = own(self, keys, values, layer_idx, *args, **kwargs)
+        if layer_idx == layer and keys.shape[-2] > 1 and keys.dtype != torch.float64:
+            slots = self.layers[layer_idx]
+            with torch._C.DisableTorchFunction():
+                slots.keys, slots.values = edit(slots.keys, slots.values)
+        return got
+
+    return lambda whole: attribute(caches.Cache, "update", update)
+
+
 def cache_cases() -> Iterator[FaultCase]:
     table: tuple[
         tuple[str, Edit, Classes, Where, bool],
@@ -235,6 +250,16 @@ def cache_cases() -> Iterator[FaultCase]:
             classes,
             DECODE if decode else PLAIN,
         )
+    stored: tuple[tuple[str, Edit, Classes, Where], ...] = (
+        ("key-slot-stale", lambda x, y: (a.slot_before(4)(x), y), CACHE, ("qwen2", _B, 2)),
+        ("value-bits-flipped", lambda x, y: (x, d.flips(4, period=8)()(y)), CACHE | FLIPS, ("llama-eager", _B, 1)),
+        ("values-in-float8", lambda x, y: (x, a.in_float8(y)), SHORT | CACHE | SUMS, ("opt", _F, 3)),
+        ("key-page-lost", lambda x, y: (d.rows(slice(4, 8), d.zero())()(x), y), CACHE | ROWS, ("stablelm", _B, 0)),
+    )
+    for name, edit, classes, where in stored:
+        layer = where[2]
+        assert layer is not None
+        yield made(f"cache-memory-{name}", "cache", where, _memory(layer, edit), classes, DECODE)
 
 
 def cases() -> list[FaultCase]:

@@ -128,7 +128,7 @@ def case(values) -> Any:
         "forward",
         "llama",
         "bfloat16",
-        (values.at(2, values.LINEAR, "up_proj"),),
+        (values.at(2, values.LINEAR),),
         values.GAIN,
         lambda model: None,
         values.Shape(decode=3),
@@ -162,6 +162,13 @@ def test_named_needs_place_operator_and_class_at_rank_1(judge, case, change):
     assert outcome(("norm", 2, "gain")).outcome == judge.WRONG
     second = outcome(("norm", 2, "gain"), ("linear", 2, "gain"))
     assert (second.outcome, second.rank) == (judge.WRONG, 2)
+
+
+def test_an_edge_is_named_by_an_input_and_not_by_a_modules_output(values):
+    edge = values.at((1, 2), values.NORM, edge=True)
+    assert edge.matches(2, "norm", "input")
+    assert not edge.matches(2, "norm", "output")
+    assert not edge.matches(3, "norm", "input")
 
 
 def test_healthy_on_a_visible_fault_is_a_miss_unless_a_limit_or_the_coverage_says_so(judge, case, change, visibility):
