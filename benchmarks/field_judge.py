@@ -160,7 +160,7 @@ def named_as_not_judged(case: FaultCase, said: Said, module_class: str) -> bool:
             return True
         if (case.module and case.module in names) or (module_class and module_class in names):
             return True
-        if any(word in text.lower() for word in case.shape.words):
+        if any(re.search(rf"\b{word}\b", text.lower()) for word in case.shape.words):
             return True
     return False
 

@@ -193,6 +193,7 @@ def test_not_judged_must_name_this_module_phase_or_shape(judge, case, change):
     assert outcome(unseen=(Site("linear", 1, "model.layers.1.mlp.up_proj"),)) == judge.UNDECIDED
     assert outcome(coverage={"not_judged": ["Int8Linear"]}) == judge.NOT_JUDGED
     assert outcome(coverage={"phases": {"not_run": ["decode"]}}) == judge.NOT_JUDGED
+    assert outcome(coverage={"not_judged": ["decoder blocks"]}) == judge.UNDECIDED
     assert outcome("healthy", coverage={"phases": {"run": ["prefill", "decode"]}}) == judge.HEALTHY
     assert outcome("healthy", notes=("decode was not run",)) == judge.HEALTHY  # a note is no coverage
     assert outcome("healthy", coverage={"shares": {"modules": 0.81}}) == judge.UNDECIDED
