@@ -122,7 +122,7 @@ def test_an_interrupted_demo_resumes(demo: tuple[Path, str], tmp_path: Path, mon
     (tmp_path / "run.sqlite").write_bytes((demo[0] / "run.sqlite").read_bytes())
     for step in ("check_findings", "add_precision_plan", "add_located_fault"):
         monkeypatch.setattr(diagnosis, step, lambda subject, report, *rest, **settings: report)
-    monkeypatch.setattr("noisescope.cli.demo.print_check", lambda report: None)  # the words on those steps
+    monkeypatch.setattr("noisescope.cli.diagnose.print_check", lambda report: None)  # the words on those steps
     assert "0 trials run now" in call("runs", "resume", tmp_path).output
 
 

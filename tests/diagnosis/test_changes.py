@@ -48,7 +48,7 @@ from noisescope.injection import Injection
 from noisescope.jsonform import from_json, to_json
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian, Uniform
-from noisescope.stats.unpaired import smallest_unpaired, unpaired, unpaired_p
+from noisescope.stats.multiple_comparisons import smallest_unpaired, unpaired, unpaired_p
 from noisescope.trials import Conditions, Result, Slice, Trial, canonical
 
 GEMM = Injection(Gaussian(0.05), operators=frozenset({"gemm"}), phases=frozenset({"forward"}))

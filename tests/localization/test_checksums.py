@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noisescope.localization.checksums import BLOCK, checksums
+from noisescope.localization.host_products import BLOCK, checksums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, WIDTH, OUTPUTS = 40, 96, 300  # the last block is a short one

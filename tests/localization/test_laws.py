@@ -14,8 +14,8 @@ from noisescope.localization.laws.evidence import EvidenceFacts, LawResult, exac
 from noisescope.localization.laws.fault_classes import place_and_class
 from noisescope.localization.laws.linear import Linear, examine, probe_suspect
 from noisescope.localization.laws.output_statistics import copies, measure
-from noisescope.localization.laws.roundoff import combination, mean_square_limit, squares_from_split, truncation_share
 from noisescope.localization.laws.table import Law
+from noisescope.localization.roundoff_floors import combination, mean_square_limit, squares_from_split, truncation_share
 from noisescope.localization.tensors import lane_period
 from noisescope.sites import Site
 

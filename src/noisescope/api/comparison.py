@@ -1,4 +1,4 @@
-"""Two records compared. Needs no torch, unless a record is a dump of msprobe."""
+"""Two devices compared, by records or by passports. Torch is loaded only to measure a passport or to read msprobe."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.devices import CompareOptions
 from noisescope.options.values import takes_options
+from noisescope.passports.diff import diff as diff
+from noisescope.passports.diff import read_passport as read_passport
+from noisescope.passports.diff import say as say
+from noisescope.passports.diff import write_passport as write_passport
 from noisescope.reports.report import Report
 
 
@@ -56,3 +60,10 @@ def open_record(record: Record | str | Path) -> Record:
         if dump_folder(folder) is not None:
             return read_dump(folder)
     return read_record(folder)
+
+
+def take_passport(device: str, *, quick: bool = False) -> dict[str, Any]:
+    """The arithmetic of a device."""
+    from noisescope.passports.measure import take_passport as take
+
+    return take(device, quick=quick)

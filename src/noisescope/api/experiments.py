@@ -27,7 +27,7 @@ from noisescope.reports.experiment import PhasesReport as PhasesReport
 from noisescope.reports.experiment import PhasesRequest, PhasesResult, PhasesRun, TrainingSettings
 from noisescope.runs.store import Store
 from noisescope.sites import Place
-from noisescope.training import layer_factors
+from noisescope.training import schedules
 from noisescope.training.criteria import criteria, theory
 from noisescope.training.hypotheses import UNMEASURABLE, CurvePoint, Outcome, arm_row, judge
 from noisescope.training.phases import Arm, Design, Job, rounding
@@ -149,7 +149,7 @@ def _factors(task: Arithmetic, store: Store) -> dict[Place, float]:
     known = store.fact("factors")
     if known is None:
         report = diagnose(load("demo"), effort="screen", level="layer", samples=PROFILED)
-        known = {str(layer): factor for layer, factor in layer_factors.from_report(report).items()}
+        known = {str(layer): factor for layer, factor in schedules.from_report(report).items()}
         store.note(factors=known)
     if task.start == "scratch" and len(known) != task.settings.layers:
         raise InvalidInput(

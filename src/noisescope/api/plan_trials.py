@@ -23,8 +23,8 @@ from noisescope.findings.values import counted
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
 from noisescope.measures.smoothing import W8A8, Smoothed, rounded_kl, smooth
 from noisescope.model.anatomy import linear_weight
-from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
+from noisescope.model.source import model_fingerprint
 from noisescope.model.subject import Subject
 from noisescope.options.groups import ExecutionOptions, ScoringOptions
 from noisescope.options.plans import SmoothquantOptions, VerifyOptions

@@ -33,7 +33,7 @@ from noisescope.diagnosis.context import Array
 from noisescope.diagnosis.stored_runs import StoredInjection, StoredRun, label_of, noise_of, order_of, target_of
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, to_json
-from noisescope.stats.unpaired import Centre, smallest_unpaired, unpaired, unpaired_p
+from noisescope.stats.multiple_comparisons import Centre, smallest_unpaired, unpaired, unpaired_p
 
 MEASURES = ("score", "generate", "custom")  # those that give a score per sample
 Question = tuple[str, StoredInjection | None]  # how it was scored, and what was injected

@@ -23,14 +23,7 @@ from noisescope.localization.expression_search import OUT
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
 from noisescope.localization.laws import whole_model
-from noisescope.localization.laws.calls import (
-    WHOLES,
-    Choice,
-    Handler,
-    Listening,
-    function_anatomy,
-    module_anatomy,
-)
+from noisescope.localization.laws.calls import WHOLES, Choice, Handler, Listening, function_anatomy, module_anatomy
 from noisescope.localization.laws.dispatcher import LawDispatcher, site_of
 from noisescope.localization.laws.evidence import LawEvidence, LawResult, exact
 from noisescope.localization.laws.results import MODEL, RelationResults

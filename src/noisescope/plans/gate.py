@@ -47,7 +47,7 @@ from noisescope.plans.gate_rows import (
     ScoreRow,
 )
 from noisescope.stats import Estimate
-from noisescope.stats.unpaired import smallest_unpaired, unpaired
+from noisescope.stats.multiple_comparisons import smallest_unpaired, unpaired
 
 MEASURES: dict[Measure, str] = {"predicted_kl": "predicted divergence", "kl": "injected divergence"}
 POWER = 0.8  # of what a row says that it would have detected

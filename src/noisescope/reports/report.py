@@ -224,7 +224,7 @@ class Report(SavedReport[DiagnosisReport | Robustness]):
         raise InvalidInput(f"{self!r} is no robustness curve: give the report of `noisescope robustness`")
 
     def document(self) -> Document:
-        from noisescope.reports.sections import document_of  # which draws what this file defines
+        from noisescope.reports.sections import document_of
 
         return document_of(self.value)
 

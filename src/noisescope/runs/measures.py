@@ -14,12 +14,7 @@ from noisescope.data import generation
 from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
-from noisescope.measures.format_costs import (
-    FormatScreen,
-    count_block_parameters,
-    effective_bits,
-    weight_format,
-)
+from noisescope.measures.format_costs import FormatScreen, count_block_parameters, effective_bits, weight_format
 from noisescope.model.anatomy import linear_weight
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject

@@ -26,8 +26,8 @@ from noisescope.comparison.records import DESCRIPTION, FORMAT, UNFINISHED, VERSI
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.measures import sketches
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
-from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_token_logits
+from noisescope.model.source import model_fingerprint
 from noisescope.probe.scope import unwrap
 from noisescope.probe.watch import RecordedCall, WatchScope, watch
 from noisescope.sites import FUSED, Place, Site

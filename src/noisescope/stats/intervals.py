@@ -18,16 +18,7 @@ from numpy.typing import ArrayLike
 from noisescope.errors import InvalidInput
 from noisescope.estimate import NOT_MEASURABLE, UNBOUNDED, Estimate
 from noisescope.stats import continuous, counted
-from noisescope.stats.samples import (
-    Array,
-    Paired,
-    checked_level,
-    is_binary,
-    is_multiple,
-    pairs,
-    scores,
-    unseen_error,
-)
+from noisescope.stats.samples import Array, Paired, checked_level, is_binary, is_multiple, pairs, scores, unseen_error
 
 NO_LOSS_BELOW = "the loss it is compared with does not stand clear of 0"
 

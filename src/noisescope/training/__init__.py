@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from noisescope.training.aqn import OperatorNoise as OperatorNoise
     from noisescope.training.aqn import TrainingNoise as TrainingNoise
     from noisescope.training.aqn import noise as noise
-    from noisescope.training.layer_factors import equalised as equalised
-    from noisescope.training.layer_factors import from_report as from_report
-    from noisescope.training.layer_factors import ruled as ruled
     from noisescope.training.lightning_callback import LightningNoiseCallback as LightningNoiseCallback
     from noisescope.training.phases import gradient_pretest as gradient_pretest
     from noisescope.training.schedules import Constant as Constant
@@ -24,14 +21,16 @@ if TYPE_CHECKING:
     from noisescope.training.schedules import Exponential as Exponential
     from noisescope.training.schedules import Linear as Linear
     from noisescope.training.schedules import Staged as Staged
+    from noisescope.training.schedules import equalised as equalised
+    from noisescope.training.schedules import from_report as from_report
+    from noisescope.training.schedules import ruled as ruled
     from noisescope.training.trainer_callback import TrainingNoiseCallback as TrainingNoiseCallback
 
 _LAZY = {
     "aqn": ("AQN", "NormNoise", "OperatorNoise", "TrainingNoise", "noise"),
-    "layer_factors": ("equalised", "from_report", "ruled"),
     "lightning_callback": ("LightningNoiseCallback",),
     "phases": ("gradient_pretest",),
-    "schedules": ("Constant", "Cosine", "Exponential", "Linear", "Staged"),
+    "schedules": ("Constant", "Cosine", "Exponential", "Linear", "Staged", "equalised", "from_report", "ruled"),
     "trainer_callback": ("TrainingNoiseCallback",),
 }
 _HOMES = {name: f"noisescope.training.{home}" for home, names in _LAZY.items() for name in names}

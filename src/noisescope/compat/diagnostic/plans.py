@@ -43,7 +43,7 @@ from noisescope.plans.fault_tests import (
 )
 from noisescope.plans.migration import plan_migration
 from noisescope.plans.precision import bits_by_rule, missed_target
-from noisescope.training.layer_factors import ruled
+from noisescope.training.schedules import ruled
 
 UNKNOWN = 0.10  # sensitivity of a layer that the profile lacks: it gets the base scale
 

@@ -12,13 +12,7 @@ from noisescope.localization.expression_search import PART, Recorder, Residuals
 from noisescope.localization.host_operators import host_arithmetic, input_of
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import attention, functions, linear, norms, sublayers, weights
-from noisescope.localization.laws.calls import (
-    ATTENTION_MODULE,
-    MLP,
-    ROTARY,
-    Handler,
-    unbiased,
-)
+from noisescope.localization.laws.calls import ATTENTION_MODULE, MLP, ROTARY, Handler, unbiased
 from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationResults
 from noisescope.localization.laws.table import Law

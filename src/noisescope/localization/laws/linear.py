@@ -26,15 +26,16 @@ from noisescope.localization.laws.evidence import (
     sampled_rows,
 )
 from noisescope.localization.laws.output_statistics import copies, measure
-from noisescope.localization.laws.roundoff import (
+from noisescope.localization.laws.table import Law
+from noisescope.localization.roundoff_floors import (
+    Z_MEAN,
     Floor,
     combination,
     mean_square_limit,
+    number_format,
     squares_from_split,
     truncation_share,
 )
-from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import Z_MEAN, number_format
 from noisescope.localization.tensors import bits_of, distinct_rows, host_rows, rms, same_numbers
 
 _SEED = 5

@@ -20,9 +20,8 @@ from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.attention import masked_out
 from noisescope.localization.laws.calls import adds_residual, biases, parameters_replaced, without_residual
 from noisescope.localization.laws.evidence import TINY, LawEvidence, LawResult, exact, floored
-from noisescope.localization.laws.roundoff import squares_from_split
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format, squares_from_split
 from noisescope.localization.tensors import host_rows, rms
 from noisescope.model.anatomy import ROLES
 from noisescope.probe.recorded_call import RecordedCall

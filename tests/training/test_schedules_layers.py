@@ -15,7 +15,7 @@ from noisescope.diagnosis.rows import Divergence, LayerAnalysis, LayerEffect, Wi
 from noisescope.errors import InvalidInput
 from noisescope.stats import Estimate
 from noisescope.testing import tiny_model
-from noisescope.training.layer_factors import LIMITS, equalised, from_report, layer_costs, layer_degradations, ruled
+from noisescope.training.schedules import LIMITS, equalised, from_report, layer_costs, layer_degradations, ruled
 
 PROMPTS = [torch.arange(3, 19).reshape(1, 16) + i for i in range(4)]
 
