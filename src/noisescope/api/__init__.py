@@ -45,7 +45,6 @@ _LAZY = {
     "api.gates": ("gate",),
     "api.inspection": (),
     "api.localization": (),
-    "api.passports": (),
     "api.plan_trials": ("plan_smoothquant", "verify_precision"),
     "api.plans": ("plan_precision",),
     "api.preparation": ("prepare", "prepare_diagnosis"),

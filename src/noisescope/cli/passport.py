@@ -86,15 +86,15 @@ def passport_of_device(options: PassportOptions) -> None:
       noisescope passport --from npu.json --diff h200.json      two files, nothing is measured
     """
     # a bad file is refused before anything is measured
-    theirs = None if options.diff is None else api.passports.read_passport(options.diff)
+    theirs = None if options.diff is None else api.comparison.read_passport(options.diff)
     if options.from_ is not None:
-        passport = api.passports.read_passport(options.from_)
+        passport = api.comparison.read_passport(options.from_)
     else:
         with plain_warnings():
-            passport = api.passports.take_passport(options.device, quick=options.quick)
+            passport = api.comparison.take_passport(options.device, quick=options.quick)
     if options.output is not None:
-        api.passports.write_passport(passport, options.output)
-    differences = api.passports.diff(passport, theirs) if theirs is not None else None
+        api.comparison.write_passport(passport, options.output)
+    differences = api.comparison.diff(passport, theirs) if theirs is not None else None
     if options.json:
         found = dict(passport)
         if differences is not None:
@@ -111,7 +111,7 @@ def passport_of_device(options: PassportOptions) -> None:
         typer.echo(f"\nAgainst {options.diff}: {_device(theirs)}")
         if passport.get("quick") != theirs.get("quick"):
             typer.echo("One of the two is quick: functions are compared in their right bits only.")
-        typer.echo(api.passports.say(differences))
+        typer.echo(api.comparison.say(differences))
     if options.output is not None:
         typer.echo(f"\n  {options.output}")
 
