@@ -152,7 +152,9 @@ def test_where_is_a_predicate_on_units_and_operators(llama, tokens, calls):
         ns.watch(llama, calls.append, operators={"convolution"})
 
 
-@pytest.mark.parametrize("operators", [None, {"softmax"}, {"linear", "residual"}], ids=str)
+@pytest.mark.parametrize(
+    "operators", [None, {"softmax"}, {"linear", "residual"}], ids=["all", "softmax", "linear and residual"]
+)
 def test_nothing_is_left_behind(llama, tokens, operators):
     """After the block and after an exception of the listener, modules and outputs are as before."""
 
