@@ -12,7 +12,7 @@ import torch
 
 from noisescope.testing import tiny_model
 
-hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no failure
+hypothesis.settings.register_profile("here", deadline=None, max_examples=50)  # a busy machine is no failure
 hypothesis.settings.load_profile("here")
 
 

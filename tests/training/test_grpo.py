@@ -148,6 +148,7 @@ def test_only_a_model_that_knows_something_can_be_rewarded() -> None:
 def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any training and holds the line to type."""
     monkeypatch.delitem(sys.modules, "noisescope.training.grpo", raising=False)
+    monkeypatch.delattr("noisescope.training.grpo", raising=False)  # the package keeps what was imported once
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(MissingExtra, match=r"pip install 'noisescope\[trl\]'"):
         api.phases(method="grpo")
