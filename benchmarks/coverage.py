@@ -27,7 +27,7 @@ from scipy import special
 
 from noisescope import stats
 from noisescope.stats import continuous, typical
-from noisescope.stats.samples import Array
+from noisescope.stats.score_arrays import Array
 
 SIZES = (16, 50, 100, 300)
 LEVEL = 0.95

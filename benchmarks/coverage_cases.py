@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
-from noisescope.stats.samples import Array
+from noisescope.stats.score_arrays import Array
 from noisescope.stats.typical import TRIM
 
 Random = np.random.Generator

@@ -27,7 +27,7 @@ from noisescope.diagnosis.context import StudyContext
 from noisescope.injection import Injection
 from noisescope.runs.store import Store
 from noisescope.stats.correlation import ranked
-from noisescope.stats.samples import Array
+from noisescope.stats.score_arrays import Array
 from noisescope.trials import Results, Trial
 
 PROBLEMS = 4711  # seed

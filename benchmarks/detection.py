@@ -38,7 +38,7 @@ from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.faults import FAMILIES, faulty
 from noisescope.localization.inputs import batches_for
 from noisescope.localization.verdict import Suspect, Verdict
-from noisescope.model.subject import Subject, outline
+from noisescope.model.loading import Subject, outline
 from noisescope.testing import MODELS as TINY
 from noisescope.testing import tiny_model
 

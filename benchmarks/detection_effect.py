@@ -14,7 +14,7 @@ from torch import Tensor
 from noisescope.data.dataset import built_in
 from noisescope.faults import FaultScope, faulty
 from noisescope.localization.inputs import LENGTH, ROWS
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 
 # Bits of the mantissa, exponent of the smallest normal number.
 _FORMATS = {torch.float64: (52, -1022), torch.float32: (23, -126), torch.bfloat16: (7, -126), torch.float16: (10, -14)}

@@ -49,10 +49,10 @@ from noisescope import stats
 from noisescope.api.gates import measure_baseline
 from noisescope.data.dataset import DataSet, Item, gather
 from noisescope.demo.problems import Problem, held_out
-from noisescope.diagnosis.sections import GateNumbers
+from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.jsonform import from_json, to_json
 from noisescope.measures.format_costs import is_planned, weight_format
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.plans.gate import decide, pairs_of
 from noisescope.plans.gate_rows import Decision
 from noisescope.probe.formats import quantise

@@ -20,7 +20,7 @@ from noisescope.localization import audit_log
 from noisescope.localization.audit import audit
 from noisescope.localization.inputs import Batch, parts_of
 from noisescope.localization.judge import Judgement, judge
-from noisescope.localization.laws.results import MODEL, OPERATOR, SUBLAYER
+from noisescope.localization.laws.results_by_site import MODEL, OPERATOR, SUBLAYER
 from noisescope.localization.relations import Search
 from noisescope.model.forwards import evaluating
 from noisescope.testing import tiny_inputs, tiny_model

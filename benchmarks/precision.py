@@ -32,10 +32,10 @@ import noisescope as ns
 from noisescope import stats
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import task_loss
-from noisescope.diagnosis.sections import FormatScore
+from noisescope.diagnosis.section_types import FormatScore
 from noisescope.measures.format_costs import plan_injection
-from noisescope.measures.smoothing import rounded_kl, smooth
-from noisescope.model.subject import Subject
+from noisescope.measures.smoothquant import rounded_kl, smooth
+from noisescope.model.loading import Subject
 from noisescope.plans.precision import (
     Budget,
     Module,

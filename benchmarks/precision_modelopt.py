@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from noisescope.diagnosis.sections import FormatScore
+from noisescope.diagnosis.section_types import FormatScore
 from noisescope.plans.precision import Module
 
 GROUPS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # served as one matrix, so of one format

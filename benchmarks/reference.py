@@ -36,13 +36,13 @@ from detection_grid import NOTES, Cell, grid, sample
 import noisescope as ns
 from noisescope.comparison.records import Record
 from noisescope.faults import Fault, faulty, make_fault
-from noisescope.localization.fingerprint import DRAWS, explained
+from noisescope.localization.fingerprint_locator import DRAWS, explained
 from noisescope.localization.fingerprint_match import Array, Setting, TrialRunner, settings
 from noisescope.localization.inputs import last_logits, prompt_ids
 from noisescope.localization.replay import replay
 from noisescope.localization.verdict import Verdict
-from noisescope.model.subject import Subject
-from noisescope.probe.operator_calls import FUSED
+from noisescope.model.loading import Subject
+from noisescope.probe.function_mode import FUSED
 
 Row = dict[str, Any]
 Task = Callable[[], Row]

@@ -34,7 +34,7 @@ from noisescope.faults import faulty
 from noisescope.faults.fault import Fault
 from noisescope.localization.relations import relations
 from noisescope.localization.verdict import Verdict
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.testing import MODELS, tiny_inputs, tiny_model
 
 DTYPES = ("float32", "bfloat16", "float16")

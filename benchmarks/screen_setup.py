@@ -20,7 +20,7 @@ from noisescope.data.tokens import Encoded, Sequence
 from noisescope.diagnosis import screen
 from noisescope.diagnosis.context import Settings, StudyContext
 from noisescope.diagnosis.screen import Screened
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.runs.batches import Material
 from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.sites import Site

@@ -17,7 +17,13 @@ hypothesis.settings.load_profile("here")
 
 
 # A file is one process's work: a long one that begins last would leave the other core idle.
-LONGEST = ("test_docs.py", "cli/test_demo.py", "runs/test_ray_executor.py", "test_api.py", "training/test_phases.py")
+LONGEST = (
+    "test_docs.py",
+    "cli/test_demo.py",
+    "runs/test_ray_executor.py",
+    "test_api.py",
+    "training/test_phases_experiment.py",
+)
 
 
 @pytest.hookimpl(trylast=True)

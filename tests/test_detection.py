@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import noisescope as ns
 from noisescope.faults import FAMILIES, Bias, Gain, Where, faulty
 from noisescope.localization.verdict import Suspect, Verdict
-from noisescope.model.subject import wrap
+from noisescope.model.loading import wrap
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
 

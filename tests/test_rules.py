@@ -44,7 +44,7 @@ def test_only_the_probe_replaces_a_forward_and_nothing_registers_hooks() -> None
     for name, node in nodes(ast.Attribute):
         if re.fullmatch(r"register_(module_)?(forward|full_backward)(_pre)?_hook", node.attr):  # type: ignore[attr-defined]
             found.add(name)
-    assert found == {"probe/scope.py", "probe/wrapper.py"}
+    assert found == {"probe/model_scope.py", "probe/forward_wrapper.py"}
 
 
 def test_only_the_compatibility_layer_has_global_state() -> None:
@@ -64,7 +64,7 @@ def test_nothing_draws_from_the_callers_generators() -> None:
         if called == "torch.manual_seed":
             seeded.add(name)
     assert not drawn
-    assert seeded <= {"demo/task.py", "demo/train.py"}
+    assert seeded <= {"demo/experiment_tasks.py", "demo/train.py"}
 
 
 def test_draws_are_those_of_this_engine_version() -> None:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from noisescope.data.dataset import read_data as read_data
     from noisescope.faults.simulator import faulty as faulty
     from noisescope.model.anatomy import dissect as dissect
-    from noisescope.model.subject import Subject as Subject
-    from noisescope.model.subject import load as load
-    from noisescope.model.subject import wrap as wrap
+    from noisescope.model.loading import Subject as Subject
+    from noisescope.model.loading import load as load
+    from noisescope.model.loading import wrap as wrap
     from noisescope.probe.capture import capture as capture
     from noisescope.probe.formats import Format as Format
     from noisescope.probe.inject import inject as inject
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from noisescope.probe.noise import Shrink as Shrink
     from noisescope.probe.noise import Uniform as Uniform
     from noisescope.probe.watch import watch as watch
-    from noisescope.reports.report import Report as Report
+    from noisescope.reports.report_file import Report as Report
 
 __version__ = "0.2.0"
 
@@ -45,13 +45,13 @@ _LAZY = {
     "data.dataset": ("read_data",),
     "faults.simulator": ("faulty",),
     "model.anatomy": ("dissect",),
-    "model.subject": ("Subject", "load", "wrap"),
+    "model.loading": ("Subject", "load", "wrap"),
     "probe.capture": ("capture",),
     "probe.formats": ("Format",),
     "probe.inject": ("inject",),
     "probe.noise": ("Bias", "Gaussian", "Shrink", "Uniform"),
     "probe.watch": ("watch",),
-    "reports.report": ("Report",),
+    "reports.report_file": ("Report",),
 }
 _HOMES = {name: f"noisescope.{home}" for home, names in _LAZY.items() for name in names}
 

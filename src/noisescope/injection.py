@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.identity import registered
 from noisescope.sites import GROUPS, PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
+from noisescope.stable_names import registered
 
 Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
 

@@ -10,7 +10,7 @@ import torch
 import noisescope as ns
 from noisescope.api.fault_tests import _recovered, run_fault_tests
 from noisescope.model.forwards import stepwise_logits
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.plans.fault_tests import Criteria, FaultParameters, FaultTest, FaultTestResult
 
 

@@ -16,7 +16,7 @@ from noisescope.api.plan_trials import find_data
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import from_json
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.plans.gate_rows import Difference, GateResult
 from noisescope.runs.store import Store
 

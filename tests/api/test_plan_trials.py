@@ -17,7 +17,7 @@ from noisescope.api.plans import plan_precision
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import from_json, to_json
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.plans.precision import modules_of
 from noisescope.plans.precision_exports import export_plan
 from noisescope.plans.precision_results import PrecisionPlan

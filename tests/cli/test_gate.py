@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
-from noisescope.reports.report import Report
+from noisescope.reports.report_file import Report
 
 
 def run(*words: object) -> tuple[int, str]:

@@ -105,7 +105,7 @@ def test_a_mistake_is_answered_at_once(arguments: str, words: str, folder: Path)
 
 def device(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The check of a device's name in a process without torch, where packages of `folder` are installed."""
-    code = f"from noisescope.options.groups import device_name; import sys; print(device_name({text!r}))"
+    code = f"from noisescope.options.shared import device_name; import sys; print(device_name({text!r}))"
     paths = os.pathsep.join([str(Path(noisescope.__file__).parents[1]), str(folder)])
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True

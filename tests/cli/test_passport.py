@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from noisescope.cli import Commands
-from noisescope.cli.commands import add_command
+from noisescope.cli.command_builder import add_command
 from noisescope.cli.passport import passport_of_device
 from noisescope.passports.measure import take_passport
 

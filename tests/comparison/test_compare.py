@@ -19,7 +19,7 @@ from noisescope.comparison.rows import Logits
 from noisescope.comparison.verdict import describe, verdict_of
 from noisescope.diagnosis.report import Cost, DataFacts, Diagnosis, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.rows import CellEffect, Divergence, LayerAnalysis, LayerEffect
-from noisescope.diagnosis.sections import ExecutiveSummary, Metrics, PlainWords, PrimaryMetrics, SecondaryMetrics
+from noisescope.diagnosis.section_types import ExecutiveSummary, Metrics, PlainWords, PrimaryMetrics, SecondaryMetrics
 from noisescope.errors import InvalidInput
 from noisescope.findings import Risk
 from noisescope.jsonform import from_json

@@ -13,7 +13,7 @@ import noisescope as ns
 from noisescope import demo
 from noisescope.demo.problems import Problem
 from noisescope.demo.train import exact_match
-from noisescope.model.subject import outline
+from noisescope.model.loading import outline
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from noisescope.diagnosis.rows import CellEffect, Divergence, Effect, LayerAnalysis, LayerEffect, WindowEffect, as_row
-from noisescope.diagnosis.sections import ChannelAnalysis, Metrics, PrimaryMetrics, SecondaryMetrics, Sections
+from noisescope.diagnosis.section_types import ChannelAnalysis, Metrics, PrimaryMetrics, SecondaryMetrics, Sections
 from noisescope.findings import band_range, dashboard_risk
 from noisescope.stats import Estimate
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noisescope.diagnosis import all_levels, noise_levels
+from noisescope.diagnosis import all_levels, robustness_curve
 from noisescope.diagnosis.context import Settings, StudyContext
-from noisescope.diagnosis.dashboard import correlations
 from noisescope.diagnosis.layers import cells
-from noisescope.diagnosis.noise_levels import RobustnessQuestion, checked_levels
+from noisescope.diagnosis.model_metrics import correlations
+from noisescope.diagnosis.robustness_curve import RobustnessQuestion, checked_levels
 from noisescope.diagnosis.rows import Effect, LayerAnalysis
-from noisescope.diagnosis.sections import Conclusions, FormatScore, HessianTraces, Trace
+from noisescope.diagnosis.section_types import Conclusions, FormatScore, HessianTraces, Trace
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.jsonform import from_json, to_json
@@ -463,10 +463,10 @@ def test_the_critical_threshold_is_bisected(truth: float) -> None:
     here = context()
     results: dict[str, Result] = {trial.id: made_up(trial, lost) for trial in here.ask(None)}
     waves = 0
-    while wanted := missing(noise_levels.propose(here, results), results):
+    while wanted := missing(robustness_curve.propose(here, results), results):
         results |= {trial.id: made_up(trial, lost) for trial in wanted}
         waves += 1
-    row = noise_levels.conclude(here, results)
+    row = robustness_curve.conclude(here, results)
     assert row.value == pytest.approx(truth, abs=0.001) and waves <= 9
     assert row.value is not None and row.low is not None and row.high is not None
     assert row.low <= row.value <= row.high + 0.001 and len(row.tried) == waves

@@ -11,8 +11,8 @@ from noisescope.faults import FAMILIES, Noise, bit_patterns, faulty
 from noisescope.faults.fault_state import Memory, Stream, faulty_output
 from noisescope.model.anatomy import MODULE, Unit
 from noisescope.probe.draws import Rows
+from noisescope.probe.operator_target import Context
 from noisescope.probe.recorded_call import RecordedCall
-from noisescope.probe.target import Context
 from noisescope.testing import tiny_model
 
 pytestmark = [

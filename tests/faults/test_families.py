@@ -38,8 +38,8 @@ from noisescope.faults.fault_state import Memory, Stream, faulty_output
 from noisescope.localization.verdict import CLASSES
 from noisescope.model.anatomy import MODULE, Unit
 from noisescope.probe.draws import Rows
+from noisescope.probe.operator_target import Context
 from noisescope.probe.recorded_call import RecordedCall
-from noisescope.probe.target import Context
 from noisescope.sites import OPERATORS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

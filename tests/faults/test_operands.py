@@ -33,8 +33,8 @@ from noisescope.faults.fault_state import Memory, Stream, faulty_output
 from noisescope.faults.operands import product
 from noisescope.model.anatomy import MODULE, Unit
 from noisescope.probe.draws import Rows
+from noisescope.probe.operator_target import Context
 from noisescope.probe.recorded_call import RecordedCall
-from noisescope.probe.target import Context
 from noisescope.testing import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

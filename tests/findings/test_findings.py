@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from noisescope import findings as f
 from noisescope.errors import InvalidInput
 from noisescope.estimate import Estimate
-from noisescope.findings import Finding, Recommendation, Target, Window, bands, values
+from noisescope.findings import Finding, Recommendation, Target, Window, finding, thresholds
 from noisescope.jsonform import from_json, to_json
 from noisescope.sites import GROUPS, OPERATORS
 
@@ -129,16 +129,16 @@ def test_limits_agree_with_bands() -> None:
 @pytest.mark.parametrize(
     ("kind", "metrics"),
     [
-        (bands.LossBand, ("degradation", "window")),
-        (bands.ScoreBand, ("sensitivity_score",)),
-        (bands.OutlierBand, ("outlier_ratio",)),
-        (bands.QualityBand, ("noise_tolerance_index",)),
-        (bands.QualityBand, ("snr_db",)),
-        (bands.ThresholdBand, ("critical_threshold",)),
-        (bands.GradientBand, ("gradient_ratio",)),
-        (bands.SparsityBand, ("sparsity",)),
-        (bands.RiskLevel, ("report_risk",)),
-        (bands.RiskLevel, ("dashboard_risk",)),
+        (thresholds.LossBand, ("degradation", "window")),
+        (thresholds.ScoreBand, ("sensitivity_score",)),
+        (thresholds.OutlierBand, ("outlier_ratio",)),
+        (thresholds.QualityBand, ("noise_tolerance_index",)),
+        (thresholds.QualityBand, ("snr_db",)),
+        (thresholds.ThresholdBand, ("critical_threshold",)),
+        (thresholds.GradientBand, ("gradient_ratio",)),
+        (thresholds.SparsityBand, ("sparsity",)),
+        (thresholds.RiskLevel, ("report_risk",)),
+        (thresholds.RiskLevel, ("dashboard_risk",)),
     ],
 )
 def test_the_types_of_bands_have_their_names(kind: Any, metrics: tuple[str, ...]) -> None:
@@ -149,7 +149,7 @@ def test_the_types_of_bands_have_their_names(kind: Any, metrics: tuple[str, ...]
 
 def test_severities_and_priorities_have_types() -> None:
     """In the order that ranks them."""
-    assert typing.get_args(values.Severity) == f.SEVERITIES and typing.get_args(values.Urgency) == f.PRIORITIES
+    assert typing.get_args(finding.Severity) == f.SEVERITIES and typing.get_args(finding.Urgency) == f.PRIORITIES
 
 
 def test_unknown_metric_is_named() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from noisescope.faults import bit_patterns
-from noisescope.localization.laws.evidence import EvidenceFacts, LawResult, exact, floored, worse
+from noisescope.localization.laws.call_results import EvidenceFacts, LawResult, exact, floored, worse
 from noisescope.localization.laws.fault_classes import place_and_class
 from noisescope.localization.laws.linear import Linear, examine, probe_suspect
 from noisescope.localization.laws.output_statistics import copies, measure

@@ -16,16 +16,16 @@ import noisescope
 from noisescope import api
 from noisescope.api.preparation import prepare_diagnosis
 from noisescope.data import tokens
-from noisescope.demo.task import arithmetic
+from noisescope.demo.experiment_tasks import arithmetic
 from noisescope.diagnostic import capture_layer_output
 from noisescope.errors import ModelHeld
 from noisescope.injection import Injection
 from noisescope.localization.locate import locate
 from noisescope.measures.curvature import gradient_norms, hessian_traces, parameter_fisher
 from noisescope.measures.fisher import Screen
-from noisescope.measures.smoothing import rounded_kl, smooth
+from noisescope.measures.smoothquant import rounded_kl, smooth
 from noisescope.model.forwards import evaluating, stepwise_logits
-from noisescope.model.subject import wrap
+from noisescope.model.loading import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material
@@ -241,4 +241,4 @@ def test_no_other_code_sets_modes() -> None:
                 found.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.Attribute) and node.attr == "training" and isinstance(node.ctx, ast.Store):
                 found.add(path.relative_to(SOURCE).as_posix())
-    assert found == {"model/forwards.py", "model/subject.py", "testing.py", "training/grpo.py"}
+    assert found == {"model/forwards.py", "model/loading.py", "testing.py", "training/grpo.py"}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from noisescope.errors import InvalidInput
-from noisescope.options.devices import CompareOptions, LocateOptions
+from noisescope.options.base import CommandOptions, takes_options
+from noisescope.options.device_commands import CompareOptions, LocateOptions
+from noisescope.options.docs_tables import COMMANDS, GROUPS
 from noisescope.options.fields import argument, changed, option, options_of
-from noisescope.options.groups import ExecutionOptions
 from noisescope.options.plans import PrecisionOptions, SmoothquantOptions
 from noisescope.options.sensitivity import DiagnoseOptions, GateOptions, RobustnessOptions
-from noisescope.options.tables import COMMANDS, GROUPS
-from noisescope.options.values import CommandOptions, takes_options
+from noisescope.options.shared import ExecutionOptions
 
 
 @dataclass(frozen=True, kw_only=True)

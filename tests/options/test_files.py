@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
+from noisescope.options.base import canonical_names
 from noisescope.options.fields import options_of
 from noisescope.options.files import read_file
 from noisescope.options.sensitivity import DiagnoseOptions
-from noisescope.options.values import canonical_names
 from noisescope.runs.store import Store
 
 ROOT = Path(__file__).parents[2]

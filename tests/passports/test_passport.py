@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from noisescope.errors import InvalidInput
 from noisescope.passports.diff import SAME, Difference, diff, say
 from noisescope.passports.measure import examine, take_passport
-from noisescope.passports.operations import (
+from noisescope.passports.probe_basics import (
     Operations,
     Product,
     format_of,

@@ -9,7 +9,7 @@ import pytest
 
 from noisescope.diagnosis.report import Asked, Cost, DataFacts, Diagnosis, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.rows import AvalanchePoint, Divergence, Effect, LayerAnalysis, LayerEffect, WindowEffect
-from noisescope.diagnosis.sections import (
+from noisescope.diagnosis.section_types import (
     ChannelAnalysis,
     ChannelRow,
     ExecutiveSummary,

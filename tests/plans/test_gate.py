@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noisescope.diagnosis.sections import GateNumbers
+from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput
-from noisescope.findings.verdicts import headline, overall
+from noisescope.findings.check_verdicts import headline, overall
 from noisescope.jsonform import from_json, to_json
 from noisescope.plans.gate import (
     conditions_row,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noisescope.diagnosis.sections import FormatScore
+from noisescope.diagnosis.section_types import FormatScore
 from noisescope.diagnostic import assign_precision, generate_mixed_precision_config
 from noisescope.errors import InvalidInput
 from noisescope.plans.precision import Module, bits_by_rule, layer_sensitivity, missed_target, rule_plan

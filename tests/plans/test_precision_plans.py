@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.diagnosis.sections import FormatScore
+from noisescope.diagnosis.section_types import FormatScore
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.plans.precision import Budget, Module, modules_of, optimal_plan, plan_of, random_plans, uniform_plan

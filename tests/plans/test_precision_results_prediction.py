@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.findings.values import counted, span, times_better
+from noisescope.findings.finding import counted, span, times_better
 from noisescope.jsonform import from_json, to_json
 from noisescope.plans.precision import Budget, modules_of, optimal_plan, uniform_plan
 from noisescope.plans.precision_results import Prediction, prediction_notes, prediction_of, prediction_sentence

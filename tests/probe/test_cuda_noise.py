@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import noisescope as ns
-from noisescope.probe import attention, cuda_noise
+from noisescope.probe import cuda_noise, unfused_attention
 from noisescope.probe.draws import Draw, Rows
 from noisescope.testing import tiny_model
 
@@ -165,7 +165,10 @@ def test_decomposed_attention_is_as_exact_as_the_kernel(dtype):
             return [out.detach(), *(leaf.grad for leaf in leaves)]
 
         exact = run(F.scaled_dot_product_attention, *(t.double() for t in (q, k, v)))
-        for name, function in (("fused", F.scaled_dot_product_attention), ("decomposed", attention.scaled_dot_product)):
+        for name, function in (
+            ("fused", F.scaled_dot_product_attention),
+            ("decomposed", unfused_attention.scaled_dot_product),
+        ):
             results = run(function, q, k, v)
             errors[name].append(
                 [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True)]

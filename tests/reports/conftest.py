@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from noisescope.diagnosis.fault_check import CheckedWindow, CheckResult
+from noisescope.diagnosis.findings_check import CheckedWindow, CheckResult
 from noisescope.diagnosis.report import Cost, DataFacts, ModelFacts, Robustness, RobustnessCurve, Run, SettingsFacts
 from noisescope.diagnosis.rows import (
     AvalanchePoint,
@@ -21,7 +21,7 @@ from noisescope.diagnosis.rows import (
     WindowEffect,
     as_row,
 )
-from noisescope.diagnosis.sections import (
+from noisescope.diagnosis.section_types import (
     Baseline,
     ChannelAnalysis,
     ChannelRow,
@@ -49,7 +49,7 @@ from noisescope.diagnosis.sections import (
 from noisescope.findings import Finding, PointAvalanche, Recommendation, Risk, Target, Term
 from noisescope.plans.migration import MigrationPlan, PlaceEvidence, Priority
 from noisescope.plans.precision_results import PlanData, PlanRow, PrecisionPlan, Prediction, RandomPlans
-from noisescope.reports.report import DiagnosisReport, LocateSection
+from noisescope.reports.report_file import DiagnosisReport, LocateSection
 from noisescope.stats import Correlation, Estimate
 from noisescope.trials import Conditions
 

@@ -29,7 +29,7 @@ from noisescope.diagnosis.rows import (
     LevelEffect,
     WindowEffect,
 )
-from noisescope.reports import analysis_sections, sections
+from noisescope.reports import analysis_sections, report_document
 from noisescope.reports import document as d
 from noisescope.reports.html import to_html
 from noisescope.stats import Estimate
@@ -130,8 +130,8 @@ def robustness() -> d.Document:
         LevelEffect(noise_level=x, accuracy=estimate(0.5 - x), retention=None, band="LOW", band_upper="LOW")
         for x in (0.0, 0.05, 0.2)
     )
-    found = sections.robustness(RobustnessCurve(("gemm",), rows), "accuracy")
-    return d.Document("noisescope report", (), (found, *sections.limits(["a fault"])))
+    found = report_document.robustness(RobustnessCurve(("gemm",), rows), "accuracy")
+    return d.Document("noisescope report", (), (found, *report_document.limits(["a fault"])))
 
 
 def small() -> d.Document:

@@ -21,7 +21,7 @@ from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
 from noisescope.reports.document import Bullets, Cell, Chart, Curve, Document, HeatMap, Paragraph, Table, Verdict
 from noisescope.reports.markdown import escape
-from noisescope.reports.report import DiagnosisReport, Report, schema
+from noisescope.reports.report_file import DiagnosisReport, Report, schema
 from noisescope.testing import tiny_model
 
 BATCHES = list(torch.randint(1, 60, (8, 10), generator=torch.Generator().manual_seed(4)).split(4))

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from noisescope import api
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
-from noisescope.model.subject import wrap
-from noisescope.options.groups import Options
+from noisescope.model.loading import wrap
+from noisescope.options.shared import Options
 from noisescope.runs.store import FILE, Store
 from noisescope.testing import tiny_model
 from noisescope.trials import Conditions, Result, Slice, Trial

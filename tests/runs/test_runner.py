@@ -13,8 +13,8 @@ from torch import Tensor
 from noisescope.data.tokens import Encoded, Sequence, from_batches
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
-from noisescope.model.source import model_fingerprint
-from noisescope.model.subject import wrap
+from noisescope.model.fingerprint import model_fingerprint
+from noisescope.model.loading import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.runs import runner as bench_module

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from noisescope import api
-from noisescope.demo.task import Practice, practice
+from noisescope.demo.experiment_tasks import Practice, practice
 from noisescope.errors import InvalidInput, MissingExtra
-from noisescope.training.phases import Arm, Design, Job
+from noisescope.training.phases_experiment import Arm, Design, Job
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +31,7 @@ PRODUCTS = 16 * 2  # of attention
 @pytest.fixture(autouse=True)
 def few_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss that is followed while training, on few problems."""
-    monkeypatch.setattr("noisescope.demo.task.HELD_OUT", 4)
+    monkeypatch.setattr("noisescope.demo.experiment_tasks.HELD_OUT", 4)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from noisescope.training.hypotheses import (
     deciding,
     judge,
 )
-from noisescope.training.phases import Arm
+from noisescope.training.phases_experiment import Arm
 
 N = 400
 

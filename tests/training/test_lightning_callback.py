@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from noisescope.probe.wrapper import ForwardWrapper
+from noisescope.probe.forward_wrapper import ForwardWrapper
 from noisescope.testing import tiny_model
 from noisescope.training import AQN, Linear, OperatorNoise
 

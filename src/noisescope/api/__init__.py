@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from noisescope.api import fault_tests as fault_tests
     from noisescope.api import gates as gates
     from noisescope.api import inspection as inspection
-    from noisescope.api import localization as localization
     from noisescope.api import plan_trials as plan_trials
     from noisescope.api import plans as plans
     from noisescope.api import preparation as preparation
     from noisescope.api import records as records
     from noisescope.api import reports as reports
+    from noisescope.api import simulated_faults as simulated_faults
     from noisescope.api.comparison import compare as compare
     from noisescope.api.diagnosis import diagnose as diagnose
     from noisescope.api.diagnosis import robustness as robustness
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from noisescope.api.records import record as record
     from noisescope.api.records import save_activations as save_activations
     from noisescope.localization.locate import locate as locate
-    from noisescope.options.groups import Options as Options
+    from noisescope.options.shared import Options as Options
 
 _LAZY = {
     "api.comparison": ("compare",),
@@ -44,14 +44,14 @@ _LAZY = {
     "api.fault_tests": (),
     "api.gates": ("gate",),
     "api.inspection": (),
-    "api.localization": (),
+    "api.simulated_faults": (),
     "api.plan_trials": ("plan_smoothquant", "verify_precision"),
     "api.plans": ("plan_precision",),
     "api.preparation": ("prepare", "prepare_diagnosis"),
     "api.records": ("record", "save_activations"),
     "api.reports": (),
     "localization.locate": ("locate",),
-    "options.groups": ("Options",),
+    "options.shared": ("Options",),
 }
 _HOMES = {name: f"noisescope.{home}" for home, names in _LAZY.items() for name in names}
 __all__ = list(_HOMES)

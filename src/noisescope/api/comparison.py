@@ -14,13 +14,13 @@ from noisescope.comparison.rows import SiteRow as SiteRow
 from noisescope.comparison.rows import TokenRow as TokenRow
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
-from noisescope.options.devices import CompareOptions
-from noisescope.options.values import takes_options
+from noisescope.options.base import takes_options
+from noisescope.options.device_commands import CompareOptions
 from noisescope.passports.diff import diff as diff
 from noisescope.passports.diff import read_passport as read_passport
 from noisescope.passports.diff import say as say
 from noisescope.passports.diff import write_passport as write_passport
-from noisescope.reports.report import Report
+from noisescope.reports.report_file import Report
 
 
 @takes_options(CompareOptions, "a", "b")

@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from noisescope import demo
-from noisescope.api.costs import Cost
 from noisescope.api.plan_trials import add_precision_plan
 from noisescope.api.preparation import load_subject, prepare_diagnosis, prepare_run, seeds_of
+from noisescope.api.run_cost import Cost
 from noisescope.data.dataset import read_data
-from noisescope.diagnosis import all_levels, fault_check
-from noisescope.diagnosis import noise_levels as curve
+from noisescope.diagnosis import all_levels, findings_check
+from noisescope.diagnosis import robustness_curve as curve
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.report import Diagnosis, Robustness
 from noisescope.faults.simulator import faulty
 from noisescope.localization.locate import locate
-from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions, LoadingOptions, Options, ScoringOptions
+from noisescope.model.loading import Subject
+from noisescope.options.base import takes_options
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
-from noisescope.options.values import takes_options
+from noisescope.options.shared import ExecutionOptions, LoadingOptions, Options, ScoringOptions
 from noisescope.plans.migration import rank_places
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report import DiagnosisReport, LocateSection, Report
+from noisescope.reports.report_file import DiagnosisReport, LocateSection, Report
 from noisescope.runs.store import Store
 
 
@@ -75,7 +75,7 @@ def check_findings(
 
     `data` must be other samples than the report's. With the report's own `output` its store keeps the new one, too.
     """
-    check = fault_check.FaultCheck(name or str(fault), fault, fault_check.chosen_windows(report.diagnosis))
+    check = findings_check.FaultCheck(name or str(fault), fault, findings_check.chosen_windows(report.diagnosis))
     settings = Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     prepared = prepare_run(subject, ScoringOptions(data=data, samples=samples, slice=samples), settings)
     _, found = prepared.run(check, ExecutionOptions())

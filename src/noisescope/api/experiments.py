@@ -15,13 +15,13 @@ import numpy as np
 
 from noisescope.api.preparation import progress_of
 from noisescope.api.reports import end_facts
-from noisescope.demo.task import Arithmetic, arithmetic, practice
+from noisescope.demo.experiment_tasks import Arithmetic, arithmetic, practice
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
-from noisescope.model.subject import load
-from noisescope.options.groups import ExecutionOptions
-from noisescope.options.runs import PhasesOptions
-from noisescope.options.values import takes_options
+from noisescope.model.loading import load
+from noisescope.options.base import takes_options
+from noisescope.options.run_commands import PhasesOptions
+from noisescope.options.shared import ExecutionOptions
 from noisescope.reports import experiment as report_rows
 from noisescope.reports.experiment import PhasesReport as PhasesReport
 from noisescope.reports.experiment import PhasesRequest, PhasesResult, PhasesRun, TrainingSettings
@@ -30,8 +30,8 @@ from noisescope.sites import Place
 from noisescope.training import schedules
 from noisescope.training.criteria import criteria, theory
 from noisescope.training.hypotheses import UNMEASURABLE, CurvePoint, Outcome, arm_row, judge
-from noisescope.training.phases import Arm, Design, Job, rounding
-from noisescope.training.workers import check_device, run_all
+from noisescope.training.phases_experiment import Arm, Design, Job, rounding
+from noisescope.training.trial_processes import check_device, run_all
 from noisescope.trials import Result, content_id
 
 PROFILED = 100  # samples of the screen that gives an adaptive arm its factors
@@ -47,8 +47,6 @@ def phases(options: PhasesOptions) -> PhasesReport:
     training = options.pick("steps", "batch", "rate", "examples", "layers", "width")
     make_task = arithmetic
     if options.method == "grpo":
-        import noisescope.training.grpo  # noqa: F401  without TRL this raises here, not once for each training
-
         make_task = practice
     task = make_task(options.start, tests=options.samples, **training)
     chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)

@@ -22,13 +22,13 @@ from noisescope.faults.simulator import FaultScope, faulty
 from noisescope.findings import LIMITS
 from noisescope.localization.locate import locate
 from noisescope.model.forwards import stepwise_logits
-from noisescope.model.subject import Subject
-from noisescope.options.groups import ScoringOptions
+from noisescope.model.loading import Subject
+from noisescope.options.base import takes_options
 from noisescope.options.plans import FaultTestOptions
-from noisescope.options.values import takes_options
+from noisescope.options.shared import ScoringOptions
 from noisescope.plans.fault_tests import FaultMeasurement, FaultTest, FaultTestResult, Hits, could_not_run, judge
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report import Report
+from noisescope.reports.report_file import Report
 from noisescope.runs.runner import TrialRunner
 
 AFTER = 8  # steps that are watched after a fault of one step, where the sample is long enough

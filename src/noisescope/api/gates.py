@@ -14,19 +14,19 @@ from noisescope.api.reports import now
 from noisescope.diagnosis import gate_baseline, operators
 from noisescope.diagnosis.context import GROUP, Settings, StudyContext
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.diagnosis.sections import GateNumbers
+from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import from_json, to_json
-from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions
+from noisescope.model.loading import Subject
+from noisescope.options.base import takes_options
 from noisescope.options.sensitivity import GateBaselineOptions, GateOptions
-from noisescope.options.values import takes_options
+from noisescope.options.shared import ExecutionOptions
 from noisescope.plans.gate import conditions_row, decide, refuse_kind, refuse_other_samples
 from noisescope.plans.gate_rows import GateBaseline, headline_of
 from noisescope.plans.gate_rows import GateResult as GateResult
 from noisescope.plans.gate_rows import ScoreChange as ScoreChange
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report import Report, diagnosis_of
+from noisescope.reports.report_file import Report, diagnosis_of
 from noisescope.reports.run_changes import trend
 from noisescope.runs.store import Store
 from noisescope.trials import Results, Trial

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from noisescope.model.anatomy import Anatomy
-from noisescope.model.subject import Subject, outline
-from noisescope.options.devices import InspectOptions
+from noisescope.model.loading import Subject, outline
+from noisescope.options.device_commands import InspectOptions
 from noisescope.sites import OPERATORS, Place, place_order
 
 

@@ -19,16 +19,16 @@ from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.effects import divergence, ratio
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
-from noisescope.findings.values import counted
+from noisescope.findings.finding import counted
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
-from noisescope.measures.smoothing import W8A8, Smoothed, rounded_kl, smooth
+from noisescope.measures.smoothquant import W8A8, Smoothed, rounded_kl, smooth
 from noisescope.model.anatomy import linear_weight
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
-from noisescope.model.source import model_fingerprint
-from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions, ScoringOptions
+from noisescope.model.loading import Subject
+from noisescope.options.base import takes_options
 from noisescope.options.plans import SmoothquantOptions, VerifyOptions
-from noisescope.options.values import takes_options
+from noisescope.options.shared import ExecutionOptions, ScoringOptions
 from noisescope.plans import precision, precision_results
 from noisescope.plans.gate import refuse_architecture
 from noisescope.plans.precision import Module, Plan, modules_of
@@ -36,7 +36,7 @@ from noisescope.plans.precision_results import NamedPlan, PlanData, PlanRow, Pla
 from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report import Report, diagnosis_of
+from noisescope.reports.report_file import Report, diagnosis_of
 
 
 @takes_options(VerifyOptions, "data")

@@ -10,8 +10,8 @@ from typing import Any
 from noisescope.api.reports import load_report
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
+from noisescope.options.base import takes_options
 from noisescope.options.plans import BudgetOptions, MigrationOptions, PrecisionOptions
-from noisescope.options.values import takes_options
 from noisescope.plans import migration
 from noisescope.plans.fault_tests import FaultTest as FaultTest
 from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
@@ -22,7 +22,7 @@ from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
 from noisescope.plans.precision_exports import Export, export_plan
 from noisescope.plans.precision_results import PrecisionPlan as PrecisionPlan
 from noisescope.plans.precision_results import coverage_notes, planned_share, predicted_plan, prediction_of
-from noisescope.reports.report import Report, diagnosis_of
+from noisescope.reports.report_file import Report, diagnosis_of
 
 
 @takes_options(BudgetOptions)

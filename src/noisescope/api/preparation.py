@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from noisescope.api.costs import Cost, estimate
 from noisescope.api.reports import end_facts
+from noisescope.api.run_cost import Cost, estimate
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings, StudyContext
@@ -21,9 +21,11 @@ from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.measures.divergence import KL_FLOOR
 from noisescope.model.forwards import device_name
-from noisescope.model.subject import Subject, load
+from noisescope.model.loading import Subject, load
+from noisescope.options.base import takes_options
 from noisescope.options.fields import DEFAULT_OPERATORS
-from noisescope.options.groups import (
+from noisescope.options.sensitivity import DiagnoseOptions
+from noisescope.options.shared import (
     DeviceOptions,
     ExecutionOptions,
     LoadingOptions,
@@ -31,8 +33,6 @@ from noisescope.options.groups import (
     ReportModelOptions,
     ScoringOptions,
 )
-from noisescope.options.sensitivity import DiagnoseOptions
-from noisescope.options.values import takes_options
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.executor import Executor, LocalExecutor, NoProgress, Progress, run_waves

@@ -29,11 +29,11 @@ from noisescope.model.forwards import (
     evaluating,
     last_token_logits,
 )
-from noisescope.model.subject import Subject
-from noisescope.options.devices import RecordOptions
-from noisescope.options.values import takes_options
+from noisescope.model.loading import Subject
+from noisescope.options.base import takes_options
+from noisescope.options.device_commands import RecordOptions
 from noisescope.probe.capture import capture
-from noisescope.runs.recorder import Detail, write_record
+from noisescope.runs.record_writer import Detail, write_record
 from noisescope.sites import Site
 
 LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words

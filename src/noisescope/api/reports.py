@@ -13,12 +13,12 @@ from typing import Any
 
 from noisescope import __version__
 from noisescope.diagnosis.changes import compare_runs
-from noisescope.diagnosis.stored_runs import StoredRun, stored_run
+from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
 from noisescope.errors import InvalidInput
+from noisescope.findings import check_verdicts as check_verdicts
 from noisescope.findings import percent as percent
-from noisescope.findings import verdicts as verdicts
-from noisescope.findings.values import counted as counted
-from noisescope.findings.values import times_better as times_better
+from noisescope.findings.finding import counted as counted
+from noisescope.findings.finding import times_better as times_better
 from noisescope.jsonform import Json, to_json
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
@@ -30,9 +30,9 @@ from noisescope.reports import run_changes as run_changes
 from noisescope.reports import words as words
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
-from noisescope.reports.report import Report as Report
-from noisescope.reports.report import read_report
-from noisescope.reports.report import schema as schema
+from noisescope.reports.report_file import Report as Report
+from noisescope.reports.report_file import read_report
+from noisescope.reports.report_file import schema as schema
 from noisescope.reports.run_changes import Comparison
 from noisescope.runs.store import FILE, Store
 from noisescope.sites import OPERATORS as OPERATORS

@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from noisescope import __version__
-from noisescope.cli.commands import add_command, hush_torchao
+from noisescope.cli.command_builder import add_command, hush_torchao
 from noisescope.cli.diagnose import diagnose_model, robustness_of_model, run_demo
 from noisescope.cli.experiment import experiment
 from noisescope.cli.gate import gate_model

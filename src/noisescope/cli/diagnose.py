@@ -7,7 +7,7 @@ import time
 import typer
 
 from noisescope import api
-from noisescope.cli import commands, output
+from noisescope.cli import command_builder, output
 from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, RobustnessOptions
 
@@ -28,13 +28,13 @@ def diagnose_model(options: DiagnoseOptions) -> None:
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
-    with commands.plain_warnings():
+    with command_builder.plain_warnings():
         subject = api.preparation.load_subject(options)
         if options.dry_run:
             typer.echo(str(api.diagnosis.cost_of_diagnosis(subject, options)))
             return
-        with commands.explain_resuming(options.output), ProgressBar() as progress:
-            report = api.diagnosis.diagnose(subject, options=commands.resumable_options(options, progress))
+        with command_builder.explain_resuming(options.output), ProgressBar() as progress:
+            report = api.diagnosis.diagnose(subject, options=command_builder.resumable_options(options, progress))
         if options.save_activations and options.output is not None:
             source = options.data if options.calibration is None else options.calibration
             folder, count = options.output / "activations", options.calibration_samples
@@ -51,10 +51,10 @@ def robustness_of_model(options: RobustnessOptions) -> None:
     noisescope robustness demo
     noisescope robustness path/to/model --data gsm8k.jsonl --noise-levels 0,0.02,0.05 --samples 200 --device cuda
     """
-    with commands.plain_warnings():
+    with command_builder.plain_warnings():
         subject = api.preparation.load_subject(options)
-        with commands.explain_resuming(options.output), ProgressBar() as progress:
-            report = api.diagnosis.robustness(subject, options=commands.resumable_options(options, progress))
+        with command_builder.explain_resuming(options.output), ProgressBar() as progress:
+            report = api.diagnosis.robustness(subject, options=command_builder.resumable_options(options, progress))
     output.finish(report, options.output, print_levels, as_json=options.json)
 
 
@@ -96,7 +96,7 @@ def run_demo(options: DemoOptions) -> None:
 
     announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
 
-    with commands.plain_warnings(), commands.explain_resuming(options.output), ProgressBar() as progress:
+    with command_builder.plain_warnings(), command_builder.explain_resuming(options.output), ProgressBar() as progress:
         report = api.diagnosis.run_demo(options.output, progress, announce)
     output.finish(report, options.output, print_demo, as_json=options.json)
     if not options.json:

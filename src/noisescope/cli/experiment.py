@@ -5,10 +5,10 @@ from __future__ import annotations
 import typer
 
 from noisescope import api
-from noisescope.cli import commands, output
-from noisescope.cli.commands import add_command
+from noisescope.cli import command_builder, output
+from noisescope.cli.command_builder import add_command
 from noisescope.cli.output import ProgressBar
-from noisescope.options.runs import PhasesOptions
+from noisescope.options.run_commands import PhasesOptions
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")
 
@@ -29,8 +29,8 @@ def experiment_phases(options: PhasesOptions) -> None:
     noisescope experiment phases --method grpo --seconds 3000 -o grpo
     noisescope experiment phases --start scratch --layers 4 --width 32 --steps 300 --batch 64 --seeds 2 -o small
     """
-    with commands.plain_warnings(), commands.explain_resuming(options.output), ProgressBar() as progress:
-        report = api.phases(options=commands.resumable_options(options, progress))
+    with command_builder.plain_warnings(), command_builder.explain_resuming(options.output), ProgressBar() as progress:
+        report = api.phases(options=command_builder.resumable_options(options, progress))
     output.finish(report, options.output, print_verdicts, as_json=options.json)
     if report.value.trained.failed and not report.value.trained.done:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ import importlib.resources
 import typer
 
 from noisescope import api
-from noisescope.cli import commands, output
+from noisescope.cli import command_builder, output
 from noisescope.cli.output import ProgressBar
 from noisescope.options.sensitivity import GateOptions
 
@@ -32,10 +32,10 @@ def gate_model(options: GateOptions) -> None:
         folder = importlib.resources.files("noisescope.cli") / "ci"
         typer.echo((folder / f"{options.template}.yml").read_text(encoding="utf-8"), nl=False)
         return
-    with commands.plain_warnings():
+    with command_builder.plain_warnings():
         subject = api.preparation.load_subject(options)
         with ProgressBar() as progress:
-            result = api.gates.gate(subject, options=commands.resumable_options(options, progress))
+            result = api.gates.gate(subject, options=command_builder.resumable_options(options, progress))
     paths = []
     if options.junit is not None:
         share = result.seconds / len(result.checks)  # one measurement serves all checks
@@ -47,7 +47,7 @@ def gate_model(options: GateOptions) -> None:
     else:
         print_verdict(result)
         output.print_each(paths)
-    commands.exit_by(result.verdict, options)
+    command_builder.exit_by(result.verdict, options)
 
 
 def print_verdict(result: api.gates.GateResult) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from noisescope import api
 from noisescope.cli.output import aligned, print_each
-from noisescope.options.devices import InspectOptions
+from noisescope.options.device_commands import InspectOptions
 
 
 def inspect_model(options: InspectOptions) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import typer
 
 from noisescope import api
-from noisescope.cli import commands, output
-from noisescope.options.devices import LocateOptions
+from noisescope.cli import command_builder, output
+from noisescope.options.device_commands import LocateOptions
 
 MOST_SUSPECTS = 5
-CHECKS: dict[str, api.reports.verdicts.Verdict] = {
+CHECKS: dict[str, api.reports.check_verdicts.Verdict] = {
     "healthy": "pass",
     "faulty": "fail",
     "undecided": "undecided",
@@ -41,24 +41,24 @@ def locate_fault(options: LocateOptions) -> None:
     computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
     works with every method: a record that the method needs is made of this model.
     """
-    api.localization.check_fault(options.simulated)  # before torch is imported
+    api.simulated_faults.check_fault(options.simulated)  # before torch is imported
 
     place, changed = None, None
-    with commands.plain_warnings():
+    with command_builder.plain_warnings():
         subject = api.preparation.load_subject(options)
         if options.simulated is None:
             verdict = api.locate(subject, options=options)
         else:
-            verdict, place, changed = api.localization.locate_simulated(subject, options)
+            verdict, place, changed = api.simulated_faults.locate_simulated(subject, options)
     simulated = {} if changed is None else {"simulated": options.simulated, "elements_changed": changed}
     text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
     output.emit(text, options, lambda: print_verdict(verdict))
     if changed is None:
-        commands.exit_by(CHECKS[verdict.verdict], options)
+        command_builder.exit_by(CHECKS[verdict.verdict], options)
     right, words = was_found(verdict, place, changed)
     if not options.json:
         typer.echo(words)
-    commands.exit_by("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", options)
+    command_builder.exit_by("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", options)
 
 
 def print_verdict(verdict: Any) -> None:

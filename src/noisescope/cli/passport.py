@@ -9,10 +9,10 @@ from typing import Any
 import typer
 
 from noisescope import api
-from noisescope.cli.commands import plain_warnings
+from noisescope.cli.command_builder import plain_warnings
 from noisescope.cli.output import aligned
 from noisescope.errors import InvalidInput
-from noisescope.options.devices import PassportOptions
+from noisescope.options.device_commands import PassportOptions
 
 _SHORT = {
     "nearest, ties to even": "nearest",

@@ -7,8 +7,8 @@ from dataclasses import replace
 import typer
 
 from noisescope import api
-from noisescope.cli import commands, output
-from noisescope.cli.commands import add_command
+from noisescope.cli import command_builder, output
+from noisescope.cli.command_builder import add_command
 from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
 
 MOST_REASONS = 2
@@ -32,7 +32,7 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     tests = api.plans.generate(report.diagnosis)[: options.limit]
     results: list[api.plans.FaultTestResult] = []
     if options.run:
-        with commands.plain_warnings():
+        with command_builder.plain_warnings():
             show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
             subject = api.preparation.load_report_subject(report, options)
             results = api.fault_tests.run_report_tests(subject, report, tests, options, on_result=show)
@@ -48,16 +48,16 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
         spent = [result.seconds for result in results]
         paths.append(api.reports.write_junit(options.junit, "noisescope fault tests", results, seconds=spent))
     rows = [result.verdict for result in results]
-    verdict = api.reports.verdicts.overall(rows)
+    verdict = api.reports.check_verdicts.overall(rows)
     if options.json:
         typer.echo(found, nl=False)
     else:
         if rows:
             criteria = [one.verdict for result in results for one in result.criteria]
-            typer.echo(api.reports.verdicts.headline(verdict, criteria or rows))
+            typer.echo(api.reports.check_verdicts.headline(verdict, criteria or rows))
         output.print_each(paths)
     if rows:
-        commands.exit_by(verdict, options)
+        command_builder.exit_by(verdict, options)
 
 
 def print_test(test: api.plans.FaultTest) -> None:
@@ -127,7 +127,7 @@ def plan_precision(options: PrecisionOptions) -> None:
     # a tool that can't take the plan is refused before the work of --verify
     export = None if options.export is None else api.plans.export_precision(report, plan, options)
     if options.verify:
-        with commands.plain_warnings():
+        with command_builder.plain_warnings():
             subject = api.preparation.load_report_subject(report, options)
             result = api.verify_precision(subject, report, plan, options=options)
     if options.output is not None and export is not None:
@@ -190,7 +190,7 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
     noisescope plan smoothquant out --target W4A16
     """
     found = api.reports.load_report(options.report)
-    with commands.plain_warnings():
+    with command_builder.plain_warnings():
         subject = api.preparation.load_report_subject(found, options)
         result = api.plan_smoothquant(subject, found, options=options)
     output.emit(api.reports.as_json(result), options, lambda: print_smoothing(result))

@@ -10,8 +10,8 @@ from pathlib import Path
 import typer
 
 from noisescope import api
-from noisescope.cli import commands, output
-from noisescope.options.devices import CompareOptions, RecordOptions
+from noisescope.cli import command_builder, output
+from noisescope.options.device_commands import CompareOptions, RecordOptions
 
 MOST_ROWS = 12
 MOST_CELLS = 5
@@ -34,7 +34,7 @@ def record_device(options: RecordOptions) -> None:
     """
     folder = options.output
     api.localization.check_fault(options.simulate)  # before torch is imported
-    with commands.plain_warnings(), _interruptible(folder):
+    with command_builder.plain_warnings(), _interruptible(folder):
         found = api.records.record(api.preparation.load_subject(options), options=options)
     size = sum(file.stat().st_size for file in folder.iterdir())
     facts = {
@@ -81,7 +81,7 @@ def compare_devices(options: CompareOptions) -> None:
     """
     found = api.comparison.compare(options=options)
     output.emit(found.to_json(), options, lambda: print_comparison(found))
-    commands.exit_by(found.outcome, options)
+    command_builder.exit_by(found.outcome, options)
 
 
 def print_comparison(found: api.comparison.Comparison) -> None:

@@ -7,12 +7,12 @@ import json
 import typer
 
 from noisescope import api
-from noisescope.cli.commands import COMMANDS, add_command
+from noisescope.cli.command_builder import COMMANDS, add_command
 from noisescope.cli.output import print_each
 from noisescope.errors import InvalidInput
-from noisescope.options.groups import ExecutionOptions
-from noisescope.options.runs import CompareRunsOptions, DrawOptions, ListOptions, ResumeOptions, ShowOptions
+from noisescope.options.run_commands import CompareRunsOptions, DrawOptions, ListOptions, ResumeOptions, ShowOptions
 from noisescope.options.sensitivity import DemoOptions
+from noisescope.options.shared import ExecutionOptions
 
 runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, resume and compare runs.")
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
-from noisescope.comparison.divergence import block_errors, judge_sites, measure_sites
 from noisescope.comparison.measures import Array, ErrorSums
 from noisescope.comparison.priorities import DifferenceCosts, difference_costs
 from noisescope.comparison.records import Record, check_comparable
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
+from noisescope.comparison.site_divergence import block_errors, judge_sites, measure_sites
 from noisescope.comparison.verdict import Verdict, describe, verdict_of
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
-from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, overall
-from noisescope.findings.verdicts import Verdict as CheckVerdict
+from noisescope.findings.check_verdicts import FAIL, PASS, UNDECIDED, overall
+from noisescope.findings.check_verdicts import Verdict as CheckVerdict
 from noisescope.jsonform import Json, from_json, to_json
 from noisescope.sites import Site
 

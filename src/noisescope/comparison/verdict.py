@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from noisescope.comparison.divergence import round_off
 from noisescope.comparison.rows import Logits, SiteRow
+from noisescope.comparison.site_divergence import round_off
 from noisescope.findings import percent
 
 Verdict = Literal["identical", "round-off", "diverged", "undecided"]

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Sequence
 
 from noisescope import stats
-from noisescope.diagnosis import channels, dashboard, format_costs, gate_baseline, layers, operators, screen
+from noisescope.diagnosis import channels, format_costs, gate_baseline, layers, model_metrics, operators, screen
 from noisescope.diagnosis.context import StudyContext
-from noisescope.diagnosis.dashboard import correlations
 from noisescope.diagnosis.effects import StudyResults
+from noisescope.diagnosis.model_metrics import correlations
 from noisescope.diagnosis.ranking import ranked_findings
 from noisescope.diagnosis.screen import Screened
-from noisescope.diagnosis.sections import Conclusions, Sections
+from noisescope.diagnosis.section_types import Conclusions, Sections
 from noisescope.diagnosis.summary import could_not_see, executive_summary, recommendations
 from noisescope.estimate import Estimate
 from noisescope.findings import Target
@@ -34,7 +34,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
         trials += layers.propose(context, results, screened)
     if "channel" in levels:
         trials += channels.propose(context, results, screened)
-    trials += dashboard.propose(context, results, screened)
+    trials += model_metrics.propose(context, results, screened)
     return trials + format_costs.propose(context)
 
 
@@ -89,7 +89,7 @@ def _sections(context: StudyContext, results: Results, screened: Screened | None
     levels = context.settings.levels
     layer_analysis = layers.conclude(context, results, screened) if "layer" in levels else None
     captured = channels.conclude(context, results, screened) if "channel" in levels else None
-    metrics = dashboard.conclude(context, results, screened, captured)
+    metrics = model_metrics.conclude(context, results, screened, captured)
     return Sections(
         operator_analysis=operators.conclude(context, results, screened) if "operator" in levels else None,
         layer_analysis=layer_analysis,

@@ -12,7 +12,7 @@ from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import StudyResults
 from noisescope.diagnosis.rows import WindowEffect
 from noisescope.diagnosis.screen import Screened, site_of
-from noisescope.diagnosis.sections import (
+from noisescope.diagnosis.section_types import (
     ChannelAnalysis,
     ChannelRow,
     CostlyChannel,

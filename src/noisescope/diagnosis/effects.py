@@ -13,7 +13,7 @@ from noisescope.diagnosis.context import Answer, Array, StudyContext
 from noisescope.diagnosis.rows import Divergence, Effect, PointRule
 from noisescope.diagnosis.screen import Screened
 from noisescope.findings import NOT_MEASURABLE, band, band_range
-from noisescope.findings.bands import LossKind
+from noisescope.findings.thresholds import LossKind
 from noisescope.injection import Injection
 from noisescope.trials import Results
 

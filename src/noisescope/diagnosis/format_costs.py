@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from noisescope.diagnosis.context import StudyContext
-from noisescope.diagnosis.sections import FormatScore, FormatScores, ModuleScores, UniformScore
+from noisescope.diagnosis.section_types import FormatScore, FormatScores, ModuleScores, UniformScore
 from noisescope.trials import Results, Trial
 
 # As in measures/format_costs.py, which needs torch; a test holds them together.

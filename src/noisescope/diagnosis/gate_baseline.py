@@ -15,7 +15,7 @@ import numpy as np
 
 from noisescope.diagnosis import operators, screen
 from noisescope.diagnosis.context import GROUP, Array, StudyContext
-from noisescope.diagnosis.sections import GateNumbers
+from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.trials import Results, Trial
 
 OPERATORS = (GROUP, "softmax", "silu", "gelu", "norm")  # those of the original method notes, products as one

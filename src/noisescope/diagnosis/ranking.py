@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
-from noisescope.diagnosis.sections import ChannelAnalysis, Sections
+from noisescope.diagnosis.section_types import ChannelAnalysis, Sections
 from noisescope.findings import BORDERLINE, NOT_MEASURABLE, NOT_RATED, SEVERITIES, Finding, Target, metric_name, percent
-from noisescope.findings.values import Severity, span
+from noisescope.findings.finding import Severity, span
 from noisescope.sites import GROUPS, OuterPlace
 from noisescope.stats import Estimate
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from noisescope.diagnosis.rows import LevelEffect
-from noisescope.diagnosis.sections import Conclusions
+from noisescope.diagnosis.section_types import Conclusions
 from noisescope.trials import Conditions
 
 SCHEMA_VERSION = 2  # 2: rows are typed, labels are decided by intervals, KL has a median and a mean

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from noisescope.findings import NOT_MEASURABLE, PointAvalanche, Target
-from noisescope.findings.bands import LossBand, ScoreBand
-from noisescope.findings.values import Evidence
+from noisescope.findings.finding import Evidence
+from noisescope.findings.thresholds import LossBand, ScoreBand
 from noisescope.sites import OuterPlace
 from noisescope.stats import Estimate
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.ranking import RATED, STANDS_OUT, counted_once, typical_nats, whole_model
 from noisescope.diagnosis.rows import Effect
-from noisescope.diagnosis.sections import Baseline, ExecutiveSummary, PlainWords, Sections
+from noisescope.diagnosis.section_types import Baseline, ExecutiveSummary, PlainWords, Sections
 from noisescope.findings import (
     ADVICE,
     BANDS,
@@ -28,9 +28,9 @@ from noisescope.findings import (
     percent,
     report_risk,
 )
-from noisescope.findings.bands import RiskLevel
-from noisescope.findings.risk import higher_level
-from noisescope.findings.values import Urgency, counted
+from noisescope.findings.finding import Urgency, counted
+from noisescope.findings.risk_scores import higher_level
+from noisescope.findings.thresholds import RiskLevel
 
 FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, though no loss was significant
 

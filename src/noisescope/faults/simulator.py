@@ -21,10 +21,10 @@ from noisescope.faults.parsing import EVERYWHERE, Where, parse_fault, parse_sett
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit, dissect
 from noisescope.probe.inject import Probe
+from noisescope.probe.model_scope import unwrap
+from noisescope.probe.operator_target import CallListener, StraightThrough
 from noisescope.probe.recorded_call import RecordedCall
-from noisescope.probe.scope import unwrap
 from noisescope.probe.tally import SiteCount
-from noisescope.probe.target import CallListener, StraightThrough
 from noisescope.sites import Place, Site
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noisescope.errors import InvalidInput
-from noisescope.findings.bands import LIMITS
+from noisescope.findings.thresholds import LIMITS
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import conclude, hidden_in_attention, suspects_inside_attention
-from noisescope.localization.expression_search import PART, Recorder, inner_modules
+from noisescope.localization.block_wiring import PART, Recorder, inner_modules
 from noisescope.localization.host_operators import host_arithmetic, input_of
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit
 from noisescope.model.forwards import evaluating
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import FUSED
 

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope.localization.block_wiring import Recorder, Residuals
 from noisescope.localization.classify import classify, is_stale
-from noisescope.localization.data_flow import DataFlowChecks, words
+from noisescope.localization.data_flow_checks import DataFlowChecks, words
 from noisescope.localization.error_pattern import Evidence, Pattern
-from noisescope.localization.expression_search import Recorder, Residuals
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.judge import Judgement, judge
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
 from noisescope.localization.tensors import bits_of, on_host
 from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.attention import AttentionArguments
+from noisescope.probe.unfused_attention import AttentionArguments
 from noisescope.sites import FUSED, Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified

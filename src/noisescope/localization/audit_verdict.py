@@ -10,8 +10,8 @@ import torch
 
 from noisescope.errors import NothingInjected
 from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit, Origin
-from noisescope.localization.data_flow import MOST_ROWS
-from noisescope.localization.expression_search import OUT
+from noisescope.localization.block_wiring import OUT
+from noisescope.localization.data_flow_checks import MOST_ROWS
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.sites import FUSED, Site, place_order
 

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.localization import host_products
-from noisescope.localization.formulas import ACTIVATIONS, NormFormula, activation_formula, gelu_inner, norm_formula
+from noisescope.localization.formula_recognition import (
+    ACTIVATIONS,
+    NormFormula,
+    activation_formula,
+    gelu_inner,
+    norm_formula,
+)
 from noisescope.localization.host_products import Recomputed, Rows, as_multiplied
 from noisescope.localization.roundoff_floors import (
     WORK_ROUNDOFF,
@@ -24,8 +30,8 @@ from noisescope.localization.roundoff_floors import (
 )
 from noisescope.localization.tensors import on_host
 from noisescope.model.anatomy import keeps_weight_transposed
-from noisescope.probe.attention import AttentionArguments
 from noisescope.probe.functions import ADDED, OUTER, argument, first_tensor, is_grouped
+from noisescope.probe.unfused_attention import AttentionArguments
 
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
 _FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way

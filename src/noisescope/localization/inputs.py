@@ -17,6 +17,7 @@ from noisescope.comparison.records import Record, read_record
 from noisescope.data.dataset import built_in
 from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import Anatomy, dissect
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import (
     Prompts,
     check_vocabulary,
@@ -26,9 +27,8 @@ from noisescope.model.forwards import (
     last_token_logits,
     vocabulary_size,
 )
-from noisescope.model.source import model_fingerprint
-from noisescope.model.subject import Subject
-from noisescope.probe.scope import unwrap
+from noisescope.model.loading import Subject
+from noisescope.probe.model_scope import unwrap
 
 Batch = dict[str, Tensor]
 

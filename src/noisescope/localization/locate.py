@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from noisescope.localization.verdict import Verdict
-from noisescope.model.subject import Subject
-from noisescope.options.devices import LocateOptions
-from noisescope.options.values import takes_options
+from noisescope.model.loading import Subject
+from noisescope.options.base import takes_options
+from noisescope.options.device_commands import LocateOptions
 
 
 @takes_options(LocateOptions)
@@ -31,7 +31,7 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     """
     method, inputs, reference, seed = options.method, options.inputs, options.reference, options.seed
     if options.failure is not None:
-        from noisescope.localization.fingerprint import fingerprint
+        from noisescope.localization.fingerprint_locator import fingerprint
 
         return fingerprint(subject, options.failure, reference)
     if reference is not None:

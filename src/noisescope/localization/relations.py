@@ -19,20 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import unknown
-from noisescope.localization.expression_search import OUT
+from noisescope.localization.block_wiring import OUT
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
 from noisescope.localization.laws import whole_model
+from noisescope.localization.laws.call_results import LawEvidence, LawResult, exact
 from noisescope.localization.laws.calls import WHOLES, Choice, Handler, Listening, function_anatomy, module_anatomy
 from noisescope.localization.laws.dispatcher import LawDispatcher, site_of
-from noisescope.localization.laws.evidence import LawEvidence, LawResult, exact
-from noisescope.localization.laws.results import MODEL, RelationResults
+from noisescope.localization.laws.results_by_site import MODEL, RelationResults
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.model.forwards import evaluating
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Place, Site
 

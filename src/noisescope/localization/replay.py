@@ -31,7 +31,7 @@ from noisescope.localization.tensors import host_rows
 from noisescope.localization.verdict import Verdict
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.forwards import device_of, evaluating, last_token_logits
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.probe.watch import RecordedCall, WatchScope, watch
 from noisescope.sites import FUSED, Site
 

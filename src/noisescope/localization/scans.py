@@ -33,11 +33,11 @@ from noisescope.localization.classify import classify
 from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.inputs import batches_for, parts_of
 from noisescope.localization.judge import judge
-from noisescope.localization.scan_statistics import PROFILES, Failure, Readings, Scanner
+from noisescope.localization.scan_readings import PROFILES, Failure, Readings, Scanner
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import evaluating
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.sites import Site
 
 SCANS = ("bookkeeping", "instability", *PROFILES)

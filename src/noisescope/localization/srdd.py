@@ -37,7 +37,7 @@ from noisescope.localization.inputs import last_logits, parts_of, prompt_ids
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import Prompts
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.sites import Site

@@ -46,13 +46,13 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import NothingInjected, unknown
-from noisescope.identity import registered
 from noisescope.injection import Injection, Perturbation
 from noisescope.measures.fisher import GradientScreen
 from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
+from noisescope.stable_names import registered
 
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test holds them together.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is

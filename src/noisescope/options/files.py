@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.options.base import CommandOptions, canonical_names
 from noisescope.options.fields import described, options_of
-from noisescope.options.values import CommandOptions, canonical_names
 
 SECTION = "diagnostic"
 # The notes' sections by level. A key of one would mean something else in another, so each has its own and no more.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from noisescope.options.base import Naming
 from noisescope.options.fields import (
     GRANULARITIES,
     NARROWEST_BITS,
@@ -17,7 +18,7 @@ from noisescope.options.fields import (
     command_option,
     option,
 )
-from noisescope.options.groups import (
+from noisescope.options.shared import (
     CheckingOptions,
     PrintingOptions,
     ReportModelOptions,
@@ -25,7 +26,6 @@ from noisescope.options.groups import (
     SamplingOptions,
     Source,
 )
-from noisescope.options.values import Naming
 
 
 @dataclass(frozen=True, kw_only=True)

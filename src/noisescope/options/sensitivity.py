@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from noisescope.options.base import Naming
 from noisescope.options.fields import (
     DEFAULT_OPERATORS,
     EFFORTS,
@@ -18,7 +19,7 @@ from noisescope.options.fields import (
     command_option,
     option,
 )
-from noisescope.options.groups import (
+from noisescope.options.shared import (
     CheckingOptions,
     ExecutionOptions,
     FileOptions,
@@ -31,7 +32,6 @@ from noisescope.options.groups import (
     noise_scale,
     report_path,
 )
-from noisescope.options.values import Naming
 from noisescope.sites import canonical_operator
 
 

@@ -17,7 +17,7 @@ import torch
 from noisescope import __version__
 from noisescope.errors import InvalidInput
 from noisescope.passports.diff import KIND, SCHEMA_VERSION
-from noisescope.passports.operations import REFUSALS, Operation, Operations, Product, reason
+from noisescope.passports.probe_basics import REFUSALS, Operation, Operations, Product, reason
 from noisescope.passports.probe_functions import attention, elementwise, functions
 from noisescope.passports.probe_invariance import batched, invariance, linear_laws
 from noisescope.passports.probe_products import INNER_SIZES, QUICK_INNER_SIZES, products

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from scipy.special import erf
 
-from noisescope.passports.operations import (
+from noisescope.passports.probe_basics import (
     BIG_SIGN,
     SMALL,
     Array,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from noisescope.passports.operations import (
+from noisescope.passports.probe_basics import (
     Array,
     Product,
     attempt,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.passports.operations import (
+from noisescope.passports.probe_basics import (
     BIG_SIGN,
     SMALL,
     UNCLEAR,

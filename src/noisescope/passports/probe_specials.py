@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from noisescope.passports.operations import (
+from noisescope.passports.probe_basics import (
     INTEGERS,
     Format,
     Operation,

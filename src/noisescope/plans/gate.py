@@ -29,11 +29,11 @@ from noisescope import stats
 from noisescope.diagnosis.context import Array
 from noisescope.diagnosis.gate_baseline import CLEAN
 from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts
-from noisescope.diagnosis.sections import GateNumbers
+from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, metric_name, percent
-from noisescope.findings.values import counted, span
-from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most, overall
+from noisescope.findings.check_verdicts import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most, overall
+from noisescope.findings.finding import counted, span
 from noisescope.plans.gate_rows import (
     ConditionsRow,
     Decision,

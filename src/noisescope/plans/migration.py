@@ -27,10 +27,10 @@ from typing import Literal
 from noisescope.diagnosis.ranking import STANDS_OUT, typical_nats
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Effect, LayerAnalysis
-from noisescope.diagnosis.sections import ChannelRow, Conclusions
+from noisescope.diagnosis.section_types import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
 from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
-from noisescope.findings.values import counted
+from noisescope.findings.finding import counted
 from noisescope.sites import NamedPlace, OuterPlace
 
 Rank = Literal[1, 2, 3]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.diagnosis.sections import FormatScore, FormatScores
+from noisescope.diagnosis.section_types import FormatScore, FormatScores
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import LIMITS
 from noisescope.options.fields import GRANULARITIES

@@ -26,9 +26,9 @@ from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import divergence, paired, ratio
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import NONLINEAR, Divergence
-from noisescope.diagnosis.sections import FormatScores
+from noisescope.diagnosis.section_types import FormatScores
 from noisescope.errors import NoisescopeError
-from noisescope.findings.values import counted, span
+from noisescope.findings.finding import counted, span
 from noisescope.injection import Injection
 from noisescope.plans.precision import Module, Plan, scores_of
 from noisescope.stats import Estimate

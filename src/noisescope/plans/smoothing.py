@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Divergence
-from noisescope.diagnosis.sections import ChannelRow
+from noisescope.diagnosis.section_types import ChannelRow
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import band, outlier_advice
 from noisescope.findings.advice import TARGETS
-from noisescope.findings.values import span
+from noisescope.findings.finding import span
 from noisescope.stats import Estimate
 
-# For W8A8 by the band of the largest channel over the median (findings/bands.py): above 10 it is watched, since one
+# For W8A8 by the band of the largest channel over the median (findings/thresholds.py): above 10 it is watched, as one
 # scale per tensor may be enough; above 20 it gets a scale of its own; above 50 it is smoothed with this alpha. Other
 # targets have one method whatever the ratio above 10; the gain of OmniQuant is not measured here.
 METHODS = {"MODERATE": ("monitor", None), "HIGH": ("per-channel", None), "CRITICAL": ("SmoothQuant", 0.75)}

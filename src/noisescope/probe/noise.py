@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from noisescope.errors import unknown
-from noisescope.identity import registered
 from noisescope.injection import checked_scale
 from noisescope.probe.draws import Draw
+from noisescope.stable_names import registered
 
 RELATIVE_TO = ("element", "rms", "absolute")
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from noisescope.model.anatomy import MODULE, Unit, linear_weight
-from noisescope.probe.attention import AttentionArguments
 from noisescope.probe.functions import TRANSPOSED, argument, first_tensor, operands, with_tensor
+from noisescope.probe.unfused_attention import AttentionArguments
 from noisescope.sites import FUSED, Site
 
 if TYPE_CHECKING:
-    from noisescope.probe.target import Context
+    from noisescope.probe.operator_target import Context
 
 
 @dataclass(frozen=True)

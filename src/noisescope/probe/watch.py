@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.probe.model_scope import ModelScope
+from noisescope.probe.operator_target import CallListener
 from noisescope.probe.recorded_call import RecordedCall as RecordedCall
-from noisescope.probe.scope import ModelScope
-from noisescope.probe.target import CallListener
 from noisescope.sites import Place
 
 OnCall = Callable[[RecordedCall], Any]

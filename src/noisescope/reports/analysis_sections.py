@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from noisescope.diagnosis.rows import AvalanchePoint, CellEffect, Effect, Interaction, LayerAnalysis, WindowEffect
-from noisescope.diagnosis.sections import ChannelRow, Metrics
+from noisescope.diagnosis.section_types import ChannelRow, Metrics
 from noisescope.findings import LIMITS
-from noisescope.findings.values import counted
+from noisescope.findings.finding import counted
 from noisescope.reports.document import Bar, Block, Cell, Chart, HeatMap, Paragraph, Section
-from noisescope.reports.report import DiagnosisReport
+from noisescope.reports.report_file import DiagnosisReport
 from noisescope.reports.words import (
     ONE_SIDED,
     SHARES,

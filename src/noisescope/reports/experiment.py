@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from noisescope.diagnosis.report import SCHEMA_VERSION
-from noisescope.findings import values
+from noisescope.findings import finding
 from noisescope.jsonform import Json
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Document, Paragraph, Section
-from noisescope.reports.report import SavedReport
+from noisescope.reports.report_file import SavedReport
 from noisescope.reports.words import estimate, number, percent, span, table
 from noisescope.stats import Estimate
 
@@ -231,7 +231,7 @@ def quantity(row: JudgedCriterion) -> Cell:
     if row.as_log:
         value, low, high = (math.exp(end) for end in (found.value, found.low, found.high))
         return Cell(f"factor {number(value)}", value, interval=span(low, high))
-    return Cell(f"{100 * found.value:+.2f} points", found.value, interval=values.span(found, "+.2f", 100))
+    return Cell(f"{100 * found.value:+.2f} points", found.value, interval=finding.span(found, "+.2f", 100))
 
 
 def _more(row: JudgedCriterion) -> str:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import jinja2
 from markupsafe import Markup
 
+from noisescope.reports.chart_layout import LABEL, drawable, plot_bars, plot_curve
 from noisescope.reports.document import Cell, Document, HeatMap, Table
-from noisescope.reports.svg import LABEL, drawable, plot_bars, plot_curve
 
 LONG_TABLE = 8  # rows; above this a table gets a filter
 TALL_TABLE = 20  # rows; above this a table scrolls in a box of its own

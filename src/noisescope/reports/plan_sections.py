@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noisescope.findings.values import counted
+from noisescope.findings.finding import counted
 from noisescope.plans.migration import Priority
 from noisescope.plans.precision_results import PlanRow, PrecisionPlan
 from noisescope.reports.document import Block, Cell, Paragraph, Section
-from noisescope.reports.report import DiagnosisReport
+from noisescope.reports.report_file import DiagnosisReport
 from noisescope.reports.words import estimate, mean, metric_name, percent, run_metric, table, tone
 from noisescope.sites import Place
 

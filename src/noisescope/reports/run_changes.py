@@ -10,11 +10,11 @@ from typing import ClassVar
 
 from noisescope.diagnosis.change_rows import LOWER_IS_BETTER, UNCHANGED, ChangeRow, ComparedRuns, RunChanges, RunFacts
 from noisescope.diagnosis.rows import SIGNIFICANT
-from noisescope.findings import values
+from noisescope.findings import finding
 from noisescope.jsonform import Json
 from noisescope.plans.gate_rows import GateResult
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Curve, Document, Paragraph, Section
-from noisescope.reports.report import SavedReport
+from noisescope.reports.report_file import SavedReport
 from noisescope.reports.words import SHARES, cell, described, estimate, metric_name, number, percent, table
 from noisescope.stats import Estimate
 
@@ -114,7 +114,7 @@ def change(row: ChangeRow) -> Cell:
     if found.value is None:
         return estimate(found)
     factor, unit = (100.0, " points") if row.metric in SHARES else (1.0, "")
-    span = "" if found.low is None and found.high is None else values.span(found, "+.3g", factor)
+    span = "" if found.low is None and found.high is None else finding.span(found, "+.3g", factor)
     return Cell(f"{factor * found.value:+.3g}{unit}", found.value, _TONES.get(row.verdict, ""), interval=span)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from noisescope import findings
 from noisescope.diagnosis.report import Run
 from noisescope.diagnosis.rows import Divergence, Effect
-from noisescope.diagnosis.sections import Threshold
+from noisescope.diagnosis.section_types import Threshold
 from noisescope.findings import Finding
 from noisescope.findings import metric_name as metric_name
 from noisescope.reports.document import TONES, Cell, Table

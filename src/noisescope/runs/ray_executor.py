@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, whole_number
-from noisescope.model.source import accelerators, source_of
-from noisescope.model.subject import Subject
-from noisescope.options.groups import ExecutionOptions
+from noisescope.model.fingerprint import accelerators, source_of
+from noisescope.model.loading import Subject
+from noisescope.options.shared import ExecutionOptions
 from noisescope.runs.batches import Material
 from noisescope.runs.ray_worker import Answer, Arithmetic, Job, Ready, Worker, prompt_tokens_id
 from noisescope.trials import Conditions, Result, Slice, Trial

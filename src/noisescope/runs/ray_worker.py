@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from noisescope.errors import NoisescopeError
-from noisescope.model.source import Source
-from noisescope.model.subject import Subject
+from noisescope.model.fingerprint import Source
+from noisescope.model.loading import Subject
 from noisescope.runs.batches import Material
 from noisescope.runs.runner import TrialRunner, conditions
 from noisescope.trials import Conditions, Result, Trial, content_id

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from noisescope.errors import UnsupportedModel
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import evaluating, input_device
-from noisescope.model.source import model_fingerprint
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import Probe
 from noisescope.probe.prefix import Prefix, first_noisy_block

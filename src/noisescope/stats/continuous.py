@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from noisescope.stats.samples import Array
+from noisescope.stats.score_arrays import Array
 
 LARGEST = 1e6  # statistics beyond this are as good as infinite, and their cubes still fit a float
 

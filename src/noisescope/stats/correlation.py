@@ -12,7 +12,7 @@ from scipy import special
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.estimate import NOT_MEASURABLE
-from noisescope.stats.samples import Array, checked_level, pairs
+from noisescope.stats.score_arrays import Array, checked_level, pairs
 
 METHODS = ("spearman", "pearson")
 

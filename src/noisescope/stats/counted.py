@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from noisescope.stats.continuous import bisect
-from noisescope.stats.samples import Array
+from noisescope.stats.score_arrays import Array
 
 # Pulls the design effect towards 1 (no gain from further seeds) by a quarter of one changed sample: with 0 or 1 changed
 # samples it can't be measured. Without it coverage drops to 93.5 %, with one whole sample it rises to 98 %.

@@ -27,8 +27,8 @@ from noisescope.errors import InvalidInput
 from noisescope.estimate import NOT_MEASURABLE, Estimate
 from noisescope.stats import continuous, counted
 from noisescope.stats.continuous import bisect
-from noisescope.stats.intervals import degradation, mean
-from noisescope.stats.samples import Array, Paired, checked_level, pairs, unseen_error
+from noisescope.stats.score_arrays import Array, Paired, checked_level, pairs, unseen_error
+from noisescope.stats.score_estimates import degradation, mean
 
 FOLDS = 10
 SELECTED = "simultaneous"  # the method of an estimate whose size and lower end allow for the selection

@@ -53,7 +53,7 @@ from scipy import special
 
 from noisescope.estimate import NOT_MEASURABLE, UNBOUNDED, Estimate
 from noisescope.stats import continuous
-from noisescope.stats.samples import Array, checked_level, nonnegative_means, pairs, scores, unseen_error
+from noisescope.stats.score_arrays import Array, checked_level, nonnegative_means, pairs, scores, unseen_error
 
 TRIM = 0.2  # at either end: Yuen's and Wilcox's choice
 _WIDENED = 2  # few skewed logarithms: 95 % intervals of 16 covered 91 to 95 %; 1 + 2 / n times as wide, 93 to 97 %

@@ -27,12 +27,12 @@ from typing import Any
 from torch import nn
 
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
-from noisescope.identity import registered
 from noisescope.injection import Injection
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.tally import Tally
 from noisescope.sites import PHASES, Place
+from noisescope.stable_names import registered
 from noisescope.training.launch import data_rank
 from noisescope.training.schedules import Schedule
 

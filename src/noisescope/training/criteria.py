@@ -13,7 +13,7 @@ from noisescope.reports.experiment import JudgedCriterion, Theory
 from noisescope.training.hypotheses import REFUTED, SUPPORTED, UNDECIDED, UNMEASURABLE, Criterion
 
 if TYPE_CHECKING:
-    from noisescope.training.phases import Arm
+    from noisescope.training.phases_experiment import Arm
 
 BETTER, SIMILAR, POOR = 0.05, 0.01, 0.02  # points of accuracy: at least, less than, at most
 STABLE = math.log(1.1)  # the notes' band of gradient ratios, 0.9 to 1.1

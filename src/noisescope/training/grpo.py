@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from noisescope.errors import MissingExtra
 from noisescope.sites import PHASES
-from noisescope.training.phases import Job, Trained, due
+from noisescope.training.phases_experiment import Job, Trained, due
 from noisescope.training.trainer_callback import TrainingNoiseCallback, random_state_kept
 
 try:

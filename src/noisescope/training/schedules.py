@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Effect, LayerAnalysis
 from noisescope.errors import InvalidInput, unknown
-from noisescope.identity import registered
 from noisescope.injection import checked_scale
-from noisescope.reports.report import Report
+from noisescope.reports.report_file import Report
 from noisescope.sites import Place
+from noisescope.stable_names import registered
 
 Schedule = Callable[[int], float]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import noisescope as ns
 from noisescope import diagnostic, noisy_ops
 from noisescope.compat.noisy_ops.state import state
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.testing import tiny_model
 
 

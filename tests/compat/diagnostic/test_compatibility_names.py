@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from noisescope import diagnostic, findings, noisy_ops
-from noisescope.compat.diagnostic.questions import layer_of
+from noisescope.compat.diagnostic.adapter import layer_of
 
 Kit = Any  # of conftest.py
 
@@ -104,7 +104,7 @@ USES: dict[str, Callable[[Kit], Any]] = {
     f"{D}.estimate_hessian_trace": lambda k: diagnostic.estimate_hessian_trace(
         k.model, k.loss, k.tokens, num_samples=2
     ),
-    "noisescope.compat.diagnostic.questions.layer_of": lambda k: layer_of("model.layers.9.mlp") == 9,
+    "noisescope.compat.diagnostic.adapter.layer_of": lambda k: layer_of("model.layers.9.mlp") == 9,
     f"{N}.enable_noisy_ops": lambda k: k.inside_noise(lambda: noisy_ops._NOISY_OPS_ENABLED),
     f"{N}.disable_noisy_ops": lambda k: k.inside_noise(lambda: True) and not noisy_ops._NOISY_OPS_ENABLED,
     f"{N}.set_noise_phases": lambda k: noisy_ops.set_noise_phases(forward=True, backward=True) or True,

@@ -23,18 +23,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from noisescope.compat.diagnostic.channels import *  # noqa: F403
     from noisescope.compat.diagnostic.dashboard import *  # noqa: F403
-    from noisescope.compat.diagnostic.formulas import *  # noqa: F403
     from noisescope.compat.diagnostic.levels import *  # noqa: F403
+    from noisescope.compat.diagnostic.metrics import *  # noqa: F403
     from noisescope.compat.diagnostic.monitor import *  # noqa: F403
+    from noisescope.compat.diagnostic.outlier_channels import *  # noqa: F403
     from noisescope.compat.diagnostic.plans import *  # noqa: F403
 
 _LAZY = {
-    "channels": "ActivationCapture ChannelOutlierDetector capture_layer_output detect_outliers detect_outliers_fisher "
-    "detect_outliers_quantile",
+    "outlier_channels": "ActivationCapture ChannelOutlierDetector capture_layer_output detect_outliers "
+    "detect_outliers_fisher detect_outliers_quantile",
     "dashboard": "MetricsDashboard correlate_layer_and_channel_sensitivity validate_metric_correlations",
-    "formulas": "compute_correlation compute_gradient_ratio compute_kl_divergence compute_layer_hessian_trace "
+    "metrics": "compute_correlation compute_gradient_ratio compute_kl_divergence compute_layer_hessian_trace "
     "compute_mae compute_mape compute_max_error compute_snr compute_sparsity estimate_fim_diagonal "
     "estimate_hessian_trace",
     "levels": "IntegratedDiagnostic find_critical_threshold identify_avalanche_points operator_level_diagnosis "

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from noisescope import stats
 from noisescope.comparison.measures import ErrorSums
-from noisescope.compat.diagnostic.formulas import check_activations, compute_sparsity
+from noisescope.compat.diagnostic.adapter import Question, Row, ask, ends_of, layer_of, loss_of, value_of
 from noisescope.compat.diagnostic.levels import threshold_value
-from noisescope.compat.diagnostic.questions import Question, Row, ask, ends_of, layer_of, loss_of, value_of
-from noisescope.diagnosis import channels, dashboard
+from noisescope.compat.diagnostic.metrics import check_activations, compute_sparsity
+from noisescope.diagnosis import channels, model_metrics
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput
 from noisescope.findings import (
@@ -27,7 +27,7 @@ from noisescope.findings import (
     hardware_assessment,
 )
 from noisescope.jsonform import to_json
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.trials import Results, Trial
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -309,12 +309,12 @@ def _threshold(value: float | None, full: Row) -> str:
 
 def _propose(context: StudyContext, results: Results) -> list[Trial]:
     captured = channels.capture_trial(context)
-    return context.ask(None) + dashboard.propose(context, results, None) + ([] if captured is None else [captured])
+    return context.ask(None) + model_metrics.propose(context, results, None) + ([] if captured is None else [captured])
 
 
 _METRICS = Question(
     _propose,
     lambda context, results: to_json(
-        dashboard.conclude(context, results, None, channels.conclude(context, results, None))
+        model_metrics.conclude(context, results, None, channels.conclude(context, results, None))
     ),
 )

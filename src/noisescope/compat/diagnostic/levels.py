@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from noisescope import api
-from noisescope.compat.diagnostic.questions import (
+from noisescope.compat.diagnostic.adapter import (
     Question,
     Row,
     ask,
@@ -22,13 +22,13 @@ from noisescope.compat.diagnostic.questions import (
     subject_of,
     window_rows,
 )
-from noisescope.diagnosis import layers, noise_levels, operators
+from noisescope.diagnosis import layers, operators, robustness_curve
 from noisescope.diagnosis.context import GROUP, StudyContext
 from noisescope.errors import InvalidInput, NoisescopeError, NothingInjected
 from noisescope.findings import BANDS, LIMITS, NOT_MEASURABLE, Window, avalanche_points, band
 from noisescope.jsonform import to_json
-from noisescope.model.subject import Subject
-from noisescope.reports.report import Report
+from noisescope.model.loading import Subject
+from noisescope.reports.report_file import Report
 from noisescope.trials import Results, Trial
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ _OPERATORS = Question(
 )
 _WINDOWS = Question(_propose_windows, lambda context, results: to_json(layers.conclude(context, results, None).windows))
 _THRESHOLD = Question(
-    lambda context, results: context.ask(None) + noise_levels.propose(context, results),
-    lambda context, results: to_json(noise_levels.conclude(context, results)),
+    lambda context, results: context.ask(None) + robustness_curve.propose(context, results),
+    lambda context, results: to_json(robustness_curve.conclude(context, results)),
 )
 
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from noisescope.api.gates import gate
-from noisescope.compat.diagnostic.levels import operator_level_diagnosis
-from noisescope.compat.diagnostic.questions import (
+from noisescope.compat.diagnostic.adapter import (
     Row,
     batches_of,
     diagnosis_in,
@@ -27,11 +26,12 @@ from noisescope.compat.diagnostic.questions import (
     notes_name,
     subject_of,
 )
+from noisescope.compat.diagnostic.levels import operator_level_diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
-from noisescope.findings.verdicts import FAIL, PASS, UNDECIDED, Verdict, overall
+from noisescope.findings.check_verdicts import FAIL, PASS, UNDECIDED, Verdict, overall
 from noisescope.jsonform import from_json, to_json
-from noisescope.model.subject import Subject
+from noisescope.model.loading import Subject
 from noisescope.plans.gate_rows import DivergenceRow, GateRow, LimitRow, ScoreRow
 from noisescope.reports.document import Bar, Curve
 from noisescope.reports.figures import figure_of

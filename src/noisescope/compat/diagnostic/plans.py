@@ -13,8 +13,7 @@ from torch import nn
 from noisescope import noisy_ops
 from noisescope.api.fault_tests import run_fault_tests
 from noisescope.api.plan_trials import smooth_outliers
-from noisescope.compat.diagnostic.levels import IntegratedDiagnostic
-from noisescope.compat.diagnostic.questions import (
+from noisescope.compat.diagnostic.adapter import (
     Row,
     batches_of,
     diagnosis_in,
@@ -25,11 +24,12 @@ from noisescope.compat.diagnostic.questions import (
     our_name,
     subject_of,
 )
+from noisescope.compat.diagnostic.levels import IntegratedDiagnostic
 from noisescope.errors import InvalidInput
 from noisescope.findings import percent
 from noisescope.jsonform import to_json
-from noisescope.measures.smoothing import Smoothed
-from noisescope.model.subject import Subject
+from noisescope.measures.smoothquant import Smoothed
+from noisescope.model.loading import Subject
 from noisescope.plans.fault_tests import (
     MOST_CHANNEL_TESTS,
     FaultTest,

@@ -18,7 +18,7 @@ from torch import Tensor
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import linear as linear_laws
-from noisescope.localization.laws.evidence import LawEvidence, check_repeatability, exact, floored
+from noisescope.localization.laws.call_results import LawEvidence, check_repeatability, exact, floored
 from noisescope.localization.laws.functions import log_odds
 from noisescope.localization.laws.linear import Linear
 from noisescope.localization.laws.table import Law

@@ -18,10 +18,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.expression_search import PART, inner_modules
+from noisescope.localization.block_wiring import PART, inner_modules
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.anatomy import ROTARY as ROTARY_KIND
-from noisescope.probe.attention import decomposed_config
+from noisescope.probe.unfused_attention import decomposed_config
 from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import FUSED
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.expression_search import PART, Recorder, Residuals
+from noisescope.localization.block_wiring import PART, Recorder, Residuals
 from noisescope.localization.host_operators import host_arithmetic, input_of
 from noisescope.localization.host_products import as_multiplied
-from noisescope.localization.laws import attention, functions, linear, norms, sublayers, weights
+from noisescope.localization.laws import attention, functions, linear, linear_checksums, norms, sublayers
+from noisescope.localization.laws.call_results import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.calls import ATTENTION_MODULE, MLP, ROTARY, Handler, unbiased
-from noisescope.localization.laws.evidence import EvidenceFacts, LawEvidence
-from noisescope.localization.laws.results import OPERATOR, SUBLAYER, RelationResults
+from noisescope.localization.laws.results_by_site import OPERATOR, SUBLAYER, RelationResults
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
@@ -131,17 +131,17 @@ class LawDispatcher:
         call, biased = unbiased(recorded)
         x, y = recorded.tensors
         given = as_multiplied(x, y)
-        zero_channels = functools.partial(weights.zero_channels, recorded.callee)
+        zero_channels = functools.partial(linear_checksums.zero_channels, recorded.callee)
         own = linear.Linear(call, given, x.shape[-1], additive=not packed, zero_channels=zero_channels)
         found, base = linear.examine(own, y if given is x and not biased else None)
         if packed:
             found.skipped.append(f"{Law.ADDITIVITY}, {Law.NAN_PASSES}: {packed} may quantise what it is given")
         if self.weights:
-            weights.check_checksums(recorded, found)
+            linear_checksums.check_checksums(recorded, found)
         if found.broken:
             linear.probe_suspect(own, base, found)
             if self.weights:
-                weights.read_weights_back(recorded, found)
+                linear_checksums.read_weights_back(recorded, found)
         self.add(recorded, found)
 
     def _norm(self, recorded: RecordedCall) -> None:

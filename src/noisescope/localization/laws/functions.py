@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.evidence import (
+from noisescope.localization.laws.call_results import (
     LawEvidence,
     LawResult,
     check_repeatability,

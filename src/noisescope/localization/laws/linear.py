@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.evidence import (
+from noisescope.localization.laws.call_results import (
     TINY,
     LawEvidence,
     LawResult,

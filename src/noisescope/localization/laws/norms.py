@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.formulas import NormFormula, norm_formula
+from noisescope.localization.formula_recognition import NormFormula, norm_formula
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.laws.calls import unbiased
-from noisescope.localization.laws.evidence import (
+from noisescope.localization.laws.call_results import (
     TINY,
     LawEvidence,
     LawResult,
@@ -28,6 +27,7 @@ from noisescope.localization.laws.evidence import (
     known_values,
     sampled_rows,
 )
+from noisescope.localization.laws.calls import unbiased
 from noisescope.localization.laws.output_statistics import Statistics, measure
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch
-from noisescope.localization.laws.evidence import TINY, LawResult
+from noisescope.localization.laws.call_results import TINY, LawResult
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import number_format
 from noisescope.localization.tensors import differing, rms, same_numbers

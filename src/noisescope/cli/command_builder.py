@@ -1,0 +1,180 @@
+"""A typer command from an options class: its options are the fields, its help is the function's docstring.
+
+Also what several commands share: warnings and interrupts in one line, stored commands, exit codes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+
+import typer
+import typer.core
+
+from noisescope import api
+from noisescope.errors import InvalidInput
+from noisescope.options.base import CommandOptions
+from noisescope.options.fields import Option, options_of
+from noisescope.options.files import read_file
+from noisescope.options.shared import CheckingOptions, ExecutionOptions
+
+E = TypeVar("E", bound=ExecutionOptions)
+COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any], None]]] = {}  # all that were added, by name
+_NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
+
+
+def add_command(app: typer.Typer, run: Callable[[Any], None]) -> None:
+    """`run` as a command of the app: called with its options (the class that its annotation names), checked."""
+    options: type[CommandOptions] = get_type_hints(run)["options"]
+    COMMANDS[options.command] = options, run
+    known = options_of(options, "command")
+
+    def call(**given: Any) -> None:
+        typed = {name: word for name, word in given.items() if word is not None}
+        words = {name: known[name].checked(word, text=True, where=known[name].typed) for name, word in typed.items()}
+        file = {} if words.get("config") is None else read_file(words["config"], options)
+        keys = {name: f"{name} (in {words['config']})" for name in file if name not in words}
+        run(options.from_command_line({**file, **words}, keys=keys))
+
+    parameters = [_parameter(one) for one in known.values()]
+    call.__dict__["__signature__"] = inspect.Signature(parameters)
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    call.__doc__ = run.__doc__
+
+    class Command(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ours = rewritten(args, known)
+            refuse_mistyped(ours, known, options.command)
+            return super().parse_args(ctx, ours)
+
+    app.command(options.command.split()[-1], cls=Command)(call)
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """As typer reads it. Everything is text that may be absent: defaults and checks are those of the options class."""
+    if option.argument:
+        info: Any = typer.Argument(metavar=option.argument, help=option.help, show_default=False)
+        hint: Any = Annotated[str | None, info]
+    elif option.kind is bool:
+        names = (f"{option.flag}/--{option.negative}",) if option.negative else option.flags
+        hint = Annotated[bool | None, typer.Option(*names, help=_help(option), show_default=False)]
+    else:
+        names, hidden = option.flags, option.hidden
+        info = typer.Option(*names, metavar=option.unit, help=_help(option), show_default=False, hidden=hidden)
+        hint = Annotated[str | None, info]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+
+def _help(option: Option) -> str:
+    return f"{option.sentence} [default: {option.shown_default}]" if option.shown_default else option.sentence
+
+
+def rewritten(args: list[str], options: dict[str, Option]) -> list[str]:
+    """A command line with other names as ours: --window_size 3 is --window 3, --model X is X, numbers get commas."""
+    names = {f"--{alias.replace('_', '-')}": option for option in options.values() for alias in option.aliases}
+    names |= {option.flag: option for option in options.values()}
+    found: list[str] = []
+    places: dict[str, str] = {}
+    waiting = list(args)
+    while waiting:
+        word = waiting.pop(0)
+        if word == "--":
+            return [*places.values(), *found, word, *waiting]
+        flag, equals, value = word.partition("=")
+        option = names.get(flag.replace("_", "-")) if flag.startswith("--") else None
+        if option is None:
+            found.append(word)
+            continue
+        if option.argument:
+            if equals or waiting:
+                places[option.argument] = value if equals else waiting.pop(0)
+            continue
+        found.append(f"{option.flag}{equals}{value}")
+        if option.many and option.kind is not str and not equals and waiting:
+            numbers = [waiting.pop(0)]
+            while waiting and _NUMBER.fullmatch(waiting[0]):
+                numbers.append(waiting.pop(0))
+            found.append(",".join(numbers))
+    return [*(places[one.argument] for one in options.values() if one.argument in places), *found]
+
+
+def refuse_mistyped(args: list[str], options: dict[str, Option], command: str) -> None:
+    """An unknown flag, with the nearest one, or a flag without its value, in one line."""
+    see = f"See noisescope {command} --help"
+    values = {name for o in options.values() if not o.argument and o.kind is not bool for name in o.flags}
+    switches = {name for o in options.values() if o.kind is bool for name in o.flags}
+    switches |= {f"--{o.negative}" for o in options.values() if o.negative} | {"--help"}
+    waiting = list(args)
+    while waiting and waiting[0] != "--":
+        word = waiting.pop(0)
+        flag, equals, _ = word.partition("=")
+        if flag.startswith("--") and flag not in values | switches:
+            shown = sorted({o.flag for o in options.values() if not o.argument and not o.hidden} | switches)
+            near = difflib.get_close_matches(flag.replace("_", "-"), shown, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise InvalidInput(f"there is no option {flag}. {hint}{see}")
+        if word in values and not equals:
+            if not waiting or waiting[0].partition("=")[0] in values | switches:
+                came = f"{waiting[0]} follows it" if waiting else "nothing follows it"
+                raise InvalidInput(f"{word} needs a value, and {came}. {see}")
+            waiting.pop(0)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings as one line without source code."""
+
+    def show(message: Any, *args: Any, **kwargs: Any) -> None:
+        typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def hush_torchao() -> None:
+    """Leave out what is logged when transformers imports torchao, if that is installed: nobody here can act on it.
+
+    It says which of its kernels are not for this machine, and torch that it registers enums in an old way.
+    """
+    for logger in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(logger).addFilter(_concerns_users)
+
+
+def _concerns_users(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "Failed to load " not in text and " is an Enum subclass " not in text
+
+
+@contextmanager
+def explain_resuming(output: Path | None) -> Iterator[None]:
+    """Ctrl-C prints how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "" if output is None else f" What was measured is kept: noisescope runs resume {output}"
+        typer.echo(f"\ninterrupted.{kept}", err=True)
+        raise typer.Exit(130) from None
+
+
+def resumable_options(options: E, progress: Any) -> E:
+    """The options of a run that is shown as it goes, and that `runs resume` can repeat from any folder."""
+    stored = {name: value for name, value in options.plain().items() if name not in ("config", "json")}
+    for key in ("model", "data", "calibration", "baseline"):
+        path = stored.get(key)
+        if isinstance(path, str) and path != "demo" and Path(path).exists():
+            stored[key] = str(Path(path).absolute())  # a hub id or a name stays what it is
+    return dataclasses.replace(options, progress=progress, repeat={"name": options.command, "options": stored})
+
+
+def exit_by(verdict: api.reports.check_verdicts.Verdict, options: CheckingOptions) -> NoReturn:
+    """The exit code of a verdict: 0 pass, 1 fail, 3 undecided, which --allow-undecided makes 0."""
+    raise typer.Exit(api.reports.check_verdicts.exit_code(verdict, allow_undecided=options.allow_undecided))

@@ -1,0 +1,374 @@
+"""From a name on the command line to a model under test: `load`, `wrap`, and `outline` where weights aren't needed.
+
+Nothing is downloaded and no pickle is run: a pickle is a program, and a checkpoint is somebody else's file. Of pickles
+only a plain state dict is read, by torch's reader that takes tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from noisescope import demo
+from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
+from noisescope.model.anatomy import Anatomy, dissect
+from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_STATE_DICTS = (".pt", ".pth", ".bin")
+_PICKLES = (*_STATE_DICTS, ".pkl", ".pickle", ".ckpt")
+_CONVERT = (
+    "Convert it to safetensors (load it where you trust it and call model.save_pretrained(folder)), then pass that "
+    "folder."
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.txt", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model under test, with what is needed to run it and to target its parts."""
+
+    model: nn.Module
+    tokenizer: Any  # None where the source has none (a vision model, a bare module)
+    anatomy: Anatomy
+    source: str
+    loading: Mapping[str, Any] | None = None  # `load`'s keyword arguments as plain values; None: wrapped
+
+    def __repr__(self) -> str:
+        return f"<Subject {self.source}: {self.anatomy.architecture}, {len(self.anatomy.blocks)} blocks>"
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """Where a model is stored: a folder, and the GGUF file or the state dict in it if that is what was asked for."""
+
+    source: str
+    folder: Path
+    gguf: str | None
+    trusted: bool
+    state_dict: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What every `from_pretrained` of transformers is given."""
+        arguments: dict[str, Any] = {"local_files_only": True, "trust_remote_code": self.trusted}
+        return arguments if self.gguf is None else {**arguments, "gguf_file": self.gguf}
+
+
+def load(
+    source: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    device_map: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Subject:
+    """A model with its tokenizer and anatomy, in eval mode.
+
+    `source` is a Hugging Face folder, an id from the local Hugging Face cache, a `.gguf` file, a state dict (`.pt`)
+    beside its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
+    `./demo`), or `tiny:llama` and the like (noisescope.testing). `dtype` is as stored unless given. `device` is any
+    torch device; where `device_map` is given, accelerate decides instead. The class is the one that the checkpoint
+    names, else a causal language model.
+
+    The weights of a GGUF file are dequantised on loading: noise falls on the arithmetic of the dequantised model.
+    """
+    wanted, where = _dtype(dtype), _device(device)
+    if str(source) == "demo" and dtype is None and where.type == "cpu":
+        wanted = torch.float32  # stored in bfloat16 to be small; most CPUs are slow in it
+    loading = {
+        "device": str(device),
+        "dtype": None if wanted is None else str(wanted).removeprefix("torch."),
+        "attn_implementation": attn_implementation,
+        "device_map": device_map,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
+    if str(source).startswith("tiny:"):
+        return replace(_tiny(str(source), wanted, attn_implementation, where), loading=loading)
+    checkpoint = _find(source, revision, trust_remote_code)
+    if device_map is not None and importlib.util.find_spec("accelerate") is None:
+        raise MissingExtra("device_map needs the package accelerate: pip install 'noisescope[accelerate]'")
+    with _explained(checkpoint.source):
+        config = _config(checkpoint)
+        quantiser = _quantiser(config)
+        if device_map is None and quantiser:  # packed weights can't be moved afterwards
+            device_map = {"": str(where)}
+        settings = {"attn_implementation": attn_implementation, "device_map": device_map}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if checkpoint.state_dict:
+            model, info = _from_state_dict(checkpoint, config, wanted, settings)
+        else:
+            model, info = _model_class(config).from_pretrained(
+                checkpoint.folder,
+                **checkpoint.arguments(),
+                **settings,
+                dtype="auto" if wanted is None else wanted,
+                **({} if checkpoint.gguf else {"use_safetensors": True}),
+                output_loading_info=True,
+            )
+        tokenizer = _tokenizer(checkpoint)
+    if info["missing_keys"] and not quantiser:  # a quantiser names its tensors anew
+        raise InvalidInput(
+            f"{source} lacks {len(info['missing_keys'])} weights of {type(model).__name__} (such as "
+            f"{min(info['missing_keys'])}): they would be random numbers. Is a file of the checkpoint missing?"
+        )
+    if device_map is None:
+        model.to(where)
+    notes = []
+    if info["unexpected_keys"]:
+        notes.append(f"{len(info['unexpected_keys'])} tensors of the checkpoint are not used by {type(model).__name__}")
+    if checkpoint.gguf:
+        notes.append(f"weights were dequantised on loading: {', '.join(_gguf_formats(checkpoint))} in the file")
+    return replace(_subject(model.eval(), tokenizer, str(source), notes), loading=loading)
+
+
+def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
+    """A model you hold already, as it is: mode, device and wrappers stay."""
+    return Subject(model, tokenizer, dissect(model), getattr(model, "name_or_path", "") or type(model).__name__)
+
+
+def outline(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Subject:
+    """The same model on the meta device, without tokenizer: only the config is read, so size does not matter.
+
+    A quantised checkpoint shows plain linears here, since quantisers replace them on loading (with a note).
+    """
+    wanted = _dtype(dtype)
+    if str(source).startswith("tiny:"):
+        return _tiny(str(source), wanted, attn_implementation, torch.device("cpu"))
+    checkpoint = _find(source, revision, trust_remote_code, weights=False)
+    with _explained(checkpoint.source), torch.device("meta"):
+        config = _config(checkpoint)
+        build = _model_class(config)
+        # A class's own `from_config` has a leading underscore; AutoModel's public one calls it.
+        build = build.from_config if hasattr(build, "from_config") else build._from_config
+        settings = {"dtype": wanted, "attn_implementation": attn_implementation}
+        model = build(config, **{name: value for name, value in settings.items() if value is not None})
+    notes = []
+    quantiser = _quantiser(config)
+    if quantiser:
+        notes.append(
+            f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can fall on "
+            "their output and input, not on their weight"
+        )
+    if checkpoint.gguf:
+        notes.append(f"weights are dequantised on loading: {', '.join(_gguf_formats(checkpoint))} in the file")
+    return _subject(model.eval(), None, str(source), notes)
+
+
+def _subject(model: nn.Module, tokenizer: Any, source: str, notes: list[str]) -> Subject:
+    anatomy = dissect(model)
+    return Subject(model, tokenizer, replace(anatomy, notes=(*anatomy.notes, *notes)), source)
+
+
+def _tiny(source: str, dtype: torch.dtype | None, attention: str | None, device: torch.device) -> Subject:
+    from noisescope.testing import tiny_model
+
+    settings: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    with _explained(source):
+        model = tiny_model(source.removeprefix("tiny:"), **settings)
+    return _subject(model.to(device, dtype), None, source, [])
+
+
+def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: bool = True) -> _Checkpoint:
+    """Where the files of a source are, or an error that names what would be right."""
+    text, path = str(source), Path(source).expanduser()
+    if text == "demo":  # a folder of that name is ./demo
+        path = demo.folder()
+    if path.exists() and revision is not None:
+        raise InvalidInput(f"revision={revision!r} chooses a version of a hub id, but {text} is a path: leave it out")
+    if path.suffix.lower() in _STATE_DICTS and path.is_file() and (path.parent / "config.json").exists():
+        return _Checkpoint(text, path.parent, None, trusted, state_dict=path.name)
+    if path.suffix.lower() in _PICKLES:
+        raise InvalidInput(
+            f"{text} is a pickle, which runs code when opened, so noisescope does not open it, unless it is a plain "
+            f"state dict in a .pt, .pth or .bin file beside its config.json. {_CONVERT}"
+        )
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+            if missing:
+                raise MissingExtra(f"a .gguf file needs {' and '.join(missing)}: pip install 'noisescope[gguf]'")
+            return _Checkpoint(text, path.parent, path.name, trusted)
+        hint = f"pass its folder, {path.parent}" if path.suffix == ".safetensors" else ALLOWED
+        raise InvalidInput(f"{text} is a file that can't be loaded as a model: {hint}")
+    folder = path if path.is_dir() else _cached(text, path, revision)
+    _check_folder(text, folder, weights=weights)
+    return _Checkpoint(text, folder, None, trusted)
+
+
+def _cached(text: str, path: Path, revision: str | None) -> Path:
+    """The snapshot of a hub id in the hub library's own cache."""
+    refuse_missing_path(text)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(text, revision=revision, local_files_only=True))
+    except HFValidationError:
+        raise InvalidInput(f"{text!r} is no file, no folder and no hub id. {ALLOWED}") from None
+    except LocalEntryNotFoundError:
+        raise uncached(text, revision) from None
+
+
+def _check_folder(text: str, folder: Path, *, weights: bool) -> None:
+    if (folder / "adapter_config.json").exists():
+        raise InvalidInput(
+            f"{text} is a PEFT adapter, not a model: load base and adapter with peft, then noisescope.wrap(model)"
+        )
+    if not (folder / "config.json").exists():
+        found = next(iter(sorted(folder.glob("*.gguf"))), None)
+        hint = f"Pass the file: {found}" if found else ALLOWED
+        raise InvalidInput(f"the folder {text} holds no config.json. {hint}")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise InvalidInput(
+            f"the folder {text} holds no *.safetensors (pickles such as pytorch_model.bin are not opened: they run "
+            "code). Fetch the safetensors files, or convert with model.save_pretrained(folder)."
+        )
+
+
+def _config(checkpoint: _Checkpoint) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(checkpoint.folder, **checkpoint.arguments())
+
+
+def _model_class(config: Any) -> Any:
+    """The class the checkpoint was saved from, so a BERT, ViT or T5 comes with its own head."""
+    import transformers
+
+    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    return next((known for known in named if known is not None), transformers.AutoModelForCausalLM)
+
+
+def _from_state_dict(
+    checkpoint: _Checkpoint, config: Any, dtype: torch.dtype | None, settings: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a config with the weights of a state dict, in their own dtype unless another is wanted."""
+    import transformers
+
+    path = checkpoint.folder / str(checkpoint.state_dict)
+    try:  # only archives can be mapped: torch before 1.6 wrote none
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a broken file raises anything
+        raise InvalidInput(
+            f"{checkpoint.source} is no plain state dict. A whole pickled model runs code when opened, so noisescope "
+            f"does not open it. {_CONVERT}"
+        ) from error
+    if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        found = ", ".join(map(str, weights)) if isinstance(weights, dict) else type(weights).__name__
+        raise InvalidInput(
+            f"{checkpoint.source} is no plain state dict (tensors by name); it holds {found:.200}. Save the weights "
+            "alone: torch.save(model.state_dict(), path)"
+        )
+    floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    build = _model_class(config)
+    if hasattr(build, "from_config"):  # an Auto class takes no state dict: ask it for the class it stands for
+        with torch.device("meta"):
+            build = type(build.from_config(config, trust_remote_code=checkpoint.trusted))
+    model, info = build.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype or max(floats, key=lambda kept: kept.itemsize, default=None),
+        **settings,
+        output_loading_info=True,
+    )
+    for tensor in (*model.parameters(), *model.buffers()):  # off the file: a training run may overwrite it
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    if (checkpoint.folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+    return model, info
+
+
+def _quantiser(config: Any) -> str:
+    """The method a checkpoint is quantised with ("gptq", "fp8" ...), or ""."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return ""
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(getattr(method, "value", method) or "unnamed method")
+
+
+def _tokenizer(checkpoint: _Checkpoint) -> Any:
+    from transformers import AutoTokenizer
+
+    if checkpoint.gguf:
+        present = "tokenizer.ggml.tokens" in _gguf_reader(checkpoint).fields
+    else:
+        present = any(True for pattern in _TOKENIZERS for _ in checkpoint.folder.glob(pattern))
+    return AutoTokenizer.from_pretrained(checkpoint.folder, **checkpoint.arguments()) if present else None
+
+
+def _gguf_reader(checkpoint: _Checkpoint) -> Any:
+    from gguf import GGUFReader
+
+    return GGUFReader(checkpoint.folder / str(checkpoint.gguf))
+
+
+def _gguf_formats(checkpoint: _Checkpoint) -> list[str]:
+    return sorted({tensor.tensor_type.name for tensor in _gguf_reader(checkpoint).tensors})
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """None means as stored."""
+    if dtype is None or dtype == "auto":
+        return None
+    known = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype))
+    if known not in _DTYPES.values():
+        raise unknown("dtype", str(dtype), [*_DTYPES, "auto"])
+    return known
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device, tried out: a tensor of no elements fails where the device isn't there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise InvalidInput(f"device {str(device)!r} can't be used here: {_one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """transformers' errors as one line of ours; --debug and __cause__ still show the whole."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (NoisescopeError, torch.OutOfMemoryError):
+        raise
+    except ImportError as error:
+        raise MissingExtra(f"{source} needs a package that is missing: {_one_line(error)}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InvalidInput(f"transformers can't load {source}: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    """transformers likes paragraphs; the cure is often in the last of them, so all are kept, up to a limit."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 500 else f"{text[:500]} ..."

@@ -1,0 +1,194 @@
+"""Options of the commands about devices: inspect, record, compare, locate, passport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from noisescope.options.base import Naming
+from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, command_option, option
+from noisescope.options.shared import (
+    CheckingOptions,
+    DeviceOptions,
+    FileOptions,
+    LoadingOptions,
+    PrintingOptions,
+    SamplingOptions,
+    Source,
+    report_path,
+)
+
+_NOTES_LAYER, _NOTES_SCALE = 10, 0.05  # defaults of the original method notes' finder
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(PrintingOptions):
+    command: ClassVar[str] = "inspect"
+
+    model: str = changed(
+        LoadingOptions, "model", "demo", help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME."
+    )
+    verbose: bool = command_option(False, "List every module with its operators.", short="-v")
+    attn_implementation: str | None = command_option(
+        None, "sdpa, eager ...", unit="NAME", default_text="the model's own"
+    )
+    dtype: str | None = changed(DeviceOptions, "dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "record"
+
+    output: Path = option(Path("noisescope.record"), "A new folder.", unit="DIR", short="-o")
+    detail: str = option("sketch", "full keeps whole tensors of everything.", choices=DETAILS)
+    full_layers: tuple[int, ...] = option((), "Blocks of which whole tensors are kept, such as 9,10.",
+                                          least=0, default_text="none")  # fmt: skip
+    inputs: bool = option(
+        True, "With whole tensors: keep the inputs of modules too, for a replay.", negative="no-inputs"
+    )
+    samples: int = changed(SamplingOptions, "samples", 32)
+    max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
+    batch: int = option(16, "Prompts of one length in one forward.", least=1)
+    simulate: str | None = command_option(
+        None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
+    )
+    prompts: Sequence[Any] | None = option(
+        None, "Texts or token ids, taken as they are instead of data.", surface="python", open=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(CheckingOptions, PrintingOptions):
+    command: ClassVar[str] = "compare"
+
+    a: Path | Any = argument(
+        "A", "The reference: a record, or a dump of msprobe.", open=True, exists="folder", aliases=("gpu_checkpoint",)
+    )
+    b: Path | Any = argument(
+        "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
+    )
+    layers: tuple[int, ...] | None = option(
+        None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", least=0, default_text="all"
+    )
+    max_mape: float | None = option(
+        None, "The check fails where the MAPE of a site is larger; needs whole tensors.", least=0
+    )
+    sensitivity: Path | Mapping[str, Any] | None = option(
+        None, "The report.json of a diagnosis of this model: differences are given in nats.", open=True,
+        check=report_path,
+    )  # fmt: skip
+    affordable: float | None = option(
+        None, "With sensitivity: nats that the difference of a layer may cost.", above=0, default_text="0.01"
+    )
+    output: Path | None = command_option(None, "Write the comparison there as JSON.", short="-o")
+
+    def problems(self, named: Naming) -> Iterator[str]:
+        if self.affordable is not None and self.sensitivity is None:
+            yield (
+                f"{named('affordable')} needs {named('sensitivity')}: the report of a diagnosis shows what a "
+                "difference costs"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "locate"
+
+    method: str = option("auto", "How to look for the fault.", choices=LOCATE_METHODS)
+    simulate: str | None = changed(
+        RecordOptions,
+        "simulate",
+        help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
+    )
+    # The flags of the original method notes' finder scripts: `simulated` is the text that they come to.
+    ground_truth_layer: int | None = command_option(None, "The block of a simulated fault.", least=0, hidden=True)
+    fault_type: str | None = command_option(None, "Its family.", unit="NAME", hidden=True)
+    fault_magnitude: float | None = command_option(None, "Its size.", hidden=True)
+    hw_error_scale: float | None = command_option(None, "The size of simulated noise.", hidden=True)
+    inputs: Any = option(
+        None, "Prompts for audit and relations; built-in ones unless given.", surface="python", open=True
+    )
+    failure: Source = option(
+        None,
+        "With method fingerprint: the suspect system's record; a simulated fault makes its own.",
+        unit="RECORD",
+        open=True,
+        exists="folder",
+    )
+    reference: Source = option(
+        None,
+        "A good device's record; whole tensors in it are replayed here.",
+        unit="RECORD",
+        open=True,
+        exists="folder",
+    )
+    seed: int = option(0, "Seed of the prompts and checks.")
+    output: Path | None = command_option(None, "Write the verdict there as JSON.", short="-o")
+
+    @property
+    def simulated(self) -> str | None:
+        """The fault to simulate, as text: `simulate`, or what the flags of the original method notes come to.
+
+        Those notes put noise into layer 10 by default, and locate it with fingerprint; the faults of their
+        other finder have a layer of their own.
+        """
+        if self.simulate is not None:
+            return self.simulate
+        family, size = self.fault_type, self.fault_magnitude
+        of_fingerprint = self.method == "fingerprint" and family is None and size is None
+        if self.hw_error_scale is not None or (of_fingerprint and self.ground_truth_layer is not None):
+            scale = _NOTES_SCALE if self.hw_error_scale is None else self.hw_error_scale
+            return f"noise:{scale!r}@{_NOTES_LAYER if self.ground_truth_layer is None else self.ground_truth_layer}"
+        if self.ground_truth_layer is None:
+            return None
+        return f"{family or 'dead_zone'}{'' if size is None else f':{size!r}'}@{self.ground_truth_layer}"
+
+    def problems(self, named: Naming) -> Iterator[str]:
+        yield from self._simulation_problems(named)
+        if self.method == "fingerprint" and (self.failure is None) == (self.simulated is None):
+            came = "neither" if self.failure is None else "both"
+            yield (
+                f"the fingerprint method compares recorded outputs of the suspect system: give them as "
+                f"{named('failure')}, or simulate a fault; got {came}"
+            )
+        if self.method != "fingerprint" and self.failure is not None:
+            yield f"{named('failure')} is for the method fingerprint, got method {self.method}"
+        if self.reference is not None and self.method not in ("auto", "replay", "fingerprint"):
+            yield (
+                f"method {self.method} compares with no other system: leave {named('reference')} out, or use auto or "
+                "replay"
+            )
+        takes_inputs = self.method in ("auto", "audit", "relations") and self.reference is None
+        if self.inputs is not None and not takes_inputs:
+            yield f"{named('inputs')} are for audit and relations: other methods have prompts of their own"
+        if self.method == "replay" and self.reference is None and self.simulated is None:
+            yield f"a replay needs the record of a good device as {named('reference')}: record it with detail full"
+
+    def _simulation_problems(self, named: Naming) -> Iterator[str]:
+        """The flags of the notes describe one fault, given once."""
+        flags = ("ground_truth_layer", "fault_type", "fault_magnitude", "hw_error_scale")
+        given = [name for name in flags if vars(self)[name] is not None]
+        if given and self.simulate is not None:
+            yield f"the fault is given twice: as {named('simulate')} {self.simulate} and by {named(given[0])}; keep one"
+        if self.hw_error_scale is not None and {"fault_type", "fault_magnitude"} & set(given):
+            yield (
+                f"{named('hw_error_scale')} is noise of that size, and {named('fault_type')} with "
+                f"{named('fault_magnitude')} another fault: keep one"
+            )
+        if given and self.simulated is None:
+            yield (
+                f"{named(given[0])} needs {named('ground_truth_layer')}, the block that the simulated fault is put into"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassportOptions(PrintingOptions):
+    command: ClassVar[str] = "passport"
+
+    device: str = changed(DeviceOptions, "device")
+    quick: bool = command_option(False, "Fewer points, sizes and repeats.")
+    output: Path | None = command_option(None, "Write the passport to this file.", short="-o")
+    diff: Path | None = command_option(None, "Another passport: print how they differ.")
+    from_: Path | None = command_option(None, "Show this passport instead of measuring one.")

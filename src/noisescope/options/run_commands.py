@@ -1,0 +1,115 @@
+"""Options of `experiment phases`, and of the commands about stored runs: report, runs list, show, resume, compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from noisescope.options.base import CommandOptions
+from noisescope.options.fields import (
+    REPORT_FORMATS,
+    STARTS,
+    TRAINING_METHODS,
+    argument,
+    changed,
+    command_option,
+    option,
+)
+from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
+from noisescope.options.shared import DeviceOptions, ExecutionOptions, FileOptions, PrintingOptions, SamplingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
+    command: ClassVar[str] = "experiment phases"
+
+    arms: tuple[str, ...] = option(
+        ("none", "both", "forward", "backward"),
+        "KIND[@SCALE][:SCHEDULE]. Kinds: none, both, forward, backward, adaptive, norm. Schedules: constant, linear, "
+        "cosine, exponential, staged.",
+    )
+    seeds: int = option(5, "Trainings per arm.", least=1)
+    method: str = option("supervised", "grpo trains by rewards, through TRL.", choices=TRAINING_METHODS)
+    start: str = option("bundled", "Train on from the bundled model, or from scratch.", choices=STARTS)
+    noise_scale: float = changed(DiagnoseOptions, "noise_scale", help="Scale of arms that name none (norm: 0.01).")
+    noise_levels: tuple[float, ...] = changed(
+        RobustnessOptions, "noise_levels", help="Scales at which trained models are tested."
+    )
+    samples: int = changed(SamplingOptions, "samples", 1000, help="Problems at each level.")
+    noise_seeds: int = option(2, "Draws of noise for each problem.", least=1)
+    operators: tuple[str, ...] = changed(
+        RobustnessOptions, "operators", help="Operators that are noised, in training and testing."
+    )
+    steps: int | None = option(None, "Training steps.", least=1, default_text="600; from scratch 2700; grpo 100")
+    batch: int | None = option(None, "Problems per step.", least=1, default_text="512; grpo 16")
+    rate: float | None = option(
+        None, "Learning rate.", unit="R", above=0, default_text="3e-4; from scratch 2e-3; grpo 2e-5"
+    )
+    examples: int | None = option(
+        None, "Training problems to draw from.", least=1, default_text="200000; from scratch 400000; grpo 2000"
+    )
+    layers: int | None = option(None, "From scratch: number of blocks.", least=1, default_text="16")
+    width: int | None = option(None, "From scratch: 32, 96 or a multiple of 64.", least=1, default_text="96")
+    workers: int = changed(
+        ExecutionOptions, "workers", 1, help="Processes (several share one GPU), or workers with executor ray."
+    )
+    device: str = changed(DeviceOptions, "device", surface="both")
+    seconds: float | None = option(
+        None, "Stop cleanly by then; the same command continues.", unit="S", above=0, default_text="no limit"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOptions(CommandOptions):
+    command: ClassVar[str] = "report"
+
+    run: Path = argument(
+        "RUN", "A run's folder or a report.json (`noisescope runs list` shows some).", surface="command"
+    )
+    format: tuple[str, ...] = command_option(
+        REPORT_FORMATS, "Forms to write.", choices=REPORT_FORMATS, word="report format"
+    )
+    figures: bool = command_option(False, "Also write the charts as PNG and SVG, into figures/.")
+    output: Path | None = command_option(
+        None, "Folder to write into.", unit="DIR", short="-o", default_text="the run's own"
+    )
+    schema: bool = command_option(False, "Print the JSON Schema of report.json and stop.", stops=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(PrintingOptions):
+    command: ClassVar[str] = "runs list"
+
+    folder: Path = argument(
+        "DIR", "Where to look, two folders deep.", required=False, default=Path(), surface="command"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderOptions(CommandOptions):
+    folder: Path = argument("RUN", "A run's folder (the -o of its command).", surface="command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(FolderOptions, PrintingOptions):
+    command: ClassVar[str] = "runs show"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(FolderOptions):
+    command: ClassVar[str] = "runs resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRunsOptions(PrintingOptions):
+    command: ClassVar[str] = "runs compare"
+
+    a: Path = argument("A", "The folder of a run.", surface="command")
+    b: Path = argument("B", "The folder of another: differences are B less A.", surface="command")
+    output: Path | None = command_option(
+        None, "Folder for comparison.json, .md, .html and .pdf.", unit="DIR", short="-o"
+    )
+    format: tuple[str, ...] = changed(
+        DrawOptions, "format", REPORT_FORMATS, help="With -o: any of json, md, html, pdf."
+    )
