@@ -22,7 +22,7 @@ import noisescope as ns
 from noisescope.api.preparation import Prepared, prepare_diagnosis
 from noisescope.data.dataset import Item, gather
 from noisescope.demo.problems import held_out
-from noisescope.diagnosis import layers, screen
+from noisescope.diagnosis import layers, predicted_kl
 from noisescope.diagnosis.context import StudyContext
 from noisescope.injection import Injection
 from noisescope.runs.store import Store
@@ -44,7 +44,9 @@ class Sweep:
 
     def propose(self, context: StudyContext, results: Results) -> list[Trial]:
         questions = [None, *(injection for group in groups(context).values() for injection in group)]
-        return screen.propose(context, results) + [trial for question in questions for trial in context.ask(question)]
+        return predicted_kl.propose(context, results) + [
+            trial for question in questions for trial in context.ask(question)
+        ]
 
     def conclude(self, context: StudyContext, results: Results, notes: list[str]) -> dict[str, Any]:
         return {"schema_version": 1}
@@ -76,7 +78,7 @@ def measured(samples: int, work: Path) -> tuple[Prepared, Store]:
 def columns(prepared: Prepared, store: Store) -> dict[str, dict[str, Array]]:
     """[sites, samples] of windows, layers and cells: injected KL (mean of three seeds), predicted KL, agreement."""
     context = prepared.context
-    screened = screen.conclude(context, store)
+    screened = predicted_kl.conclude(context, store)
     assert screened is not None
     found = {}
     for name, injections in groups(context).items():

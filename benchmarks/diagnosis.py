@@ -27,11 +27,11 @@ import transformers
 import noisescope as ns
 from noisescope import api
 from noisescope.diagnosis import operators as level_one
-from noisescope.diagnosis import screen as screening
+from noisescope.diagnosis import predicted_kl as screening
 from noisescope.diagnosis.layers import window_injection
 from noisescope.jsonform import to_json
 from noisescope.runs.measures import score, screen
-from noisescope.runs.runner import TrialRunner
+from noisescope.runs.trial_runner import TrialRunner
 from noisescope.trials import Slice, Trial
 
 QWEN = {

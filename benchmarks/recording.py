@@ -29,7 +29,7 @@ import noisescope as ns
 from noisescope.comparison.measures import from_sketches
 from noisescope.comparison.records import Record
 from noisescope.comparison.site_divergence import sketches_of
-from noisescope.runs.record_writer import Detail, Recording
+from noisescope.runs.device_record_writer import Detail, Recording
 
 TARGET = 1.3
 SHAPES = {"cpu": [(4, 128)], "cuda": [(16, 512), (32, 1024)]}  # prompts x tokens

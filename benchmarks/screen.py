@@ -44,8 +44,8 @@ from screen_setup import (
 
 import noisescope as ns
 from noisescope.diagnosis.context import StudyContext
-from noisescope.diagnosis.screen import Screened
-from noisescope.runs.runner import TrialRunner
+from noisescope.diagnosis.predicted_kl import Screened
+from noisescope.runs.trial_runner import TrialRunner
 from noisescope.trials import Result
 
 SCREEN_SEEDS = 4  # screens with other draws, to show how much depends on the draw

@@ -34,7 +34,7 @@ import noisescope as ns
 from noisescope import stats
 from noisescope.measures.divergence import kl_divergence
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import TrialRunner
+from noisescope.runs.trial_runner import TrialRunner
 from noisescope.trials import Trial
 
 FORMATS = {"FP8_DEFAULT_CFG": "fp8_e4m3", "INT8_DEFAULT_CFG": "int8"}  # those of ModelOpt's that run without CUDA

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 import noisescope as ns
 from noisescope import stats
 from noisescope.data.tokens import Encoded, Sequence
-from noisescope.diagnosis import screen
+from noisescope.diagnosis import predicted_kl
 from noisescope.diagnosis.context import Settings, StudyContext
-from noisescope.diagnosis.screen import Screened
+from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.model.loading import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import TrialRunner, conditions
+from noisescope.runs.trial_runner import TrialRunner, conditions
 from noisescope.sites import Site
 from noisescope.trials import Result, slices
 
@@ -78,9 +78,9 @@ def run_screen(runner: TrialRunner, context: StudyContext, *, draws: int, seed: 
     """A screen trial as a diagnosis runs it, with draws of another seed if wanted."""
     asked = dataclasses.replace(context, settings=dataclasses.replace(context.settings, draws=draws))
     results: dict[str, Result] = {}
-    for trial in screen.propose(asked, {}):
+    for trial in predicted_kl.propose(asked, {}):
         results[trial.id] = runner.run(dataclasses.replace(trial, settings={"draws": draws, "seed": seed}))
-    screened = screen.conclude(asked, results)
+    screened = predicted_kl.conclude(asked, results)
     assert screened is not None
     if screened.error:
         raise SystemExit(f"the screen failed: {screened.error}")

@@ -15,7 +15,7 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "estimate", "stable_names", "jsonform", "sites", "injection", "trials", "options"}
+VALUES = {"errors", "estimate", "trial_id_names", "jsonform", "sites", "injection", "trials", "options"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
@@ -135,7 +135,7 @@ def test_the_lazy_names_exist() -> None:
         "import noisescope.api; noisescope.api.Options",
         "import noisescope.options.docs_tables",
         "import noisescope.faults; noisescope.faults.make_fault('dead_zone', magnitude=0.3)",
-        "import noisescope.api.simulated_faults; noisescope.api.simulated_faults.check_fault('gain:0.01@3/linear')",
+        "import noisescope.api.locate_simulated; noisescope.api.locate_simulated.check_fault('gain:0.01@3/linear')",
         "import noisescope.demo, noisescope.demo.problems",
         "import noisescope; noisescope.Injection, noisescope.Site, noisescope.NoisescopeError",
         "import sys; sys.argv = ['noisescope', '--help']; from noisescope.cli import main; main()",

@@ -14,7 +14,7 @@ from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.sites import GROUPS, PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
-from noisescope.stable_names import registered
+from noisescope.trial_id_names import registered
 
 Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
-from noisescope.stable_names import class_name, function_name, registered
+from noisescope.trial_id_names import class_name, function_name, registered
 
 _TAGS = ("float", "set", "type", "callable")  # keys that name the kind of value a JSON object stands for
 

@@ -39,7 +39,7 @@ def test_locate_with_a_simulated_fault(verdict: str, wanted: tuple[int, int], mo
     """A fault that was not found is a failure; one that nobody could decide about is not."""
     monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda options: None)
     found = (Verdict(verdict, "audit"), 3, 100)
-    monkeypatch.setattr("noisescope.api.simulated_faults.locate_simulated", lambda subject, options: found)
+    monkeypatch.setattr("noisescope.api.locate_simulated.locate_simulated", lambda subject, options: found)
     assert codes("locate", "demo", "--simulate", "gain:0.01@3") == wanted
 
 

@@ -14,7 +14,7 @@ import pytest
 from noisescope.diagnosis import all_levels, robustness_curve
 from noisescope.diagnosis.context import Settings, StudyContext
 from noisescope.diagnosis.layers import cells
-from noisescope.diagnosis.model_metrics import correlations
+from noisescope.diagnosis.metrics_dashboard import correlations
 from noisescope.diagnosis.robustness_curve import RobustnessQuestion, checked_levels
 from noisescope.diagnosis.rows import Effect, LayerAnalysis
 from noisescope.diagnosis.section_types import Conclusions, FormatScore, HessianTraces, Trace

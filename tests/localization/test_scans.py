@@ -11,7 +11,7 @@ import torch
 import noisescope as ns
 from noisescope.errors import InvalidInput
 from noisescope.faults import FAMILIES, Bias, Saturation, faulty
-from noisescope.localization.scan_readings import PROFILES, kurtosis, mean_shift, pile_up
+from noisescope.localization.block_scanner import PROFILES, kurtosis, mean_shift, pile_up
 from noisescope.localization.scans import SCANS, scans, z_limit
 from noisescope.testing import MODELS, tiny_inputs, tiny_model
 

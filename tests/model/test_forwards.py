@@ -29,7 +29,7 @@ from noisescope.model.loading import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import TrialRunner
+from noisescope.runs.trial_runner import TrialRunner
 from noisescope.testing import tiny_model
 from noisescope.training import gradient_pretest
 from noisescope.trials import Slice

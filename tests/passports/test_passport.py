@@ -20,7 +20,11 @@ from hypothesis import strategies as st
 from noisescope.errors import InvalidInput
 from noisescope.passports.diff import SAME, Difference, diff, say
 from noisescope.passports.measure import examine, take_passport
-from noisescope.passports.probe_basics import (
+from noisescope.passports.probe_functions import attention, elementwise, functions
+from noisescope.passports.probe_invariance import invariance, linear_laws
+from noisescope.passports.probe_products import Widths, accumulation_rounding, accumulator, products, result_rounding
+from noisescope.passports.probe_specials import product_specials
+from noisescope.passports.shared_tools import (
     Operations,
     Product,
     format_of,
@@ -29,10 +33,6 @@ from noisescope.passports.probe_basics import (
     power_of_two,
     scattered,
 )
-from noisescope.passports.probe_functions import attention, elementwise, functions
-from noisescope.passports.probe_invariance import invariance, linear_laws
-from noisescope.passports.probe_products import Widths, accumulation_rounding, accumulator, products, result_rounding
-from noisescope.passports.probe_specials import product_specials
 
 Call = Callable[..., torch.Tensor]
 CPU = torch.device("cpu")

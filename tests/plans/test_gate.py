@@ -11,7 +11,7 @@ import pytest
 
 from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput
-from noisescope.findings.check_verdicts import headline, overall
+from noisescope.findings.pass_fail import headline, overall
 from noisescope.jsonform import from_json, to_json
 from noisescope.plans.gate import (
     conditions_row,

@@ -30,9 +30,9 @@ from noisescope.diagnosis.context import Settings
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
 from noisescope.reports.report_file import Report
 from noisescope.runs import ray_executor
-from noisescope.runs.executor import NoProgress
 from noisescope.runs.ray_worker import Answer, Ready, Worker, prompt_tokens_id
 from noisescope.runs.store import Store
+from noisescope.runs.trial_waves import NoProgress
 from noisescope.testing import tiny_model
 from noisescope.trials import Result, Trial
 

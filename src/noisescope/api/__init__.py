@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from noisescope.api import fault_tests as fault_tests
     from noisescope.api import gates as gates
     from noisescope.api import inspection as inspection
+    from noisescope.api import locate_simulated as locate_simulated
     from noisescope.api import plan_trials as plan_trials
     from noisescope.api import plans as plans
     from noisescope.api import preparation as preparation
     from noisescope.api import records as records
     from noisescope.api import reports as reports
-    from noisescope.api import simulated_faults as simulated_faults
     from noisescope.api.comparison import compare as compare
     from noisescope.api.diagnosis import diagnose as diagnose
     from noisescope.api.diagnosis import robustness as robustness
@@ -44,7 +44,7 @@ _LAZY = {
     "api.fault_tests": (),
     "api.gates": ("gate",),
     "api.inspection": (),
-    "api.simulated_faults": (),
+    "api.locate_simulated": (),
     "api.plan_trials": ("plan_smoothquant", "verify_precision"),
     "api.plans": ("plan_precision",),
     "api.preparation": ("prepare", "prepare_diagnosis"),

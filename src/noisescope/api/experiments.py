@@ -20,7 +20,7 @@ from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.model.loading import load
 from noisescope.options.base import takes_options
-from noisescope.options.run_commands import PhasesOptions
+from noisescope.options.experiment_and_run_commands import PhasesOptions
 from noisescope.options.shared import ExecutionOptions
 from noisescope.reports import experiment as report_rows
 from noisescope.reports.experiment import PhasesReport as PhasesReport

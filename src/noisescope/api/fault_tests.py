@@ -29,7 +29,7 @@ from noisescope.options.shared import ScoringOptions
 from noisescope.plans.fault_tests import FaultMeasurement, FaultTest, FaultTestResult, Hits, could_not_run, judge
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report_file import Report
-from noisescope.runs.runner import TrialRunner
+from noisescope.runs.trial_runner import TrialRunner
 
 AFTER = 8  # steps that are watched after a fault of one step, where the sample is long enough
 # Tokens: one before the fault, one with it, its prediction, and the fewest steps after it that show recovery.

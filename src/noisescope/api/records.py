@@ -33,7 +33,7 @@ from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.device_commands import RecordOptions
 from noisescope.probe.capture import capture
-from noisescope.runs.record_writer import Detail, write_record
+from noisescope.runs.device_record_writer import Detail, write_record
 from noisescope.sites import Site
 
 LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words

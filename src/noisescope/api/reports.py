@@ -15,7 +15,7 @@ from noisescope import __version__
 from noisescope.diagnosis.changes import compare_runs
 from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
 from noisescope.errors import InvalidInput
-from noisescope.findings import check_verdicts as check_verdicts
+from noisescope.findings import pass_fail as pass_fail
 from noisescope.findings import percent as percent
 from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better

@@ -15,7 +15,7 @@ import numpy as np
 
 from noisescope.diagnosis.context import StudyContext
 from noisescope.probe.prefix import first_noisy_block
-from noisescope.runs.runner import TrialRunner
+from noisescope.runs.trial_runner import TrialRunner
 from noisescope.trials import Result, Results, Trial, missing
 
 _HESSIAN = 6.0  # forwards that one Hessian-vector product costs (a backward through a backward)

@@ -175,6 +175,6 @@ def resumable_options(options: E, progress: Any) -> E:
     return dataclasses.replace(options, progress=progress, repeat={"name": options.command, "options": stored})
 
 
-def exit_by(verdict: api.reports.check_verdicts.Verdict, options: CheckingOptions) -> NoReturn:
+def exit_by(verdict: api.reports.pass_fail.Verdict, options: CheckingOptions) -> NoReturn:
     """The exit code of a verdict: 0 pass, 1 fail, 3 undecided, which --allow-undecided makes 0."""
-    raise typer.Exit(api.reports.check_verdicts.exit_code(verdict, allow_undecided=options.allow_undecided))
+    raise typer.Exit(api.reports.pass_fail.exit_code(verdict, allow_undecided=options.allow_undecided))

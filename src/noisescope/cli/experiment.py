@@ -8,7 +8,7 @@ from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.command_builder import add_command
 from noisescope.cli.output import ProgressBar
-from noisescope.options.run_commands import PhasesOptions
+from noisescope.options.experiment_and_run_commands import PhasesOptions
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")
 

@@ -12,7 +12,7 @@ from noisescope.cli import command_builder, output
 from noisescope.options.device_commands import LocateOptions
 
 MOST_SUSPECTS = 5
-CHECKS: dict[str, api.reports.check_verdicts.Verdict] = {
+CHECKS: dict[str, api.reports.pass_fail.Verdict] = {
     "healthy": "pass",
     "faulty": "fail",
     "undecided": "undecided",
@@ -41,7 +41,7 @@ def locate_fault(options: LocateOptions) -> None:
     computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
     works with every method: a record that the method needs is made of this model.
     """
-    api.simulated_faults.check_fault(options.simulated)  # before torch is imported
+    api.locate_simulated.check_fault(options.simulated)  # before torch is imported
 
     place, changed = None, None
     with command_builder.plain_warnings():
@@ -49,7 +49,7 @@ def locate_fault(options: LocateOptions) -> None:
         if options.simulated is None:
             verdict = api.locate(subject, options=options)
         else:
-            verdict, place, changed = api.simulated_faults.locate_simulated(subject, options)
+            verdict, place, changed = api.locate_simulated.locate_simulated(subject, options)
     simulated = {} if changed is None else {"simulated": options.simulated, "elements_changed": changed}
     text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
     output.emit(text, options, lambda: print_verdict(verdict))

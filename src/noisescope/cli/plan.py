@@ -48,13 +48,13 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
         spent = [result.seconds for result in results]
         paths.append(api.reports.write_junit(options.junit, "noisescope fault tests", results, seconds=spent))
     rows = [result.verdict for result in results]
-    verdict = api.reports.check_verdicts.overall(rows)
+    verdict = api.reports.pass_fail.overall(rows)
     if options.json:
         typer.echo(found, nl=False)
     else:
         if rows:
             criteria = [one.verdict for result in results for one in result.criteria]
-            typer.echo(api.reports.check_verdicts.headline(verdict, criteria or rows))
+            typer.echo(api.reports.pass_fail.headline(verdict, criteria or rows))
         output.print_each(paths)
     if rows:
         command_builder.exit_by(verdict, options)

@@ -33,7 +33,7 @@ def record_device(options: RecordOptions) -> None:
     on the other device's inputs.
     """
     folder = options.output
-    api.simulated_faults.check_fault(options.simulate)  # before torch is imported
+    api.locate_simulated.check_fault(options.simulate)  # before torch is imported
     with command_builder.plain_warnings(), _interruptible(folder):
         found = api.records.record(api.preparation.load_subject(options), options=options)
     size = sum(file.stat().st_size for file in folder.iterdir())

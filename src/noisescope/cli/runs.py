@@ -10,7 +10,13 @@ from noisescope import api
 from noisescope.cli.command_builder import COMMANDS, add_command
 from noisescope.cli.output import print_each
 from noisescope.errors import InvalidInput
-from noisescope.options.run_commands import CompareRunsOptions, DrawOptions, ListOptions, ResumeOptions, ShowOptions
+from noisescope.options.experiment_and_run_commands import (
+    CompareRunsOptions,
+    DrawOptions,
+    ListOptions,
+    ResumeOptions,
+    ShowOptions,
+)
 from noisescope.options.sensitivity import DemoOptions
 from noisescope.options.shared import ExecutionOptions
 

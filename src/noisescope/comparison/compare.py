@@ -19,8 +19,8 @@ from noisescope.comparison.verdict import Verdict, describe, verdict_of
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS
-from noisescope.findings.check_verdicts import FAIL, PASS, UNDECIDED, overall
-from noisescope.findings.check_verdicts import Verdict as CheckVerdict
+from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, overall
+from noisescope.findings.pass_fail import Verdict as CheckVerdict
 from noisescope.jsonform import Json, from_json, to_json
 from noisescope.sites import Site
 

@@ -1,4 +1,4 @@
-"""A record: what one device computed on fixed prompts, as a folder that runs/record_writer.py writes; read here.
+"""A record: what one device computed on fixed prompts, as a folder that runs/device_record_writer.py writes; read here.
 
 It is refused where it is no record, damaged, of another version, or contradicts itself.
 """

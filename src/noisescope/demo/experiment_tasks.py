@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from noisescope.demo import folder, problems, train, training_data
 from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.model.forwards import evaluating
-from noisescope.stable_names import registered
+from noisescope.trial_id_names import registered
 
 STARTS = ("bundled", "scratch")
 HELD_OUT = 256  # problems on which the loss is followed while training, from the calibration's seed

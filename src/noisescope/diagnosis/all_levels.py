@@ -6,12 +6,20 @@ import functools
 from collections.abc import Sequence
 
 from noisescope import stats
-from noisescope.diagnosis import channels, format_costs, gate_baseline, layers, model_metrics, operators, screen
+from noisescope.diagnosis import (
+    channels,
+    format_costs,
+    gate_baseline,
+    layers,
+    metrics_dashboard,
+    operators,
+    predicted_kl,
+)
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import StudyResults
-from noisescope.diagnosis.model_metrics import correlations
-from noisescope.diagnosis.ranking import ranked_findings
-from noisescope.diagnosis.screen import Screened
+from noisescope.diagnosis.metrics_dashboard import correlations
+from noisescope.diagnosis.predicted_kl import Screened
+from noisescope.diagnosis.ranked_findings import ranked_findings
 from noisescope.diagnosis.section_types import Conclusions, Sections
 from noisescope.diagnosis.summary import could_not_see, executive_summary, recommendations
 from noisescope.estimate import Estimate
@@ -24,7 +32,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
     """Clean first, then the screen, then what they make worth injecting."""
     trials = context.ask(None)
     if context.measure != "custom":
-        trials += screen.propose(context, results)
+        trials += predicted_kl.propose(context, results)
     if any(trial.id not in results for trial in trials):
         return trials
     screened, levels = _usable(_screened(context, results)), context.settings.levels
@@ -34,7 +42,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
         trials += layers.propose(context, results, screened)
     if "channel" in levels:
         trials += channels.propose(context, results, screened)
-    trials += model_metrics.propose(context, results, screened)
+    trials += metrics_dashboard.propose(context, results, screened)
     return trials + format_costs.propose(context)
 
 
@@ -60,7 +68,7 @@ def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ())
 
 
 def _screened(context: StudyContext, results: Results) -> Screened | None:
-    return None if context.measure == "custom" else screen.conclude(context, results)
+    return None if context.measure == "custom" else predicted_kl.conclude(context, results)
 
 
 def _usable(screened: Screened | None) -> Screened | None:
@@ -89,7 +97,7 @@ def _sections(context: StudyContext, results: Results, screened: Screened | None
     levels = context.settings.levels
     layer_analysis = layers.conclude(context, results, screened) if "layer" in levels else None
     captured = channels.conclude(context, results, screened) if "channel" in levels else None
-    metrics = model_metrics.conclude(context, results, screened, captured)
+    metrics = metrics_dashboard.conclude(context, results, screened, captured)
     return Sections(
         operator_analysis=operators.conclude(context, results, screened) if "operator" in levels else None,
         layer_analysis=layer_analysis,

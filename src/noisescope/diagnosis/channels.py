@@ -10,8 +10,8 @@ import numpy as np
 from noisescope import stats
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import StudyResults
+from noisescope.diagnosis.predicted_kl import Screened, site_of
 from noisescope.diagnosis.rows import WindowEffect
-from noisescope.diagnosis.screen import Screened, site_of
 from noisescope.diagnosis.section_types import (
     ChannelAnalysis,
     ChannelRow,

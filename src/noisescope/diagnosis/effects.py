@@ -10,8 +10,8 @@ import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis.context import Answer, Array, StudyContext
+from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.diagnosis.rows import Divergence, Effect, PointRule
-from noisescope.diagnosis.screen import Screened
 from noisescope.findings import NOT_MEASURABLE, band, band_range
 from noisescope.findings.thresholds import LossKind
 from noisescope.injection import Injection

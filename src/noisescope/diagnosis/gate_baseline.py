@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from noisescope.diagnosis import operators, screen
+from noisescope.diagnosis import operators, predicted_kl
 from noisescope.diagnosis.context import GROUP, Array, StudyContext
 from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.trials import Results, Trial
@@ -28,7 +28,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
     if not context.all_token_slices:
         return []
     over, products = context.scoring_all_tokens, operators.injection(context, GROUP)
-    trials = context.ask(None) + over.ask(None) + screen.propose(over, results)
+    trials = context.ask(None) + over.ask(None) + predicted_kl.propose(over, results)
     if context.settings.effort != "screen" and GROUP in context.present:
         trials += over.ask(products) + context.ask(products)
     return trials
@@ -40,7 +40,7 @@ def conclude(context: StudyContext, results: Results) -> GateNumbers | None:
     clean = over.answer(results, None) if context.all_token_slices else None
     if clean is None or clean.error:
         return None
-    screened = screen.conclude(over, results)
+    screened = predicted_kl.conclude(over, results)
     injections = {name: operators.injection(context, name) for name in OPERATORS if name in context.present}
     injected = over.answer(results, injections[GROUP]) if GROUP in injections else None
     injected = None if injected is None or injected.error else injected

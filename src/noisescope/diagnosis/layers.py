@@ -10,6 +10,7 @@ import numpy as np
 from noisescope import stats
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import StudyResults, effects_table, on_one_scale, prediction_scale, ratio
+from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.diagnosis.rows import (
     AvalanchePoint,
     CellEffect,
@@ -19,7 +20,6 @@ from noisescope.diagnosis.rows import (
     WindowEffect,
     as_row,
 )
-from noisescope.diagnosis.screen import Screened
 from noisescope.findings import LIMITS, PointAvalanche, Window, avalanche_points, neighbours
 from noisescope.injection import Injection
 from noisescope.sites import GROUPS, OUTER_PLACES, OuterPlace, matches_operator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import StudyResults, correct_for_comparisons, on_one_scale, prediction_scale
+from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.diagnosis.rows import Effect
-from noisescope.diagnosis.screen import Screened
 from noisescope.injection import Injection
 from noisescope.trials import Results, Trial
 

@@ -13,7 +13,7 @@ from noisescope.diagnosis.report import Asked
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, from_json
 from noisescope.sites import Place, place_order
-from noisescope.stable_names import short_name
+from noisescope.trial_id_names import short_name
 from noisescope.trials import Conditions, Result, Slice
 
 CLEAN = "no noise"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from noisescope.diagnosis.context import StudyContext
-from noisescope.diagnosis.ranking import RATED, STANDS_OUT, counted_once, typical_nats, whole_model
+from noisescope.diagnosis.ranked_findings import RATED, STANDS_OUT, counted_once, typical_nats, whole_model
 from noisescope.diagnosis.rows import Effect
 from noisescope.diagnosis.section_types import Baseline, ExecutiveSummary, PlainWords, Sections
 from noisescope.findings import (

@@ -20,8 +20,8 @@ from noisescope.faults.fault_state import Memory, Stream, faulty_output
 from noisescope.faults.parsing import EVERYWHERE, Where, parse_fault, parse_settings, parse_where
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit, dissect
+from noisescope.probe.forward_patching import unwrap
 from noisescope.probe.inject import Probe
-from noisescope.probe.model_scope import unwrap
 from noisescope.probe.operator_target import CallListener, StraightThrough
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.probe.tally import SiteCount

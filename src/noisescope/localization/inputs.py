@@ -28,7 +28,7 @@ from noisescope.model.forwards import (
     vocabulary_size,
 )
 from noisescope.model.loading import Subject
-from noisescope.probe.model_scope import unwrap
+from noisescope.probe.forward_patching import unwrap
 
 Batch = dict[str, Tensor]
 

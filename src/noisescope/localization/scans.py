@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
+from noisescope.localization.block_scanner import PROFILES, Failure, Readings, Scanner
 from noisescope.localization.classify import classify
 from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.inputs import batches_for, parts_of
 from noisescope.localization.judge import judge
-from noisescope.localization.scan_readings import PROFILES, Failure, Readings, Scanner
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import evaluating

@@ -30,7 +30,7 @@ from noisescope.injection import Injection, Perturbation
 from noisescope.model.anatomy import EXPERTS, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.probe.draws import mix64, wide_window
-from noisescope.probe.model_scope import unwrap
+from noisescope.probe.forward_patching import unwrap
 from noisescope.probe.noise import Gaussian, Uniform
 from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import FUSED, Site

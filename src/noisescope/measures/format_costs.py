@@ -52,7 +52,7 @@ from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
-from noisescope.stable_names import registered
+from noisescope.trial_id_names import registered
 
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test holds them together.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is

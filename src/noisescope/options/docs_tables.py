@@ -9,13 +9,17 @@ import re
 import sys
 from pathlib import Path
 
-from noisescope.options import device_commands, plans, run_commands, sensitivity
+from noisescope.options import device_commands, experiment_and_run_commands, plans, sensitivity
 from noisescope.options.base import CommandOptions
 from noisescope.options.fields import Option, options_of
 from noisescope.options.shared import DeviceOptions, ExecutionOptions, SamplingOptions, ScoringOptions
 
 GROUPS: tuple[type[CommandOptions], ...] = (SamplingOptions, ScoringOptions, ExecutionOptions, DeviceOptions)
-_CLASSES = [one for module in (sensitivity, device_commands, plans, run_commands) for one in vars(module).values()]
+_CLASSES = [
+    one
+    for module in (sensitivity, device_commands, plans, experiment_and_run_commands)
+    for one in vars(module).values()
+]
 COMMANDS: tuple[type[CommandOptions], ...] = tuple(
     dict.fromkeys(one for one in _CLASSES if isinstance(one, type) and issubclass(one, CommandOptions) and one.command)
 )

@@ -17,11 +17,11 @@ import torch
 from noisescope import __version__
 from noisescope.errors import InvalidInput
 from noisescope.passports.diff import KIND, SCHEMA_VERSION
-from noisescope.passports.probe_basics import REFUSALS, Operation, Operations, Product, reason
 from noisescope.passports.probe_functions import attention, elementwise, functions
 from noisescope.passports.probe_invariance import batched, invariance, linear_laws
 from noisescope.passports.probe_products import INNER_SIZES, QUICK_INNER_SIZES, products
 from noisescope.passports.probe_specials import product_specials
+from noisescope.passports.shared_tools import REFUSALS, Operation, Operations, Product, reason
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHORT_DTYPES = {"exact": "float8_e4m3fn", "fast": "float8_e4m3fn, fast accumulation"}

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from scipy.special import erf
 
-from noisescope.passports.probe_basics import (
+from noisescope.passports.probe_specials import elementwise_specials
+from noisescope.passports.shared_tools import (
     BIG_SIGN,
     SMALL,
     Array,
@@ -32,7 +33,6 @@ from noisescope.passports.probe_basics import (
     scattered,
     values,
 )
-from noisescope.passports.probe_specials import elementwise_specials
 
 POINTS = {"quick": 2**15, "full": 2**19}
 POINTS_OF_FLOAT64 = {"quick": 2**12, "full": 2**15}  # its reference, long double, is slow

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from noisescope.passports.probe_basics import (
+from noisescope.passports.probe_products import Widths
+from noisescope.passports.shared_tools import (
     Array,
     Product,
     attempt,
@@ -19,7 +20,6 @@ from noisescope.passports.probe_basics import (
     scattered,
     values,
 )
-from noisescope.passports.probe_products import Widths
 
 ROWS, INNER, COLUMNS = 48, 1024, 64
 BATCH_SIZES = (1, 8, 9, 33)

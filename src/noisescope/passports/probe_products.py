@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.passports.probe_basics import (
+from noisescope.passports.shared_tools import (
     BIG_SIGN,
     SMALL,
     UNCLEAR,

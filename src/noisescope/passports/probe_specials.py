@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from noisescope.passports.probe_basics import (
+from noisescope.passports.shared_tools import (
     INTEGERS,
     Format,
     Operation,

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, fields, replace
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import LIMITS, metric_name, percent
-from noisescope.findings.check_verdicts import FAIL, PASS, UNDECIDED, Verdict, at_most, overall
 from noisescope.findings.finding import counted, span
+from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, Verdict, at_most, overall
 from noisescope.jsonform import Json, to_json
 from noisescope.stats import Estimate
 

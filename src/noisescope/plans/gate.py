@@ -32,8 +32,8 @@ from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts
 from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, metric_name, percent
-from noisescope.findings.check_verdicts import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most, overall
 from noisescope.findings.finding import counted, span
+from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, Verdict, at_least, at_most, overall
 from noisescope.plans.gate_rows import (
     ConditionsRow,
     Decision,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noisescope.diagnosis.gate_baseline import CLEAN
-from noisescope.findings.check_verdicts import FAIL, UNDECIDED, Verdict, headline
 from noisescope.findings.finding import counted
+from noisescope.findings.pass_fail import FAIL, UNDECIDED, Verdict, headline
 from noisescope.stats import Estimate
 
 SCHEMA_VERSION = 2  # 2: rows are typed, and an undecided row no longer hides behind those that pass

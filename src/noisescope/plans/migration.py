@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from noisescope.diagnosis.ranking import STANDS_OUT, typical_nats
+from noisescope.diagnosis.ranked_findings import STANDS_OUT, typical_nats
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Effect, LayerAnalysis
 from noisescope.diagnosis.section_types import ChannelRow, Conclusions

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.stable_names import registered
+from noisescope.trial_id_names import registered
 
 __all__ = ["Format", "e2m1", "e8m0_scale", "quantise"]
 

@@ -21,7 +21,7 @@ from noisescope.probe.unfused_attention import decomposed_config, multihead
 from noisescope.sites import Place
 
 if TYPE_CHECKING:
-    from noisescope.probe.model_scope import ModelScope
+    from noisescope.probe.forward_patching import ModelScope
 
 ABSENT = object()
 RUN = object()  # a scope's answer to "what does this block give without being run?": nothing, run it

@@ -16,7 +16,7 @@ from noisescope.probe.unfused_attention import scaled_dot_product
 from noisescope.sites import FUSED
 
 if TYPE_CHECKING:
-    from noisescope.probe.model_scope import ModelScope
+    from noisescope.probe.forward_patching import ModelScope
 
 _FUSED = F.scaled_dot_product_attention
 

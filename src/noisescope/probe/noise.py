@@ -12,7 +12,7 @@ from torch import Tensor
 from noisescope.errors import unknown
 from noisescope.injection import checked_scale
 from noisescope.probe.draws import Draw
-from noisescope.stable_names import registered
+from noisescope.trial_id_names import registered
 
 RELATIVE_TO = ("element", "rms", "absolute")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from noisescope.injection import Injection
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
+from noisescope.probe.forward_patching import ModelScope
 from noisescope.probe.forward_wrapper import RUN
-from noisescope.probe.model_scope import ModelScope
 from noisescope.probe.operator_target import CallListener, Target
 from noisescope.probe.recorded_call import RecordedCall
 

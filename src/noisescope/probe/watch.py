@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.model_scope import ModelScope
+from noisescope.probe.forward_patching import ModelScope
 from noisescope.probe.operator_target import CallListener
 from noisescope.probe.recorded_call import RecordedCall as RecordedCall
 from noisescope.sites import Place

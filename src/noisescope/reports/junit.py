@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.findings.check_verdicts import VERDICTS, Verdict, headline, overall
+from noisescope.findings.pass_fail import VERDICTS, Verdict, headline, overall
 
 
 @dataclass(frozen=True)

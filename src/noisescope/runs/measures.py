@@ -24,7 +24,7 @@ from noisescope.sites import Site, place_order
 from noisescope.trials import Result, Trial
 
 if TYPE_CHECKING:
-    from noisescope.runs.runner import Finish, TrialRunner
+    from noisescope.runs.trial_runner import Finish, TrialRunner
 
 SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
 FORMAT_SAMPLES = 8  # rounding errors are projected on the gradients of so many samples at once

@@ -34,8 +34,8 @@ from noisescope.runs.ray_worker import Answer, Arithmetic, Job, Ready, Worker, p
 from noisescope.trials import Conditions, Result, Slice, Trial
 
 if TYPE_CHECKING:
-    from noisescope.runs.executor import Executor, Progress
     from noisescope.runs.store import Store
+    from noisescope.runs.trial_waves import Executor, Progress
 
 # Threads that wait for the next operator let others have the core, instead of spinning on it: where two processes of
 # two threads share two cores, products of 192 x 576 x 1536 ran 5.5 times as fast. No number depends on it.

@@ -16,7 +16,7 @@ from noisescope.errors import NoisescopeError
 from noisescope.model.fingerprint import Source
 from noisescope.model.loading import Subject
 from noisescope.runs.batches import Material
-from noisescope.runs.runner import TrialRunner, conditions
+from noisescope.runs.trial_runner import TrialRunner, conditions
 from noisescope.trials import Conditions, Result, Trial, content_id
 
 

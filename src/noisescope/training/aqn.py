@@ -32,9 +32,9 @@ from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.tally import Tally
 from noisescope.sites import PHASES, Place
-from noisescope.stable_names import registered
 from noisescope.training.launch import data_rank
 from noisescope.training.schedules import Schedule
+from noisescope.trial_id_names import registered
 
 STRIDE = 1 << 16  # forwards a step may have (gradient accumulation, several losses)
 

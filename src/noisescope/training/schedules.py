@@ -19,7 +19,7 @@ from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import checked_scale
 from noisescope.reports.report_file import Report
 from noisescope.sites import Place
-from noisescope.stable_names import registered
+from noisescope.trial_id_names import registered
 
 Schedule = Callable[[int], float]
 

@@ -13,8 +13,8 @@ from functools import partial
 import pytest
 import torch
 
-from noisescope.compat.diagnostic import monitor
-from noisescope.compat.diagnostic.dashboard import hardware_metrics
+from noisescope.compat.diagnostic import checkpoint_monitor
+from noisescope.compat.diagnostic.metrics_dashboard import hardware_metrics
 from noisescope.diagnostic import (
     FaultInjectionTestGenerator,
     IntegratedDiagnostic,
@@ -159,7 +159,7 @@ def test_a_cost_within_its_uncertainty_is_no_regression(subject, answered, monke
     """20 % worse by the point, with an interval that holds the baseline: undecided, and no warning."""
     interval = {"value": 0.12, "low": 0.02, "high": 0.22, "n": 20}
     rows = {"softmax": {"operator": "softmax", "degradation": 0.12, "degradation_interval": interval}}
-    monkeypatch.setattr(monitor, "operator_level_diagnosis", lambda *_, **__: rows)
+    monkeypatch.setattr(checkpoint_monitor, "operator_level_diagnosis", lambda *_, **__: rows)
     for baseline, low, high, verdict in (
         (0.09, 0.02, 0.22, "undecided"),  # 0.12 > 1.2 x 0.09, but 0.02 < 0.09
         (0.09, 0.10, 0.14, "fail"),
@@ -169,7 +169,7 @@ def test_a_cost_within_its_uncertainty_is_no_regression(subject, answered, monke
         (None, 0.10, 0.14, "pass"),  # only the limit can be decided
     ):
         interval.update(low=low, high=high)
-        found = monitor.compared(subject, answered, {"softmax": baseline}, limit=0.15)
+        found = checkpoint_monitor.compared(subject, answered, {"softmax": baseline}, limit=0.15)
         assert (found["verdict"], len(found["warnings"])) == (verdict, int(verdict == "fail")), (baseline, low, high)
 
 

@@ -23,23 +23,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from noisescope.compat.diagnostic.dashboard import *  # noqa: F403
+    from noisescope.compat.diagnostic.checkpoint_monitor import *  # noqa: F403
     from noisescope.compat.diagnostic.levels import *  # noqa: F403
     from noisescope.compat.diagnostic.metrics import *  # noqa: F403
-    from noisescope.compat.diagnostic.monitor import *  # noqa: F403
+    from noisescope.compat.diagnostic.metrics_dashboard import *  # noqa: F403
     from noisescope.compat.diagnostic.outlier_channels import *  # noqa: F403
     from noisescope.compat.diagnostic.plans import *  # noqa: F403
 
 _LAZY = {
     "outlier_channels": "ActivationCapture ChannelOutlierDetector capture_layer_output detect_outliers "
     "detect_outliers_fisher detect_outliers_quantile",
-    "dashboard": "MetricsDashboard correlate_layer_and_channel_sensitivity validate_metric_correlations",
+    "metrics_dashboard": "MetricsDashboard correlate_layer_and_channel_sensitivity validate_metric_correlations",
     "metrics": "compute_correlation compute_gradient_ratio compute_kl_divergence compute_layer_hessian_trace "
     "compute_mae compute_mape compute_max_error compute_snr compute_sparsity estimate_fim_diagonal "
     "estimate_hessian_trace",
     "levels": "IntegratedDiagnostic find_critical_threshold identify_avalanche_points operator_level_diagnosis "
     "operator_sensitivity_analysis plot_sensitivity_heatmap sliding_window_diagnosis",
-    "monitor": "RobustnessMonitor",
+    "checkpoint_monitor": "RobustnessMonitor",
     "plans": "AdaptiveAQN FaultInjectionTestGenerator apply_smoothquant_scaling assign_precision "
     "generate_mixed_precision_config plan_hardware_migration",
 }

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from noisescope.api.plan_trials import smooth_outliers
 from noisescope.api.records import linears, site_label
 from noisescope.compat.diagnostic.adapter import Question, Row, ask, batches_of, subject_of
-from noisescope.diagnosis import channels, screen
+from noisescope.diagnosis import channels, predicted_kl
 from noisescope.diagnosis.context import Array, StudyContext
-from noisescope.diagnosis.screen import Screened
+from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.findings import LIMITS
 from noisescope.jsonform import to_json
@@ -327,4 +327,4 @@ def _captured(context: StudyContext, results: Results) -> dict[str, tuple[Row, d
 
 
 _CAPTURE = Question(_propose_capture, _captured)
-_SCREEN = Question(screen.propose, screen.conclude)
+_SCREEN = Question(predicted_kl.propose, predicted_kl.conclude)

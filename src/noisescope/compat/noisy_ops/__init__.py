@@ -44,7 +44,7 @@ from noisescope.compat.noisy_ops.state import state
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.model.anatomy import dissect
-from noisescope.probe.model_scope import unwrap
+from noisescope.probe.forward_patching import unwrap
 from noisescope.probe.noise import Gaussian
 from noisescope.sites import GROUPS, PHASES, canonical_operator
 

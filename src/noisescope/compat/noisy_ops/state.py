@@ -22,11 +22,11 @@ from noisescope.errors import InvalidInput, ModelHeld, NoiseRoundsAway, NothingI
 from noisescope.injection import Injection
 from noisescope.model.anatomy import CALLS, Anatomy, Unit, dissect
 from noisescope.probe.draws import Rows
+from noisescope.probe.forward_patching import unwrap
 from noisescope.probe.forward_wrapper import ForwardWrapper, in_backward
 from noisescope.probe.function_mode import perform
 from noisescope.probe.functions import Function
 from noisescope.probe.inject import Probe
-from noisescope.probe.model_scope import unwrap
 from noisescope.probe.operator_target import Context, OperatorTarget
 from noisescope.probe.tally import SiteCount
 from noisescope.sites import GROUPS, PHASES, Place, matches_operator

@@ -13,7 +13,7 @@ from noisescope.localization.host_operators import host_arithmetic, input_of
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import attention, functions, linear, linear_checksums, norms, sublayers
 from noisescope.localization.laws.call_results import EvidenceFacts, LawEvidence
-from noisescope.localization.laws.calls import ATTENTION_MODULE, MLP, ROTARY, Handler, unbiased
+from noisescope.localization.laws.repeated_calls import ATTENTION_MODULE, MLP, ROTARY, Handler, unbiased
 from noisescope.localization.laws.results_by_site import OPERATOR, SUBLAYER, RelationResults
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers

@@ -19,7 +19,7 @@ from noisescope.localization.formula_recognition import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.attention import masked_out
 from noisescope.localization.laws.call_results import TINY, LawEvidence, LawResult, exact, floored
-from noisescope.localization.laws.calls import adds_residual, biases, parameters_replaced, without_residual
+from noisescope.localization.laws.repeated_calls import adds_residual, biases, parameters_replaced, without_residual
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format, squares_from_split
 from noisescope.localization.tensors import host_rows, rms

@@ -28,7 +28,7 @@ from noisescope.measures import sketches
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import Prompts, check_vocabulary, device_of, dtype_of, evaluating, last_token_logits
-from noisescope.probe.model_scope import unwrap
+from noisescope.probe.forward_patching import unwrap
 from noisescope.probe.watch import RecordedCall, WatchScope, watch
 from noisescope.sites import FUSED, Place, Site
 

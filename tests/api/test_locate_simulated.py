@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import noisescope as ns
-from noisescope.api.simulated_faults import locate_simulated
+from noisescope.api.locate_simulated import locate_simulated
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
 from noisescope.faults import DeadZone, Fault, Noise, Spike, Where, parse_fault
@@ -66,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Verdict("healthy", "audit"), 0, 0
 
     monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda options: None)
-    monkeypatch.setattr("noisescope.api.simulated_faults.locate_simulated", take)
+    monkeypatch.setattr("noisescope.api.locate_simulated.locate_simulated", take)
 
     def call(line: str) -> LocateOptions | str:
         seen.clear()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.diagnosis.builders import lost, predicted, sections
 
-from noisescope.diagnosis.ranking import counted_once, ranked_findings, whole_model
+from noisescope.diagnosis.ranked_findings import counted_once, ranked_findings, whole_model
 from noisescope.diagnosis.section_types import ChannelAnalysis, ChannelRow, OutlierRules, Sections
 from noisescope.diagnosis.summary import overall_risk, recommendations
 from noisescope.estimate import Estimate

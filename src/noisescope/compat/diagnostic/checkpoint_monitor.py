@@ -29,7 +29,7 @@ from noisescope.compat.diagnostic.adapter import (
 from noisescope.compat.diagnostic.levels import operator_level_diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
-from noisescope.findings.check_verdicts import FAIL, PASS, UNDECIDED, Verdict, overall
+from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, Verdict, overall
 from noisescope.jsonform import from_json, to_json
 from noisescope.model.loading import Subject
 from noisescope.plans.gate_rows import DivergenceRow, GateRow, LimitRow, ScoreRow

@@ -17,9 +17,9 @@ from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.loading import wrap
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
-from noisescope.runs import runner as bench_module
+from noisescope.runs import trial_runner as bench_module
 from noisescope.runs.batches import Material, lay_out
-from noisescope.runs.runner import TrialRunner, conditions
+from noisescope.runs.trial_runner import TrialRunner, conditions
 from noisescope.testing import tiny_model
 from noisescope.trials import Slice, Trial
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noisescope.findings.check_verdicts import exit_code, headline, overall
+from noisescope.findings.pass_fail import exit_code, headline, overall
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from noisescope import stats
 from noisescope.diagnosis import channels, robustness_curve
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import NOTHING, StudyResults, clean_score, divergence
+from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.diagnosis.rows import Divergence, LayerAnalysis, LayerEffect
-from noisescope.diagnosis.screen import Screened
 from noisescope.diagnosis.section_types import (
     Baseline,
     ChannelAnalysis,

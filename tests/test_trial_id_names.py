@@ -25,8 +25,8 @@ from noisescope.injection import Injection
 from noisescope.measures.format_costs import plan_injection
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.store import Store
-from noisescope.stable_names import class_name, function_name, registered, short_name
 from noisescope.training.phases_experiment import Arm, Design
+from noisescope.trial_id_names import class_name, function_name, registered, short_name
 from noisescope.trials import Conditions, Result, Slice, Trial, canonical, content_id, missing
 
 TWIN = """

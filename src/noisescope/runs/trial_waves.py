@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from noisescope.runs.runner import Finish, TrialRunner
 from noisescope.runs.store import Store
+from noisescope.runs.trial_runner import Finish, TrialRunner
 from noisescope.trials import Result, Results, Trial, missing
 
 

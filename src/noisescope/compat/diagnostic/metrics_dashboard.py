@@ -15,7 +15,7 @@ from noisescope.comparison.measures import ErrorSums
 from noisescope.compat.diagnostic.adapter import Question, Row, ask, ends_of, layer_of, loss_of, value_of
 from noisescope.compat.diagnostic.levels import threshold_value
 from noisescope.compat.diagnostic.metrics import check_activations, compute_sparsity
-from noisescope.diagnosis import channels, model_metrics
+from noisescope.diagnosis import channels, metrics_dashboard
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput
 from noisescope.findings import (
@@ -309,12 +309,14 @@ def _threshold(value: float | None, full: Row) -> str:
 
 def _propose(context: StudyContext, results: Results) -> list[Trial]:
     captured = channels.capture_trial(context)
-    return context.ask(None) + model_metrics.propose(context, results, None) + ([] if captured is None else [captured])
+    return (
+        context.ask(None) + metrics_dashboard.propose(context, results, None) + ([] if captured is None else [captured])
+    )
 
 
 _METRICS = Question(
     _propose,
     lambda context, results: to_json(
-        model_metrics.conclude(context, results, None, channels.conclude(context, results, None))
+        metrics_dashboard.conclude(context, results, None, channels.conclude(context, results, None))
     ),
 )
