@@ -48,7 +48,10 @@ def test_an_interrupted_record_says_what_is_left(tmp_path: Path, monkeypatch: py
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    for at, left in (("api.records.encode_data", ""), ("runs.recorder.model_fingerprint", "holds an unfinished")):
+    for at, left in (
+        ("api.records.encode_data", ""),
+        ("runs.device_record_writer.model_fingerprint", "holds an unfinished"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(f"noisescope.{at}", interrupted)
             output = call("record", "demo", "-o", folder, "--samples", 2, code=130).output

@@ -47,6 +47,8 @@ def phases(options: PhasesOptions) -> PhasesReport:
     training = options.pick("steps", "batch", "rate", "examples", "layers", "width")
     make_task = arithmetic
     if options.method == "grpo":
+        import noisescope.training.grpo  # noqa: F401  without TRL this raises here, not once for each training
+
         make_task = practice
     task = make_task(options.start, tests=options.samples, **training)
     chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)
