@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from noisescope.probe.noise import Gaussian as Gaussian
     from noisescope.probe.noise import Shrink as Shrink
     from noisescope.probe.noise import Uniform as Uniform
+    from noisescope.probe.watch import RecordedCall as RecordedCall
     from noisescope.probe.watch import watch as watch
     from noisescope.reports.report_file import Report as Report
 
@@ -50,7 +51,7 @@ _LAZY = {
     "probe.formats": ("Format",),
     "probe.inject": ("inject",),
     "probe.noise": ("Bias", "Gaussian", "Shrink", "Uniform"),
-    "probe.watch": ("watch",),
+    "probe.watch": ("RecordedCall", "watch"),
     "reports.report_file": ("Report",),
 }
 _HOMES = {name: f"noisescope.{home}" for home, names in _LAZY.items() for name in names}

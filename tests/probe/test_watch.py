@@ -234,3 +234,18 @@ def test_gradients_pass_an_output_that_was_replaced(llama, tokens):
         return llama.model.layers[0].mlp.up_proj.weight.grad.clone()
 
     torch.testing.assert_close(gradient(checkpointed=True), gradient(checkpointed=False))
+
+
+def test_a_call_made_again_is_not_reported() -> None:
+    """`call.again` inside on_call gives the module's answer and does not call on_call once more."""
+    model = tiny_model("llama", layers=1)
+    seen = []
+
+    def on_call(call: ns.RecordedCall) -> None:
+        seen.append(torch.equal(call.again(call.first_input), call.output_tensor))
+
+    with torch.no_grad(), ns.watch(model, on_call, operators={"linear", "norm", "silu"}):
+        model(torch.arange(1, 9)[None])
+    assert len(seen) == 12 and all(seen)  # 7 linears of the block, the head, 3 norms, silu
+    with pytest.raises(InvalidInput, match="must be functions"):
+        ns.watch(model, None)  # type: ignore[arg-type]

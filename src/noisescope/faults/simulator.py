@@ -115,7 +115,7 @@ class FaultScope(Probe):
             return None
         memories: dict[int, Memory] = {}  # of this operator of this unit, by occurrence
         on_call = functools.partial(self._on_call, self.count_of(unit, operator), memories)
-        return CallListener(unit, operator, on_call, rerun=self.rerun, recomputed=True)
+        return CallListener(unit, operator, on_call, rerun=self.rerun, recomputed=True, repeated=True)
 
     def _on_call(self, count: SiteCount, memories: dict[int, Memory], call: RecordedCall) -> Any:
         """The faulty output in place of the right one."""

@@ -82,7 +82,7 @@ class Scanner:
         """One forward; a repeated one is compared with the one before, and its profiles are not read again."""
         self._first, self._seen = not repeated, set()
         self._residuals.next_pass()
-        with watch(self.model, self._on_call, lambda unit, operator: True, anatomy=self._anatomy):
+        with watch(self.model, self._on_call, lambda unit, operator: True, repeated=True, anatomy=self._anatomy):
             self.model(**without_cache(self.model), **batch)
         self.results.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
         for block, target, form, recomputed in self._residuals.failures():

@@ -115,7 +115,7 @@ class Replay:
         self.most = log.rows.most
 
     def watch(self, model: nn.Module) -> WatchScope:
-        return watch(model, self._on_call, self._is_recorded, before=self._before, anatomy=self.anatomy)
+        return watch(model, self._on_call, self._is_recorded, before=self._before, repeated=True, anatomy=self.anatomy)
 
     def _is_recorded(self, unit: Unit, operator: str) -> bool:
         if operator == FUSED:

@@ -28,7 +28,7 @@ METRICS = ("accuracy", "next_token_accuracy", "agreement")
 DTYPES = ("float64", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 EXECUTORS = ("local", "ray")
 DETAILS = ("sketch", "full")
-DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia", "xla", "meta")  # those that people name
+DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia", "xla")  # those that people name
 TORCH_DEVICES = ("ipu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "lazy", "vulkan",
                  "privateuseone")  # that torch knows besides  # fmt: skip
 LOCATE_METHODS = ("auto", "audit", "relations", "replay", "scans", "srdd", "fingerprint")

@@ -223,7 +223,8 @@ class CallListener:
 
     `before` gets a call that is about to be made, and may give another first tensor; `on_call` one that was made, and
     may give another output. None leaves things as they are. `rerun(callee, *args, **kwargs)` makes a call
-    again. `recomputed` says whether calls that gradient checkpointing repeats are reported as well.
+    again. `recomputed` says whether calls that gradient checkpointing repeats are reported as well. A call that
+    `before` or `on_call` itself makes of the same operator is reported only if `repeated` says so.
     """
 
     def __init__(
@@ -235,6 +236,7 @@ class CallListener:
         rerun: Callable[..., Any],
         before: Callable[[RecordedCall], Tensor | None] | None = None,
         recomputed: bool = False,
+        repeated: bool = False,
     ) -> None:
         self.unit = unit
         self.operator = operator
@@ -242,6 +244,8 @@ class CallListener:
         self._rerun = rerun
         self._before = before
         self._recomputed = recomputed
+        self._repeated = repeated
+        self._reporting = False
 
     def run(
         self,
@@ -254,16 +258,23 @@ class CallListener:
         occurrence: int,
     ) -> Any:
         """Make one call of the operator; `call` is how `callee` is reached past its wrapper."""
-        if context.recomputing and not self._recomputed:
+        if (self._reporting and not self._repeated) or (context.recomputing and not self._recomputed):
             return call(*args, **kwargs)
         known = (self.unit, self.operator, callee)
         if self._before is not None:
-            new = self._before(RecordedCall(*known, args, kwargs, None, occurrence, context, self._rerun))
+            new = self._report(self._before, RecordedCall(*known, args, kwargs, None, occurrence, context, self._rerun))
             if new is not None:
                 args, kwargs = with_tensor(args, kwargs, first_tensor(args, kwargs), new)
         y = call(*args, **kwargs)
-        other = self._on_call(RecordedCall(*known, args, kwargs, y, occurrence, context, self._rerun))
+        other = self._report(self._on_call, RecordedCall(*known, args, kwargs, y, occurrence, context, self._rerun))
         return y if other is None else other
+
+    def _report(self, listener: Callable[[RecordedCall], Any], call: RecordedCall) -> Any:
+        self._reporting = True
+        try:
+            return listener(call)
+        finally:
+            self._reporting = False
 
 
 Target = OperatorTarget | CallListener

@@ -115,7 +115,7 @@ class Prefix(ModelScope):
     def target_at(self, unit: Unit, operator: str) -> Target | None:
         if operator != "residual" or unit.kind != MODULE:
             return None
-        return CallListener(unit, operator, self._keep, rerun=self.rerun, recomputed=True)
+        return CallListener(unit, operator, self._keep, rerun=self.rerun, recomputed=True, repeated=True)
 
     def shortcut(self, block: int, x: Any) -> Any:
         if self._recording or block >= self._start:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.probe.forward_patching import ModelScope
@@ -30,6 +31,7 @@ def watch(
     modules: Iterable[str] | None = None,
     before: Callable[[RecordedCall], Tensor | None] | None = None,
     recomputed: bool = False,
+    repeated: bool = False,
     anatomy: Anatomy | None = None,
 ) -> WatchScope:
     """A scope in which every call of the chosen operators is reported right after it was made.
@@ -52,7 +54,10 @@ def watch(
 
     What gradient checkpointing computes again is not reported again. Say `recomputed=True` where `on_call` changes
     outputs that gradients pass through: then it is called in both, and `call.context.recomputing` distinguishes them.
+    Calls of the same operator that `on_call` makes itself (`call.again(x)`) are reported only with `repeated=True`.
     """
+    if not callable(on_call) or (where is not None and not callable(where)):
+        raise InvalidInput("on_call and where must be functions: on_call(call), where(unit, operator)")
     sets = (operators, layers, places, modules)
     if where is None:
         where = selection(*sets)
@@ -62,7 +67,7 @@ def watch(
         def where(unit: Unit, operator: str) -> bool:
             return chosen(unit, operator) and narrowing(unit, operator)
 
-    return WatchScope(model, on_call, where, before=before, recomputed=recomputed, anatomy=anatomy)
+    return WatchScope(model, on_call, where, before=before, recomputed=recomputed, repeated=repeated, anatomy=anatomy)
 
 
 def selection(
@@ -98,6 +103,7 @@ class WatchScope(ModelScope):
         *,
         before: Callable[[RecordedCall], Tensor | None] | None = None,
         recomputed: bool = False,
+        repeated: bool = False,
         anatomy: Anatomy | None = None,
     ) -> None:
         super().__init__(model, anatomy)
@@ -105,6 +111,7 @@ class WatchScope(ModelScope):
         self._where = where
         self._before = before
         self._recomputed = recomputed
+        self._repeated = repeated
 
     def __enter__(self) -> Self:
         self._open()
@@ -119,5 +126,11 @@ class WatchScope(ModelScope):
         if not self._where(unit, operator):
             return None
         return CallListener(
-            unit, operator, self._on_call, rerun=self.rerun, before=self._before, recomputed=self._recomputed
+            unit,
+            operator,
+            self._on_call,
+            rerun=self.rerun,
+            before=self._before,
+            recomputed=self._recomputed,
+            repeated=self._repeated,
         )

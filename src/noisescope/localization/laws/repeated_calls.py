@@ -116,7 +116,9 @@ class Listening:
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, choose: Choice) -> None:
         self._choose = choose
-        self._scope = watch(model, self._on_call, lambda unit, op: choose(unit, op) is not None, anatomy=anatomy)
+        self._scope = watch(
+            model, self._on_call, lambda unit, op: choose(unit, op) is not None, repeated=True, anatomy=anatomy
+        )
         self._busy = False
         self.natural = 0  # multiplications in the forward itself, and in the calls made again
         self.extra = 0
