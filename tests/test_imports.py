@@ -23,7 +23,7 @@ ABOVE = {"runs", "localization", "passports", "training"}
 BELOW_CLI = TORCHLESS | MEASURING | TORCH_BLOCKED | ABOVE | {"api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
-    "options": {"errors", "sites", "injection"},
+    "options": {"errors", "sites", "injection", "testing"},
     "stats": {"errors", "estimate"},
     "findings": {"errors", "estimate", "options", "sites"},
     "diagnosis": TORCHLESS,

@@ -60,6 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diagnose demo --data --samples 3", "--data needs a value, and --samples follows it. See noisescope diagnose"),
         ("diagnose demo other", "unexpected extra argument.*other.*See noisescope diagnose --help"),
         ("compare a.record", "B is missing: .*See noisescope compare --help"),
+        ("locate tiny:foo", "unknown tiny model .foo."),
+        ("locate demo --device meta", "unknown device .meta."),
         ("locate demo --simulate nonsense", "'nonsense' names no place. A simulated fault is written family"),
         ("locate demo --simulate deadzone:0.3@10", "unknown fault family 'deadzone'.*Did you mean 'dead_zone'"),
         ("locate demo --simulate dead_zone:-1@10", "magnitude of dead_zone must be at least 0, got -1"),

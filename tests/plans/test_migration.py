@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from noisescope.diagnosis.rows import LayerEffect
 from noisescope.errors import InvalidInput
 from noisescope.findings import Target
 from noisescope.jsonform import from_json, to_json
+from noisescope.plans import migration
 from noisescope.plans.migration import MigrationPlan, MigrationSteps, plan_migration, rank_places
 
 
@@ -171,3 +173,15 @@ def test_predictions_say_what_they_are(made: Any) -> None:
     assert plan.priorities[0].layers == (7,) and "standard" in plan.notes[0]
     with pytest.raises(InvalidInput, match="--level operator,layer,channel"):
         plan_migration(made.diagnosis())
+
+
+def test_the_layers_own_figure_comes_before_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among reasons of one priority: a rated loss, then the layer's nats, then those of one operator in it."""
+    monkeypatch.setattr(migration, "_by_findings", lambda *_: [])
+    monkeypatch.setattr(migration, "_by_avalanches", lambda *_: [])
+    monkeypatch.setattr(migration, "_by_cells", lambda *_: [(2, "one operator")])
+    monkeypatch.setattr(migration, "_by_effect", lambda *_: [(2, "the layer")])
+    monkeypatch.setattr(migration, "_by_channels", lambda *_: [(1, "channels")])
+    view = SimpleNamespace(captured=lambda place: [])
+    _, evidence = migration._judged(view, 0, SimpleNamespace(nats=1.0, loss=None))  # type: ignore[arg-type]
+    assert evidence.reasons == ("channels", "the layer", "one operator")

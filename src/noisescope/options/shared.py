@@ -24,6 +24,7 @@ from noisescope.options.fields import (
     command_option,
     option,
 )
+from noisescope.testing import MODELS
 
 ALLOWED = (
     "A model is a Hugging Face folder (config.json beside *.safetensors), an id from the local Hugging Face cache, "
@@ -51,7 +52,11 @@ def uncached(text: str, revision: str | None) -> InvalidInput:
 
 def checked_model(text: str) -> str:
     """The text, where a model may lie there."""
-    if text == "demo" or text.startswith("tiny:") or Path(text).expanduser().exists():
+    if text.startswith("tiny:"):
+        if text.removeprefix("tiny:") not in MODELS:
+            raise unknown("tiny model", text.removeprefix("tiny:"), MODELS)
+        return text
+    if text == "demo" or Path(text).expanduser().exists():
         return text
     refuse_missing_path(text)
     if "/" in text and not (_hub_cache() / f"models--{text.replace('/', '--')}").exists():

@@ -175,7 +175,8 @@ def _window_tests(found: Diagnosis) -> Iterable[FaultTest]:
     known = [row for row in section.windows if row.nats]
     if not section.avalanche_points and known:
         worst = max(known, key=lambda row: row.nats)
-        reason = "no avalanche point; noise here moves the output furthest"
+        verb = "moves" if worst.injected else "is predicted to move"
+        reason = f"no avalanche point; noise here {verb} the output furthest"
         yield window_test(worst.start_layer, worst.end_layer, reason)
 
 

@@ -149,17 +149,15 @@ class _View:
 def _judged(view: _View, place: NamedPlace, row: Effect) -> tuple[Rank, PlaceEvidence]:
     """A place's priority and every reason for it, the strongest first."""
     found = [*_by_findings(view, place), *_by_avalanches(view, place), *_by_effect(view, place, row)]
-    found = sorted([*found, *_by_channels(view, place)], key=lambda reason: reason[0])
+    found += [*_by_cells(view, place), *_by_channels(view, place)]
+    found.sort(key=lambda reason: reason[0])
     largest = max((info.global_max for _, info in view.captured(place)), default=None)
     reasons = tuple(dict.fromkeys(reason for _, reason in found))
     return (found[0][0] if found else 3), PlaceEvidence(place, reasons, row.nats, row.loss, largest)
 
 
 def _by_findings(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]:
-    """A window's findings count for all its layers, unless an avalanche point says which of them.
-
-    The nats of layers and places are in their own rows; those of an operator in a layer are not.
-    """
+    """A window's findings count for all its layers, unless an avalanche point says which of them."""
     points = {(point.start, point.end) for point in view.section.avalanche_points}
     for finding in view.about(place):
         target = finding.target
@@ -169,7 +167,14 @@ def _by_findings(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]:
         words = f"{finding.component}: {finding.statement}"
         if finding.rated or finding.severity == BORDERLINE:
             yield (1, words) if finding.urgent else (2, words)
-        elif target.kind == "cell" and finding.unit == "nats" and finding.nats is not None:
+
+
+def _by_cells(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]:
+    """Unrated findings on an operator of a layer, behind what the layer itself shows."""
+    for finding in view.about(place):
+        rated = finding.rated or finding.severity == BORDERLINE
+        if finding.target.kind == "cell" and finding.unit == "nats" and finding.nats is not None and not rated:
+            words = f"{finding.component}: {finding.statement}"
             yield (1, words) if finding.nats >= COSTLY * view.median else (2, words)
 
 
