@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?P<mark><!-- not run[^>]*-->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)```", re.DOTALL)
 Stores = dict[tuple[str, ...], bytes]  # the command without its folder -> what it stored
-ELSEWHERE = {"noisescope demo": "tests/cli/test_diagnose.py"}  # a command that has a test of its own
+ELSEWHERE = {"noisescope demo": "tests/cli/test_demo.py"}  # a command that has a test of its own
 
 
 def blocks(page: Path, kind: str) -> list[str]:
