@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import unknown
+from noisescope.localization.coverage import Coverage
 from noisescope.sites import Site
 
 VERDICTS = ("healthy", "faulty", "undecided")
@@ -81,6 +82,7 @@ class Verdict:
     checked: int = 0  # sites or relations tested: the multiplicity behind the threshold
     notes: tuple[str, ...] = ()
     unseen: tuple[Site, ...] = ()  # operators that could not be judged: with them, no verdict is "healthy"
+    coverage: Coverage = Coverage()  # what ran and what was judged
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
@@ -96,6 +98,7 @@ class Verdict:
             "checked": self.checked,
             "notes": list(self.notes),
             "unseen": [str(site) for site in self.unseen],
+            "coverage": self.coverage.to_dict(),
         }
 
 

@@ -1,0 +1,105 @@
+"""What a verdict looked at: the phases and shapes that ran, the shares that were judged, and what was not, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from noisescope.sites import Place
+
+ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: less than that is no plain "healthy"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Forwards of one shape: a prefill, or the decode steps that follow one with the model's cache."""
+
+    kind: str  # "prefill" or "decode"
+    batch: int
+    tokens: int  # of each sequence; in decode those in the cache before the first step
+    steps: int = 1  # forwards
+    padding: str = ""  # "left" or "right"
+
+    def __str__(self) -> str:
+        padded = f", {self.padding} padding" if self.padding else ""
+        if self.kind == "decode":
+            return f"decode {self.batch} x {self.steps} tokens after {self.tokens}{padded}"
+        return f"prefill {self.batch} x {self.tokens} tokens{padded}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a whole: modules, parameters or multiply-adds."""
+
+    judged: float
+    total: float
+
+    @property
+    def share(self) -> float:
+        return self.judged / self.total if self.total else 1.0
+
+
+@dataclass(frozen=True)
+class NotJudged:
+    """A class of modules that ran, or should have, and that nothing could judge."""
+
+    module_class: str
+    modules: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        more = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
+        return f"{self.module_class} ({self.modules[0] or 'the model itself'}{more}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An operator at a place: how many of its modules or calls were judged."""
+
+    place: Place
+    operator: str
+    judged: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What ran and what was judged."""
+
+    phases: tuple[Phase, ...] = ()
+    not_run: tuple[str, ...] = ()  # phases and shapes, with the reason
+    modules: Share = Share(0, 0)
+    parameters: Share = Share(0, 0)
+    multiply_adds: Share = Share(0, 0)
+    not_judged: tuple[NotJudged, ...] = ()
+    cells: tuple[Cell, ...] = ()
+    repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
+
+    @property
+    def smallest_share(self) -> float:
+        return min(self.modules.share, self.parameters.share, self.multiply_adds.share)
+
+    @property
+    def enough(self) -> bool:
+        """Whether a plain "healthy" may be said of it."""
+        return self.smallest_share >= ENOUGH
+
+    @property
+    def excluded_rate(self) -> float:
+        """A fault that hits a forward by chance more often than this would have shown, with 95 % confidence."""
+        forwards = sum(phase.steps for phase in self.phases) + self.repeated - 1
+        return 1.0 if forwards < 1 else 1 - 0.05 ** (1 / forwards)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "phases": [str(phase) for phase in self.phases],
+            "not_run": list(self.not_run),
+            "modules": self.modules.share,
+            "parameters": self.parameters.share,
+            "multiply_adds": self.multiply_adds.share,
+            "not_judged": [
+                {"class": each.module_class, "modules": list(each.modules), "reason": each.reason}
+                for each in self.not_judged
+            ],
+            "excluded_rate_per_forward": self.excluded_rate,
+        }
