@@ -82,7 +82,7 @@ class Verdict:
     checked: int = 0  # sites or relations tested: the multiplicity behind the threshold
     notes: tuple[str, ...] = ()
     unseen: tuple[Site, ...] = ()  # operators that could not be judged: with them, no verdict is "healthy"
-    coverage: Coverage = Coverage()  # what ran and what was judged
+    coverage: Coverage = field(default_factory=Coverage)  # what ran and what was judged
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
