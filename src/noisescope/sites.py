@@ -19,6 +19,7 @@ NamedPlace = int | OuterPlace  # a place as reports have it, every name checked
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 FUSED = "attention"  # a fused attention call as a whole, where it is reported by itself; as a group it is another thing
+WHOLE = "module"  # a call of a module that is no operator, reported as a whole
 OUTER_PLACES: tuple[OuterPlace, ...] = ("embed", "rotary", "final_norm", "lm_head")
 TENSORS = ("output", "input", "weight")
 PHASES = ("forward", "backward")

@@ -1,8 +1,8 @@
-"""What an audit has found so far: alarms with their pattern, detection limits, what does not repeat, what was not seen.
+"""What an audit has found so far: alarms with their pattern, detection limits, what does not repeat, what was judged.
 
 Also where NaN and infinity come from: the first output of a forward that holds any. All outputs before it were finite.
-So an operator that was given finite numbers made them itself; where it was not, what lies before it did (a sum, the
-product of gate and up, a cache), and its input is named.
+So a call that was given finite numbers made them itself; where it was not, what lies before it did (a sum, the product
+of gate and up, a cache), and its input is named.
 """
 
 from __future__ import annotations
@@ -17,161 +17,154 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.block_wiring import Recorder, Residuals
+from noisescope.localization.call_tree import Node, leaves_in, tensors_in
 from noisescope.localization.classify import classify, is_stale
-from noisescope.localization.data_flow_checks import DataFlowChecks, words
 from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
+from noisescope.localization.host_twin import Comparison, Difference
 from noisescope.localization.judge import Judgement, judge
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
-from noisescope.localization.tensors import bits_of, on_host
-from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.unfused_attention import AttentionArguments
-from noisescope.sites import FUSED, Site
+from noisescope.localization.roundoff_floors import Reference, number_format
+from noisescope.localization.tensors import bits_of, differing, on_host
+from noisescope.model.anatomy import Anatomy
+from noisescope.sites import FUSED, WHOLE, Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
+_MOST_ELEMENTS = 1 << 23  # of a tensor between modules that are judged; more rows than that are thinned out
+_BETWEEN = "between operators"
+_ATTENTION_INPUTS = {"0.0": "queries", "0.1": "keys", "0.2": "values", "0.3": "mask", "1.attn_mask": "mask"}
 
 
 class AuditLog:
     """One audit; audit_verdict.py draws the verdict from it."""
 
-    def __init__(self, anatomy: Anatomy, *, rows: int, seed: int) -> None:
+    def __init__(self, anatomy: Anatomy, *, rows: int, seed: int, device: str = "cpu") -> None:
         self.anatomy = anatomy
-        self.rows = Rows(rows, seed)
-        self.residuals = Residuals()
-        self.data_flow = DataFlowChecks()
+        self.rows = Rows(rows, seed, device)
         self.nonfinite = NonFiniteOrigin()
         self.alarms: dict[Site, Alarm] = {}
         self.limits: dict[str, DetectionLimit] = {}
         self.unseen: dict[str, set[Site]] = {}
+        self.judged = Judged()
         self.unrepeatable: set[Site] = set()
         self.remarks: list[str] = []
         self.checksums = 0
         self.tests = 0
         self.forwards = 0
-        self.hashes: dict[Site, CallHash] = {}
+        self.hashes: dict[tuple[Site, int], CallHash] = {}
         self.compared = 0  # calls that had the same inputs again
         self._keep_hashes = False
         self._repeated = False
         self._batch = 0
         self._count = 0
         self._patterns = 0
+        self._calls: dict[Site, int] = {}  # of each site, in this forward
 
     # -- forwards
 
     def begin(self, batch: int, *, keep_hashes: bool = False, repeated: bool = False) -> None:
         self._batch, self._keep_hashes, self._repeated = batch, keep_hashes, repeated
         self._count = self._patterns = 0
+        self._calls.clear()
         self.forwards += 1
-        self.residuals.next_pass()
-        self.data_flow.next_pass()
         self.nonfinite.next_pass()
 
-    def end(self) -> None:
-        for block, target, form, recomputed in self.residuals.failures():
-            self._judge(block.unit.site("residual"), recomputed, block.order, made=f"{target} = {' + '.join(form)}")
-        for block, target, form, recomputed in self.data_flow.failures():
-            site, order = self.data_flow.sites[block.unit.place, target]
-            self._judge(site, recomputed, order, made=f"input of {target} = {words(form)}")
-        for site, form in self.data_flow.nearly():
-            self._leave_open(
-                site, f"its input is nearly {words(form)}, but bit for bit in no block: other code, or a fault"
-            )
-        for block, target, form, usual in self.data_flow.odd():
-            site = self.data_flow.sites[block.unit.place, target][0]
-            self._leave_open(
-                site, f"its input is {words(form)}, in other blocks {words(usual)}: other code, or a fault"
-            )
-        for block, target, form, usual in self.residuals.odd():
-            sums = f"{target} = {' + '.join(form)}, in other blocks {' + '.join(usual)}"
-            self._leave_open(block.unit.site("residual", tensor="input"), f"{sums}: other code, or a fault")
-        for block in self.residuals.unknown():
-            self._leave_open(block.unit.site("residual"), "the block's output is no sum of what its modules gave")
-
-    def _leave_open(self, site: Site, reason: str) -> None:
+    def leave_open(self, site: Site, reason: str) -> None:
         """What could not be judged, and why: with any of it, no verdict is "healthy"."""
         self.unseen.setdefault(reason, set()).add(site)
 
     # -- calls
 
-    def call(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
-        """One call of an operator."""
-        self._count += 1
-        arose = self.nonfinite.arises(site, _inputs(site, args, kwargs), y)
-        if not self._to_be_judged(site, (*args, *kwargs.values()), y, callee):
-            return
+    def call(self, node: Node) -> bool:
+        """One call of an operator. False where no formula for it is known."""
+        self._count = node.order
+        site, y = node.site("output"), node.output
+        arose = self.nonfinite.arises(node)
+        if not self._to_be_judged(node):
+            return True
         try:
-            recomputed = recompute(site.operator, callee, args, kwargs, y, self.rows)
+            recomputed = recompute(node.operator, node.callee, node.args, node.kwargs, y, self.rows)
         except Unseen as reason:
-            self._leave_open(site, str(reason))
-            return
+            self.judged.missed(node, str(reason))
+            return False
         self.checksums += recomputed.checksums
         if arose:
             self.nonfinite.explain(recomputed)
         if not (recomputed.y.isfinite() | recomputed.reference.values.isfinite()).any():
-            self._leave_open(site, "it gave no finite number, and neither does the host from the same inputs")
+            self.leave_open(site, "it gave no finite number, and neither does the host from the same inputs")
+            return True
+        self.judged.add(node)
+        self._judge(site, recomputed, node.order)
+        return True
+
+    def code(self, node: Node, found: Comparison) -> None:
+        """What came of running a module's code on the host."""
+        self.nonfinite.arises(node)
+        self.nonfinite.compared(node, found)
+        if found.problem:
+            self.judged.missed(node, found.problem)
+        else:
+            self.judged.add(node)
+        limit = self.limits.setdefault(_BETWEEN, DetectionLimit())
+        limit.element = 0.5
+        limit.sites.add(node.site("output"))
+        self.tests += found.compared
+        seen: list[Difference] = []
+        for difference in found.differences:
+            if not any(_same_difference(difference, other) for other in seen):  # one tensor that enters q, k and v
+                seen.append(difference)
+                self.difference(difference)
+
+    def difference(self, found: Difference) -> None:
+        """A tensor between modules that is not what the code makes of what the operators gave."""
+        node, site = found.node, found.node.site(found.tensor)
+        order = node.order if found.tensor == "input" else node.ended
+        what = _ATTENTION_INPUTS.get(found.path, "") if node.operator == FUSED else ""
+        made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
+        if found.before is not None and found.before is not node:
+            made += f" after {found.before.module}"
+        if found.got.shape != found.expected.shape:
+            shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
+            self.leave_open(site, f"its shape is {shapes}: other code than its class's, or a fault")
             return
-        self._judge(site, recomputed, self._count)
+        recomputed = _as_recomputed(found)
+        if found.limit is None:
+            self._judge(site, recomputed, order, made=made, structure=what)
+        else:
+            judgement = _judge_within(recomputed)
+            self._alarm(site, recomputed, judgement, order, made=made, structure=what)
 
-    def block(self, unit: Unit, recorder: Recorder, x: Tensor, y: Tensor, angles: tuple[Tensor, Tensor] | None) -> None:
-        """One call of a block: its adds, and what lay between its operators."""
-        self.data_flow.end_block(unit, x, angles)
-        if angles is not None and not _on_a_circle(*angles):
-            site = Site("matmul", "rotary", "", tensor="input")
-            self._leave_open(site, "cosines and sines of the positions do not lie on one circle")
-        self._count += 1
-        site = unit.site("residual")
-        found = recorder.block(unit, self._count, x, y)
-        if self.nonfinite.arises(site, (x,), y):
-            self.nonfinite.explain_sum(found.terms.values())
-        if self._to_be_judged(site, tuple(found.terms.values()), y):
-            self.residuals.see(found)
-            limit = self.limits.setdefault("residual", DetectionLimit())
-            limit.sites.add(site)
-            limit.element = 0.5
-
-    def between(
-        self,
-        unit: Unit,
-        role: str,
-        operator: str,
-        given: dict[str, Tensor],
-        y: Tensor,
-        *,
-        heads: bool = False,
-        occurrence: int = 0,
-    ) -> None:
-        """Inputs by name and output of an operator in a block, for what lies between operators."""
-        for number, (name, x) in enumerate(given.items()):
-            site = unit.site(operator, tensor="input", occurrence=occurrence + number)
-            self.data_flow.got(f"{role}{name}", site, self._count, x, heads=heads)
-        self.data_flow.gave(role, y, heads=heads)
-
-    def _to_be_judged(self, site: Site, given: tuple[Any, ...], y: Any, callee: Any = None) -> bool:
+    def _to_be_judged(self, node: Node) -> bool:
         """In a repeated forward only where the output has changed, or was wrong before."""
+        y, site = node.output, node.site("output")
+        number = self._calls[site] = self._calls.get(site, 0) + 1
         if not (self._keep_hashes or self._repeated) or not isinstance(y, Tensor):
             return not self._repeated
-        now = CallHash.of(given, y, callee)
+        now = CallHash.of(node)
         if self._keep_hashes:
-            self.hashes[site] = now
+            self.hashes[site, number] = now
             return True
-        before = self.hashes.get(site)
+        before = self.hashes.get((site, number))
         if before is None or before.given != now.given:
             return False
         self.compared += 1
         if before.weights != now.weights:
             weights = dataclasses.replace(site, tensor="weight")
-            self._leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
+            self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
         if before.output != now.output:
             self.unrepeatable.add(site)
         return before.output != now.output or site in self.alarms
 
-    def _judge(self, site: Site, recomputed: Recomputed, order: int, *, made: str = "") -> None:
+    def _judge(self, site: Site, recomputed: Recomputed, order: int, *, made: str = "", structure: str = "") -> None:
         judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.tests += judgement.tests
         if not recomputed.reference.exact or site.operator == "embedding":
             self.limits.setdefault(site.operator, DetectionLimit()).add(site, judgement)
+        self._alarm(site, recomputed, judgement, order, made=made, structure=structure)
+
+    def _alarm(
+        self, site: Site, recomputed: Recomputed, judgement: Judgement, order: int, *, made: str, structure: str
+    ) -> None:
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return
@@ -187,7 +180,51 @@ class AuditLog:
         if made:
             pattern.details["made_as"] = made
         stale = before is not None and before.stale
-        self.alarms[site] = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale)
+        self.alarms[site] = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale, structure)
+
+
+def _same_difference(one: Difference, other: Difference) -> bool:
+    alike = one.tensor == other.tensor == "input" and one.got.shape == other.got.shape
+    return alike and torch.equal(one.got, other.got) and torch.equal(one.expected, other.expected)
+
+
+def _as_recomputed(found: Difference) -> Recomputed:
+    """The difference as rows and channels; masks of booleans and indices as numbers."""
+    got, expected, limit = found.got, found.expected.double(), found.limit
+    if not got.is_floating_point() or got.dtype.itemsize < 2:
+        got = got.float()
+    if got.dim() == 0:
+        got, expected, limit = got[None], expected[None], None if limit is None else limit[None]
+    width = got.shape[-1]
+    got, expected = got.reshape(-1, width), expected.reshape(-1, width)
+    limit = None if limit is None else limit.reshape(-1, width)
+    step = max(1, -(-got.numel() // _MOST_ELEMENTS))
+    if step > 1:
+        off = differing(got.double(), expected).any(-1).nonzero().flatten()[: _MOST_ELEMENTS // max(1, width)]
+        rows = torch.tensor(sorted({*off.tolist(), *range(0, len(got), step)}))
+        got, expected, limit = got[rows], expected[rows], None if limit is None else limit[rows]
+    if limit is None:
+        return Recomputed(got, Reference(expected, (), exact=True))
+    return Recomputed(got, Reference(expected, (limit / 2,)))  # the judge allows twice a bound
+
+
+def _judge_within(recomputed: Recomputed) -> Judgement:
+    """Elements against their limits; means and bits of such code have no known null."""
+    y, reference = recomputed.y.double(), recomputed.reference
+    limit = 2 * reference.bound
+    error = (y - reference.values).abs()
+    finite = error.isfinite()
+    one_sided = y.isfinite() != reference.values.isfinite()
+    beyond = (error > limit) | one_sided
+    result = Judgement(elements=y.numel(), tests=y.numel())
+    result.bad, result.nonfinite = int(beyond.sum()), int(one_sided.sum())
+    result.channels = set(beyond.any(0).nonzero().flatten().tolist())
+    result.worst = float(torch.where(finite, error, 0.0).max())
+    form = number_format(recomputed.y.dtype)
+    result.worst_ulp = float(torch.where(finite, error / form.ulp(reference.values.nan_to_num()), 0.0).max())
+    result.strengths["element"] = float(torch.where(finite, error / limit.clamp_min(1e-300), 0.0).max())
+    result.strengths["non-finite"] = math.inf if result.nonfinite else 0.0
+    return result
 
 
 @dataclass
@@ -201,6 +238,47 @@ class Alarm:
     pattern: Pattern
     evidence: Evidence  # what belongs there: another call may hold it
     stale: bool = False
+    structure: str = ""  # which input of attention it is: "keys", "values", "mask"
+
+
+class Judged:
+    """Which modules and calls were judged, and why others were not."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.reasons: dict[str, str] = {}  # module -> why a call of it was not judged
+        self.calls: dict[Site, bool] = {}
+        self.multiply_adds = [0.0, 0.0]  # judged, all
+
+    def add(self, node: Node) -> None:
+        if node.is_module:
+            self.modules.add(node.module)
+        self._count(node, judged=True)
+
+    def missed(self, node: Node, reason: str) -> None:
+        self.reasons[node.module] = reason
+        self._count(node, judged=False)
+
+    def _count(self, node: Node, *, judged: bool) -> None:
+        site = node.site("output")
+        self.calls[site] = judged and self.calls.get(site, True)
+        work = multiply_adds(node)
+        self.multiply_adds[1] += work
+        self.multiply_adds[0] += work if judged else 0.0
+
+
+def multiply_adds(node: Node) -> float:
+    """Of a product: of a linear, of the products inside attention, of a fused attention call."""
+    y = node.output
+    if not isinstance(y, Tensor) or node.operator not in ("linear", "matmul", "bmm", FUSED):
+        return 0.0
+    given = [x for _, x in tensors_in((node.args, node.kwargs))]
+    if not given or not given[0].dim():
+        return 0.0
+    if node.operator == FUSED:
+        keys = given[1].shape[-2] if len(given) > 1 else 0
+        return 2.0 * y.numel() * keys
+    return float(y.numel() * given[0].shape[-1])
 
 
 @dataclass
@@ -237,8 +315,9 @@ class CallHash:
     weights: tuple[int, ...]
 
     @classmethod
-    def of(cls, given: tuple[Any, ...], y: Tensor, callee: Any) -> CallHash:
-        return cls(_hash(given), _hash((y,)), _weight_sums(callee))
+    def of(cls, node: Node) -> CallHash:
+        given = [x for _, x in tensors_in((node.args, node.kwargs))]
+        return cls(_hash(given), _hash([node.output]), _weight_sums(node.callee))
 
 
 def _weight_sums(callee: Any) -> tuple[int, ...]:
@@ -248,33 +327,13 @@ def _weight_sums(callee: Any) -> tuple[int, ...]:
     return tuple(int(bits_of(p).sum(dtype=torch.int64)) for p in plain)
 
 
-def _hash(values: tuple[Any, ...]) -> bytes:
-    """Of the tensors among some values."""
+def _hash(values: Iterable[Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for value in values:
-        if isinstance(value, Tensor):
+        if type(value) in (Tensor, nn.Parameter):
             plain = on_host(value).contiguous()
             digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
     return digest.digest()
-
-
-def _inputs(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What an operator is given to compute with: no masks, which may hold -inf."""
-    if site.operator == FUSED:
-        given = AttentionArguments.of(args, kwargs)
-        return [given.query, given.key, given.value]
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-
-
-def _on_a_circle(cos: Tensor, sin: Tensor) -> bool:
-    """cos^2 + sin^2 is the same everywhere: 1, or a model's own factor squared.
-
-    A relative error e in both moves it by 2 e: u of the last rounding, and in float32 an ulp (2 u) of the function that
-    a factor may round once more. The largest and the smallest may each be off by that.
-    """
-    squares = cos.double().square() + sin.double().square()
-    limit = 4 * number_format(cos.dtype).u + 8 * WORK_ROUNDOFF
-    return float(squares.max() - squares.min()) <= limit * float(squares.max())
 
 
 # -- NaN and infinity
@@ -287,9 +346,7 @@ class Origin:
     site: Site
     dtype: str
     largest: float  # number of that dtype
-    operand: int = 0  # which one, of an operator's inputs
-    why: str = ""  # what the host found; empty where only the way its block is made can tell
-    fault: bool = False  # nothing that was given could have led there
+    why: str = ""  # what the host found; empty where nothing could be said
 
     @property
     def overflow(self) -> str:
@@ -301,23 +358,25 @@ class NonFiniteOrigin:
 
     def __init__(self) -> None:
         self.origin: Origin | None = None
+        self._node: Node | None = None
         self._seen = False  # in this forward
 
     def next_pass(self) -> None:
         self._seen = False
 
-    def arises(self, site: Site, given: Iterable[Tensor], y: object) -> bool:
+    def arises(self, node: Node) -> bool:
         """Whether a call's output is where they arise: then it is to be explained."""
-        if self._seen or not isinstance(y, Tensor) or _all_finite(y):
+        y = first_floating(node.output)
+        if self._seen or y is None or _all_finite(y):
             return False
         self._seen = True
         if self.origin is not None:
             return False
-        before = next((at for at, x in enumerate(given) if not _all_finite(x)), None)
+        before = next((at for at, x in enumerate(_inputs(node)) if not _all_finite(x)), None)
         made_here = before is None
-        site = site if made_here else dataclasses.replace(site, tensor="input")
         dtype, largest = str(y.dtype).removeprefix("torch."), number_format(y.dtype).largest
-        self.origin = Origin(site, dtype, largest, before or 0)
+        self.origin = Origin(node.site("output" if made_here else "input"), dtype, largest)
+        self._node = node
         return made_here
 
     def explain(self, recomputed: Recomputed) -> None:
@@ -332,14 +391,30 @@ class NonFiniteOrigin:
             why = "nor is the host's result finite: its weights are not, or it has none"
         self.origin = dataclasses.replace(self.origin, why=why)
 
-    def explain_sum(self, terms: Iterable[Tensor]) -> None:
-        """A sum of some of these, which are finite: can any be too large for the dtype?"""
-        assert self.origin is not None
-        sizes = [term.double().abs() for term in terms]
-        most = float(torch.stack(sizes).sum(0).max()) if sizes else torch.inf
-        if most < self.origin.largest:
-            why = f"no sum of what its modules gave exceeds {most:.4g}"
-            self.origin = dataclasses.replace(self.origin, why=why, fault=True)
+    def compared(self, node: Node, found: Comparison) -> None:
+        """The code that made the first such tensor was run on the host: does it make the same?"""
+        origin, at = self.origin, self._node
+        if origin is None or at is None or origin.why:
+            return
+        input_here = origin.site.tensor == "input" and any(child is at for child in node.children)
+        output_here = origin.site.tensor == "output" and node is at
+        if (input_here or output_here) and not found.problem:
+            tensor = origin.site.tensor
+            if not any(each.node is at and each.tensor == tensor for each in found.differences):
+                why = f"{origin.overflow}: the host makes the same of the finite numbers before it"
+                self.origin = dataclasses.replace(origin, why=why)
+
+
+def first_floating(value: Any) -> Tensor | None:
+    return next((x for x in leaves_in(value) if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+
+def _inputs(node: Node) -> list[Tensor]:
+    """What a call is given to compute with: no masks, which may hold -inf."""
+    given = [x for _, x in tensors_in((node.args, node.kwargs))]
+    if node.operator == FUSED:
+        return given[:3]
+    return given[:1] if node.operator == WHOLE or node.operator == "residual" else given
 
 
 def _all_finite(x: Tensor) -> bool:

@@ -208,7 +208,7 @@ def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
         operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
         if len(operands) != 2 or not isinstance(args[0], str):
             raise Unseen("an einsum of other than two operands")
-        return host_products.einsum(args[0], operands[0], operands[1], y)
+        return host_products.einsum(args[0], operands[0], operands[1], y, rows)
     a, b = argument(args, kwargs, 0, "input", "self"), argument(args, kwargs, 1, "other", "mat2", "tensor2")
     if callee is Tensor.__rmatmul__:
         a, b = b, a

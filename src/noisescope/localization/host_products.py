@@ -23,6 +23,7 @@ from noisescope.localization.roundoff_floors import (
 from noisescope.localization.tensors import host_rows, on_host
 
 _PARTIAL_SUMS = 8
+_MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T for which every row of attention is computed again
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Recomputed:
 class Rows:
     """Which rows of an operator's output are computed again: all if few, else a sample with the first and the last."""
 
-    def __init__(self, most: int, seed: int) -> None:
+    def __init__(self, most: int, seed: int, device: str = "cpu") -> None:
         self.most = most
+        self.device = device  # that computed the output: what it may shorten depends on it
         self._generator = torch.Generator("cpu").manual_seed(seed)
 
     def choose(self, total: int) -> Tensor | None:
@@ -61,13 +63,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows
     a, w = as_multiplied(a, out), as_multiplied(w, out)
     added = None if bias is None else as_multiplied(on_host(bias), out).double()
     chosen, total = rows.choose(len(a)), len(a)
+    short = shortened(out.dtype, rows.device)
     if chosen is not None:
-        off = _rows_off(a, w, added, out, rows, shortened(y))
+        off = _rows_off(a, w, added, out, rows, short)
         chosen = torch.tensor(sorted({*chosen.tolist(), *off[: rows.most].tolist()}))
         a, out = a[chosen], out[chosen]
     wide = a.double()
     values, squares = _multiply(wide, w)
-    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, shortened(y))
+    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, short)
     unsampled = 0 if chosen is None else total - len(chosen)
     return Recomputed(out, reference, (wide[None], w.T[None]), checksums=unsampled)
 
@@ -135,7 +138,7 @@ def batched(
     a: Tensor, b: Tensor, y: Tensor, rows: Rows, *, addend: Tensor | None = None, alpha: float = 1.0
 ) -> Recomputed:
     """alpha a b + addend, a [..., M, K], b [..., K, N]: the products inside attention; rows of M are sampled."""
-    short = shortened(y)
+    short = shortened(y.dtype, rows.device)
     a, b, out = (as_multiplied(on_host(t), y) for t in (a, b, y))
     a = a[None] if a.dim() == 1 else a
     b = b[:, None] if b.dim() == 1 else b
@@ -176,18 +179,18 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
         here = expert == number
         w = as_multiplied(on_host(weights[number]).T, out)
         values[here], squares[here] = _multiply(wide[here], w)
-    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(y))
+    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(out.dtype, rows.device))
     return Recomputed(out, reference)
 
 
-def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor) -> Recomputed:
+def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor, rows: Rows) -> Recomputed:
     """Two operands of any form: sums of squares come from the same equation."""
     wide, other, out = as_multiplied(on_host(a), y).double(), as_multiplied(on_host(b), y).double(), on_host(y)
     values = torch.einsum(equation, wide, other)
     squares = torch.einsum(equation, wide.square(), other.square())
     terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
     flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares)]
-    reference = _sum_reference(flat[1], flat[2], terms, out.dtype, None, shortened(y))
+    reference = _sum_reference(flat[1], flat[2], terms, out.dtype, None, shortened(out.dtype, rows.device))
     return Recomputed(flat[0], reference)
 
 
@@ -211,7 +214,8 @@ def attention(
     q, k, v, out = (as_multiplied(on_host(t), y) for t in (query, key, value, y))
     dtype, length = out.dtype, q.shape[-2]
     form, u = number_format(dtype), WORK_ROUNDOFF
-    chosen = rows.choose(length)
+    work = q.shape[:-1].numel() * k.shape[-2] * q.shape[-1]
+    chosen = None if work <= _MOST_PRODUCTS else rows.choose(length)
     at = torch.arange(length) if chosen is None else chosen
     q, out = q[..., at, :].double(), out[..., at, :]
     if k.dim() > 2 and k.shape[-3] != q.shape[-3]:  # grouped queries

@@ -79,7 +79,7 @@ class Comparer(AuditLog):
         """One call: what it gave here, and what it gave there on the same arguments."""
         self._count += 1
         try:
-            everything = Rows(y.numel(), 0)
+            everything = Rows(y.numel(), 0, y.device.type)
             here, there = (recompute(site.operator, callee, args, kwargs, side, everything) for side in (y, other))
         except Unseen:
             self.compare_plainly(site, y, other, other)

@@ -137,20 +137,20 @@ def sum_grain(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
     return values.square().add_(squares).sqrt_().mul_(2 * u * math.sqrt(terms + 1))
 
 
-def shortened(y: Tensor) -> float:
-    """What torch may shorten in a product on y's device, as the user has allowed it: a spread in units of S.
+def shortened(dtype: torch.dtype, device: str) -> float:
+    """What torch may shorten in a product on this kind of device, as the user has allowed it: a spread in units of S.
 
     float32 operands cut to TF32 or bfloat16, and on CUDA, by default, parts of a long 16-bit sum that are rounded to 16
     bits before they are added up (split-K).
     """
-    if y.dtype == torch.float32:
+    if dtype == torch.float32:
         return _operand_roundoff()
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if y.device.type != "cuda" or y.dtype not in names:
+    if device != "cuda" or dtype not in names:
         return 0.0
-    found = getattr(torch.backends.cuda.matmul, f"allow_{names[y.dtype]}_reduced_precision_reduction", False)
+    found = getattr(torch.backends.cuda.matmul, f"allow_{names[dtype]}_reduced_precision_reduction", False)
     reduced = any(found) if isinstance(found, tuple) else bool(found)
-    return ROUNDING_STD * number_format(y.dtype).u if reduced else 0.0
+    return ROUNDING_STD * number_format(dtype).u if reduced else 0.0
 
 
 def _operand_roundoff() -> float:

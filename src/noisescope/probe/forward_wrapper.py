@@ -18,7 +18,7 @@ from noisescope.probe.function_mode import OperatorCalls, WeightUse
 from noisescope.probe.functions import first_tensor, with_tensor
 from noisescope.probe.operator_target import CallListener, Context, Once, OperatorTarget, Target
 from noisescope.probe.unfused_attention import decomposed_config, multihead
-from noisescope.sites import Place
+from noisescope.sites import WHOLE, Place
 
 if TYPE_CHECKING:
     from noisescope.probe.forward_patching import ModelScope
@@ -155,8 +155,10 @@ class ForwardWrapper:
         own = targets.get("residual") if self.block is not None else None
         if self.kind == MODULE and self.block is None:
             own = next(iter(targets.values()), None)
+        own = own or targets.get(WHOLE)
         owner = scope.owner
-        scope.owner = None
+        if self.kind != MODULE or WHOLE not in targets:  # functions called inside a plain module are its parent's
+            scope.owner = None
         try:
             if own is None:
                 return self._call(args, kwargs, targets, context)

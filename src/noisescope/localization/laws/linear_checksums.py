@@ -55,7 +55,7 @@ def check_checksums(recorded: RecordedCall, found: LawEvidence) -> None:
         rows = sampled_rows(out)
         a, y = host_products.as_multiplied(host_rows(x)[rows], out), host_rows(out)[rows]
         signs = host_products.Rows(len(rows), _SEED).signs(len(weight))
-        sums = checksums(a, host_products.as_multiplied(weight, out), None, y, signs, shortened(out))
+        sums = checksums(a, host_products.as_multiplied(weight, out), None, y, signs, shortened(out.dtype, out.device.type))
         on_average = _mean_strength(sums.z)
         if on_average > 1:  # rows that are mostly copies of others are no further evidence
             on_average = _mean_strength(sums.z[copies([y.double()]).double().mean(-1) < 0.5])
@@ -104,5 +104,5 @@ def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
             floor = combination([got, expected], [squares, squares], width, base.dtype)
             found.add(floored(Law.WEIGHT_ROW_PERMUTATION, got - expected, floor.limit, scale))
         found.facts.expected = host_products.linear(
-            x, weight, None, base.detach().cpu(), host_products.Rows(256, _SEED)
+            x, weight, None, base.detach().cpu(), host_products.Rows(256, _SEED, x.device.type)
         )

@@ -1,0 +1,218 @@
+"""One forward of the model under test as a tree of calls: every module, and the functions that are operators.
+
+Tensors are copied to the host when a call begins and when it ends, so that what is changed in between shows. The tree
+is what the host twin (host_twin.py) is compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.tensors import on_host
+from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
+from noisescope.probe.recorded_call import RecordedCall
+from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+# The operator by which a module that is none itself is named, where its kind has one.
+_NAMES = {ATTENTION: FUSED, EXPERTS: "linear", ROUTER: "linear", ROTARY: "matmul"}
+
+
+@dataclass
+class Node:
+    """One call: of a module as a whole, or of a function inside one."""
+
+    unit: Unit
+    operator: str
+    callee: Any
+    order: int  # of the call's beginning among all beginnings and ends of its forward
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    parent: Node | None = None
+    children: list[Node] = field(default_factory=list)
+    occurrence: int = 0
+    ended: int = 0
+
+    @property
+    def is_module(self) -> bool:
+        return isinstance(self.callee, nn.Module)
+
+    @property
+    def module(self) -> str:
+        return self.unit.module
+
+    def site(self, tensor: str) -> Site:
+        operator = self.operator
+        if operator == WHOLE:
+            operator = _NAMES.get(self.unit.kind, "residual")
+        return self.unit.site(operator, tensor=tensor, occurrence=self.occurrence)
+
+
+class CallTree:
+    """Collects the nodes of one forward, from `watch`'s reports before and after each call."""
+
+    def __init__(self, states: HostStates) -> None:
+        self.nodes: list[Node] = []  # in the order in which they ended
+        self._open: list[Node] = []
+        self._events = 0
+        self._states = states
+
+    @property
+    def root(self) -> Node:
+        """The call of the model itself, which ends last."""
+        return self.nodes[-1]
+
+    def begin(self, call: RecordedCall) -> None:
+        args, kwargs = self._states.on_host((call.args, call.kwargs))
+        parent = self._open[-1] if self._open else None
+        node = Node(call.unit, call.operator, call.callee, self._events, args, kwargs, parent=parent)
+        node.occurrence = call.occurrence
+        if parent is not None:
+            parent.children.append(node)
+        self._open.append(node)
+        self._events += 1
+
+    def end(self, call: RecordedCall) -> None:
+        node = self._open.pop()
+        node.output, node.ended = self._states.on_host(call.output), self._events
+        self.nodes.append(node)
+        self._events += 1
+
+
+class HostStates:
+    """Objects that a model passes along and changes, such as a cache: each has one counterpart on the host.
+
+    The counterpart is made when the object is seen for the first time, and from then on only the host's own code
+    changes it. So what a cache returns on the device later is compared with what was written into it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}  # the device's object is kept, so that its id stays its own
+
+    def on_host(self, value: Any) -> Any:
+        """A tree of arguments with its tensors copied to the host and its objects replaced by their counterparts."""
+        return mapped(value, _copied, self._counterpart)
+
+    def _counterpart(self, value: Any) -> Any:
+        if not is_state(value):
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = (value, host_copy(value))
+        return self._known[id(value)][1]
+
+
+def _copied(x: Tensor) -> Tensor:
+    x = x.detach()
+    return x.clone() if x.device.type == "cpu" else x.to("cpu")
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is an object with attributes of its own that a model may change."""
+    if isinstance(value, (type, nn.Module, torch.dtype, torch.device)) or callable(value):
+        return False
+    return hasattr(value, "__dict__") and type(value).__name__.lower().find("config") < 0
+
+
+def mapped(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A tree of tuples, lists and mappings with its tensors and its other leaves replaced."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(each, tensor, other) for each in value))
+    if type(value) in (tuple, list):
+        return type(value)(mapped(each, tensor, other) for each in value)
+    if isinstance(value, Mapping) and isinstance(value, dict):
+        new = copy.copy(value)
+        for key, each in value.items():
+            new[key] = mapped(each, tensor, other)
+        return new
+    return other(value)
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree, each with its path in it ("hidden_states", "0", "position_embeddings.1")."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for at, each in enumerate(value):
+            yield from tensors_in(each, f"{path}.{at}".lstrip("."))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from tensors_in(each, f"{path}.{key}".lstrip("."))
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """What a tree holds that is no tuple, list or mapping."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from leaves_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from leaves_in(each)
+    else:
+        yield value
+
+
+def host_copy(value: Any) -> Any:
+    """A deep copy whose tensors are all on the host."""
+    memo: dict[int, Any] = {}
+    for x in _tensors_of(value, 8, set()):
+        memo[id(x)] = _copied(x)
+    return copy.deepcopy(value, memo)
+
+
+def _tensors_of(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors that an object holds, in its attributes and in theirs."""
+    if id(value) in seen or depth < 0:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, set)):
+        for each in value:
+            yield from _tensors_of(each, depth - 1, seen)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_of(each, depth - 1, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _tensors_of(vars(value), depth - 1, seen)
+
+
+def with_whole_modules(model: nn.Module, anatomy: Anatomy) -> Anatomy:
+    """The anatomy with every module that is no operator as a unit of its own, so that its calls are reported whole."""
+    places: dict[str, Place] = {}
+    kinds: dict[str, str] = {}
+    for unit in anatomy.units:
+        places[unit.module] = unit.place
+        if unit.kind != MODULE:
+            kinds[unit.module] = unit.kind
+    operators = {unit.module for unit in anatomy.units if unit.kind == MODULE}
+    blocks = dict(zip(anatomy.blocks, range(len(anatomy.blocks)), strict=True))
+    units = []
+    for name, module in model.named_modules():
+        if name in operators or isinstance(module, _CONTAINERS):
+            continue
+        place = places.get(name, _place(name, blocks, places))
+        units.append(Unit(name, kinds.get(name, MODULE), place, "", (WHOLE,)))
+    return dataclasses.replace(anatomy, units=(*anatomy.units, *units))
+
+
+def _place(name: str, blocks: dict[str, int], places: dict[str, Place]) -> Place:
+    """The block that holds a module; outside the blocks, the last place in the order of data that the module holds."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        block = blocks.get(".".join(parts[:length]))
+        if block is not None:
+            return block
+    inside = [place for unit, place in places.items() if not name or unit.startswith(f"{name}.")]
+    return max(inside, key=place_order, default="lm_head")

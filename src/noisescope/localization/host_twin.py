@@ -1,0 +1,307 @@
+"""The host twin: the model's own code, run on the host around the results that the device's operators gave.
+
+Each module's code is run by itself. Calls of other modules, and of functions that were recorded, are not made: the
+device's own results take their place. So whatever the code does between them (sums, products, rotations, masks, the
+cache, copies) happens on the host, and what the host makes must be what the device's next call was given, and what the
+module gave back, bit for bit. Errors do not accumulate, since every module starts from what the device gave it.
+
+Code that calls other inexact functions (exp, a sum, a product that was not recorded) gets a tolerance: how far the
+result moves when each of their results moves at random by two units of round-off (Monte Carlo arithmetic).
+
+The code is the class's: forwards and hooks that were put on an instance are not run here, and a file of transformers is
+read again from disk, so that functions replaced in memory do not take part either.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from noisescope.localization.call_tree import Node, host_copy, is_state, leaves_in, mapped, tensors_in
+from noisescope.localization.disk_code import as_on_disk
+from noisescope.localization.exact_functions import is_exact
+from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
+from noisescope.localization.tensors import same_numbers
+
+_RUNS = 8  # with random rounding
+_UNITS = 2.0  # of round-off by which a result moves
+_SEED = 11
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+DEBUG={}
+Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor on the device that is not what the host's code makes of the device's own results."""
+
+    node: Node  # whose input or output it is
+    tensor: str  # "input" or "output"
+    path: str
+    got: Tensor
+    expected: Tensor
+    limit: Tensor | None  # how far an element may be off; None: not at all
+    inside: Node  # the module whose code was run
+    before: Node | None  # the call before it there
+
+
+@dataclass
+class Comparison:
+    """What came of running one module's code."""
+
+    compared: int = 0  # tensors
+    exact: bool = True  # no inexact function had a part in it
+    differences: list[Difference] = field(default_factory=list)
+    problem: str = ""  # why the code could not be run to its end
+
+
+class HostTwin:
+    """The modules of a model, copied without their weights, whose calls are answered from a recorded tree."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._modules = _copied_modules(model)
+        for name, module in self._modules.items():
+            vars(module)["forward"] = functools.partial(self._called, name, module)
+        self._running: _Run | None = None
+
+    def compare(self, node: Node) -> Comparison:
+        """Runs the code of a module that was called, and compares."""
+        twin = self._modules[node.module]
+        result = Comparison()
+        before = self._kept(node)
+        first = self._run(twin, node, (node.args, node.kwargs), None)
+        result.compared, result.problem, result.exact = len(first.seen), first.problem, not first.inexact
+        recorded = dict(_recorded(node))
+        different = {
+            key: pair
+            for key, pair in ((key, (recorded[key], seen)) for key, seen in first.seen.items() if key in recorded)
+            if not same_numbers(*_alike(*pair))
+        }
+        limits: dict[Key, Tensor] = {}
+        if different and first.inexact:
+            limits = self._limits(twin, node, before, different)
+        for key, (got, expected) in different.items():
+            limit = limits.get(key) if key in first.inexact else None
+            if limit is None or _beyond(got, expected, limit):
+                result.differences.append(_difference(node, key, got, expected, limit))
+        return result
+
+    def _kept(self, node: Node) -> Any:
+        """The arguments as they are before the code changes them: a cache grows, and may be written in place.
+
+        Copies of a large cache at each layer would cost much, so its tensors are shared where they are never written to.
+        """
+        given = (node.args, node.kwargs)
+        objects = [value for value in leaves_in(given) if is_state(value)]
+        if not objects:
+            return given
+        return given if False else host_copy(given)
+
+    def _limits(
+        self, twin: nn.Module, node: Node, before: Any, different: dict[Key, tuple[Tensor, Tensor]]
+    ) -> dict[Key, Tensor]:
+        """7 standard deviations of the difference of two such runs, half by element and half by row, and an ulp."""
+        runs = []
+        for number in range(_RUNS):
+            generator = torch.Generator("cpu").manual_seed(_SEED + number)
+            runs.append(self._run(twin, node, host_copy(before), generator).seen)
+        limits = {}
+        for key, (got, expected) in different.items():
+            found = [run[key].double() for run in runs if key in run and run[key].shape == expected.shape]
+            if not got.is_floating_point() or not found:
+                limits[key] = torch.full(got.shape, torch.inf, dtype=torch.float64)  # a choice that round-off may turn
+                continue
+            wide = torch.stack(found) - expected.double()
+            variance = torch.where(wide.isfinite(), wide, 0.0).square().mean(0)
+            pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
+            ulp = number_format(_narrow(got)).ulp(torch.where(expected.isfinite(), expected, 0.0).double())
+            limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + ulp
+        return limits
+
+    def _run(self, twin: nn.Module, node: Node, state: Any, generator: torch.Generator | None) -> _Run:
+        args, kwargs = mapped(state, Tensor.clone)
+        run = _Run(node, generator)
+        outer, self._running = self._running, run
+        try:
+            with run, torch.no_grad():
+                output = type(twin).forward(twin, *args, **kwargs)
+                run.see(-1, output)
+        except Exception as error:  # a stranger's code may raise anything: then the rest of it is not judged
+            run.problem = f"its code can't be run on the host ({type(error).__name__}: {str(error)[:80]})"
+        finally:
+            self._running = outer
+        return run
+
+    def _called(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A module that the running code calls: the device's result, or, where there is none, that of its code."""
+        run = self._running
+        if run is None:
+            return type(module).forward(module, *args, **kwargs)
+        at = run.next_call(lambda child: child.is_module and child.module == name)
+        if at is None:
+            return type(module).forward(module, *args, **kwargs)
+        run.see(at, (args, kwargs))
+        return run.answer(at)
+
+
+class _Run(TorchFunctionMode):
+    """One run of a module's code: answers recorded functions, moves the results of inexact ones if asked to."""
+
+    def __init__(self, node: Node, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.node, self.problem = node, ""
+        self.seen: dict[Key, Tensor] = {}
+        self.inexact: set[Key] = set()  # what was seen after an inexact function had been called
+        self._generator = generator
+        self._taken: set[int] = set()
+        self._was_inexact = False
+        self.names = set()
+
+    def next_call(self, fits: Callable[[Node], bool]) -> int | None:
+        """The first recorded call that fits and was not answered yet."""
+        for at, child in enumerate(self.node.children):
+            if at not in self._taken and fits(child):
+                self._taken.add(at)
+                return at
+        return None
+
+    def see(self, at: int, value: Any) -> None:
+        for path, tensor in tensors_in(value):
+            self.seen[at, path] = tensor.detach().clone()
+            if self._was_inexact:
+                self.inexact.add((at, path))
+
+    def answer(self, at: int) -> Any:
+        return mapped(self.node.children[at].output, Tensor.clone)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            at = self.next_call(lambda child: not child.is_module and child.callee is func)
+            if at is not None:
+                self.see(at, (args, kwargs))
+                return self.answer(at)
+            result = func(*args, **kwargs)
+            if is_exact(func):
+                return result
+            if not _same_storage(result, args):
+                self.names.add(getattr(func,"__name__",str(func)))
+                DEBUG[getattr(func,"__name__",str(func))]=DEBUG.get(getattr(func,"__name__",str(func)),0)+1
+                self._was_inexact = True
+                if self._generator is not None:
+                    return mapped(result, self._moved)
+            return result
+
+    def _moved(self, y: Tensor) -> Tensor:
+        """The tensor with each element moved by up to two units of round-off of its own, and of its row's rms."""
+        if not y.is_floating_point() or not y.numel() or y.dtype.itemsize < 2:
+            return y
+        wide = y.double()
+        finite = torch.where(wide.isfinite(), wide, 0.0)
+        scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if y.dim() else 0.0) / 4
+        steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
+        return (wide + _UNITS * number_format(_narrow(y)).u * scale * steps).to(y.dtype)
+
+
+def _narrow(y: Tensor) -> torch.dtype:
+    return y.dtype if y.is_floating_point() and y.dtype.itemsize > 1 else torch.float32
+
+
+def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
+    for at, child in enumerate(node.children):
+        for path, tensor in tensors_in((child.args, child.kwargs)):
+            yield (at, path), tensor
+    for path, tensor in tensors_in(node.output):
+        yield (-1, path), tensor
+
+
+def _alike(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in float64 where their dtypes differ: a copy may have another one (autocast, outputs in float32)."""
+    return (got, expected) if got.dtype == expected.dtype else (got.double(), expected.double())
+
+
+def _beyond(got: Tensor, expected: Tensor, limit: Tensor) -> bool:
+    if got.shape != expected.shape:
+        return True
+    error = (got.double() - expected.double()).abs()
+    one_sided = got.isnan() != expected.isnan() if got.is_floating_point() else torch.zeros_like(error, dtype=bool)
+    return bool((error > limit).any()) or bool(one_sided.any())
+
+
+def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None) -> Difference:
+    at, path = key
+    if at < 0:
+        before = node.children[-1] if node.children else None
+        return Difference(node, "output", path, got, expected, limit, node, before)
+    before = node.children[at - 1] if at else None
+    return Difference(node.children[at], "input", path, got, expected, limit, node, before)
+
+
+def _same_storage(result: Any, args: Any) -> bool:
+    """Whether a function that is not known only passed a view of its argument on."""
+    if not isinstance(result, Tensor) or not args or not isinstance(args[0], Tensor):
+        return False
+    return result is args[0]
+
+
+# -- copies of modules
+
+
+class HostParameters(dict[str, Any]):
+    """Parameters by name, copied to the host when code asks for one; asked for all, it shows shapes and dtypes."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value if value is None or value.device.type == "cpu" else nn.Parameter(value.detach().to("cpu"), False)
+
+    def values(self) -> Any:
+        return [None if value is None else _hollow(value) for value in super().values()]
+
+    def items(self) -> Any:
+        return list(zip(self, self.values(), strict=True))
+
+
+def _hollow(value: Tensor) -> Tensor:
+    if value.device.type == "cpu":
+        return value
+    return torch.empty((), dtype=value.dtype).expand(value.shape)
+
+
+def _copied_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by name, without hooks and without forwards of its own, its buffers on the host."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        memo |= {id(p): p for p in module._parameters.values() if p is not None}
+        memo |= {id(b): b.detach().to("cpu", copy=True) for b in module._buffers.values() if b is not None}
+        own = vars(module)
+        memo |= {id(own[name]): type(own[name])() for name in _HOOKS if name in own}
+        memo |= {id(own["forward"]): None for name in ("forward",) if name in own}
+        if "_hf_hook" in own:  # accelerate's
+            memo[id(own["_hf_hook"])] = None
+        if "_old_forward" in own:
+            memo[id(own["_old_forward"])] = None
+    twin = copy.deepcopy(model, memo)
+    names = [name for name, _ in model.named_modules()]
+    found = dict(twin.named_modules())
+    for module in found.values():
+        own = vars(module)
+        own.pop("forward", None)
+        own["_parameters"] = HostParameters(own["_parameters"])
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                own[name] = value.detach().to("cpu")
+        module.__class__ = as_on_disk(type(module))
+    return {name: found[name] for name in names}
