@@ -14,7 +14,7 @@ ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: less than
 class Phase:
     """Forwards of one shape: a prefill, or the decode steps that follow one with the model's cache."""
 
-    kind: str  # "prefill" or "decode"
+    kind: str  # "prefill" or "decode"; "images" where there are no tokens
     batch: int
     tokens: int  # of each sequence; in decode those in the cache before the first step
     steps: int = 1  # forwards
@@ -24,6 +24,8 @@ class Phase:
         padded = f", {self.padding} padding" if self.padding else ""
         if self.kind == "decode":
             return f"decode {self.batch} x {self.steps} tokens after {self.tokens}{padded}"
+        if self.kind == "images":
+            return f"images, batch of {self.batch}"
         return f"prefill {self.batch} x {self.tokens} tokens{padded}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.comparison.records import Record, read_record
-from noisescope.data.dataset import built_in
+from noisescope.data.dataset import built_in, read_data
 from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.fingerprint import model_fingerprint
@@ -30,7 +31,7 @@ from noisescope.model.forwards import (
 from noisescope.model.loading import Subject
 from noisescope.probe.forward_patching import unwrap
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # arguments of a forward: tensors, and a cache or a switch where it takes one
 
 ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are judged
 _IDS = ("input_ids", "decoder_input_ids")
@@ -46,9 +47,14 @@ def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> lis
         check_positions(model, _positions_asked(batch), "a sequence")
     if len(batches) == 1:
         batches.append(_other_data(batches[0]))
+    return [on_device(model, batch) for batch in batches]
+
+
+def on_device(model: nn.Module, batch: Batch) -> Batch:
+    """A batch where the model is; float32 numbers in the model's dtype."""
     device = device_of(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return [{name: _moved(value, device, dtype) for name, value in batch.items()} for batch in batches]
+    return {name: _moved(value, device, dtype) for name, value in batch.items()}
 
 
 def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
@@ -92,16 +98,21 @@ def _check_ids(batch: Batch, vocabulary: int | None) -> None:
             )
 
 
-def _check_names(model: nn.Module, batch: Batch) -> None:
-    """Refuses arguments that the model's forward does not have; one that takes any name must know one at least."""
+def arguments_of(model: nn.Module) -> tuple[list[str], list[str], bool]:
+    """Names that the model's forward has, names that its `**kwargs` lists, and whether it takes any other name."""
     parameters = inspect.signature(model.forward).parameters.values()
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     wild = next((p for p in parameters if p.kind == p.VAR_KEYWORD), None)
     # Names in the dict type of `**kwargs: Unpack[...]`, as transformers has it.
     parts = () if wild is None else typing.get_args(wild.annotation)
     listed = [name for part in parts for name in getattr(part, "__annotations__", ())]
+    return known, listed, wild is not None and not listed
+
+
+def _check_names(model: nn.Module, batch: Batch) -> None:
+    """Refuses arguments that the model's forward does not have; one that takes any name must know one at least."""
+    known, listed, takes_any = arguments_of(model)
     strange = [name for name in batch if name not in (*known, *listed)]
-    takes_any = wild is not None and not listed
     if strange and not (takes_any and (len(strange) < len(batch) or not known)):
         raise unknown(f"input of {type(model).__name__}", strange[0], dict.fromkeys((*known, *listed)))
 
@@ -141,7 +152,24 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return value.to(device, dtype) if value.dtype == torch.float32 else value.to(device)
 
 
+def prompts_in(path: Path) -> list[str]:
+    """Prompts of a file: a text file has one in each line, other formats are those of data (`docs/diagnosis.md`)."""
+    if path.suffix.lower() != ".txt":
+        items = read_data(path).items
+        return [item.text or item.prompt or "\n".join(content for _, content in item.messages) for item in items]
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} can't be read as UTF-8 text: {error}") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InvalidInput(f"{path} holds no prompt: write one in each line")
+    return prompts
+
+
 def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
+    if isinstance(inputs, Path):
+        inputs = prompts_in(inputs)
     if isinstance(inputs, (str, Tensor, Mapping)):
         inputs = [inputs]
     if not isinstance(inputs, Sequence) or not inputs:
@@ -176,39 +204,59 @@ def _tokens(tokenizer: Any, text: str) -> Tensor:
 
 def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     config = getattr(model, "config", None)
-    length = LENGTH
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        length = min(length, getattr(config, name, None) or length)
-    vocabulary = vocabulary_size(model)
-    if vocabulary is not None:
-        tokens = None if tokenizer is None else _text_tokens(tokenizer, 2 * ROWS * length, seed)
-        if tokens is None or int(tokens.max()) >= vocabulary:
-            tokens = _random_ids(vocabulary, (2, ROWS, length), seed)
-        both = tokens.reshape(2, ROWS, length)
+    length = min(LENGTH, positions_of(model) or LENGTH)
+    if vocabulary_size(model) is not None:
+        both = made_ids(model, tokenizer, paragraphs(seed), (2, ROWS, length), seed)
         if getattr(config, "is_encoder_decoder", False):
             return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in both]
         return [{"input_ids": ids} for ids in both]
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if size and channels:
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        drawn = torch.randn((2, ROWS, channels, *sides), generator=generator, device="cpu")
-        return [{"pixel_values": x} for x in drawn]
+    drawn = images(model, 2 * ROWS, seed)
+    if drawn is not None:
+        return [{"pixel_values": drawn[:ROWS]}, {"pixel_values": drawn[ROWS:]}]
     raise InvalidInput(
         f"no input can be made up for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
     )
 
 
-def _paragraphs(seed: int) -> list[str]:
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens a sequence may have: by the config, and by learned tables; None where nothing says so."""
+    config: Any = getattr(model, "config", None)
+    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    named = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+    found = [getattr(one, name, None) for one in configs for name in named]
+    return min([n for n in found if isinstance(n, int) and n > 0] + list(_tables_of_positions(model)), default=None)
+
+
+def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tuple[int, ...], seed: int) -> Tensor:
+    """Token ids of texts, begun again where they end; random ones where there is no tokenizer that fits the model."""
+    vocabulary = vocabulary_size(model) or 1
+    tokens = None if tokenizer is None else _text_tokens(tokenizer, math.prod(shape), texts)
+    if tokens is None or int(tokens.max()) >= vocabulary:
+        return _random_ids(vocabulary, shape, seed)
+    return tokens.reshape(shape)
+
+
+def images(model: nn.Module, count: int, seed: int) -> Tensor | None:
+    """Random images of the size that the config names, where it names one."""
+    config = getattr(model, "config", None)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if not size or not channels:
+        return None
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn((count, channels, *sides), generator=generator, device="cpu")
+
+
+def paragraphs(seed: int) -> list[str]:
     """The built-in text, from the paragraph that the seed chooses on."""
     texts = [item.text for item in built_in().items]
     return texts[seed % len(texts) :] + texts[: seed % len(texts)]
 
 
-def _text_tokens(tokenizer: Any, count: int, seed: int) -> Tensor:
-    """`count` tokens of the built-in text."""
+def _text_tokens(tokenizer: Any, count: int, texts: Sequence[str]) -> Tensor:
+    """`count` tokens of the texts."""
     found: list[int] = []
-    for text in itertools.cycle(_paragraphs(seed)):
+    for text in itertools.cycle(texts):
         found += _tokens(tokenizer, text).tolist()
         if len(found) >= count:
             break
@@ -294,7 +342,7 @@ def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: in
     if count < 1 or length < 1:
         raise InvalidInput(f"at least one prompt of one token is needed, got count={count}, length={length}")
     if tokenizer is not None:
-        long = (ids for ids in (_ids(text, tokenizer) for text in _paragraphs(seed)) if len(ids) >= length)
+        long = (ids for ids in (_ids(text, tokenizer) for text in paragraphs(seed)) if len(ids) >= length)
         found = [ids[:length] for ids in itertools.islice(long, count)]
         if len(found) == count and max(map(max, found)) < vocabulary:
             return tuple(found)
