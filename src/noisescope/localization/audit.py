@@ -1,20 +1,21 @@
 """`audit`: every operator computed again on the host from its real inputs, and all code between operators run there.
 
 Each call is recorded on the device with its inputs and outputs. An operator is computed again in float64 from copies of
-those inputs and of the weights; what differs by more than the round-off model allows (roundoff_floors.py, judge.py) is a
-suspect. Everything else, from the token ids to the logits that the caller gets, is the model's own code: it is run on
-the host with the operators' recorded results in it (host_twin.py), and must make what the device made of them. Each call
-is judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the source.
+those inputs and of the weights; what differs by more than the round-off model allows (roundoff_floors.py, judge.py) is
+a suspect. Everything else, from the token ids to the logits that the caller gets, is the model's own code: it is run on
+the host with the operators' recorded results in it (host_twin.py), and must make what the device made of them. Each
+call is judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the
+source.
 
-One batch; another batch, with fused attention taken apart into its operators; the first batch again, which shows what is
-not repeatable and what remembers the batch before. Then other shapes, and decode steps with the model's cache. A few
+One batch; another batch, with fused attention taken apart into its operators; the first batch again, which shows what
+is not repeatable and what remembers the batch before. Then other shapes, and decode steps with the model's cache. A few
 more forwards where a fault inside attention asks for them.
 """
 
 from __future__ import annotations
 
 import copy
-import time
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,18 +24,192 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import conclude, hidden_in_attention, suspects_inside_attention
-from noisescope.localization.call_tree import CallTree, HostStates, with_whole_modules
+from noisescope.localization.call_tree import (
+    CallTree,
+    HostStates,
+    Node,
+    can_be_stacked,
+    stacked,
+    tensors_in,
+    with_whole_modules,
+)
 from noisescope.localization.coverage import Phase
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.verdict import Verdict
-from noisescope.localization.workloads import Workload, workloads_for
+from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
 from noisescope.model.forwards import device_of, evaluating
 from noisescope.model.loading import Subject
-from noisescope.probe.watch import RecordedCall, watch
-from noisescope.sites import FUSED, WHOLE
+from noisescope.probe.watch import watch
+from noisescope.sites import FUSED, Site
 
+_MOST_DEFERRED = 1 << 30  # bytes
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
+
+
+def audit(
+    subject: Subject | nn.Module,
+    inputs: Any = None,
+    *,
+    rows: int = 64,
+    tokens: int | None = None,
+    batch: int | None = None,
+    decode: int | None = None,
+    budget: float | None = None,
+    repeat: int = 0,
+    quick: bool = False,
+    seed: int = 0,
+) -> Verdict:
+    """Where a model computes wrongly, by recomputing each of its operators and running all other code on the host.
+
+        verdict = audit(ns.load("path/to/model", device="cuda"))
+        verdict.verdict, verdict.suspects[0].site, verdict.smallest_visible["linear"], verdict.coverage
+
+    `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
+    default built-in text. `tokens`, `batch` and `decode` choose one shape instead of the built-in ones, `quick` leaves
+    all but the base batches out, `budget` are seconds after which no other shape is begun, and `repeat` runs the base
+    batch so many more times, for faults that come and go. Linears with more rows (tokens) than `rows` are sampled, and
+    their other rows checked by checksums. `seed` chooses text and samples. The model runs as it is, in this thread and
+    inside the scopes that are open; nothing of it is changed.
+    """
+    if rows < 2:
+        raise InvalidInput(f"rows must be at least 2, got {rows}")
+    model, tokenizer, anatomy = parts_of(subject)
+    shape = {"tokens": tokens, "batch": batch, "decode": decode}
+    workloads, not_run = workloads_for(model, tokenizer, inputs, **shape, quick=quick, seed=seed)
+    with evaluating(model), torch.no_grad():
+        run = AuditRun(model, anatomy, AuditLog(anatomy, rows=rows, seed=seed, device=device_of(model).type), not_run)
+        run.log.remarks += _remarks(subject, model, workloads)
+        for workload in within_budget(workloads, budget, not_run):
+            run.base(workload, repeat) if workload.other is not None else run.workload(workload)
+        with host_arithmetic():
+            run.judge_deferred()
+        run.inside_attention()
+    return conclude(run.log, run.model, run.phases, run.not_run)
+
+
+def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Workload]) -> list[str]:
+    found = remarks(model, [workload.inputs for workload in workloads])
+    if model is not (subject.model if isinstance(subject, Subject) else subject):
+        found.append("a compiled model is audited as it runs uncompiled: its own fused kernels are not judged")
+    return found
+
+
+class AuditRun:
+    """The forwards of one audit."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, log: AuditLog, not_run: list[str]) -> None:
+        self.model, self.log, self.not_run = model, log, not_run
+        self.phases: list[Phase] = []
+        self._anatomy = with_whole_modules(model, anatomy)
+        self._attention = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
+        self._batches: dict[int, Batch] = {}
+        self._states = HostStates()
+        self._deferred: dict[Site, list[Node]] = {}  # calls of each operator that are judged together
+        self._deferred_bytes = 0
+        self._twin: HostTwin | None = None
+        try:
+            with host_arithmetic():
+                self._twin = HostTwin(model)
+        except Exception as error:  # a module may hold what can't be copied
+            log.remarks.append(f"the code between operators was not judged: the model can't be copied ({error})")
+
+    def base(self, workload: Workload, repeat: int) -> None:
+        """Two batches of one shape: attention as it is, taken apart, and the first again."""
+        first, other = workload.inputs, workload.other
+        assert other is not None
+        self._forward(first, keep_hashes=True)
+        self._forward(other, opened=self._attention)
+        for _ in range(1 + repeat):
+            self._forward(first, number=0, repeated=True)
+        self.phases += [workload.phase] * (3 + repeat)
+
+    def workload(self, workload: Workload) -> None:
+        """A prefill and its decode steps; what the model can't run is named, unless the caller asked for it."""
+        done: list[Batch] = []
+
+        def forward(inputs: Batch) -> Any:
+            output = self._forward(inputs, decoding=bool(done))
+            done.append(inputs)
+            return output
+
+        try:
+            problem = run_workload(self.model, workload, forward)
+        except Exception as error:
+            if workload.required:
+                raise
+            problem = f"{workload}: {type(error).__name__}: {str(error)[:80]}"
+        if done:
+            self.phases.append(workload.phase)
+        if len(done) > 1:
+            self.phases.append(dataclasses.replace(workload.phases[1], steps=len(done) - 1))
+        self.not_run += [problem] * bool(problem)
+
+    def judge_deferred(self) -> None:
+        """The calls of each operator in all workloads as one: its weight comes to the host once."""
+        for nodes in self._deferred.values():
+            if not self.log.call(stacked(nodes)) and self._twin is not None:
+                for node in nodes:
+                    self.log.code(node, self._twin.compare(node))
+        self._deferred.clear()
+        self._deferred_bytes = 0
+
+    def _defer(self, node: Node) -> None:
+        self._deferred.setdefault(node.site("output"), []).append(node)
+        self._deferred_bytes += sum(x.nbytes for _, x in tensors_in((node.args, node.kwargs, node.output)))
+        if self._deferred_bytes > _MOST_DEFERRED:
+            self.judge_deferred()
+
+    def inside_attention(self) -> None:
+        """Which operator inside a fused attention call that was wrong has the fault."""
+        log = self.log
+        for attempt in range(_TRIES):  # a fault that always shows is caught at once, if an operator inside has it
+            for number, hidden in hidden_in_attention(log, passing_only=attempt > 0).items():
+                if number in self._batches:
+                    self._forward(self._batches[number], number=number, opened=hidden)
+        inside = suspects_inside_attention(log)
+        if inside and 0 in self._batches:  # old data of the first batch? All before them must be as it was
+            self._forward(self._batches[0], number=0, opened=inside)
+
+    def _forward(
+        self,
+        inputs: Batch,
+        *,
+        number: int | None = None,
+        opened: frozenset[str] = frozenset(),
+        keep_hashes: bool = False,
+        repeated: bool = False,
+        decoding: bool = False,
+    ) -> Any:
+        if number is None:
+            number = self.log.forwards
+        if not decoding:  # a cache that is given grows: each forward gets its own
+            self._batches[number] = inputs
+            inputs = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
+        self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
+        tree = CallTree(self._states)
+
+        def where(unit: Unit, operator: str) -> bool:
+            return operator != FUSED or unit.module not in opened
+
+        with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy):
+            output = self.model(**inputs)
+        with host_arithmetic():
+            self._judge(tree, output, opened, defer=number > 0 and not opened)
+        return output
+
+    def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, defer: bool) -> None:
+        for node in tree.nodes:
+            self.log.nonfinite.see(node)
+        for node in sorted(tree.nodes, key=lambda node: node.order):  # a cache is read before the calls that fill it
+            if defer and can_be_stacked(node):
+                self._defer(node)
+                continue
+            by_formula = node.operator in _FORMULAS and self.log.call(node)
+            taken_apart = any(child.module in opened for child in node.children if not child.is_module)
+            if node.is_module and not by_formula and not taken_apart and self._twin is not None:
+                self.log.code(node, self._twin.compare(node))
+        self.log.returned(tree.root, output)

@@ -79,7 +79,6 @@ class AuditLog:
         """One call of an operator. False where no formula for it is known."""
         self._count = node.order
         site, y = node.site("output"), node.output
-        arose = self.nonfinite.arises(node)
         if not self._to_be_judged(node):
             return True
         try:
@@ -88,8 +87,7 @@ class AuditLog:
             self.judged.missed(node, str(reason))
             return False
         self.checksums += recomputed.checksums
-        if arose:
-            self.nonfinite.explain(recomputed)
+        self.nonfinite.explain(node, recomputed)
         if not (recomputed.y.isfinite() | recomputed.reference.values.isfinite()).any():
             self.leave_open(site, "it gave no finite number, and neither does the host from the same inputs")
             return True
@@ -99,15 +97,12 @@ class AuditLog:
 
     def code(self, node: Node, found: Comparison) -> None:
         """What came of running a module's code on the host."""
-        self.nonfinite.arises(node)
         self.nonfinite.compared(node, found)
         if found.problem:
             self.judged.missed(node, found.problem)
         else:
             self.judged.add(node)
-        limit = self.limits.setdefault(_BETWEEN, DetectionLimit())
-        limit.element = 0.5
-        limit.sites.add(node.site("output"))
+        self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
         self.tests += found.compared
         seen: list[Difference] = []
         for difference in found.differences:
@@ -115,12 +110,23 @@ class AuditLog:
                 seen.append(difference)
                 self.difference(difference)
 
+    def returned(self, root: Node, output: Any) -> None:
+        """What the caller got, after hooks on the model itself."""
+        given = dict(tensors_in(root.output))
+        for path, tensor in tensors_in(output):
+            recorded, got = given.get(path), on_host(tensor)
+            if recorded is not None and (got.shape != recorded.shape or bool(differing(got, recorded).any())):
+                self.difference(Difference(root, "output", path, got, recorded, None, root, None))
+                return
+
     def difference(self, found: Difference) -> None:
         """A tensor between modules that is not what the code makes of what the operators gave."""
         node, site = found.node, found.node.site(found.tensor)
         order = node.order if found.tensor == "input" else node.ended
         what = _ATTENTION_INPUTS.get(found.path, "") if node.operator == FUSED else ""
-        made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
+        made = (
+            f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
+        )
         if found.before is not None and found.before is not node:
             made += f" after {found.before.module}"
         if found.got.shape != found.expected.shape:
@@ -283,26 +289,22 @@ def multiply_adds(node: Node) -> float:
 
 @dataclass
 class DetectionLimit:
-    """The smallest errors that the tests of one kind of operator could have shown; the worst site counts."""
+    """The smallest errors that the tests of one kind of operator could have shown.
 
-    sites: set[Site] = field(default_factory=set)
-    element: float = 0.0
-    mean: float = 0.0
-    gain: float = 0.0
+    Of several calls of a site the most sensitive counts, of several sites the least.
+    """
+
+    sites: dict[Site, tuple[float, float, float]] = field(default_factory=dict)  # element and mean in ulp, gain
 
     def add(self, site: Site, judgement: Judgement) -> None:
-        self.sites.add(site)
-        self.element = max(self.element, judgement.visible_element)
-        self.mean = max(self.mean, judgement.visible_mean)
-        self.gain = max(self.gain, judgement.visible_gain)
+        now = (judgement.visible_element, judgement.visible_mean, judgement.visible_gain)
+        before = self.sites.get(site, now)
+        self.sites[site] = (min(before[0], now[0]), min(before[1], now[1]), min(before[2], now[2]))
 
     def to_dict(self) -> dict[str, Any]:
         """None where nothing of the kind could be seen (the mean of one row), as JSON has no infinity."""
-        rounded = {
-            "element_ulp": round(self.element, 2),
-            "mean_ulp": round(self.mean, 3),
-            "gain": float(f"{self.gain:.2g}"),
-        }
+        element, mean, gain = (max(found) for found in zip(*self.sites.values(), strict=True))
+        rounded = {"element_ulp": round(element, 2), "mean_ulp": round(mean, 3), "gain": float(f"{gain:.2g}")}
         return {"sites": len(self.sites)} | {name: v if math.isfinite(v) else None for name, v in rounded.items()}
 
 
@@ -364,24 +366,24 @@ class NonFiniteOrigin:
     def next_pass(self) -> None:
         self._seen = False
 
-    def arises(self, node: Node) -> bool:
-        """Whether a call's output is where they arise: then it is to be explained."""
+    def see(self, node: Node) -> None:
+        """A call that has ended: is its output where they arise?"""
         y = first_floating(node.output)
         if self._seen or y is None or _all_finite(y):
-            return False
+            return
         self._seen = True
         if self.origin is not None:
-            return False
+            return
         before = next((at for at, x in enumerate(_inputs(node)) if not _all_finite(x)), None)
         made_here = before is None
         dtype, largest = str(y.dtype).removeprefix("torch."), number_format(y.dtype).largest
         self.origin = Origin(node.site("output" if made_here else "input"), dtype, largest)
         self._node = node
-        return made_here
 
-    def explain(self, recomputed: Recomputed) -> None:
+    def explain(self, node: Node, recomputed: Recomputed) -> None:
         """By what the host computes from the same inputs. Where that fits the dtype, it is the judge's alarm."""
-        assert self.origin is not None
+        if self.origin is None or self._node is not node or self.origin.site.tensor != "output":
+            return
         values = recomputed.reference.values[~recomputed.y.isfinite()]
         if not len(values):
             why = "not in the rows that the host computed again: give more rows="

@@ -1,36 +1,81 @@
-"""The verdict of an audit, from what its log holds: suspects with their evidence, notes on what was not seen."""
+"""The verdict of an audit, from what its log holds: suspects with their evidence, coverage, notes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from noisescope.errors import NothingInjected
-from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit, Origin
-from noisescope.localization.block_wiring import OUT
-from noisescope.localization.data_flow_checks import MOST_ROWS
+from noisescope.localization.audit_log import Alarm, AuditLog, Origin
+from noisescope.localization.call_tree import with_whole_modules
+from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, Share
 from noisescope.localization.verdict import Suspect, Verdict, ranked
-from noisescope.sites import FUSED, Site, place_order
+from noisescope.model.anatomy import Anatomy
+from noisescope.sites import FUSED, Place, Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
-_FIRST = 3.0  # score of what made NaN out of finite numbers: above all alarms, whose inputs may be spoilt by it
 
 
-def conclude(log: AuditLog) -> Verdict:
+def conclude(
+    log: AuditLog, model: nn.Module | None = None, phases: Sequence[Phase] = (), not_run: Sequence[str] = ()
+) -> Verdict:
+    """The verdict; without a model (a replay of a record) the coverage is left empty."""
     if not log.limits:
         raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
-    suspects = ranked((*_impossible_sums(log), *_suspects(log)))
+    suspects = ranked(_suspects(log))
+    unseen = tuple(site for sites in log.unseen.values() for site in sites)
+    coverage = Coverage() if model is None else _coverage(log, model, phases, not_run)
+    decided = not unseen and (model is None or coverage.enough)
+    verdict = "faulty" if suspects else "healthy" if decided else "undecided"
+    visible = {operator: limit.to_dict() for operator, limit in log.limits.items()}
     notes = tuple(_notes(log))
-    unseen = tuple(site for sites in log.unseen.values() for site in sites if site.component != "router")
-    verdict = "faulty" if suspects else "undecided" if unseen else "healthy"
-    between = {site for (_, role), (site, _) in log.data_flow.sites.items() if role in log.data_flow.forms}
-    limits = log.limits | ({"between operators": DetectionLimit(between, element=0.5)} if between else {})
-    visible = {operator: limit.to_dict() for operator, limit in limits.items()}
-    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen)
+    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage)
+
+
+# -- coverage
+
+
+def _coverage(log: AuditLog, model: nn.Module, phases: Sequence[Phase], not_run: Sequence[str]) -> Coverage:
+    modules = dict(model.named_modules())
+    whole: Anatomy = with_whole_modules(model, log.anatomy)
+    names = [name for name in dict.fromkeys(unit.module for unit in whole.units) if name in modules]
+    called = log.judged.modules | log.judged.reasons.keys()
+    reasons = dict(log.judged.reasons)
+    reasons |= {
+        n: "not called in these forwards" for n in names if n not in called and any(modules[n]._parameters.values())
+    }
+    by_class: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        by_class.setdefault((type(modules[name]).__name__, reason), []).append(name)
+    ran = [name for name in names if name in called or name in reasons]
+    weights = {
+        id(p): (p.numel(), name in reasons) for name in ran for p in modules[name]._parameters.values() if p is not None
+    }
+    judged, work = log.judged.multiply_adds
+    return Coverage(
+        phases=tuple(phases),
+        not_run=tuple(dict.fromkeys(not_run)),
+        modules=Share(len(ran) - len(reasons), len(ran)),
+        parameters=Share(sum(n for n, missed in weights.values() if not missed), sum(n for n, _ in weights.values())),
+        multiply_adds=Share(judged, work),
+        not_judged=tuple(NotJudged(kind, tuple(found), reason) for (kind, reason), found in by_class.items()),
+        cells=tuple(_cells(log)),
+    )
+
+
+def _cells(log: AuditLog) -> Iterator[Cell]:
+    counts: dict[tuple[Place, str], list[int]] = {}
+    for site, judged in log.judged.calls.items():
+        count = counts.setdefault((site.place, site.operator), [0, 0])
+        count[0] += int(judged)
+        count[1] += 1
+    for (place, operator), (done, total) in sorted(counts.items(), key=lambda item: place_order(item[0][0])):
+        yield Cell(place, operator, done, total)
 
 
 # -- inside attention
@@ -79,7 +124,9 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
     judgement, pattern = alarm.judgement, alarm.pattern
     name, confidence = pattern.fault_class, pattern.confidence
     unrepeatable = _unrepeatable(log, alarm.site)
-    if alarm.stale:
+    if alarm.structure == "mask":
+        name, confidence = "mask", 0.95
+    elif alarm.stale:
         name, confidence = "stale data", 0.95
     elif unrepeatable and name != "spike":
         name, confidence = "noise", 0.9
@@ -107,14 +154,6 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
     return Suspect(alarm.site, name, certainty, evidence, score, pattern.channels, pattern.period, details)
 
 
-def _impossible_sums(log: AuditLog) -> Iterator[Suspect]:
-    """A sum that can't be NaN, whatever its terms: they may be unknown, since NaN in all later blocks shows none."""
-    origin = log.nonfinite.origin
-    if origin is not None and origin.fault and origin.site not in log.alarms:
-        evidence = f"NaN or infinity arises here from finite numbers: {origin.why}"
-        yield Suspect(origin.site, "unknown", 0.9, evidence, _FIRST, details={"test": "non-finite"})
-
-
 def _unrepeatable(log: AuditLog, site: Site) -> bool:
     """The same input gave another output, at the operator itself or at the fused call that holds it."""
     fused = {s.module for s in log.unrepeatable if s.operator == FUSED}
@@ -132,58 +171,20 @@ def _notes(log: AuditLog) -> Iterator[str]:
     for reason, sites in log.unseen.items():
         first = min(sites, key=lambda site: place_order(site.place))
         more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
-        yield f"not looked at: {first}{more}: {reason}"
+        yield f"not decided: {first}{more}: {reason}"
     if log.hashes and not log.compared:
-        yield "no operator had the same inputs twice: what does not repeat was not looked at"
+        yield "no operator had the same inputs twice: what does not repeat was not judged"
     quiet = {site for site in log.unrepeatable if site not in log.alarms}
     if quiet:
         yield f"{len(quiet)} operators differ from run to run, within the round-off floor"
     if log.checksums:
-        yield f"{log.checksums} rows of linears were looked at through checksums only: give more rows="
-    if log.data_flow.rows > MOST_ROWS:
-        yield f"between operators {MOST_ROWS} of {log.data_flow.rows} rows were looked at"
-    loose = log.data_flow.unexplained()
-    if loose:
-        yield (
-            f"left out between operators: what lies before {loose[0]} and {len(loose) - 1} more kinds of inputs, "
-            "which are no plain copy, part, product or rotation of outputs in their block"
-        )
-    recorded = {site.module for limit in log.limits.values() for site in limit.sites} | {
-        site.module for sites in log.unseen.values() for site in sites
-    }
-    silent = [u for u in log.anatomy.units if u.certain and u.module not in recorded and not u.left_alone]
-    if silent:
-        yield f"{silent[0].module} and {len(silent) - 1} more were not called in these forwards"
+        yield f"{log.checksums} rows of linears were checked through checksums only: give more rows="
     if torch.get_float32_matmul_precision() != "highest":
         yield "float32 products may be shortened here (TF32): their floor is wider"
 
 
 def _cause(log: AuditLog, origin: Origin) -> str:
     """Why it is not finite: a fault, an overflow, or open."""
-    place = origin.site.place
-    makers = {origin.site}  # what enters a norm is a sum of its block
-    if isinstance(place, int) and origin.site.tensor == "input":
-        makers.add(Site("residual", place, log.anatomy.blocks[place]))
-    if any(alarm.site in makers and alarm.judgement.nonfinite for alarm in log.alarms.values()):
+    if any(alarm.site == origin.site and alarm.judgement.nonfinite for alarm in log.alarms.values()):
         return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
-    if origin.why:
-        return origin.why
-    if _host_agrees(log, origin):
-        return f"{origin.overflow}: the host makes the same of the finite numbers before it"
-    return "how it is made is not known here, so that it may be an overflow or a fault"
-
-
-def _host_agrees(log: AuditLog, origin: Origin) -> bool:
-    """Whether a sum, or what lies before an operator, is what the host makes of the same numbers in their dtype."""
-    site, place = origin.site, origin.site.place
-    if not isinstance(place, int):
-        return False
-    if site.operator == "residual":
-        return log.residuals.matched(OUT, place)
-    if site.operator == FUSED:
-        site = dataclasses.replace(site, occurrence=origin.operand)
-    elif origin.operand:
-        return False
-    role = site.module.removeprefix(f"{log.anatomy.blocks[place]}.")
-    roles = [role for (_, role), (input_site, _) in log.data_flow.sites.items() if input_site == site]
-    return log.residuals.matched(f"{role}.in", place) or any(log.data_flow.matched(role, place) for role in roles)
+    return origin.why or "how it is made is not known here, so that it may be an overflow or a fault"

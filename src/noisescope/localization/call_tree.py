@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.tensors import on_host
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
@@ -186,6 +185,26 @@ def _tensors_of(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors_of(each, depth - 1, seen)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from _tensors_of(vars(value), depth - 1, seen)
+
+
+def can_be_stacked(node: Node) -> bool:
+    """Whether calls of this operator can be judged as one call: a module that treats the rows of one tensor alike."""
+    if not node.is_module or node.operator not in ("linear", "norm", "silu", "gelu", "embedding"):
+        return False
+    plain = len(node.args) == 1 and not node.kwargs and isinstance(node.output, Tensor)
+    if not plain or not isinstance(node.args[0], Tensor):
+        return False
+    x, y = node.args[0], node.output
+    return x.shape == y.shape[:-1] if node.operator == "embedding" else x.dim() > 1 and x.shape[:-1] == y.shape[:-1]
+
+
+def stacked(nodes: list[Node]) -> Node:
+    """Calls of one module as one, row after row."""
+    first = nodes[0]
+    x = [node.args[0] if node.operator == "embedding" else node.args[0].flatten(0, -2) for node in nodes]
+    rows = torch.cat([each.flatten() for each in x] if first.operator == "embedding" else x)
+    output = torch.cat([node.output.flatten(0, -2) for node in nodes])
+    return dataclasses.replace(first, args=(rows,), kwargs={}, output=output)
 
 
 def with_whole_modules(model: nn.Module, anatomy: Anatomy) -> Anatomy:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +29,7 @@ from noisescope.localization.disk_code import as_on_disk
 from noisescope.localization.exact_functions import is_exact
 from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
 from noisescope.localization.tensors import same_numbers
+from noisescope.model.forwards import device_of
 
 _RUNS = 8  # with random rounding
 _UNITS = 2.0  # of round-off by which a result moves
@@ -38,8 +38,8 @@ _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_OWN_FORWARDS = ("forward", "_hf_hook", "_old_forward")  # the last two are accelerate's
 
-DEBUG={}
 Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
 
 
@@ -71,11 +71,12 @@ class HostTwin:
     """The modules of a model, copied without their weights, whose calls are answered from a recorded tree."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = _copied_modules(model)
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
+        kind = device_of(model).type
+        self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def compare(self, node: Node) -> Comparison:
         """Runs the code of a module that was called, and compares."""
@@ -100,15 +101,9 @@ class HostTwin:
         return result
 
     def _kept(self, node: Node) -> Any:
-        """The arguments as they are before the code changes them: a cache grows, and may be written in place.
-
-        Copies of a large cache at each layer would cost much, so its tensors are shared where they are never written to.
-        """
+        """The arguments as they are before the code changes them: a cache grows, and may be written in place."""
         given = (node.args, node.kwargs)
-        objects = [value for value in leaves_in(given) if is_state(value)]
-        if not objects:
-            return given
-        return given if False else host_copy(given)
+        return host_copy(given) if any(map(is_state, leaves_in(given))) else given
 
     def _limits(
         self, twin: nn.Module, node: Node, before: Any, different: dict[Key, tuple[Tensor, Tensor]]
@@ -136,7 +131,11 @@ class HostTwin:
         run = _Run(node, generator)
         outer, self._running = self._running, run
         try:
-            with run, torch.no_grad():
+            with (
+                torch._C._EnableTorchFunction(),
+                run,
+                torch.autocast("cpu", self._cast, enabled=self._cast is not None),
+            ):
                 output = type(twin).forward(twin, *args, **kwargs)
                 run.see(-1, output)
         except Exception as error:  # a stranger's code may raise anything: then the rest of it is not judged
@@ -168,7 +167,6 @@ class _Run(TorchFunctionMode):
         self._generator = generator
         self._taken: set[int] = set()
         self._was_inexact = False
-        self.names = set()
 
     def next_call(self, fits: Callable[[Node], bool]) -> int | None:
         """The first recorded call that fits and was not answered yet."""
@@ -197,13 +195,8 @@ class _Run(TorchFunctionMode):
             result = func(*args, **kwargs)
             if is_exact(func):
                 return result
-            if not _same_storage(result, args):
-                self.names.add(getattr(func,"__name__",str(func)))
-                DEBUG[getattr(func,"__name__",str(func))]=DEBUG.get(getattr(func,"__name__",str(func)),0)+1
-                self._was_inexact = True
-                if self._generator is not None:
-                    return mapped(result, self._moved)
-            return result
+            self._was_inexact = True
+            return result if self._generator is None else mapped(result, self._moved)
 
     def _moved(self, y: Tensor) -> Tensor:
         """The tensor with each element moved by up to two units of round-off of its own, and of its row's rms."""
@@ -237,7 +230,9 @@ def _beyond(got: Tensor, expected: Tensor, limit: Tensor) -> bool:
     if got.shape != expected.shape:
         return True
     error = (got.double() - expected.double()).abs()
-    one_sided = got.isnan() != expected.isnan() if got.is_floating_point() else torch.zeros_like(error, dtype=bool)
+    one_sided = (
+        got.isnan() != expected.isnan() if got.is_floating_point() else torch.zeros_like(error, dtype=torch.bool)
+    )
     return bool((error > limit).any()) or bool(one_sided.any())
 
 
@@ -248,13 +243,6 @@ def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tens
         return Difference(node, "output", path, got, expected, limit, node, before)
     before = node.children[at - 1] if at else None
     return Difference(node.children[at], "input", path, got, expected, limit, node, before)
-
-
-def _same_storage(result: Any, args: Any) -> bool:
-    """Whether a function that is not known only passed a view of its argument on."""
-    if not isinstance(result, Tensor) or not args or not isinstance(args[0], Tensor):
-        return False
-    return result is args[0]
 
 
 # -- copies of modules
@@ -286,13 +274,9 @@ def _copied_modules(model: nn.Module) -> dict[str, nn.Module]:
     for module in model.modules():
         memo |= {id(p): p for p in module._parameters.values() if p is not None}
         memo |= {id(b): b.detach().to("cpu", copy=True) for b in module._buffers.values() if b is not None}
-        own = vars(module)
-        memo |= {id(own[name]): type(own[name])() for name in _HOOKS if name in own}
-        memo |= {id(own["forward"]): None for name in ("forward",) if name in own}
-        if "_hf_hook" in own:  # accelerate's
-            memo[id(own["_hf_hook"])] = None
-        if "_old_forward" in own:
-            memo[id(own["_old_forward"])] = None
+        attributes = vars(module)
+        memo |= {id(attributes[name]): type(attributes[name])() for name in _HOOKS if name in attributes}
+        memo |= {id(attributes[name]): None for name in _OWN_FORWARDS if name in attributes}
     twin = copy.deepcopy(model, memo)
     names = [name for name, _ in model.named_modules()]
     found = dict(twin.named_modules())

@@ -32,6 +32,7 @@ CLASSES = (
     "stale data",  # values of an earlier call
     "nan to zero",
     "block scale",  # a shared exponent or block scale is wrong
+    "mask",  # attention looks at tokens that it should not, or not at those that it should
     "unknown",
 )
 

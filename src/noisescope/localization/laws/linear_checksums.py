@@ -55,7 +55,9 @@ def check_checksums(recorded: RecordedCall, found: LawEvidence) -> None:
         rows = sampled_rows(out)
         a, y = host_products.as_multiplied(host_rows(x)[rows], out), host_rows(out)[rows]
         signs = host_products.Rows(len(rows), _SEED).signs(len(weight))
-        sums = checksums(a, host_products.as_multiplied(weight, out), None, y, signs, shortened(out.dtype, out.device.type))
+        sums = checksums(
+            a, host_products.as_multiplied(weight, out), None, y, signs, shortened(out.dtype, out.device.type)
+        )
         on_average = _mean_strength(sums.z)
         if on_average > 1:  # rows that are mostly copies of others are no further evidence
             on_average = _mean_strength(sums.z[copies([y.double()]).double().mean(-1) < 0.5])
