@@ -281,7 +281,7 @@ def _copied_modules(model: nn.Module) -> dict[str, nn.Module]:
     names = [name for name, _ in model.named_modules()]
     found = dict(twin.named_modules())
     for module in found.values():
-        own = vars(module)
+        own: dict[str, Any] = module.__dict__
         own.pop("forward", None)
         own["_parameters"] = HostParameters(own["_parameters"])
         for name, value in own.items():
