@@ -339,7 +339,7 @@ def _next_token(model: nn.Module, given: Batch, output: Any) -> Tensor:
     last = torch.full((len(ids),), logits.shape[1] - 1, device=logits.device)
     mask = given.get("attention_mask")
     if mask is not None and mask.shape == ids.shape == logits.shape[:2]:
-        last = last - mask.to(logits.device).long().flip(-1).argmax(-1)  # after right padding the last token lies before it
+        last = last - mask.to(logits.device).long().flip(-1).argmax(-1)  # the last token lies before right padding
     chosen = logits[torch.arange(len(ids), device=logits.device), last].detach().to("cpu").float().nan_to_num()
     most = vocabulary_size(model) or chosen.shape[-1]
     return chosen[:, :most].argmax(-1, keepdim=True).to(ids)
