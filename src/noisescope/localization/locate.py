@@ -18,6 +18,7 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     """Where the model computes wrongly on the device it is on.
 
         verdict = ns.locate(ns.load("demo"))
+        verdict.headline                                  # the verdict with what it is worth, in one sentence
         verdict.verdict                                   # "healthy", "faulty" or "undecided"
         verdict.suspects[0].site.place, verdict.suspects[0].fault_class, verdict.smallest_visible
 
@@ -26,8 +27,9 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     that it could not judge. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
     each module that device's inputs and compares what comes out. scans (also srdd) are those of the original method
     notes, calibrated; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in
-    this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given.
-    The model runs in the caller's thread, inside whatever scopes are open.
+    this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given,
+    and `verdict.coverage` says which shapes and phases of them ran and what was judged. The model runs in the caller's
+    thread, inside whatever scopes are open.
     """
     method, inputs, reference, seed = options.method, options.inputs, options.reference, options.seed
     if options.failure is not None:

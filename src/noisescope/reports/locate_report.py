@@ -15,7 +15,7 @@ from noisescope.reports.html import to_html
 from noisescope.reports.markdown import to_markdown
 from noisescope.sites import FUSED, OPERATORS, Place, Site, place_order
 
-TITLE = "noisescope: where it computes wrongly"
+TITLE = "noisescope locate"
 MOST_SUSPECTS = 5
 MOST_NUMBERS = 8  # channels or rows that are listed
 _TONES = {"healthy": "low", "faulty": "critical", "undecided": "unsure"}
@@ -48,12 +48,13 @@ def verdict_document(verdict: Verdict, facts: Iterable[tuple[str, str]] = ()) ->
     said = verdict.headline.removeprefix(f"{verdict.verdict}: ")
     first: list[Block] = [document.Verdict(level, said, name="Verdict")]
     if verdict.suspects:
-        first.append(Bullets(tuple(Paragraph("; ".join(lines), lead) for lead, *lines in _suspects(verdict)), True))
+        named = (Paragraph("; ".join(lines), f"{lead}.") for lead, *lines in _suspects(verdict))
+        first.append(Bullets(tuple(named), numbered=True))
     picture = grid(verdict)
     pages = [Section("picture", "Blocks and operators", (picture,))] if picture.rows else []
     pages += [Section(key, title, (_bullets(lines),)) for key, title, lines in _sections(verdict) if lines]
     facts = (*facts, ("Method", _method(verdict)))
-    return Document(TITLE, facts, (Section("verdict", "Verdict", tuple(first)), *pages))
+    return Document(TITLE, facts, (Section("summary", "Summary", tuple(first)), *pages))
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[str]:
@@ -161,9 +162,11 @@ def _seen(seen: object) -> str:
     if not isinstance(seen, Mapping):
         return str(seen)
     if {"element_ulp", "mean_ulp", "gain"} <= set(seen):
-        element, mean, gain = (_size(seen[name]) for name in ("element_ulp", "mean_ulp", "gain"))
+        element, mean = (
+            _size(value) + (" ulp" if value is not None else "") for value in (seen["element_ulp"], seen["mean_ulp"])
+        )
         sites = f" ({counted(seen['sites'], 'site')})" if "sites" in seen else ""
-        return f"element {element} ulp, mean {mean} ulp, gain {gain}{sites}"
+        return f"element {element}, mean {mean}, gain {_size(seen['gain'])}{sites}"
     return ", ".join(f"{str(key).replace('_', ' ')} {_size(value)}" for key, value in seen.items())
 
 
