@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": TORCHLESS,
     "comparison": TORCHLESS | {"diagnosis"},
     "plans": TORCHLESS | {"diagnosis", "comparison"},
-    "reports": TORCHLESS | {"diagnosis", "plans"},
+    "reports": TORCHLESS | {"diagnosis", "plans", "localization"},  # of localization its values: torch is blocked
     "testing": VALUES,
     "demo": VALUES | {"model"},
     "model": VALUES | {"demo", "testing"},

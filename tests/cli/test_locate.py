@@ -10,6 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from noisescope.cli import app
+from noisescope.localization.coverage import Cell, Coverage
+from noisescope.localization.verdict import Verdict
+from noisescope.options.device_commands import LocateOptions
 
 
 def call(*arguments: Any, code: int) -> Any:
@@ -21,7 +24,7 @@ def call(*arguments: Any, code: int) -> Any:
 def test_a_healthy_model_is_called_healthy() -> None:
     """With what would have shown, by operator."""
     output = call("demo", code=0).output
-    assert output.startswith("healthy (auto: audit") and "the smallest fault that would have shown:" in output
+    assert output.startswith("healthy: ") and "method: auto: audit" in output and "detection limits:" in output
     assert "linear: " in output and "softmax: " in output
 
 
@@ -47,6 +50,42 @@ def test_the_machine_form(tmp_path: Path) -> None:
     printed = json.loads(call("demo", "--simulate", "gain:0.01@3/linear/q_proj", "--json", "-o", file, code=0).stdout)
     assert printed == json.loads(file.read_text()) and printed["elements_changed"] > 0
     assert printed["suspects"][0]["module"] == "model.layers.3.self_attn.q_proj"
+
+
+def test_the_suffix_decides_the_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page and a Markdown file with the model, the verdict and the limits."""
+    found = Verdict("undecided", "audit", coverage=Coverage(cells=(Cell(0, "norm", 0, 1),)), notes=("nothing ran",))
+    monkeypatch.setattr("noisescope.localization.locate.locate", lambda subject, options: found)
+    for name, opening in (("v.html", "<!DOCTYPE html>"), ("new/v.md", "# noisescope locate")):
+        output = call("demo", "-o", tmp_path / name, code=3).output
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert text.startswith(opening) and "demo" in text and "nothing ran" in text and "nothing ran" in output
+
+
+def test_shapes_reach_the_locator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts on the command line are a file."""
+    seen: list[LocateOptions] = []
+
+    def locate(subject: Any, options: LocateOptions) -> Verdict:
+        seen.append(options)
+        return Verdict("healthy", "audit")
+
+    monkeypatch.setattr("noisescope.localization.locate.locate", locate)
+    file = tmp_path / "prompts.txt"
+    file.write_text("3 + 4 =", encoding="utf-8")
+    words = ["--tokens", "4096", "--batch", "4", "--decode", "16", "--budget", "90", "--repeat", "3"]
+    call("demo", *words, "--inputs", file, code=0)
+    call("demo", "--quick", code=0)
+    assert seen[0].pick("tokens", "batch", "decode", "budget", "repeat", "quick", "inputs") == {
+        "tokens": 4096, "batch": 4, "decode": 16, "budget": 90.0, "repeat": 3, "quick": False, "inputs": file,
+    }  # fmt: skip
+    assert seen[1].quick and seen[1].inputs is None
+
+
+def test_prompts_of_a_file_are_run(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("3 + 4 = 7 and 5 + 6 = 11\n\n8 + 1 = 9\n", encoding="utf-8")
+    assert call("demo", "--inputs", file, "--method", "relations", code=0).output.startswith("healthy: ")
 
 
 def test_what_is_refused() -> None:

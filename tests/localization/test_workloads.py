@@ -26,10 +26,10 @@ class Bare(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.tokens, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        y: Tensor = self.head(self.embed(input_ids))
+        y: Tensor = self.head(self.tokens(input_ids))
         return y
 
 
@@ -157,7 +157,7 @@ def test_what_a_model_cannot_do_is_named_with_the_reason() -> None:
     found, not_run = workloads_for(tiny_model("bert"), None)
     assert "decode: BertForMaskedLM keeps no cache" in not_run and not any(w.decode for w in found)
     assert "prefill 1 x 257 tokens: BertForMaskedLM has 64 positions" in not_run
-    assert max(w.phase.tokens for w in found) == 64
+    assert max(w.phase.tokens for w in found) == 62
     found, not_run = workloads_for(Bare(), None, {"input_ids": torch.arange(1, 41).reshape(2, 20)})
     assert not_run[:2] == ["left and right padding: Bare takes no attention_mask", "decode: Bare keeps no cache"]
     assert {w.phase.batch for w in found} == {1, 2, 8} and not any(w.phase.padding for w in found)
@@ -181,6 +181,27 @@ def test_a_model_without_logits_decodes_its_last_token_again() -> None:
     workload = next(w for w in workloads_for(model, None)[0] if w.decode)
     seen, _, why = run(model, workload)
     assert why == "" and torch.equal(seen[1]["input_ids"], seen[0]["input_ids"][:, -1:])
+
+
+def test_a_table_of_positions_is_known_without_a_config() -> None:
+    """Beyond its end a GPU does not raise an exception that could be caught: it stops working."""
+
+    class Own(Bare):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.places, self.kinds = nn.Embedding(rows, 8), nn.Embedding(2, 8)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            at = self.places(torch.arange(input_ids.shape[1]))
+            y: Tensor = self.head(self.tokens(input_ids) + at + self.kinds(torch.zeros_like(input_ids)))
+            return y
+
+    for rows, longest in ((40, 40), (300, 257)):
+        model = Own(rows)
+        found, _ = workloads_for(model, None, {"input_ids": torch.arange(1, 41).reshape(2, 20)})
+        assert max(w.phase.tokens for w in found) == longest
+        for workload in found:
+            assert run(model, workload)[2] == ""
 
 
 def test_few_positions_cut_the_lengths() -> None:

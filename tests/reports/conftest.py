@@ -261,11 +261,13 @@ def located() -> LocateSection:
     suspect = {
         "place": 1, "operator": "linear", "module": "model.layers.1.mlp.up_proj", "tensor": "output", "occurrence": 0,
         "channels": [3], "period": None, "fault_class": "stuck bit", "confidence": 0.97, "evidence": "12 ulp off",
-        "score": 9.0, "details": {"bit": 16},
+        "score": 9.0, "details": {"bit": 16}, "rows": [[0, 5]], "row_words": "token 5",
+        "class_confidence": 0.9, "also": [],
     }  # fmt: skip
     verdict = {
         "verdict": "faulty", "method": "audit", "suspects": [suspect], "smallest_visible": {"gain": 1e-4},
         "forwards": 2, "checked": 88, "notes": ["a note"], "unseen": ["norm at block 2"],
+        "headline": "faulty: linear at block 1", "coverage": {"modules": 1.0},
     }  # fmt: skip
     return LocateSection.of(verdict, simulated="stuck_bit:bit=16@1", elements_changed=512)
 

@@ -26,6 +26,7 @@ from noisescope.plans.precision_results import prediction_sentence as prediction
 from noisescope.plans.smoothing import gain_sentence as gain_sentence
 from noisescope.reports import experiment as experiment
 from noisescope.reports import junit
+from noisescope.reports import locate_report as locate_report
 from noisescope.reports import run_changes as run_changes
 from noisescope.reports import words as words
 from noisescope.reports.document import Document

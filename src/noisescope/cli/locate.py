@@ -11,7 +11,6 @@ from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.options.device_commands import LocateOptions
 
-MOST_SUSPECTS = 5
 CHECKS: dict[str, api.reports.pass_fail.Verdict] = {
     "healthy": "pass",
     "faulty": "fail",
@@ -26,6 +25,11 @@ def locate_fault(options: LocateOptions) -> None:
 
     \b
     noisescope locate path/to/model --device cuda
+    noisescope locate path/to/model --device cuda --quick       a prefill of 2 x 32 tokens alone
+    noisescope locate path/to/model --tokens 4096 --batch 4 --decode 16      one shape of your own
+    noisescope locate path/to/model --inputs prompts.txt --budget 120        your prompts, for two minutes
+    noisescope locate path/to/model --repeat 50                 a fault that comes and goes
+    noisescope locate path/to/model -o verdict.html             with a picture of what was judged
     noisescope locate demo --simulate gain:0.01@7/linear        a fault put in, and looked for
     noisescope locate demo --simulate stuck_bit:bit=12@3/softmax --dtype bfloat16
     noisescope locate demo --method relations                   by laws of arithmetic: no weights, no host
@@ -37,9 +41,11 @@ def locate_fault(options: LocateOptions) -> None:
     Records are written by `noisescope record`.
 
     No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
-    inputs it really had; auto also tries relations where the audit could not look. Exit code 1 where something
-    computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided. --simulate
-    works with every method: a record that the method needs is made of this model.
+    inputs it really had; auto also tries relations where the audit could not look. It runs prefill at several lengths
+    and batch sizes, with and without padding, and decode with the model's cache. The verdict says what ran, what was
+    judged and the smallest fault that would have shown. Exit code 0 where the model is healthy, 1 where something
+    computes wrongly (with --simulate: where the fault was not found), 3 where that could not be decided, or less than
+    95 % was judged. --simulate works with every method: a record that the method needs is made of this model.
     """
     api.locate_simulated.check_fault(options.simulated)  # before torch is imported
 
@@ -52,7 +58,11 @@ def locate_fault(options: LocateOptions) -> None:
             verdict, place, changed = api.locate_simulated.locate_simulated(subject, options)
     simulated = {} if changed is None else {"simulated": options.simulated, "elements_changed": changed}
     text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
-    output.emit(text, options, lambda: print_verdict(verdict))
+    write_verdict(verdict, options, text)
+    if options.json:
+        typer.echo(text, nl=False)
+    else:
+        print_verdict(verdict)
     if changed is None:
         command_builder.exit_by(CHECKS[verdict.verdict], options)
     right, words = was_found(verdict, place, changed)
@@ -62,41 +72,20 @@ def locate_fault(options: LocateOptions) -> None:
 
 
 def print_verdict(verdict: Any) -> None:
-    """The verdict, the likeliest suspects, what could have been seen, what it cost."""
-    typer.echo(f"{verdict.verdict} ({verdict.method}: {verdict.checked} checks, {verdict.forwards:g} forwards)")
-    for i, suspect in enumerate(verdict.suspects[:MOST_SUSPECTS], 1):
-        typer.echo(f"{i}. {suspect.site}: {suspect.fault_class}, confidence {suspect.confidence:.2f}")
-        typer.echo(f"   {suspect.evidence}{_channels(suspect)}")
-    if len(verdict.suspects) > MOST_SUSPECTS:
-        typer.echo(f"   and {len(verdict.suspects) - MOST_SUSPECTS} more (--json lists all)")
-    if verdict.verdict == "healthy" and verdict.smallest_visible:
-        typer.echo("the smallest fault that would have shown:")
-        for name, seen in verdict.smallest_visible.items():
-            typer.echo(f"  {name}: {_seen(seen)}")
-    output.print_each(verdict.notes, "note: ")
+    """The verdict, the likeliest suspects, what ran and what did not, what could have been seen."""
+    output.print_each(api.reports.locate_report.verdict_lines(verdict), "")
 
 
-def _seen(seen: Any) -> str:
-    if not isinstance(seen, dict):
-        return str(seen)
-    return ", ".join(f"{key.replace('_', ' ')} {_size(value)}" for key, value in seen.items())
-
-
-def _size(value: Any) -> str:
-    """A number; of relations the size of a class of faults, relative to the rms, where 0 is a single bit."""
-    if isinstance(value, dict):
-        value = value["size"]
-        return "not visible" if value is None else "any" if value == 0 else f"{value:.2g}"
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
-
-
-def _channels(suspect: Any) -> str:
-    if suspect.period:
-        return f"; every {suspect.period} channels"
-    if not suspect.channels:
-        return ""
-    named = ", ".join(map(str, suspect.channels[:8])) + (", ..." if len(suspect.channels) > 8 else "")
-    return f"; channels {named}"
+def write_verdict(verdict: Any, options: LocateOptions, text: str) -> None:
+    """Into the output file, as its suffix says; `text` is the JSON form."""
+    if options.output is None:
+        return
+    suffix = options.output.suffix.lower()
+    if suffix != ".json":
+        simulated = [("Simulated fault", options.simulated)] if options.simulated else []
+        facts = [("Model", options.model), ("Device", options.device), *simulated, ("Date", api.reports.now())]
+        text = api.reports.locate_report.as_text(verdict, suffix, facts)
+    output.write_text(options.output, text)
 
 
 def was_found(verdict: Any, place: Any, changed: int) -> tuple[bool, str]:

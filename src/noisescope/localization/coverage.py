@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from noisescope.sites import Place
 
+SHOWN = 3  # shapes named in a headline
 ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: less than that is no plain "healthy"
 
 
@@ -39,6 +42,9 @@ class Share:
     @property
     def share(self) -> float:
         return self.judged / self.total if self.total else 1.0
+
+    def __str__(self) -> str:
+        return percent(self.share)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,11 @@ class Coverage:
     repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
 
     @property
+    def measured(self) -> bool:
+        """Whether the method counts what it judged; those that compare outputs alone do not."""
+        return self.modules.total > 0
+
+    @property
     def smallest_share(self) -> float:
         return min(self.modules.share, self.parameters.share, self.multiply_adds.share)
 
@@ -92,6 +103,20 @@ class Coverage:
         forwards = sum(phase.steps for phase in self.phases) + self.repeated - 1
         return 1.0 if forwards < 1 else 1 - 0.05 ** (1 / forwards)
 
+    @property
+    def shares(self) -> str:
+        return f"{self.modules} of modules, {self.parameters} of parameters and {self.multiply_adds} of multiply-adds"
+
+    @property
+    def ran(self) -> str:
+        """Phases and shapes in a few words: "prefill (2 x 32, 1 x 1, 2 x 17 and 4 more shapes) and decode"."""
+        prefill = [_shape(phase) for phase in self.phases if phase.kind == "prefill"]
+        images = [str(phase.batch) for phase in self.phases if phase.kind == "images"]
+        decode = any(phase.kind == "decode" for phase in self.phases)
+        parts = [f"prefill ({_some(prefill)})"] if prefill else []
+        parts += [f"batches of images ({_some(images)})"] if images else []
+        return " and ".join([*parts, *(["decode"] if decode else [])]) or "the forwards that were run"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "phases": [str(phase) for phase in self.phases],
@@ -103,5 +128,25 @@ class Coverage:
                 {"class": each.module_class, "modules": list(each.modules), "reason": each.reason}
                 for each in self.not_judged
             ],
+            "cells": [
+                {"place": each.place, "operator": each.operator, "judged": each.judged, "total": each.total}
+                for each in self.cells
+            ],
             "excluded_rate_per_forward": self.excluded_rate,
         }
+
+
+def percent(share: float) -> str:
+    """Rounded down: only all of it is 100 %."""
+    return f"{math.floor(100 * share + 1e-9)} %"
+
+
+def _shape(phase: Phase) -> str:
+    return f"{phase.batch} x {phase.tokens}" + (f" with {phase.padding} padding" if phase.padding else "")
+
+
+def _some(shapes: Sequence[str]) -> str:
+    names = list(dict.fromkeys(shapes))
+    if len(names) <= SHOWN + 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:SHOWN])} and {len(names) - SHOWN} more shapes"

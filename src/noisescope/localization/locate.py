@@ -18,6 +18,7 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     """Where the model computes wrongly on the device it is on.
 
         verdict = ns.locate(ns.load("demo"))
+        verdict.headline                                  # the verdict with what it is worth, in one sentence
         verdict.verdict                                   # "healthy", "faulty" or "undecided"
         verdict.suspects[0].site.place, verdict.suspects[0].fault_class, verdict.smallest_visible
 
@@ -26,8 +27,9 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     that it could not judge. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
     each module that device's inputs and compares what comes out. scans (also srdd) are those of the original method
     notes, calibrated; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in
-    this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given.
-    The model runs in the caller's thread, inside whatever scopes are open.
+    this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given,
+    and `verdict.coverage` says which shapes and phases of them ran and what was judged. The model runs in the caller's
+    thread, inside whatever scopes are open.
     """
     method, inputs, reference, seed = options.method, options.inputs, options.reference, options.seed
     if options.failure is not None:
@@ -49,24 +51,41 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
         return relations(subject, inputs, seed=seed)
     from noisescope.localization.audit import audit
 
-    found = audit(subject, inputs, seed=seed)
-    return found if method == "audit" else _sure(found, subject, inputs, seed)
+    found = audit(
+        subject,
+        inputs,
+        tokens=options.tokens,
+        batch=options.batch,
+        decode=options.decode,
+        budget=options.budget,
+        repeat=options.repeat,
+        quick=options.quick,
+        seed=seed,
+    )
+    return found if method == "audit" else _with_relations(found, subject, inputs, seed)
 
 
-def _sure(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:
-    """The audit's verdict; where it is undecided, with that of relations on the places it could not judge."""
-    if audited.verdict != "undecided":
+def _with_relations(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:
+    """The audit's verdict; where it is undecided, with the suspects that laws find in what it could not judge.
+
+    Laws have blind spots, and say nothing of what lies between modules nor of weights that change: what is still open
+    after them stays open.
+    """
+    places = {site.place for site in audited.unseen} | {
+        cell.place for cell in audited.coverage.cells if cell.judged < cell.total
+    }
+    if audited.verdict != "undecided" or not places:
         return dataclasses.replace(audited, method="auto: audit")
     from noisescope.localization.relations import relations
 
-    more = relations(subject, inputs, sites=audited.unseen, seed=seed)
-    # Laws of modules say nothing of what lies between them, nor of weights that change.
-    open_still = tuple(site for site in audited.unseen if site.tensor != "output")
+    more = relations(subject, inputs, places=places, seed=seed)
+    open_sites = {(site.place, site.module) for site in audited.unseen if site.tensor == "input"}
+    suspects = tuple(s for s in more.suspects if (s.site.place, s.site.module) not in open_sites)
     visible = {f"{operator}, by relations": seen for operator, seen in more.smallest_visible.items()}
     return dataclasses.replace(
-        more,
-        verdict="undecided" if open_still and more.verdict == "healthy" else more.verdict,
-        unseen=(*more.unseen, *open_still),
+        audited,
+        verdict="faulty" if suspects else "undecided",
+        suspects=suspects,
         method="auto: audit, relations",
         smallest_visible={**audited.smallest_visible, **visible},
         forwards=audited.forwards + more.forwards,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import unknown
-from noisescope.localization.coverage import Coverage
+from noisescope.localization.coverage import Coverage, percent
 from noisescope.sites import Site
 
 VERDICTS = ("healthy", "faulty", "undecided")
@@ -29,26 +29,40 @@ CLASSES = (
     "rounding mode",
     "accumulation",  # sums kept in too few bits
     "function table",  # exp, rsqrt, sigmoid approximated badly
-    "stale data",  # values of an earlier call
+    "stale data",  # values of an earlier call, or of another row
     "nan to zero",
     "block scale",  # a shared exponent or block scale is wrong
-    "mask",  # attention looks at tokens that it should not, or not at those that it should
+    "tile",  # a rectangle of rows and channels
+    "tail",  # the last rows or channels
+    "batch",  # some sequences of a batch, such as all after the first
+    "rows",  # some tokens
+    "mask",  # attention sees keys that it should not, or not those that it should
+    "position",  # keys, values or angles of another position
     "unknown",
 )
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """One place under suspicion. `channels` are indices of the last dimension, () for all; `period` a lane stride."""
+    """One place under suspicion, and those beside it with the same fault.
+
+    channels: indices of the last dimension, () for all; `period` is a lane stride
+    rows: (sequence, token) of wrong rows, () for more than half of them, or where rows are no tokens; `row_words` says
+        which rows in words, also where there are more
+    """
 
     site: Site
     fault_class: str
-    confidence: float  # 0 to 1
+    confidence: float  # 0 to 1, that something is wrong here
     evidence: str  # one sentence with its numbers
     score: float  # what suspects are ranked by within one locator
     channels: tuple[int, ...] = ()
     period: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    class_confidence: float = 0.0  # 0 to 1, that the class is right, given that something is wrong
+    rows: tuple[tuple[int, int], ...] = ()
+    row_words: str = ""
+    also: tuple[Site, ...] = ()  # other places with the same fault, such as one kernel's in every layer
 
     def __post_init__(self) -> None:
         if self.fault_class not in CLASSES:
@@ -63,10 +77,14 @@ class Suspect:
             "occurrence": self.site.occurrence,
             "channels": list(self.channels),
             "period": self.period,
+            "rows": [list(row) for row in self.rows],
+            "row_words": self.row_words,
             "fault_class": self.fault_class,
+            "class_confidence": self.class_confidence,
             "confidence": self.confidence,
             "evidence": self.evidence,
             "score": self.score,
+            "also": [str(site) for site in self.also],
             "details": dict(self.details),
         }
 
@@ -89,9 +107,42 @@ class Verdict:
         if self.verdict not in VERDICTS:
             raise unknown("verdict", self.verdict, VERDICTS)
 
+    @property
+    def headline(self) -> str:
+        """The verdict with what it is worth, in one sentence: "healthy" alone is never said of what was not judged."""
+        coverage = self.coverage
+        if self.verdict == "faulty":
+            return f"faulty: {self._blamed()}"
+        if self.verdict == "healthy" and not coverage.measured:
+            return f"healthy: no fault in {self.checked} checks ({self.method}); this method does not measure coverage"
+        if self.verdict == "healthy" and coverage.enough:
+            return f"healthy: no fault in {coverage.ran}; {coverage.shares} judged"
+        if coverage.measured and not coverage.enough and coverage.smallest_share > 0 and not self.suspects:
+            judged = percent(coverage.smallest_share)
+            return f"no fault in the {judged} that was judged ({coverage.shares}), in {coverage.ran}"
+        return f"undecided: {self._open()}"
+
+    def _blamed(self) -> str:
+        if not self.suspects:
+            return "something computes wrongly, and no place stands out"
+        first, *others = self.suspects
+        also = f" and {len(first.also)} more places" if first.also else ""
+        more = f"; {len(others)} more suspect{'s' * (len(others) > 1)}" if others else ""
+        return f"{first.site}{also}: {first.fault_class}{more}"
+
+    def _open(self) -> str:
+        """Why nothing could be decided."""
+        if self.unseen:
+            more = f" and {len(self.unseen) - 1} more" if len(self.unseen) > 1 else ""
+            return f"{self.unseen[0]}{more} could not be judged"
+        if self.suspects:
+            return f"{self._blamed()} is possible, but not certain"
+        return self.notes[0] if self.notes else "the evidence does not suffice"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict,
+            "headline": self.headline,
             "method": self.method,
             "suspects": [suspect.to_dict() for suspect in self.suspects],
             "smallest_visible": dict(self.smallest_visible),

@@ -8,6 +8,7 @@ workloads, the cheap ones first, so that a time budget cuts the tail.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ DESIGN = (
     (Phase("prefill", 1, LONG), 2),  # and decode that attends to all of it
     (Phase("prefill", 8, 33, padding="right"), 0),
 )
+MARGIN = 2  # positions left at the end of a sequence: some models look up one or two more than they have tokens
+_OF_TOKENS = re.compile(r"tok|word|wte|vocab")  # in names of embeddings that are not of positions
 _CACHES = ("past_key_values", "cache_params", "state")  # the names that models have for what they keep
 
 
@@ -157,7 +160,7 @@ class _Maker:
         self.name = type(model).__name__
         self.config = getattr(model, "config", None)
         self.two_stacks = bool(getattr(self.config, "is_encoder_decoder", False))
-        self.room = positions_of(model)
+        self.room = self._positions()
         inner: Any = model
         inner = inner.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
         known, listed, _ = arguments_of(inner)
@@ -224,10 +227,20 @@ class _Maker:
             return 0
         return decode
 
+    def _positions(self) -> int | None:
+        """How many are surely there: an index beyond a table is no exception on a GPU, it ends all work on it."""
+        named = positions_of(self.model)
+        if self.config is not None:
+            return None if named is None else max(1, named - MARGIN)
+        tables = [(name, one) for name, one in self.model.named_modules() if isinstance(one, nn.Embedding)]
+        longest = max(_phase_of(one).tokens for one in self.base)
+        sizes = [one.num_embeddings for name, one in tables if not _OF_TOKENS.search(name)] if len(tables) > 1 else []
+        return min([*([] if named is None else [named]), *(size for size in sizes if size >= longest)], default=None)
+
     def _length(self, phase: Phase, steps: int) -> int:
         room = phase.tokens if self.room is None else self.room - steps
         if room < phase.tokens:
-            self.not_run.append(f"{phase}: {self.name} has {self.room} positions")
+            self.not_run.append(f"{phase}: {self.name} has {positions_of(self.model) or self.room} positions")
         return min(phase.tokens, room)
 
     def _made(self, phase: Phase, decode: int, number: int) -> Workload:
@@ -339,7 +352,7 @@ def _next_token(model: nn.Module, given: Batch, output: Any) -> Tensor:
     last = torch.full((len(ids),), logits.shape[1] - 1, device=logits.device)
     mask = given.get("attention_mask")
     if mask is not None and mask.shape == ids.shape == logits.shape[:2]:
-        last = last - mask.to(logits.device).long().flip(-1).argmax(-1)  # before right padding
+        last = last - mask.to(logits.device).long().flip(-1).argmax(-1)  # the last token lies before right padding
     chosen = logits[torch.arange(len(ids), device=logits.device), last].detach().to("cpu").float().nan_to_num()
     most = vocabulary_size(model) or chosen.shape[-1]
     return chosen[:, :most].argmax(-1, keepdim=True).to(ids)

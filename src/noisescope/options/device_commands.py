@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from noisescope.errors import unknown
 from noisescope.options.base import Naming
 from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, command_option, option
 from noisescope.options.shared import (
@@ -20,7 +21,16 @@ from noisescope.options.shared import (
     report_path,
 )
 
+PROMPT_FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+VERDICT_FILES = (".json", ".md", ".html")
 _NOTES_LAYER, _NOTES_SCALE = 10, 0.05  # defaults of the original method notes' finder
+
+
+def verdict_path(path: Path) -> Path:
+    """The path, if its suffix is one that a verdict can be written as."""
+    if path.suffix.lower() not in VERDICT_FILES:
+        raise unknown("format of the verdict", path.suffix, VERDICT_FILES)
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +118,28 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
     fault_magnitude: float | None = command_option(None, "Its size.", hidden=True)
     hw_error_scale: float | None = command_option(None, "The size of simulated noise.", hidden=True)
     inputs: Any = option(
-        None, "Prompts for audit and relations; built-in ones unless given.", surface="python", open=True
+        None,
+        "Prompts to run instead of built-in text: a .txt file with one in each line, or JSONL, JSON, CSV, Parquet.",
+        python="A text, a list of texts, token ids, a batch (a dict of the model's arguments), batches, or a Path.",
+        unit="FILE",
+        default_text="built-in text",
+        open=True,
     )
+    tokens: int | None = option(None, "One shape instead of the usual ones: tokens per sequence.", least=1,
+                                default_text="1 to 257")  # fmt: skip
+    batch: int | None = option(None, "One shape instead of the usual ones: sequences in a batch.", least=1,
+                               default_text="1, 2 and 8")  # fmt: skip
+    decode: int | None = option(
+        None,
+        "One shape instead of the usual ones: decode steps with the model's cache; 0 for none.",
+        least=0,
+        default_text="2 or 4",
+    )
+    quick: bool = option(False, "Only a prefill of 2 x 32 tokens: no other shapes, no padding, no decode.")
+    budget: float | None = option(
+        None, "Start no further shapes after this time; the verdict names those left out.", above=0, unit="SECONDS"
+    )
+    repeat: int = option(0, "Run the base batch N more times, for a fault that comes and goes.", least=0)
     failure: Source = option(
         None,
         "With method fingerprint: the suspect system's record; a simulated fault makes its own.",
@@ -125,7 +155,16 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         exists="folder",
     )
     seed: int = option(0, "Seed of the prompts and checks.")
-    output: Path | None = command_option(None, "Write the verdict there as JSON.", short="-o")
+    output: Path | None = command_option(
+        None, "Write the verdict there: .json, .md or .html.", short="-o", check=verdict_path
+    )
+
+    @classmethod
+    def from_command_line(cls, given: Mapping[str, Any], *, keys: Mapping[str, str] | None = None) -> Self:
+        """On a command line, and in a file, `inputs` is the path of a file; in Python a text is a text."""
+        if given.get("inputs") is not None:
+            given = {**given, "inputs": Path(given["inputs"]).expanduser()}
+        return super().from_command_line(given, keys=keys)
 
     @property
     def simulated(self) -> str | None:
@@ -163,8 +202,24 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         takes_inputs = self.method in ("auto", "audit", "relations") and self.reference is None
         if self.inputs is not None and not takes_inputs:
             yield f"{named('inputs')} are for audit and relations: other methods have prompts of their own"
+        yield from self._shape_problems(named)
         if self.method == "replay" and self.reference is None and self.simulated is None:
             yield f"a replay needs the record of a good device as {named('reference')}: record it with detail full"
+
+    def _shape_problems(self, named: Naming) -> Iterator[str]:
+        """Shapes are those of the audit's forwards; prompts of a file are read later, for that needs its tokenizer."""
+        if isinstance(self.inputs, Path):
+            if not self.inputs.is_file():
+                yield f"there is no file {self.inputs} ({named('inputs')}): check the path"
+            elif self.inputs.suffix.lower() not in PROMPT_FILES:
+                yield str(unknown(f"format of {named('inputs')}", self.inputs.suffix, PROMPT_FILES))
+        one_shape = [name for name in ("tokens", "batch", "decode") if vars(self)[name] is not None]
+        if self.quick and one_shape:
+            yield f"{named('quick')} runs 2 x 32 tokens and no others: leave it out, or {named(one_shape[0])}"
+        shaped = [*one_shape, *(name for name in ("quick", "budget", "repeat") if vars(self)[name])]
+        if shaped and (self.method not in ("auto", "audit") or self.reference is not None):
+            came = "a reference" if self.reference is not None else f"method {self.method}"
+            yield f"{named(shaped[0])} is for the audit (method auto or audit without a reference), got {came}"
 
     def _simulation_problems(self, named: Naming) -> Iterator[str]:
         """The flags of the notes describe one fault, given once."""

@@ -136,7 +136,8 @@ class Option:
             return None
         if not self.many and isinstance(value, str) and value in self.words:
             return self.words[value]
-        if self.open and not in_file and not isinstance(value, (str, bool, numbers.Real, Path)):
+        plain = (str, bool, numbers.Real) if self.kind is str and not self.choices else (str, bool, numbers.Real, Path)
+        if self.open and not in_file and not isinstance(value, plain):
             return value
         if self.many:
             return self._members(value, where, text)

@@ -49,11 +49,12 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first thing a reader sees: a word, what it means, and why."""
+    """The first thing a reader sees: a word, what it means, and why. `name` says what the word is of."""
 
     level: Cell
     meaning: str
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
+    name: str = "Risk"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,31 @@ class HeatMap:
     legend: str = ""
 
 
-Block: TypeAlias = Paragraph | Bullets | Verdict | Table | Chart | Curve | HeatMap
+@dataclass(frozen=True)
+class StatusGrid:
+    """Layer x operator, each cell in one of a few states. cells[row][column] is None where the model has no such site.
+
+    A cell's tone is its colour, its text says the same without colour; `notes` go into the hover. `legend` names the
+    states: (tone, sign for plain text, words).
+    """
+
+    key: str
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[tuple[Cell | None, ...], ...]
+    notes: tuple[tuple[str, ...], ...]
+    legend: tuple[tuple[str, str, str], ...]
+
+    def as_table(self) -> Table:
+        """In signs and words, where there is no colour."""
+        signs = {tone: sign for tone, sign, _ in self.legend}
+        cells = [[Cell(f"{signs[c.tone]} {c.text}".strip() if c else "") for c in row] for row in self.cells]
+        rows = ((Cell(name), *row) for name, row in zip(self.rows, cells, strict=True))
+        return Table(self.key, ("", *self.columns), tuple(rows), self.title)
+
+
+Block: TypeAlias = Paragraph | Bullets | Verdict | Table | Chart | Curve | HeatMap | StatusGrid
 
 
 @dataclass(frozen=True)

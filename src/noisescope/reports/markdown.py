@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noisescope.reports.document import Block, Bullets, Document, HeatMap, Paragraph, Table, Verdict
+from noisescope.reports.document import Block, Bullets, Document, HeatMap, Paragraph, StatusGrid, Table, Verdict
 
 
 def to_markdown(document: Document) -> str:
@@ -20,7 +20,7 @@ def to_markdown(document: Document) -> str:
 
 def _block(block: Block) -> Iterable[str]:
     if isinstance(block, Verdict):
-        yield f"**Risk: {block.level.text}**" + (f" - {escape(block.meaning)}" if block.meaning else "")
+        yield f"**{block.name}: {block.level.text}**" + (f" - {escape(block.meaning)}" if block.meaning else "")
         yield from ["", *(f"- {escape(reason)}" for reason in block.reasons)] if block.reasons else []
     elif isinstance(block, Paragraph):
         yield _paragraph(block)
@@ -29,6 +29,9 @@ def _block(block: Block) -> Iterable[str]:
     elif isinstance(block, Table):
         yield from [f"### {block.caption}", ""] if block.caption else []
         yield from table(block.head, ((cell.text for cell in row) for row in block.rows))
+    elif isinstance(block, StatusGrid):
+        yield from _block(block.as_table())
+        yield from ["", ", ".join(f"{sign} {words}" for _, sign, words in block.legend)]
     elif isinstance(block, HeatMap):
         yield from [f"### {block.title} ({'; '.join(heat_words(block))})", ""]
         rows = zip(block.rows, block.cells, strict=True)

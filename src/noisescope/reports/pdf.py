@@ -18,7 +18,18 @@ from datetime import UTC, datetime
 
 from noisescope.errors import MissingExtra
 from noisescope.reports import figures
-from noisescope.reports.document import Block, Bullets, Cell, Chart, Document, HeatMap, Paragraph, Table, Verdict
+from noisescope.reports.document import (
+    Block,
+    Bullets,
+    Cell,
+    Chart,
+    Document,
+    HeatMap,
+    Paragraph,
+    StatusGrid,
+    Table,
+    Verdict,
+)
 from noisescope.reports.figures import COLOURS, Drawable
 from noisescope.reports.markdown import heat_words
 from noisescope.reports.text_layout import (
@@ -184,6 +195,8 @@ class _Paper(FPDF):  # type: ignore[misc]
         elif isinstance(block, Table):
             if block.head:
                 self.table(block)
+        elif isinstance(block, StatusGrid):
+            self.table(block.as_table())
         else:
             self.picture(block)
         self.down(2.4)
@@ -192,7 +205,8 @@ class _Paper(FPDF):  # type: ignore[misc]
         """A box in the colour of the level, with its word."""
         tone = verdict.level.tone if verdict.level.tone in TINTS else ""
         ground, ink = TINTS[tone]
-        parts = [(15.0, [Run("Risk:", colour=ink), Run(verdict.level.text, True, ink)]), (BODY, [Run(verdict.meaning)])]
+        level = [Run(f"{verdict.name}:", colour=ink), Run(verdict.level.text, True, ink)]
+        parts = [(15.0, level), (BODY, [Run(verdict.meaning)])]
         parts += [(SMALL, [Run(f"• {reason}")]) for reason in verdict.reasons]
         text = [(size, line) for size, runs in parts for line in self.ruler.wrap(runs, WIDTH - 12, size)]
         lines = [(6.0, Line()), *text, (6.0, Line())]

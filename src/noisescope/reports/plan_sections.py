@@ -127,7 +127,7 @@ def locate(report: DiagnosisReport) -> Iterable[Section]:
     if found.simulated is not None:
         what = f"The fault {found.simulated} was put in; it changed {found.elements_changed} elements."
         blocks.append(Paragraph(what, "Simulated:"))
-    verdict = f"{found.verdict} ({found.method}, {found.checked} checks, {found.forwards:g} forwards)"
+    verdict = f"{found.headline} ({found.method}, {found.checked} checks, {found.forwards:g} forwards)"
     blocks.append(Paragraph(verdict, "Verdict:"))
     if found.suspects:
         head = ("place", "operator", "module", "kind of fault", "confidence", "evidence")

@@ -55,6 +55,10 @@ class LocatedSuspect:
     evidence: str
     score: float
     details: Mapping[str, Json]
+    rows: tuple[tuple[int, int], ...]  # (sequence, token)
+    row_words: str
+    class_confidence: float
+    also: tuple[str, ...]  # other sites with the same fault
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class LocateSection:
     unseen: tuple[str, ...]
     simulated: str | None
     elements_changed: int | None
+    headline: str  # the verdict with what it is worth
+    coverage: Mapping[str, Json]  # what ran and what was judged
 
     @classmethod
     def of(
