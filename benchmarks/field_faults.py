@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("faults", "healthy", "all"), default="all")
     parser.add_argument("--cells", type=int, help="at most so many faults and so many healthy models")
     parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th on, for N processes at once")
     parser.add_argument("--methods", default="auto", help="methods of locate, with commas between")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of processor time, then print what there is")
     parser.add_argument("--store", type=Path, default=Path("scratch/field.jsonl"))
@@ -175,7 +176,8 @@ def main() -> None:
     if options.list:
         show_list()
         return
-    cells = chosen(options.half, options.part, options.cells, options.only)
+    first, step = map(int, options.shard.split("/"))
+    cells = chosen(options.half, options.part, options.cells, options.only)[first::step]
     methods = options.methods.split(",")
     rows = run(cells, methods, options.store, options.tag, seconds=options.seconds, stored=options.stored)
     print(f"half {options.half}, tag {options.tag}: {len(rows)} of {len(cells) * len(methods)} runs")

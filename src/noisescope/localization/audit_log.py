@@ -105,8 +105,9 @@ class AuditLog:
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
         self.tests += found.compared
         seen: list[Difference] = []
-        for difference in found.differences:
-            if not any(_same_difference(difference, other) for other in seen):  # one tensor that enters q, k and v
+        # One tensor may enter several modules (q, k and v). Rotary embeddings only ask for its dtype.
+        for difference in sorted(found.differences, key=lambda each: each.node.unit.place == "rotary"):
+            if not any(_same_difference(difference, other) for other in seen):
                 seen.append(difference)
                 self.difference(difference)
 
