@@ -18,9 +18,19 @@ from datetime import UTC, datetime
 
 from noisescope.errors import MissingExtra
 from noisescope.reports import figures
-from noisescope.reports.document import Block, Bullets, Cell, Chart, Document, HeatMap, Paragraph, Table, Verdict
+from noisescope.reports.document import (
+    Block,
+    Bullets,
+    Cell,
+    Chart,
+    Document,
+    HeatMap,
+    Paragraph,
+    Table,
+    Verdict,
+    heat_words,
+)
 from noisescope.reports.figures import COLOURS, Drawable
-from noisescope.reports.markdown import heat_words
 from noisescope.reports.text_layout import (
     FONTS,
     LAST_RESORT,
