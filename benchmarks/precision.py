@@ -49,8 +49,7 @@ from noisescope.plans.precision import (
 from noisescope.plans.precision_results import Verification
 from noisescope.runs.batches import Material
 from noisescope.runs.store import Store
-from noisescope.runs.trial_runner import TrialRunner
-from noisescope.runs.trial_waves import LocalExecutor, NoProgress, run_waves
+from noisescope.runs.trial_runner import LocalExecutor, NoProgress, TrialRunner, run_waves
 from noisescope.trials import Slice, Trial
 
 FORMATS = ("int3", "int4", "int8")

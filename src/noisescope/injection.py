@@ -61,7 +61,9 @@ class Injection:
             if vars(self)[name] is not None:
                 put(name, frozenset(canonical(value) for value in _names(vars(self)[name], name)))
         if self.modules is not None:
-            put("modules", (self.modules,) if isinstance(self.modules, str) else tuple(self.modules))
+            put("modules", tuple(_names(self.modules, "modules")))
+            if wrong := [name for name in self.modules if not isinstance(name, str)]:
+                raise InvalidInput(f"modules are dotted names or patterns (strings), got {wrong[0]!r}")
         put("phases", frozenset(_names(self.phases, "phases")))
         if self.channels is not None:
             put("channels", _channels(self.channels))
@@ -90,6 +92,11 @@ class Injection:
         target = (self.operators, self.layers, self.places, self.modules, self.channels, self.tensor, self.phases)
         multiplied = (frozenset(self.operator_multipliers), frozenset(self.layer_multipliers))
         return hash((self.perturbation, target, multiplied, self.seed))
+
+    @property
+    def named_places(self) -> frozenset[Place]:
+        """Those of `layers` and `places` together."""
+        return (self.layers or frozenset()) | (self.places or frozenset())
 
     def selects(self, site: Site) -> bool:
         """Whether this site is a target (channels and phases apart)."""

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope.comparison.compare import Comparison, compare_records
+from noisescope.comparison.compare import Comparison, compare_records, describe, verdict_of
 from noisescope.comparison.priorities import difference_costs
 from noisescope.comparison.rows import Logits
-from noisescope.comparison.verdict import describe, verdict_of
 from noisescope.diagnosis.report import Cost, DataFacts, Diagnosis, ModelFacts, Run, SettingsFacts
 from noisescope.diagnosis.rows import CellEffect, Divergence, LayerAnalysis, LayerEffect
 from noisescope.diagnosis.section_types import ExecutiveSummary, Metrics, PlainWords, PrimaryMetrics, SecondaryMetrics

@@ -245,8 +245,9 @@ def test_a_part_of_the_place_given_twice(llama):
 
 def test_nothing_injected_is_an_error(llama):
     """No call, a time that never came, a call that the module does not make: all say so."""
-    with pytest.raises(NothingInjected, match="was not called"), faulty(llama, Gain(), 1):
-        pass
+    uncalled = faulty(llama, Gain(), 1).__enter__()
+    with pytest.raises(NothingInjected, match="was not called"):
+        uncalled.__exit__(None, None, None)
     never_due = pytest.raises(NothingInjected, match=r"from forward 2 on \(from 0\), and the scope saw 2")
     with never_due, faulty(llama, Gain(start=2), 1):
         run(llama)

@@ -106,8 +106,9 @@ def test_other_architectures(name: str) -> None:
 
 def test_nothing_to_score_is_an_error() -> None:
     """A scope in which nothing ran says so."""
-    with pytest.raises(NothingInjected, match="nothing to plan for"), FormatScreen(tiny_model("llama"), WEIGHT_FORMATS):
-        pass
+    uncalled = FormatScreen(tiny_model("llama"), WEIGHT_FORMATS).__enter__()
+    with pytest.raises(NothingInjected, match="nothing to plan for"):
+        uncalled.__exit__(None, None, None)
 
 
 def test_bits_with_and_without_scales() -> None:

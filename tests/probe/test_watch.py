@@ -249,3 +249,29 @@ def test_a_call_made_again_is_not_reported() -> None:
     assert len(seen) == 12 and all(seen)  # 7 linears of the block, the head, 3 norms, silu
     with pytest.raises(InvalidInput, match="must be functions"):
         ns.watch(model, None)  # type: ignore[arg-type]
+
+
+WRONG_SETS: list[tuple[dict[str, Any], str]] = [
+    ({"layers": {99}}, "layer 99 is out of range: the model has 3 blocks, 0 to 2"),
+    ({"places": {3}}, "layer 3 is out of range: the model has 3 blocks, 0 to 2"),
+    ({"layers": 3.5}, "layers must be a set or a list, got 3.5"),
+    ({"layers": {"lm_head"}}, "layers are block indices"),
+    ({"operators": 3.5}, "operators must be a set or a list, got 3.5"),
+    ({"operators": {"sofmax"}}, "Did you mean 'softmax'"),
+    ({"modules": 3.5}, "modules must be a set or a list, got 3.5"),
+    ({"modules": [3]}, r"modules are dotted names or patterns \(strings\), got 3"),
+]
+
+
+@pytest.mark.parametrize(("sets", "words"), WRONG_SETS, ids=str)
+def test_what_inject_refuses_is_refused_in_the_same_words(llama, calls, sets, words):
+    """A layer that the model lacks, a wrong name or type: one line from watch, capture and inject, before any call."""
+    with pytest.raises(InvalidInput, match=words):
+        ns.watch(llama, calls.append, **sets)
+    with pytest.raises(InvalidInput, match=words):
+        ns.watch(llama, calls.append, lambda unit, operator: True, **sets)
+    with pytest.raises(InvalidInput, match=words):
+        ns.capture(llama, **sets)
+    with pytest.raises(InvalidInput, match=words):
+        ns.inject(llama, ns.Injection(ns.Gaussian(0.05), **sets)).__enter__()
+    assert not [module for module in llama.modules() if "forward" in module.__dict__]

@@ -19,8 +19,18 @@ import torch
 import noisescope as ns
 from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
-from noisescope.reports.document import Bullets, Cell, Chart, Curve, Document, HeatMap, Paragraph, Table, Verdict
-from noisescope.reports.markdown import escape
+from noisescope.reports.document import (
+    Bullets,
+    Cell,
+    Chart,
+    Curve,
+    Document,
+    HeatMap,
+    Paragraph,
+    Table,
+    Verdict,
+    escape,
+)
 from noisescope.reports.report_file import DiagnosisReport, Report, schema
 from noisescope.testing import tiny_model
 

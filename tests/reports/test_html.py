@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noisescope.reports import chart_layout, html
+from noisescope.reports import html
 from noisescope.reports.document import (
     TONES,
     Bar,
@@ -306,7 +306,7 @@ def test_a_missing_site_says_so_and_a_star_marks_what_was_injected() -> None:
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e280, max_value=1e280), min_size=1))
 def test_ticks_hold_all_values(values: list[float]) -> None:
     """Rising round numbers, few of them, from below the least value to above the largest."""
-    steps = chart_layout._steps(values)
+    steps = html._steps(values)
     assert 2 <= len(steps) <= 8 and all(a < b for a, b in itertools.pairwise(steps))
     slack = 1e-9 * max(map(abs, [*values, 1e-280]))
     assert steps[0] <= min(values) + slack and steps[-1] >= max(values) - slack
@@ -316,7 +316,7 @@ def test_ticks_hold_all_values(values: list[float]) -> None:
 def test_bars_and_whiskers_are_to_scale(rows: list[tuple[float, float, float]]) -> None:
     """Pixels are a straight line of values, inside the plot, and zero lies on the zero line."""
     bars = tuple(Bar(f"b{i}", Cell("", v), v - down, v + up) for i, (v, down, up) in enumerate(rows))
-    plot = chart_layout.plot_bars(Chart("c", "t", "u", bars))
+    plot = html.plot_bars(Chart("c", "t", "u", bars))
     (first, first_label), (last, last_label) = plot.ticks[0], plot.ticks[-1]
     slope = (last - first) / (float(last_label) - float(first_label))
     for shape in plot.shapes:
@@ -330,7 +330,7 @@ def test_an_open_interval_runs_to_the_edge() -> None:
     """An end that is not known is drawn beyond the plot, not left out; no value means no bar."""
     bars = (Bar("a", Cell("1", 1.0), None, 2.0), Bar("b", Cell("1", 1.0), 0.5, None), Bar("c", Cell("not measurable")),
             Bar("d", Cell("1", 1.0)), Bar("e", Cell("nan", math.nan), 1.0, math.inf))  # fmt: skip
-    plot = chart_layout.plot_bars(Chart("c", "t", "u", bars))
+    plot = html.plot_bars(Chart("c", "t", "u", bars))
     assert plot.shapes[0].low == plot.bottom and plot.shapes[1].high == plot.top
     assert [shape.y is None for shape in plot.shapes] == [False, False, True, False, True]
     assert plot.shapes[3].low is None and plot.shapes[3].high is None
@@ -340,7 +340,7 @@ def test_an_open_interval_runs_to_the_edge() -> None:
 def test_no_line_of_a_mark_crosses_the_text_of_another(places: set[int], width: int) -> None:
     """Marks of neighbours go into lanes: texts never overlap, and no line runs through a text below its own."""
     flags = [(15.0 * place, 15.0 * place + width) for place in sorted(places)]
-    lanes = chart_layout._lanes(flags)
+    lanes = html._lanes(flags)
     for (one, lane), (other, above) in itertools.permutations(zip(flags, lanes, strict=True), 2):
         if lane == above and one < other:
             assert one[1] < other[0]
@@ -354,9 +354,9 @@ def test_sixty_bars_keep_their_labels_apart() -> None:
         Bar(f"L{i}-{i + 2}", Cell(f"{i} %", i / 100), None, None, "avalanche point" * (i == 59)) for i in range(60)
     )
     chart = Chart("c", "t", "u", bars)
-    plot = chart_layout.plot_bars(chart)
-    assert plot.rotated and plot.pitch * math.sin(chart_layout.ROTATION) > 11
-    assert plot.width > plot.shapes[-1].x + chart_layout.LETTER * len("avalanche point")
+    plot = html.plot_bars(chart)
+    assert plot.rotated and plot.pitch * math.sin(html.ROTATION) > 11
+    assert plot.width > plot.shapes[-1].x + html.LETTER * len("avalanche point")
     page = Page(to_html(Document("d", (), (Section("s", "s", (chart,)),))))
     labels = [a["aria-label"] for t, a in page.tags if t == "g"]
     assert labels[0] == "L0-2; 0 %" and labels[59] == "L59-61; 59 %; avalanche point"
@@ -365,7 +365,7 @@ def test_sixty_bars_keep_their_labels_apart() -> None:
 def test_a_curve_keeps_distances() -> None:
     """Noise levels are placed by their number, not by their rank."""
     points = tuple((x, Bar(str(x), Cell("", 1 - x), None, None)) for x in (0.0, 0.05, 0.2))
-    one, two, three = (shape.x for shape in chart_layout.plot_curve(Curve("k", "t", "x", "y", points)).shapes)
+    one, two, three = (shape.x for shape in html.plot_curve(Curve("k", "t", "x", "y", points)).shapes)
     assert (three - one) / (two - one) == pytest.approx(4)
 
 
@@ -373,7 +373,7 @@ def test_a_limit_is_drawn_where_its_value_lies() -> None:
     """A limit above all points still has its place on the axis; a curve without one has no such line."""
     points = tuple((x, Bar(str(x), Cell("", x), None, None)) for x in (0.1, 0.2))
     curve = Curve("k", "t", "x", "y", points, limit=0.5)
-    plot = chart_layout.plot_curve(curve)
+    plot = html.plot_curve(curve)
     (low, _), (high, _) = ((shape.y, shape) for shape in plot.shapes)
     assert low is not None and high is not None and plot.limit is not None
     assert (low - plot.limit) / (low - high) == pytest.approx(4) and plot.limit >= plot.top

@@ -32,7 +32,7 @@ from noisescope.reports.report_file import Report
 from noisescope.runs import ray_executor
 from noisescope.runs.ray_worker import Answer, Ready, Worker, prompt_tokens_id
 from noisescope.runs.store import Store
-from noisescope.runs.trial_waves import NoProgress
+from noisescope.runs.trial_runner import NoProgress
 from noisescope.testing import tiny_model
 from noisescope.trials import Result, Trial
 

@@ -55,7 +55,7 @@ def open_record(record: Record | str | Path) -> Record:
     if folder.is_file():
         raise InvalidInput(f"{folder} is a file: a record is the folder that `noisescope record` writes")
     if not (folder / "record.json").is_file():
-        from noisescope.api.msprobe import dump_folder, read_dump
+        from noisescope.api.records import dump_folder, read_dump
 
         if dump_folder(folder) is not None:
             return read_dump(folder)

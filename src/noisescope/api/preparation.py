@@ -36,8 +36,15 @@ from noisescope.options.shared import (
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.store import Store
-from noisescope.runs.trial_runner import TrialRunner, conditions
-from noisescope.runs.trial_waves import Executor, LocalExecutor, NoProgress, Progress, run_waves
+from noisescope.runs.trial_runner import (
+    Executor,
+    LocalExecutor,
+    NoProgress,
+    Progress,
+    TrialRunner,
+    conditions,
+    run_waves,
+)
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 C = TypeVar("C", covariant=True)

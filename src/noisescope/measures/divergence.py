@@ -169,10 +169,10 @@ def token_scores(
 def compare(clean: Tensor, noisy: Tensor, rows: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """token_scores and `powers` of clean logits [N, V] against the rows [N] of noisy ones [R, V], in bounded memory."""
     if clean.device.type == "cuda":
-        from noisescope.measures import cuda_scores
+        from noisescope.measures import cuda_kernels
 
-        if cuda_scores.usable(clean, noisy):
-            return cuda_scores.compare(clean, noisy.to(clean.device), rows.to(clean.device), targets)
+        if cuda_kernels.can_compare(clean, noisy):
+            return cuda_kernels.compare(clean, noisy.to(clean.device), rows.to(clean.device), targets)
     parts = []
     for at in range(0, len(rows), _ROWS):
         part = slice(at, at + _ROWS)

@@ -79,11 +79,11 @@ def read(y: Tensor, first: int, *, seed: int = SEED) -> tuple[Tensor, Tensor]:
     """y [B, T, C] of prompts from `first` on -> signed sums of neighbouring channels [B, T, G], and |y| [B, T]."""
     groups = _groups(y.shape[2])
     if y.device.type == "cuda":
-        from noisescope.measures import cuda_sketches
+        from noisescope.measures import cuda_kernels
 
-        if cuda_sketches.usable(y):
+        if cuda_kernels.can_read(y):
             tape, (start, step) = _tape(seed, 2, y.device, torch.int8), _place(y.shape, first)
-            return cuda_sketches.read(y, tape, start=start, step=step, period=_PERIOD, groups=groups)
+            return cuda_kernels.read(y, tape, start=start, step=step, period=_PERIOD, groups=groups)
     wide = torch.promote_types(y.dtype, torch.float32)
     flipped = (y * _signs_at(y.shape, first, seed, y.device, y.dtype)).reshape(*y.shape[:2], groups, -1)
     return flipped.sum(-1, dtype=wide), torch.linalg.vector_norm(y, dim=-1, dtype=wide)

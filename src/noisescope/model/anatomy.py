@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisescope.errors import UnsupportedModel
+from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.sites import OPERATORS, Place, Site, place_order
 
 # Kinds of unit: the module is the operator, or it holds function calls that are.
@@ -84,6 +84,13 @@ class Anatomy:
         """Operators that no unit computes, or may compute."""
         present = {op for unit in self.units for op in unit.operators}
         return [op for op in OPERATORS if op not in present]
+
+    def check_layers(self, places: Iterable[Place]) -> None:
+        """Refuse a block that the model does not have."""
+        blocks = len(self.blocks)
+        for place in places:
+            if isinstance(place, int) and not 0 <= place < blocks:
+                raise InvalidInput(f"layer {place} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}")
 
     def places(self) -> list[Place]:
         return sorted({unit.place for unit in self.units}, key=place_order)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.model.anatomy import Anatomy
-from noisescope.probe.watch import RecordedCall, Selection, WatchScope, selection, watch
+from noisescope.probe.watch import RecordedCall, Selection, WatchScope, selected_by, sites_of, watch
 from noisescope.sites import FUSED, Place, Site
 
 KEEP = ("statistics", "raw", "both")
@@ -48,8 +48,10 @@ def capture(
     """
     if keep not in KEEP:
         raise unknown("keep", keep, KEEP)
-    where = selection(operators, layers, places, modules)
-    return Capture(model, where, keep, device, anatomy, quantiles=quantiles, inputs=inputs)
+    chosen = sites_of(operators, layers, places, modules)
+    scope = Capture(model, selected_by(chosen), keep, device, anatomy, quantiles=quantiles, inputs=inputs)
+    scope.scope.anatomy.check_layers(chosen.named_places)
+    return scope
 
 
 class Capture:

@@ -144,12 +144,7 @@ class Probe(ModelScope):
 
     def _check_targets(self) -> None:
         """Refuse before the run what can't be hit: a layer out of range, an operator the model lacks."""
-        blocks = len(self.anatomy.blocks)
-        wanted = [*(self.injection.layers or ()), *(p for p in self.injection.places or () if isinstance(p, int))]
-        wanted += [place for place in self.injection.layer_multipliers if isinstance(place, int)]
-        for layer in wanted:
-            if not 0 <= layer < blocks:
-                raise InvalidInput(f"layer {layer} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}")
+        self.anatomy.check_layers([*self.injection.named_places, *self.injection.layer_multipliers])
         names = {unit.module for unit in self.anatomy.units}
         for pattern in self.injection.modules or ():
             if pattern not in names and not fnmatch.filter(names, pattern):
@@ -202,7 +197,7 @@ class Probe(ModelScope):
             if not members:
                 raise NothingInjected(f"operator {name!r} never fired: {self._silent_reason()}")
             self._check_rounding(members, f"operator {name!r}")
-        for place in sorted({*(injection.layers or ()), *(injection.places or ())}, key=place_order):
+        for place in sorted(injection.named_places, key=place_order):
             here = [s for s in tally.sites if s.place == place and s.total]
             what = f"layer {place}" if isinstance(place, int) else str(place)
             if not here:

@@ -58,33 +58,30 @@ def watch(
     """
     if not callable(on_call) or (where is not None and not callable(where)):
         raise InvalidInput("on_call and where must be functions: on_call(call), where(unit, operator)")
-    sets = (operators, layers, places, modules)
+    chosen = sites_of(operators, layers, places, modules)
+    selected = selected_by(chosen)
     if where is None:
-        where = selection(*sets)
-    elif any(chosen is not None for chosen in sets):
-        narrowing, chosen = where, selection(*sets)
+        where = selected
+    elif any(given is not None for given in (operators, layers, places, modules)):
+        narrowing = where
 
         def where(unit: Unit, operator: str) -> bool:
-            return chosen(unit, operator) and narrowing(unit, operator)
+            return selected(unit, operator) and narrowing(unit, operator)
 
-    return WatchScope(model, on_call, where, before=before, recomputed=recomputed, repeated=repeated, anatomy=anatomy)
+    scope = WatchScope(model, on_call, where, before=before, recomputed=recomputed, repeated=repeated, anatomy=anatomy)
+    scope.anatomy.check_layers(chosen.named_places)
+    return scope
 
 
-def selection(
-    operators: Iterable[str] | None = None,
-    layers: Iterable[int] | None = None,
-    places: Iterable[Place] | None = None,
-    modules: Iterable[str] | None = None,
-) -> Selection:
-    """Which operators of which units these sets select."""
-    chosen = Injection(
-        lambda y, draw: y,
-        operators=None if operators is None else frozenset([operators] if isinstance(operators, str) else operators),
-        layers=None if layers is None else frozenset(layers),
-        places=None if places is None else frozenset([places] if isinstance(places, str) else places),
-        modules=None if modules is None else tuple([modules] if isinstance(modules, str) else modules),
-    )
-    return selected_by(chosen)
+def sites_of(
+    operators: Iterable[str] | None,
+    layers: Iterable[int] | None,
+    places: Iterable[Place] | None,
+    modules: Iterable[str] | None,
+) -> Injection:
+    """An injection that selects what these sets select, and refuses what it would refuse; it changes nothing."""
+    sets: dict[str, Any] = {"operators": operators, "layers": layers, "places": places, "modules": modules}
+    return Injection(lambda y, draw: y, **sets)
 
 
 def selected_by(injection: Injection) -> Selection:

@@ -10,9 +10,8 @@ from noisescope.findings.finding import counted
 from noisescope.localization.coverage import Coverage
 from noisescope.localization.verdict import Suspect, Verdict
 from noisescope.reports import document
-from noisescope.reports.document import Block, Bullets, Cell, Document, Paragraph, Section, StatusGrid
+from noisescope.reports.document import Block, Bullets, Cell, Document, Paragraph, Section, StatusGrid, to_markdown
 from noisescope.reports.html import to_html
-from noisescope.reports.markdown import to_markdown
 from noisescope.sites import FUSED, OPERATORS, Place, Site, place_order
 
 TITLE = "noisescope locate"

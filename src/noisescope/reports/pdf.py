@@ -29,9 +29,9 @@ from noisescope.reports.document import (
     StatusGrid,
     Table,
     Verdict,
+    heat_words,
 )
 from noisescope.reports.figures import COLOURS, Drawable
-from noisescope.reports.markdown import heat_words
 from noisescope.reports.text_layout import (
     FONTS,
     LAST_RESORT,

@@ -23,8 +23,7 @@ from noisescope.errors import InvalidInput, MissingExtra, unknown
 from noisescope.jsonform import Json, from_json, schema_of, to_json
 from noisescope.plans.migration import MigrationPlan
 from noisescope.plans.precision_results import PrecisionPlan
-from noisescope.reports.document import Document
-from noisescope.reports.markdown import to_markdown
+from noisescope.reports.document import Document, to_markdown
 from noisescope.sites import NamedPlace
 
 V = TypeVar("V")

@@ -35,7 +35,7 @@ from noisescope.trials import Conditions, Result, Slice, Trial
 
 if TYPE_CHECKING:
     from noisescope.runs.store import Store
-    from noisescope.runs.trial_waves import Executor, Progress
+    from noisescope.runs.trial_runner import Executor, Progress
 
 # Threads that wait for the next operator let others have the core, instead of spinning on it: where two processes of
 # two threads share two cores, products of 192 x 576 x 1536 ran 5.5 times as fast. No number depends on it.

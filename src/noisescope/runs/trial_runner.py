@@ -1,4 +1,4 @@
-"""Run trials on a loaded model, one slice of samples at a time.
+"""Run trials on a loaded model, one slice of samples at a time, in waves until none is wanted any more.
 
 For the slice at hand the runner keeps the clean logits and every block's clean output, so that a trial costs only the
 blocks from its first noisy one on. Trials of one slice should follow each other.
@@ -10,9 +10,11 @@ import contextlib
 import functools
 import gc
 import inspect
+import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +27,11 @@ from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import Probe
 from noisescope.probe.prefix import Prefix, first_noisy_block
 from noisescope.runs.batches import Batch, Material, Piece, lay_out
-from noisescope.trials import Conditions, Result, Slice, Trial
+from noisescope.trials import Conditions, Result, Results, Slice, Trial, missing
+
+if TYPE_CHECKING:
+    from noisescope.runs.store import Store  # a worker of a cluster runs trials and knows no store
+
 
 Finish = Callable[[], Result]
 NO_MEMORY = "out of memory with one sample at a time and no prefix kept: give a smaller --slice"
@@ -275,3 +281,60 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and (
         isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
     )
+
+
+# -- waves: ask which trials are wanted, run those without a result
+
+
+class Progress(Protocol):
+    """Called at the start of every wave and at the end of every trial."""
+
+    def wave(self, trials: int) -> None: ...
+    def step(self, trial: Trial, result: Result, seconds: float) -> None: ...
+
+
+class NoProgress:
+    """A Progress that shows nothing."""
+
+    def wave(self, trials: int) -> None: ...
+    def step(self, trial: Trial, result: Result, seconds: float) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs trials, each once, and stores every result the moment it is there."""
+
+    def __call__(self, trials: list[Trial], store: Store, progress: Progress) -> None: ...
+
+
+def run_waves(
+    propose: Callable[[Results], Iterable[Trial]], store: Store, execute: Executor, progress: Progress
+) -> None:
+    """Run waves until nothing more is proposed. Whatever the store holds is not run again."""
+    while wanted := missing(propose(store), store):
+        progress.wave(len(wanted))
+        execute(wanted, store, progress)
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Runs trials in this process, slice by slice: the runner keeps the clean prefix of one slice at a time."""
+
+    runner: TrialRunner
+
+    def __call__(self, trials: list[Trial], store: Store, progress: Progress) -> None:
+        waiting: deque[Callable[[], None]] = deque()
+        behind = 0 if self.runner.device.type == "cpu" else 1
+        for trial in sorted(trials, key=lambda trial: (trial.slice.data, trial.slice.start)):  # stable within a slice
+            started = time.perf_counter()
+            waiting.append(functools.partial(_store, trial, self.runner.begin(trial), started, store, progress))
+            if len(waiting) > behind:  # an accelerator works on this trial while the last one is put away
+                waiting.popleft()()
+        while waiting:
+            waiting.popleft()()
+
+
+def _store(trial: Trial, finish: Finish, started: float, store: Store, progress: Progress) -> None:
+    result = finish()
+    seconds = time.perf_counter() - started
+    store.put(trial, result, seconds)
+    progress.step(trial, result, seconds)

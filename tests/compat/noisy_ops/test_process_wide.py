@@ -442,7 +442,7 @@ def test_import_noisescope_reads_no_environment():
 
 
 @pytest.mark.slow
-def test_run_a_script(tmp_path):
+def test_run_a_script(tmp_path, capsys):
     """python -m noisescope.noisy_ops runs a script under noise and prints the counts to stderr; zero is exit code 2."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(imports="", after="print(sys.argv[1:])"))
@@ -452,8 +452,7 @@ def test_run_a_script(tmp_path):
     script.write_text("print('no model here')")
     done = run("", "-m", "noisescope.noisy_ops", str(script))
     assert done.returncode == 2 and "nothing was injected" in done.stderr
-    done = run("", "-m", "noisescope.noisy_ops", str(tmp_path / "missing.py"))
-    assert done.returncode == 2 and "usage" in done.stderr
+    assert environment.run_script([str(tmp_path / "missing.py")]) == 2 and "usage" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,7 @@ def _where(subject: Subject, layer: int | str) -> Row:
         if not units:
             raise InvalidInput(f"{layer!r} is no module with one output; `noisescope inspect -v` lists them")
         return {"modules": [layer], "operators": units[0].operators}
-    blocks = len(subject.anatomy.blocks)
-    if not 0 <= layer < blocks:
-        raise InvalidInput(f"layer {layer} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}")
+    subject.anatomy.check_layers([layer])
     return {"operators": {"residual"}, "layers": {layer}}
 
 

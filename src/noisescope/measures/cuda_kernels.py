@@ -1,11 +1,13 @@
-"""The scores of `divergence.compare` in one Triton kernel: two passes over the logits, and nothing else touches memory.
+"""Scores and sketches on an accelerator, each in one Triton kernel, where the plain engines cost as much as the model.
 
-The plain engine makes some twenty passes over float32 copies; on an accelerator that costs as much as the model.
+`compare` is that of divergence.py, which makes some twenty passes over float32 copies: two passes over the logits, and
+nothing else touches memory. `read` is that of sketches.py: each output is read once, its signs come from cache.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from torch import Tensor
 
 COLUMNS = ("kl", "agreement", "correct", "nll", "margin", "nonfinite", "signal", "error")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_BLOCK = 4096
+_LOGITS = 4096  # logits of a row that a step takes
+_CHANNELS = 64  # channels of each group that a step takes
 
 
 @functools.cache
-def _kernel() -> Any | None:
+def _compare_kernel() -> Any | None:
     """The compiled kernel, or None where Triton is not installed."""
     try:
         import triton
@@ -95,24 +98,84 @@ def _kernel() -> Any | None:
     return compare_kernel
 
 
-def usable(clean: Tensor, noisy: Tensor) -> bool:
+def can_compare(clean: Tensor, noisy: Tensor) -> bool:
     """Whether the kernel can take these logits: Triton is there, plain dtypes, rows without gaps."""
     plain = all(x.dtype in _DTYPES and x.stride(-1) == 1 and x.numel() for x in (clean, noisy))
-    return plain and _kernel() is not None
+    return plain and _compare_kernel() is not None
 
 
 def compare(clean: Tensor, noisy: Tensor, rows: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Scores [N] of clean logits [N, V] against the rows [N] of noisy ones [R, V]."""
-    kernel = _kernel()
+    kernel = _compare_kernel()
     assert kernel is not None
     out = torch.empty(len(rows), len(COLUMNS), dtype=torch.float32, device=clean.device)
+    block = min(_LOGITS, max(16, _power_of_two(clean.shape[-1])))
     with torch.cuda.device_of(clean):  # type: ignore[no-untyped-call]
         kernel[(len(rows),)](
             clean, noisy, rows.contiguous(), targets.contiguous(), out, clean.shape[-1], clean.stride(0),
-            noisy.stride(0), COLUMNS=len(COLUMNS), BLOCK=min(_BLOCK, _power_of_two(clean.shape[-1])), num_warps=8,
+            noisy.stride(0), COLUMNS=len(COLUMNS), BLOCK=block, num_warps=8,
         )  # fmt: skip
     return dict(zip(COLUMNS, out.unbind(1), strict=True))
 
 
+@functools.cache
+def _read_kernel() -> Any | None:
+    """The compiled kernel, or None where Triton is not installed."""
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        return None
+
+    @triton.jit(do_not_specialize=["start"])  # type: ignore[untyped-decorator]
+    def read_kernel(  # type: ignore[no-untyped-def]
+        y_ptr, tape_ptr, sums_ptr, sizes_ptr, tokens, prompt_stride, token_stride, start, step, period,
+        GROUPS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)  # of one token of one prompt
+        prompt, token = row // tokens, row % tokens
+        y_row = y_ptr + prompt * prompt_stride + token * token_stride
+        signs = tape_ptr + (start + prompt * step + token * (GROUPS * PART)) % period
+        group = tl.arange(0, ROOM)
+        lane = tl.arange(0, BLOCK)
+        sums = tl.zeros([ROOM, BLOCK], tl.float32)
+        squares = tl.zeros([ROOM, BLOCK], tl.float32)
+        for first in range(0, PART, BLOCK):
+            channel = group[:, None] * PART + (first + lane)[None, :]
+            inside = (group < GROUPS)[:, None] & (first + lane < PART)[None, :]
+            y = tl.load(y_row + channel, mask=inside, other=0.0).to(tl.float32)
+            sums += y * tl.load(signs + channel, mask=inside, other=0).to(tl.float32)
+            squares += y * y
+        tl.store(sums_ptr + row * GROUPS + group, tl.sum(sums, 1), mask=group < GROUPS)
+        tl.store(sizes_ptr + row, tl.sqrt(tl.sum(tl.sum(squares, 1), 0)))
+
+    return read_kernel
+
+
+def can_read(y: Tensor) -> bool:
+    """Whether the kernel can take y [B, T, C]: Triton is there, a plain dtype, channels without gaps."""
+    return y.dtype in _DTYPES and y.stride(-1) == 1 and y.numel() > 0 and _read_kernel() is not None
+
+
+def read(y: Tensor, tape: Tensor, *, start: int, step: int, period: int, groups: int) -> tuple[Tensor, Tensor]:
+    """y [B, T, C] -> signed sums [B, T, G] and sizes [B, T].
+
+    sign(p, t, c) is tape[(start + p step + t C) mod period + c]; two periods, so that no row runs over the end.
+    """
+    kernel = _read_kernel()
+    assert kernel is not None
+    batch, tokens, width = y.shape
+    part = width // groups
+    block = min(_CHANNELS, _power_of_two(part))
+    sums = torch.empty(batch, tokens, groups, dtype=torch.float32, device=y.device)
+    sizes = torch.empty(batch, tokens, dtype=torch.float32, device=y.device)
+    with nullcontext() if torch.cuda.current_device() == y.device.index else torch.cuda.device(y.device):
+        kernel[(batch * tokens,)](
+            y, tape, sums, sizes, tokens, y.stride(0), y.stride(1), start, step, period,
+            GROUPS=groups, PART=part, ROOM=_power_of_two(groups), BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return sums, sizes
+
+
 def _power_of_two(size: int) -> int:
-    return 1 << max(4, (size - 1).bit_length())
+    return 1 << (size - 1).bit_length()

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from noisescope.measures import cuda_scores, cuda_sketches, sketches
+from noisescope.measures import cuda_kernels, sketches
 from noisescope.measures.divergence import compare, powers, token_scores
 
 pytestmark = pytest.mark.gpu
@@ -26,8 +26,8 @@ def test_the_kernel_agrees_with_the_plain_engine(dtype: torch.dtype, width: int,
     targets = torch.randint(0, width, (8,), generator=draw).cuda()
     targets[6] = -100
     order = torch.tensor([7, 0, 3, 1, 2, 6, 5, 4], device="cuda")
-    assert cuda_scores.usable(clean, noisy)
-    found = cuda_scores.compare(clean[order], noisy, order, targets[order])
+    assert cuda_kernels.can_compare(clean, noisy)
+    found = cuda_kernels.compare(clean[order], noisy, order, targets[order])
     plain = {**token_scores(clean, noisy, targets), **powers(clean, noisy)}
     whole = [0, 5, 6, 7]  # variances of rows with infinities mean nothing
     for name, column in found.items():
@@ -50,7 +50,7 @@ def test_compare_takes_the_kernel() -> None:
         found = compare(clean, clean, rows, targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert set(found) == set(cuda_scores.COLUMNS) and float(found["kl"].sum()) == 0.0
+    assert set(found) == set(cuda_kernels.COLUMNS) and float(found["kl"].sum()) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -60,7 +60,7 @@ def test_sketches_of_the_kernel_are_those_of_the_host(dtype: torch.dtype, shape:
     y = torch.randn(shape[0], shape[1], 2 * shape[2], generator=torch.Generator().manual_seed(0)).to(dtype)
     for first, part in ((0, slice(0, shape[2])), (4_999_999, slice(shape[2], None))):
         rows = y[..., part]
-        assert cuda_sketches.usable(rows.cuda())
+        assert cuda_kernels.can_read(rows.cuda())
         for found, expected in zip(sketches.read(y.cuda()[..., part], first), sketches.read(rows, first), strict=True):
             torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-3)
 
