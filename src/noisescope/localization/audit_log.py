@@ -55,6 +55,7 @@ class AuditLog:
         self._keep_hashes = False
         self._repeated = False
         self._batch = 0
+        self._shape: tuple[int, int] | None = None  # sequences and tokens of this forward, as its first output has them
         self._count = 0
         self._patterns = 0
 
@@ -63,6 +64,7 @@ class AuditLog:
     def begin(self, batch: int, *, keep_hashes: bool = False, repeated: bool = False) -> None:
         self._batch, self._keep_hashes, self._repeated = batch, keep_hashes, repeated
         self._count = self._patterns = 0
+        self._shape = None
         self.forwards += 1
         self.residuals.next_pass()
         self.data_flow.next_pass()
@@ -98,6 +100,8 @@ class AuditLog:
     def call(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         """One call of an operator."""
         self._count += 1
+        if self._shape is None and isinstance(y, Tensor) and y.dim() == 3:
+            self._shape = (y.shape[0], y.shape[1])
         arose = self.nonfinite.arises(site, _inputs(site, args, kwargs), y)
         if not self._to_be_judged(site, (*args, *kwargs.values()), y, callee):
             return
@@ -167,7 +171,10 @@ class AuditLog:
             self.unrepeatable.add(site)
         return before.output != now.output or site in self.alarms
 
-    def _judge(self, site: Site, recomputed: Recomputed, order: int, *, made: str = "") -> None:
+    def _judge(
+        self, site: Site, recomputed: Recomputed, order: int, *, made: str = "", hint: Pattern | None = None
+    ) -> None:
+        """One output. `hint` is what the data flow says of its class: it counts where the numbers say less."""
         judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.tests += judgement.tests
         if not recomputed.reference.exact or site.operator == "embedding":
@@ -175,7 +182,8 @@ class AuditLog:
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return
-        evidence = Evidence.of("residual" if site.tensor == "input" else site.operator, recomputed, judgement)
+        operator = "residual" if site.tensor == "input" else site.operator
+        evidence = Evidence.of(operator, recomputed, judgement, self._shape)
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
@@ -184,6 +192,9 @@ class AuditLog:
         if self._patterns < _MOST_PATTERNS:
             self._patterns += 1
             pattern = classify(evidence)
+        if hint is not None and hint.confidence > pattern.confidence:
+            found, text = (hint.fault_class, hint.confidence), f"{hint.text}; {pattern.text}"
+            pattern.fault_class, pattern.confidence, pattern.text = *found, text
         if made:
             pattern.details["made_as"] = made
         stale = before is not None and before.stale

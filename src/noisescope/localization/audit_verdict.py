@@ -12,10 +12,12 @@ from noisescope.errors import NothingInjected
 from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit, Origin
 from noisescope.localization.block_wiring import OUT
 from noisescope.localization.data_flow_checks import MOST_ROWS
+from noisescope.localization.same_fault import in_all_layers
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.sites import FUSED, Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")
+_PLACED = ("tile", "tail", "batch", "rows")  # classes that say which elements are wrong, whatever happens to them
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
 _FIRST = 3.0  # score of what made NaN out of finite numbers: above all alarms, whose inputs may be spoilt by it
 
@@ -23,7 +25,7 @@ _FIRST = 3.0  # score of what made NaN out of finite numbers: above all alarms, 
 def conclude(log: AuditLog) -> Verdict:
     if not log.limits:
         raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
-    suspects = ranked((*_impossible_sums(log), *_suspects(log)))
+    suspects = ranked((*_impossible_sums(log), *in_all_layers(tuple(_suspects(log)), _judged(log), log.anatomy)))
     notes = tuple(_notes(log))
     unseen = tuple(site for sites in log.unseen.values() for site in sites if site.component != "router")
     verdict = "faulty" if suspects else "undecided" if unseen else "healthy"
@@ -79,13 +81,18 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
     judgement, pattern = alarm.judgement, alarm.pattern
     name, confidence = pattern.fault_class, pattern.confidence
     unrepeatable = _unrepeatable(log, alarm.site)
+    also = pattern.details.get("also", "")
     if alarm.stale:
-        name, confidence = "stale data", 0.95
-    elif unrepeatable and name != "spike":
+        name, confidence, also = "stale data", 0.95, name if name in _PLACED else also
+    elif unrepeatable and name not in ("spike", *_PLACED):
         name, confidence = "noise", 0.9
     strong = judgement.strength > _STRONG
     certainty = 0.99 if strong else 0.9
     evidence = f"{judgement.words}; {pattern.text}"
+    if alarm.stale:
+        evidence += "; wrong elements hold what belongs to another call"
+    elif unrepeatable and name != "noise":
+        evidence += "; not the same each time"
     if "made_as" in pattern.details:
         evidence += f"; should be {pattern.details['made_as']}"
     for other in others:
@@ -100,11 +107,27 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
         "bad": judgement.bad,
         "elements": judgement.elements,
         "repeatable": not unrepeatable,
-        "class_confidence": confidence,
         **pattern.details,
+        **({"also": also} if also else {}),
     }
     score = (2.0 if strong else 1.0) + 1 / (2 + rank)
-    return Suspect(alarm.site, name, certainty, evidence, score, pattern.channels, pattern.period, details)
+    return Suspect(
+        alarm.site,
+        name,
+        certainty,
+        evidence,
+        score,
+        pattern.channels,
+        pattern.period,
+        details,
+        confidence,
+        pattern.rows,
+        pattern.row_words,
+    )
+
+
+def _judged(log: AuditLog) -> frozenset[Site]:
+    return frozenset(site for limit in log.limits.values() for site in limit.sites)
 
 
 def _impossible_sums(log: AuditLog) -> Iterator[Suspect]:

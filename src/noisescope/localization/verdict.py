@@ -29,25 +29,40 @@ CLASSES = (
     "rounding mode",
     "accumulation",  # sums kept in too few bits
     "function table",  # exp, rsqrt, sigmoid approximated badly
-    "stale data",  # values of an earlier call
+    "stale data",  # values of an earlier call, or of another row
     "nan to zero",
     "block scale",  # a shared exponent or block scale is wrong
+    "tile",  # a rectangle of rows and channels
+    "tail",  # the last rows or channels
+    "batch",  # some sequences of a batch, such as all after the first
+    "rows",  # some tokens
+    "mask",  # attention sees keys that it should not, or not those that it should
+    "position",  # keys, values or angles of another position
     "unknown",
 )
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """One place under suspicion. `channels` are indices of the last dimension, () for all; `period` a lane stride."""
+    """One place under suspicion, and those beside it with the same fault.
+
+    channels: indices of the last dimension, () for all; `period` is a lane stride
+    rows: (sequence, token) of wrong rows, () for more than half of them, or where rows are no tokens; `row_words` says
+        which rows in words, also where there are more
+    """
 
     site: Site
     fault_class: str
-    confidence: float  # 0 to 1
+    confidence: float  # 0 to 1, that something is wrong here
     evidence: str  # one sentence with its numbers
     score: float  # what suspects are ranked by within one locator
     channels: tuple[int, ...] = ()
     period: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    class_confidence: float = 0.0  # 0 to 1, that the class is right, given that something is wrong
+    rows: tuple[tuple[int, int], ...] = ()
+    row_words: str = ""
+    also: tuple[Site, ...] = ()  # other places with the same fault, such as one kernel's in every layer
 
     def __post_init__(self) -> None:
         if self.fault_class not in CLASSES:
@@ -62,10 +77,14 @@ class Suspect:
             "occurrence": self.site.occurrence,
             "channels": list(self.channels),
             "period": self.period,
+            "rows": [list(row) for row in self.rows],
+            "row_words": self.row_words,
             "fault_class": self.fault_class,
+            "class_confidence": self.class_confidence,
             "confidence": self.confidence,
             "evidence": self.evidence,
             "score": self.score,
+            "also": [str(site) for site in self.also],
             "details": dict(self.details),
         }
 
