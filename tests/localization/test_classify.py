@@ -208,3 +208,71 @@ def test_old_data_is_known_from_the_other_call():
     dead = [evidence(put(F.linear(x, w), (slice(None), 4), 0.0), x, w) for x in (first, second)]
     assert not is_stale(dead[0], dead[1])
     assert not is_stale(dead[1], dead[0])
+
+
+# -- rows
+
+
+def in_sequences(change, dtype: torch.dtype = torch.bfloat16):
+    """The pattern of a linear on [2, 32] tokens whose output [2, 32, WIDTH] is changed."""
+    x, w = drawn(2, 32, INNER, dtype=dtype), drawn(WIDTH, INNER, seed=1, dtype=dtype)
+    y = change(F.linear(x, w).clone()).to(dtype)
+    recomputed = recompute("linear", F.linear, (x, w), {}, y, Rows(ROWS, 0))
+    return classify(Evidence.of("linear", recomputed, judge(recomputed.y, recomputed.reference)))
+
+
+def times(where, factor: float):
+    return lambda y: put(y, where, y[where] * factor)
+
+
+TILE = (0, slice(8, 16), slice(16, 32))
+PLACED = {
+    "a tile times 1.3": (times(TILE, 1.3), "tile", "gain", "channels 16 to 31 of tokens 8 to 15 of sequence 0"),
+    "a tile of zeros": (times(TILE, 0), "tile", "dead lane", "channels 16 to 31 of tokens 8 to 15 of sequence 0"),
+    "a tile of NaN": (times(TILE, float("nan")), "tile", None, "channels 16 to 31 of tokens 8 to 15 of sequence 0"),
+    "the second sequence": (times((1,), 1.1), "batch", "gain", "sequence 1 of 2, all tokens"),
+    "a token": (lambda y: put(y, (0, 9), y[0, 9] + 2), "rows", "bias", "token 9 of sequence 0"),
+    "the last tokens": (times((slice(None), slice(-3, None)), 0), "tail", "dead lane", "tokens 29 to 31 of every"),
+    "the last elements": (times((1, 31, slice(-5, None)), 0), "tail", "dead lane", "channels 123 to 127 of token 31"),
+    "rows one late": (lambda y: torch.cat([y[:, :1], y[:, :-1]], 1), "stale data", "rows", "tokens 1 to 31 of every"),
+    "the wrong sequence": (lambda y: y[[0, 0]], "stale data", "rows", "sequence 1 of 2"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", PLACED)
+def test_wrong_rows(name, dtype):
+    """Where it is wrong names the fault, and what happens there is told beside it."""
+    change, kind, also, words = PLACED[name]
+    found = in_sequences(change, dtype)
+    assert (found.fault_class, found.details.get("also")) == (kind, also), found.text
+    assert found.row_words.startswith(words) and found.confidence >= 0.8
+    if name in ("a token", "a tile of zeros"):
+        assert found.rows == (((0, 9),) if name == "a token" else tuple((0, token) for token in range(8, 16)))
+
+
+@pytest.mark.parametrize("name", ["gain", "bias", "stuck bit", "rounding mode", "swapped channels", "truncation"])
+def test_what_is_wrong_everywhere_has_no_rows(name):
+    """A fault of all rows is named as ever, and lists none."""
+    found = named(PATTERNS[name])
+    assert (found.fault_class, found.rows, found.row_words) == (name, (), "")
+
+
+def test_a_lost_addend_in_the_last_channels_is_a_tail():
+    """Other numbers, in the last channels of all rows."""
+    found = in_sequences(lambda y: put(y, (..., slice(-8, None)), drawn(2, 32, 8, seed=9) * 9))
+    assert found.fault_class == "tail" and found.channels == tuple(range(WIDTH - 8, WIDTH))
+
+
+def test_rows_of_a_sample_keep_their_numbers():
+    """Of 1000 rows some are computed again: the wrong one is named by its own index, in both calls of a stale pair."""
+    x, w = drawn(2, 500, INNER), drawn(WIDTH, INNER, seed=1)
+    other = drawn(2, 500, INNER, seed=4)
+    y = F.linear(x, w)
+    y[1, 321] = F.linear(other, w)[1, 321]
+    found = []
+    for given, out in ((x, y), (other, F.linear(other, w))):
+        recomputed = recompute("linear", F.linear, (given, w), {}, out, Rows(ROWS, 0))
+        found.append(Evidence.of("linear", recomputed, judge(recomputed.y, recomputed.reference)))
+    assert classify(found[0]).rows == ((1, 321),)
+    assert not is_stale(found[0], found[1])  # row 821 was not computed again in the other call

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.localization.audit_log import AuditLog
-from noisescope.localization.audit_verdict import conclude, hidden_in_attention, suspects_inside_attention
+from noisescope.localization.audit_verdict import JudgedModel, conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.localization.call_tree import (
     CallTree,
     HostStates,
@@ -88,7 +88,7 @@ def audit(
         with host_arithmetic():
             run.judge_deferred()
         run.inside_attention()
-    return conclude(run.log, run.model, run.phases, run.not_run)
+    return conclude(run.log, run.judged_model())
 
 
 def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Workload]) -> list[str]:
@@ -117,14 +117,19 @@ class AuditRun:
         except Exception as error:  # a module may hold what can't be copied
             log.remarks.append(f"the code between operators was not judged: the model can't be copied ({error})")
 
+    def judged_model(self) -> JudgedModel:
+        read = frozenset[str]() if self._twin is None else self._twin.read_directly()
+        return JudgedModel(self.model, self.phases, self.not_run, read)
+
     def base(self, workload: Workload, repeat: int) -> None:
         """Two batches of one shape: attention as it is, taken apart, and the first again."""
         first, other = workload.inputs, workload.other
         assert other is not None
-        self._forward(first, keep_hashes=True)
-        self._forward(other, opened=self._attention)
+        number = self.log.forwards
+        self._forward(first, keep_hashes=True, phase=workload.phase)
+        self._forward(other, opened=self._attention, phase=workload.phase)
         for _ in range(1 + repeat):
-            self._forward(first, number=0, repeated=True)
+            self._forward(first, number=number, repeated=True, phase=workload.phase)
         self.phases += [workload.phase] * (3 + repeat)
 
     def workload(self, workload: Workload) -> None:
@@ -132,7 +137,7 @@ class AuditRun:
         done: list[Batch] = []
 
         def forward(inputs: Batch) -> Any:
-            output = self._forward(inputs, decoding=bool(done))
+            output = self._forward(inputs, decoding=bool(done), phase=workload.phases[bool(done)])
             done.append(inputs)
             return output
 
@@ -150,14 +155,24 @@ class AuditRun:
 
     def judge_deferred(self) -> None:
         """The calls of each operator in all workloads as one: its weight comes to the host once."""
-        for nodes in self._deferred.values():
-            if not self.log.call(stacked(nodes)) and self._twin is not None:
+        for site, nodes in self._deferred.items():
+            before = self.log.alarms.get(site)
+            known = self.log.call(stacked(nodes))
+            alarm = self.log.alarms.get(site)
+            if known and alarm is not before:  # which calls, and which of their tokens?
+                self.log.forget(site, before)
+                for node in nodes:
+                    self.log.call(node)
+                if self.log.alarms.get(site) is before and alarm is not None:  # only all of them together show it
+                    self.log.alarms[site] = alarm
+            elif not known and self._twin is not None:
                 for node in nodes:
                     self.log.code(node, self._twin.compare(node))
         self._deferred.clear()
         self._deferred_bytes = 0
 
     def _defer(self, node: Node) -> None:
+        node.by_formula = True
         self._deferred.setdefault(node.site("output"), []).append(node)
         self._deferred_bytes += sum(x.nbytes for _, x in tensors_in((node.args, node.kwargs, node.output)))
         if self._deferred_bytes > _MOST_DEFERRED:
@@ -183,6 +198,7 @@ class AuditRun:
         keep_hashes: bool = False,
         repeated: bool = False,
         decoding: bool = False,
+        phase: Phase | None = None,
     ) -> Any:
         if number is None:
             number = self.log.forwards
@@ -190,7 +206,7 @@ class AuditRun:
             self._batches[number] = inputs
             inputs = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
-        tree = CallTree(self._states)
+        tree = CallTree(self._states, str(phase) if phase is not None else "")
 
         def where(unit: Unit, operator: str) -> bool:
             return operator != FUSED or unit.module not in opened
@@ -198,18 +214,23 @@ class AuditRun:
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy):
             output = self.model(**inputs)
         with host_arithmetic():
-            self._judge(tree, output, opened, defer=number > 0 and not opened)
+            self._judge(tree, output, opened, defer=not (keep_hashes or repeated or opened))
         return output
 
     def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, defer: bool) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
-        for node in sorted(tree.nodes, key=lambda node: node.order):  # a cache is read before the calls that fill it
+        for node in sorted(tree.nodes, key=lambda node: node.order):
             if defer and can_be_stacked(node):
                 self._defer(node)
-                continue
-            by_formula = node.operator in _FORMULAS and self.log.call(node)
-            taken_apart = any(child.module in opened for child in node.children if not child.is_module)
-            if node.is_module and not by_formula and not taken_apart and self._twin is not None:
-                self.log.code(node, self._twin.compare(node))
+            elif node.operator in _FORMULAS:
+                node.by_formula = self.log.call(node)
+        for node in tree.nodes:  # a function's recorded results are answered all or none, so that none is mistaken
+            unknown = {child.callee for child in node.children if not child.is_module and not child.by_formula}
+            for child in node.children:
+                child.by_formula &= child.is_module or child.callee not in unknown
+        if self._twin is not None:
+            # Where attention was taken apart, its code did not run as it is written.
+            written = [node for node in tree.nodes if not any(child.module in opened for child in node.children)]
+            self._twin.follow(written, self.log.code)
         self.log.returned(tree.root, output)

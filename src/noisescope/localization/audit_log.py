@@ -32,6 +32,7 @@ from noisescope.sites import FUSED, WHOLE, Site
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
 _MOST_ELEMENTS = 1 << 23  # of a tensor between modules that are judged; more rows than that are thinned out
 _BETWEEN = "between operators"
+_PLACES_ONLY = ("tile", "tail", "batch", "rows", "unknown")  # classes that say where, and not what happened
 _ATTENTION_INPUTS = {"0.0": "queries", "0.1": "keys", "0.2": "values", "0.3": "mask", "1.attn_mask": "mask"}
 
 
@@ -73,6 +74,12 @@ class AuditLog:
         """What could not be judged, and why: with any of it, no verdict is "healthy"."""
         self.unseen.setdefault(reason, set()).add(site)
 
+    def forget(self, site: Site, before: Alarm | None) -> None:
+        """Back to the alarm of a site that there was before."""
+        self.alarms.pop(site, None)
+        if before is not None:
+            self.alarms[site] = before
+
     # -- calls
 
     def call(self, node: Node) -> bool:
@@ -81,10 +88,13 @@ class AuditLog:
         site, y = node.site("output"), node.output
         if not self._to_be_judged(node):
             return True
+        if isinstance(y, Tensor) and y.numel() == 0:  # an expert without tokens
+            self.judged.add(node)
+            return True
         try:
             recomputed = recompute(node.operator, node.callee, node.args, node.kwargs, y, self.rows)
         except Unseen as reason:
-            self.judged.missed(node, str(reason))
+            self.judged.unknown(node, str(reason))
             return False
         self.checksums += recomputed.checksums
         self.nonfinite.explain(node, recomputed)
@@ -92,14 +102,14 @@ class AuditLog:
             self.leave_open(site, "it gave no finite number, and neither does the host from the same inputs")
             return True
         self.judged.add(node)
-        self._judge(site, recomputed, node.order)
+        self._judge(site, recomputed, node.order, node=node)
         return True
 
     def code(self, node: Node, found: Comparison) -> None:
         """What came of running a module's code on the host."""
         self.nonfinite.compared(node, found)
         if found.problem:
-            self.judged.missed(node, found.problem)
+            self.judged.unknown(node, found.problem)
         else:
             self.judged.add(node)
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
@@ -122,24 +132,19 @@ class AuditLog:
 
     def difference(self, found: Difference) -> None:
         """A tensor between modules that is not what the code makes of what the operators gave."""
-        node, site = found.node, found.node.site(found.tensor)
+        # What a module only passes on was changed between the call that gave it and whoever gets it.
+        passed_on = found.tensor == "output" and found.source is not None
+        node, site = found.node, found.node.site("input" if passed_on else found.tensor)
         order = node.order if found.tensor == "input" else node.ended
-        what = _ATTENTION_INPUTS.get(found.path, "") if node.operator == FUSED else ""
-        made = (
-            f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
-        )
-        if found.before is not None and found.before is not node:
-            made += f" after {found.before.module}"
         if found.got.shape != found.expected.shape:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
             self.leave_open(site, f"its shape is {shapes}: other code than its class's, or a fault")
             return
-        recomputed = _as_recomputed(found)
+        recomputed, about = _as_recomputed(found), _about(found)
         if found.limit is None:
-            self._judge(site, recomputed, order, made=made, structure=what)
+            self._judge(site, recomputed, order, node=node, about=about)
         else:
-            judgement = _judge_within(recomputed)
-            self._alarm(site, recomputed, judgement, order, made=made, structure=what)
+            self._alarm(site, recomputed, _judge_within(recomputed), order, node=node, about=about)
 
     def _to_be_judged(self, node: Node) -> bool:
         """In a repeated forward only where the output has changed, or was wrong before."""
@@ -162,20 +167,30 @@ class AuditLog:
             self.unrepeatable.add(site)
         return before.output != now.output or site in self.alarms
 
-    def _judge(self, site: Site, recomputed: Recomputed, order: int, *, made: str = "", structure: str = "") -> None:
+    def _judge(
+        self, site: Site, recomputed: Recomputed, order: int, *, node: Node | None = None, about: About | None = None
+    ) -> None:
         judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.tests += judgement.tests
         if not recomputed.reference.exact or site.operator == "embedding":
             self.limits.setdefault(site.operator, DetectionLimit()).add(site, judgement)
-        self._alarm(site, recomputed, judgement, order, made=made, structure=structure)
+        self._alarm(site, recomputed, judgement, order, node=node, about=about)
 
     def _alarm(
-        self, site: Site, recomputed: Recomputed, judgement: Judgement, order: int, *, made: str, structure: str
+        self,
+        site: Site,
+        recomputed: Recomputed,
+        judgement: Judgement,
+        order: int,
+        *,
+        node: Node | None = None,
+        about: About | None = None,
     ) -> None:
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return
-        evidence = Evidence.of("residual" if site.tensor == "input" else site.operator, recomputed, judgement)
+        operator = "residual" if site.tensor == "input" else site.operator
+        evidence = Evidence.of(operator, recomputed, judgement, None if node is None else node.shape)
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
@@ -184,10 +199,63 @@ class AuditLog:
         if self._patterns < _MOST_PATTERNS:
             self._patterns += 1
             pattern = classify(evidence)
-        if made:
-            pattern.details["made_as"] = made
+        if about is not None:
+            pattern = about.refine(pattern)
         stale = before is not None and before.stale
-        self.alarms[site] = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale, structure)
+        alarm = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale)
+        self.alarms[site] = dataclasses.replace(alarm, phase="" if node is None else node.phase)
+
+
+@dataclass(frozen=True)
+class About:
+    """What the data flow says of a wrong tensor: how it should be made, and a class that follows from where it goes."""
+
+    made: str
+    hint: Pattern | None = None
+
+    def refine(self, pattern: Pattern) -> Pattern:
+        """The hint counts where the numbers say less, or only which elements are wrong."""
+        found = pattern
+        less = pattern.fault_class in _PLACES_ONLY
+        if self.hint is not None and (less or self.hint.confidence > pattern.confidence):
+            text = f"{self.hint.text}; {pattern.text}" if pattern.text else self.hint.text
+            found = dataclasses.replace(
+                pattern, fault_class=self.hint.fault_class, confidence=self.hint.confidence, text=text
+            )
+        found.details["made_as"] = self.made
+        return found
+
+
+def _about(found: Difference) -> About:
+    node = found.node
+    what = _ATTENTION_INPUTS.get(found.path, "") if node.operator == FUSED else ""
+    made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
+    if found.source is not None:
+        made += f", which is what {found.source.module} gave"
+    elif found.before is not None and found.before is not node:
+        made += f" after {found.before.module}"
+    hint = None
+    if what == "mask":
+        hint = Pattern("mask", 0.95, "attention is given another mask than the model's code makes")
+    elif what in ("keys", "queries") and _rotated(found):
+        hint = Pattern("position", 0.8, f"{what} keep their length and point elsewhere, as with other angles")
+    elif what in ("keys", "values") and found.got.shape[-2] > _queries(node):
+        hint = Pattern("stale data", 0.7, f"cached {what} are not what was written")
+    return About(made, hint)
+
+
+def _queries(node: Node) -> int:
+    """How many tokens a fused attention call asks for."""
+    query = next((x for _, x in tensors_in((node.args, node.kwargs))), None)
+    return 0 if query is None else query.shape[-2]
+
+
+def _rotated(found: Difference) -> bool:
+    """Whether the wrong rows have the norm that they should have."""
+    got, expected = found.got.double(), found.expected.double()
+    off = differing(found.got, found.expected).any(-1)
+    a, b = got.norm(dim=-1)[off], expected.norm(dim=-1)[off]
+    return bool(((a - b).abs() <= 0.02 * b).all()) if len(a) else False
 
 
 def _same_difference(one: Difference, other: Difference) -> bool:
@@ -206,13 +274,16 @@ def _as_recomputed(found: Difference) -> Recomputed:
     got, expected = got.reshape(-1, width), expected.reshape(-1, width)
     limit = None if limit is None else limit.reshape(-1, width)
     step = max(1, -(-got.numel() // _MOST_ELEMENTS))
+    chosen = None
     if step > 1:
         off = differing(got.double(), expected).any(-1).nonzero().flatten()[: _MOST_ELEMENTS // max(1, width)]
-        rows = torch.tensor(sorted({*off.tolist(), *range(0, len(got), step)}))
-        got, expected, limit = got[rows], expected[rows], None if limit is None else limit[rows]
-    if limit is None:
-        return Recomputed(got, Reference(expected, (), exact=True))
-    return Recomputed(got, Reference(expected, (limit / 2,)))  # the judge allows twice a bound
+        chosen = torch.tensor(sorted({*off.tolist(), *range(0, len(got), step)}))
+        got, expected, limit = got[chosen], expected[chosen], None if limit is None else limit[chosen]
+    lead = tuple(found.got.shape[:-1])
+    reference = Reference(expected, (), exact=True)
+    if limit is not None:
+        reference = Reference(expected, (limit / 2,))  # the judge allows twice a bound
+    return Recomputed(got, reference, lead=lead, rows=chosen)
 
 
 def _judge_within(recomputed: Recomputed) -> Judgement:
@@ -245,7 +316,7 @@ class Alarm:
     pattern: Pattern
     evidence: Evidence  # what belongs there: another call may hold it
     stale: bool = False
-    structure: str = ""  # which input of attention it is: "keys", "values", "mask"
+    phase: str = ""  # in which it was strongest
 
 
 class Judged:
@@ -253,25 +324,34 @@ class Judged:
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
-        self.reasons: dict[str, str] = {}  # module -> why a call of it was not judged
-        self.calls: dict[Site, bool] = {}
-        self.multiply_adds = [0.0, 0.0]  # judged, all
+        self.reasons: dict[str, dict[str, str]] = {}  # module -> phase -> why a call of it was not judged
+        self.calls: dict[tuple[Site, str], bool] = {}  # site and phase
+        self.work: dict[tuple[Site, str], float] = {}  # multiply-adds of each
 
     def add(self, node: Node) -> None:
         if node.is_module:
             self.modules.add(node.module)
+            if node.phase in self.reasons.get(node.module, {}):  # no formula, but its code could be run
+                del self.reasons[node.module][node.phase]
         self._count(node, judged=True)
 
-    def missed(self, node: Node, reason: str) -> None:
-        self.reasons[node.module] = reason
+    def unknown(self, node: Node, reason: str) -> None:
+        if node.is_module:
+            self.reasons.setdefault(node.module, {})[node.phase] = reason
         self._count(node, judged=False)
 
+    def reason(self, module: str) -> str:
+        """Why a module was not judged, or not in every phase; "" where it was."""
+        found = self.reasons.get(module)
+        if not found:
+            return ""
+        phase, why = next(iter(found.items()))
+        return why if module not in self.modules else f"in {phase}: {why}"
+
     def _count(self, node: Node, *, judged: bool) -> None:
-        site = node.site("output")
-        self.calls[site] = judged and self.calls.get(site, True)
-        work = multiply_adds(node)
-        self.multiply_adds[1] += work
-        self.multiply_adds[0] += work if judged else 0.0
+        key = (node.site("output"), node.phase)
+        self.calls[key] = judged
+        self.work[key] = multiply_adds(node)
 
 
 def multiply_adds(node: Node) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,24 +14,33 @@ from noisescope.errors import NothingInjected
 from noisescope.localization.audit_log import Alarm, AuditLog, Origin
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, Share
+from noisescope.localization.same_fault import in_all_layers
 from noisescope.localization.verdict import Suspect, Verdict, ranked
-from noisescope.model.anatomy import Anatomy
 from noisescope.sites import FUSED, Place, Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")
+_PLACED = ("tile", "tail", "batch", "rows")  # classes that say which elements are wrong, whatever happens to them
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
 
 
-def conclude(
-    log: AuditLog, model: nn.Module | None = None, phases: Sequence[Phase] = (), not_run: Sequence[str] = ()
-) -> Verdict:
+@dataclass(frozen=True)
+class JudgedModel:
+    """The model that an audit ran, with the phases in which it did."""
+
+    model: nn.Module
+    phases: Sequence[Phase]
+    not_run: Sequence[str]
+    read_directly: frozenset[str]  # modules that are not called: others read their parameters
+
+
+def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     """The verdict; without a model (a replay of a record) the coverage is left empty."""
     if not log.limits:
         raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
-    suspects = ranked(_suspects(log))
-    unseen = tuple(site for sites in log.unseen.values() for site in sites)
-    coverage = Coverage() if model is None else _coverage(log, model, phases, not_run)
-    decided = not unseen and (model is None or coverage.enough)
+    suspects = ranked(in_all_layers(tuple(_suspects(log)), _judged(log), log.anatomy))
+    unseen = tuple(dict.fromkeys(site for sites in log.unseen.values() for site in sites))
+    coverage = Coverage() if judged is None else _coverage(log, judged)
+    decided = not unseen and (judged is None or coverage.enough)
     verdict = "faulty" if suspects else "healthy" if decided else "undecided"
     visible = {operator: limit.to_dict() for operator, limit in log.limits.items()}
     notes = tuple(_notes(log))
@@ -40,37 +50,36 @@ def conclude(
 # -- coverage
 
 
-def _coverage(log: AuditLog, model: nn.Module, phases: Sequence[Phase], not_run: Sequence[str]) -> Coverage:
-    modules = dict(model.named_modules())
-    whole: Anatomy = with_whole_modules(model, log.anatomy)
+def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
+    modules = dict(judged.model.named_modules())
+    whole = with_whole_modules(judged.model, log.anatomy)
     names = [name for name in dict.fromkeys(unit.module for unit in whole.units) if name in modules]
-    called = log.judged.modules | log.judged.reasons.keys()
-    reasons = dict(log.judged.reasons)
-    reasons |= {
-        n: "not called in these forwards" for n in names if n not in called and any(modules[n]._parameters.values())
-    }
+    own = {name: [p for p in modules[name]._parameters.values() if p is not None] for name in names}
+    found = log.judged
+    called = found.modules | found.reasons.keys() | judged.read_directly
+    reasons = {name: found.reason(name) for name in names if found.reason(name)}
+    reasons |= {name: "not called in these forwards" for name in names if name not in called and own[name]}
     by_class: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         by_class.setdefault((type(modules[name]).__name__, reason), []).append(name)
     ran = [name for name in names if name in called or name in reasons]
-    weights = {
-        id(p): (p.numel(), name in reasons) for name in ran for p in modules[name]._parameters.values() if p is not None
-    }
-    judged, work = log.judged.multiply_adds
+    weights = {id(p): (p.numel(), name not in reasons) for name in ran for p in own[name]}
     return Coverage(
-        phases=tuple(phases),
-        not_run=tuple(dict.fromkeys(not_run)),
+        phases=tuple(judged.phases),
+        not_run=tuple(dict.fromkeys(judged.not_run)),
         modules=Share(len(ran) - len(reasons), len(ran)),
-        parameters=Share(sum(n for n, missed in weights.values() if not missed), sum(n for n, _ in weights.values())),
-        multiply_adds=Share(judged, work),
-        not_judged=tuple(NotJudged(kind, tuple(found), reason) for (kind, reason), found in by_class.items()),
+        parameters=Share(sum(n for n, done in weights.values() if done), sum(n for n, _ in weights.values())),
+        multiply_adds=Share(
+            sum(found.work[key] for key, done in found.calls.items() if done), sum(found.work.values())
+        ),
+        not_judged=tuple(NotJudged(kind, tuple(those), reason) for (kind, reason), those in by_class.items()),
         cells=tuple(_cells(log)),
     )
 
 
 def _cells(log: AuditLog) -> Iterator[Cell]:
     counts: dict[tuple[Place, str], list[int]] = {}
-    for site, judged in log.judged.calls.items():
+    for (site, _), judged in log.judged.calls.items():
         count = counts.setdefault((site.place, site.operator), [0, 0])
         count[0] += int(judged)
         count[1] += 1
@@ -124,15 +133,18 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
     judgement, pattern = alarm.judgement, alarm.pattern
     name, confidence = pattern.fault_class, pattern.confidence
     unrepeatable = _unrepeatable(log, alarm.site)
-    if alarm.structure == "mask":
-        name, confidence = "mask", 0.95
-    elif alarm.stale:
-        name, confidence = "stale data", 0.95
-    elif unrepeatable and name != "spike":
+    also = pattern.details.get("also", "")
+    if alarm.stale:
+        name, confidence, also = "stale data", 0.95, name if name in _PLACED else also
+    elif unrepeatable and name not in ("spike", *_PLACED):
         name, confidence = "noise", 0.9
     strong = judgement.strength > _STRONG
     certainty = 0.99 if strong else 0.9
-    evidence = f"{judgement.words}; {pattern.text}"
+    evidence = f"{judgement.words}; {pattern.text}" + (f"; in {alarm.phase}" if alarm.phase else "")
+    if alarm.stale:
+        evidence += "; wrong elements hold what belongs to another call"
+    elif unrepeatable and name != "noise":
+        evidence += "; not the same each time"
     if "made_as" in pattern.details:
         evidence += f"; should be {pattern.details['made_as']}"
     for other in others:
@@ -147,11 +159,27 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
         "bad": judgement.bad,
         "elements": judgement.elements,
         "repeatable": not unrepeatable,
-        "class_confidence": confidence,
         **pattern.details,
+        **({"also": also} if also else {}),
     }
     score = (2.0 if strong else 1.0) + 1 / (2 + rank)
-    return Suspect(alarm.site, name, certainty, evidence, score, pattern.channels, pattern.period, details)
+    return Suspect(
+        alarm.site,
+        name,
+        certainty,
+        evidence,
+        score,
+        pattern.channels,
+        pattern.period,
+        details,
+        confidence,
+        pattern.rows,
+        pattern.row_words,
+    )
+
+
+def _judged(log: AuditLog) -> frozenset[Site]:
+    return frozenset(site for limit in log.limits.values() for site in limit.sites)
 
 
 def _unrepeatable(log: AuditLog, site: Site) -> bool:

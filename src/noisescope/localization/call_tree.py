@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope.localization.disk_code import restore_code
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
@@ -41,6 +42,9 @@ class Node:
     children: list[Node] = field(default_factory=list)
     occurrence: int = 0
     ended: int = 0
+    by_formula: bool = False  # judged as an operator, so that its result is answered for
+    phase: str = ""  # of the forward: "prefill 2 x 32 tokens"
+    shape: tuple[int, int] | None = None  # sequences and tokens of the forward
 
     @property
     def is_module(self) -> bool:
@@ -60,7 +64,9 @@ class Node:
 class CallTree:
     """Collects the nodes of one forward, from `watch`'s reports before and after each call."""
 
-    def __init__(self, states: HostStates) -> None:
+    def __init__(self, states: HostStates, phase: str = "") -> None:
+        self._phase = phase
+        self._shape: tuple[int, int] | None = None
         self.nodes: list[Node] = []  # in the order in which they ended
         self._open: list[Node] = []
         self._events = 0
@@ -75,7 +81,10 @@ class CallTree:
         args, kwargs = self._states.on_host((call.args, call.kwargs))
         parent = self._open[-1] if self._open else None
         node = Node(call.unit, call.operator, call.callee, self._events, args, kwargs, parent=parent)
-        node.occurrence = call.occurrence
+        if parent is None:
+            main = next((x for _, x in tensors_in((args, kwargs)) if x.dim() > 1), None)
+            self._shape = None if main is None else (main.shape[0], main.shape[1])
+        node.occurrence, node.phase, node.shape = call.occurrence, self._phase, self._shape
         if parent is not None:
             parent.children.append(node)
         self._open.append(node)
@@ -106,7 +115,9 @@ class HostStates:
         if not is_state(value):
             return value
         if id(value) not in self._known:
-            self._known[id(value)] = (value, host_copy(value))
+            counterpart = host_copy(value)
+            restore_code(counterpart)
+            self._known[id(value)] = (value, counterpart)
         return self._known[id(value)][1]
 
 

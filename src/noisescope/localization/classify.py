@@ -11,27 +11,43 @@ from collections.abc import Callable
 import torch
 
 from noisescope.localization.error_pattern import Evidence, Pattern, aligned_block, input_pattern
+from noisescope.localization.function_pattern import PRODUCTS, attention_pattern, function_pattern, remaining
+from noisescope.localization.row_pattern import ATTENTION_OPERATORS, Region, find_region, moved_rows, row_words
 
 _MOST = 0.95  # of the wrong elements that a pattern must explain
 _DEAD_SHARE = 0.01  # of the largest value: the smallest dead zone
 _SPARSE = 0.05  # wrong elements in a channel, at most, for spikes
-_PRODUCTS = ("linear", "matmul", "bmm")
+_EVERYWHERE = ("accumulation", "function table", "truncation", "rounding mode")  # by chance beyond tolerance in a row
+_TAIL = 0.5  # of the channels, at most, that are a tail
 
 
 def classify(evidence: Evidence) -> Pattern:
     """The likeliest pattern of one operator's errors."""
-    for pattern in _PATTERNS:
-        found = pattern(evidence)
-        if found is not None:
-            found.channels, found.period = found.channels or evidence.reported, evidence.period
-            return found
-    return Pattern("unknown", 0.3, "no known pattern", evidence.reported, evidence.period)
+    found = next((p for ask in _PATTERNS if (p := ask(evidence)) is not None), None)
+    found = Pattern("unknown", 0.3, "no known pattern") if found is None else found
+    found.channels, found.period = found.channels or evidence.reported, evidence.period
+    last = evidence.y.shape[1] - 1
+    run = found.channels and found.channels[-1] - found.channels[0] == len(found.channels) - 1
+    if run and found.channels[-1] == last and len(found.channels) <= _TAIL * (last + 1):
+        found.text += f"; these are the last {len(found.channels)} channels"
+        if found.fault_class == "unknown":
+            found.fault_class, found.confidence = "tail", 0.7
+        else:
+            found.details.setdefault("also", "tail")
+    if found.fault_class not in _EVERYWHERE or found.row_words:
+        evidence.name_rows(found)
+    return found
 
 
 def is_stale(evidence: Evidence, other: Evidence) -> bool:
     """Whether the wrong elements of one call hold what belongs to another call, which is right there itself or not."""
-    if evidence.y.shape != other.y.shape:
+    if evidence.y.shape[1] != other.y.shape[1]:
         return False
+    if not torch.equal(evidence.index, other.index):  # of the rows that both have
+        here, there = (torch.isin(a.index, b.index) for a, b in ((evidence, other), (other, evidence)))
+        if not bool(here.any()) or evidence.places.shape != other.places.shape:
+            return False
+        evidence, other = (e.part(rows, (0, e.y.shape[1])) for e, rows in ((evidence, here), (other, there)))
     wrong = evidence.bad & ~(other.bad & (evidence.y == other.y))  # a constant is the same in every call
     if int(wrong.sum()) < max(4, 0.5 * int(evidence.bad.sum())):
         return False
@@ -130,7 +146,7 @@ def _short(e: Evidence, run: int) -> Pattern:
     error = (e.error * e.values.sign() / e.form.ulp(e.values))[inside] / 2**run
     text = f"the lowest {run} bits of the mantissa are always 0"
     toward_zero = float(error.clamp(-1.5, 1.5).mean()) < -0.25
-    if e.operator in _PRODUCTS and not toward_zero:
+    if e.operator in (*PRODUCTS, "attention") and not toward_zero:
         return Pattern("accumulation", 0.8, f"{text}, and the errors are as of sums that were kept so short")
     return Pattern("truncation", 0.9, text)
 
@@ -179,7 +195,7 @@ def _not_finite(e: Evidence) -> Pattern | None:
     nonfinite = int((e.bad & ~e.y.isfinite()).sum())
     if nonfinite == 0 or nonfinite < _MOST * int(e.bad.sum()):
         return None
-    return Pattern("unknown", 0.9, f"{nonfinite} results are NaN or infinite where a finite number belongs")
+    return Pattern("unknown", 0.3, f"{nonfinite} results are NaN or infinite where a finite number belongs")
 
 
 def _spike(e: Evidence) -> Pattern | None:
@@ -230,21 +246,74 @@ def _row_gain(e: Evidence) -> Pattern | None:
     return Pattern("function table", 0.8, "each row has a factor of its own, as a table for the reciprocal root gives")
 
 
-def _remaining(e: Evidence) -> Pattern | None:
-    if e.operator in _PRODUCTS:
-        return Pattern("accumulation", 0.6, "repeatable errors of no pattern, as sums kept in too few bits make")
-    if e.operator in ("softmax", "silu", "gelu", "norm"):
-        return Pattern("function table", 0.6, "the error is a function of the input")
-    return None
+# -- rows
 
 
-_PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
+def _moved(e: Evidence) -> Pattern | None:
+    """Rows that hold what belongs to another row of the same output."""
+    wrong = e.bad.any(1)
+    found = moved_rows(e.y, e.values, e.limit, wrong) if bool(wrong.any()) else {}
+    if not found:
+        return None
+    here, there = (e.places[torch.tensor(list(rows))] for rows in (found, found.values()))
+    if not torch.equal(here.head, there.head):
+        text = f"head {int(here.head[0])} holds what belongs to head {int(there.head[0])}"
+        return Pattern("swapped channels", 0.8, text, row_words=row_words(wrong, e.places))
+    unit = "token" if here.tokens else "row"
+    steps = (there.token - here.token)[here.sequence == there.sequence]
+    if len(steps) == len(found) and bool((steps == steps[0]).all()):
+        text = f"each holds what belongs to the {unit} {abs(int(steps[0]))} {'before' if steps[0] < 0 else 'after'} it"
+    else:
+        first, second = (
+            f"{unit} {int(p.token[0])}" + (f" of sequence {int(p.sequence[0])}" if p.shape[0] > 1 else "")
+            for p in (here, there)
+        )
+        text = f"rows hold what belongs to others ({first} that of {second})"
+    return Pattern("stale data", 0.9, text, details={"also": "rows"}, row_words=row_words(wrong, e.places))
+
+
+def _region(e: Evidence) -> Pattern | None:
+    """Some rows are wrong and all others right; inside, the same patterns are asked for."""
+    region = find_region(e.loud, e.bad, e.healthy_rows, e.places)
+    if region is None:
+        return None
+    part = e.part(region.rows, region.channels)
+    inner = _inside(part, region)
+    whole = region.channels[1] - region.channels[0] > _TAIL * e.y.shape[1]
+    channels = () if whole else tuple(range(*region.channels))
+    if region.kind == "heads":
+        if inner is None:
+            return None
+        return Pattern(inner.fault_class, inner.confidence, inner.text, details=inner.details, row_words=region.words)
+    if inner is None and region.kind != "tile" and e.operator in ATTENTION_OPERATORS:
+        return None  # a mask, a position or a page: which rows it shows in says no more
+    text = "no pattern inside" if inner is None else inner.text
+    details = {} if inner is None else {**inner.details, "also": inner.fault_class}
+    confidence = (0.9 if inner is not None else 0.8) if region.sure else 0.6
+    return Pattern(region.kind, confidence, text, channels, details=details, row_words=region.words)
+
+
+def _inside(part: Evidence, region: Region) -> Pattern | None:
+    """The class of what happens in a region, where it is clear."""
+    box = part.y[:, slice(*region.channels)]
+    if bool((box == box[0, 0]).all()):
+        return Pattern("dead lane", 0.9, f"all {float(box[0, 0]):.4g}")
+    inner = next((p for ask in (*_BY_VALUE, *_FITTED) if (p := ask(part)) is not None), None)
+    if inner is not None and inner.fault_class == "block scale" and "input_lanes" not in inner.details:
+        inner.fault_class = "gain"  # it is a block already
+    return None if inner is None or inner.fault_class == "unknown" else inner
+
+
+# What depends on the value of an element shows in whatever rows have such values: it is asked before rows are.
+_BY_VALUE: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _nan_to_zero,
     _cut_off,
     _dead_zone,
     _saturation,
     _dead_lane,
     _stuck_bit,
+)
+_FITTED: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _swapped,
     _rounding,
     _bias,
@@ -252,6 +321,14 @@ _PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _row_gain,
     _not_finite,
     input_pattern,
+)
+_PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
+    *_BY_VALUE,
+    attention_pattern,
+    _moved,
+    _region,
+    *_FITTED,
     _spike,
-    _remaining,
+    function_pattern,
+    remaining,
 )

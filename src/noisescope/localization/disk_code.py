@@ -1,4 +1,4 @@
-"""A class as its source file has it on disk, whatever was replaced in memory since it was imported."""
+"""Classes as their source file has them on disk, whatever was replaced in memory since they were imported."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
 _PACKAGE = "transformers."  # files of others may do anything when they are run again
+_FILES = ("modeling_", "cache_utils")  # a model's own code, and the caches
 
 
 def as_on_disk(cls: type) -> type:
@@ -19,11 +21,42 @@ def as_on_disk(cls: type) -> type:
     return found if isinstance(found, type) else cls
 
 
+def restore_code(value: Any, depth: int = 4) -> None:
+    """Gives an object, and those that it holds, the methods on disk. They stay instances of their own class as well."""
+    if depth < 0 or isinstance(value, type):
+        return
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            restore_code(each, depth - 1)
+    elif isinstance(value, dict):
+        for each in value.values():
+            restore_code(each, depth - 1)
+    elif type(value).__module__.startswith(_PACKAGE) and hasattr(value, "__dict__"):
+        cls: type = type(value)
+        value.__class__ = _restored(cls)
+        for name, each in vars(value).items():
+            if isinstance(each, type):  # which class new layers of a cache have
+                vars(value)[name] = _restored(each)
+            else:
+                restore_code(each, depth - 1)
+
+
+@functools.cache
+def _restored(cls: type) -> type:
+    """A class that has the methods on disk first, and is a subclass of the one in memory."""
+    disk = as_on_disk(cls)
+    if disk is cls:
+        return cls
+    try:
+        return type(cls.__name__, (disk, cls), {"__module__": cls.__module__})
+    except TypeError:  # their bases can't be put in one order
+        return cls
+
+
 @functools.cache
 def _read_again(name: str) -> ModuleType | None:
-    original = sys.modules.get(name)
-    path = getattr(original, "__file__", None)
-    if path is None or ".modeling_" not in name:
+    path = getattr(sys.modules.get(name), "__file__", None)
+    if path is None or not name.rpartition(".")[2].startswith(_FILES):
         return None
     apart = f"{name}_as_on_disk"
     spec = importlib.util.spec_from_file_location(apart, path)

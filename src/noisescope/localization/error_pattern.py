@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisescope.localization.host_products import Recomputed
-from noisescope.localization.judge import Judgement, tolerance
-from noisescope.localization.roundoff_floors import Format, Reference, number_format
+from noisescope.localization.host_products import Recomputed, Weighing
+from noisescope.localization.judge import RMS_LIMIT, Judgement, tolerance
+from noisescope.localization.roundoff_floors import Z_MEAN, Format, Reference, number_format
+from noisescope.localization.row_pattern import RowPlaces, row_words
 from noisescope.localization.tensors import bits_of, lane_period
 
 _MOST_ELEMENTS = 1 << 22
@@ -36,6 +37,8 @@ class Pattern:
     channels: tuple[int, ...] = ()
     period: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[tuple[int, int], ...] = ()  # (sequence, token) of wrong rows, where they are at most half of all
+    row_words: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,22 @@ class Evidence:
     operands: tuple[Tensor, Tensor] | None
     x: Tensor | None
     form: Format
+    index: Tensor  # [R], which rows of the whole output these are
+    places: RowPlaces
+    weighing: Weighing | None = None
 
     @classmethod
-    def of(cls, operator: str, recomputed: Recomputed, judgement: Judgement) -> Evidence:
+    def of(
+        cls, operator: str, recomputed: Recomputed, judgement: Judgement, batch: tuple[int, int] | None = None
+    ) -> Evidence:
+        """`batch` is the shape [B, T] of the model's input: it tells tokens from heads where an output's does not."""
         y, reference = recomputed.y, recomputed.reference
+        index = torch.arange(len(y)) if recomputed.rows is None else recomputed.rows
+        lead = recomputed.lead if math.prod(recomputed.lead) >= len(y) else ()
         rows = max(1, _MOST_ELEMENTS // max(1, y.shape[1]))
         operands = recomputed.operands
         if len(y) > rows:
-            y = y[:rows]
+            y, index = y[:rows], index[:rows]
             reference = reference[:rows]
             one = operands is not None and operands[0].shape[0] == 1
             operands = (operands[0][:, :rows], operands[1]) if operands is not None and one else None
@@ -71,11 +82,33 @@ class Evidence:
         bad = torch.where(finite, (wide - values).abs() > limit, wide.isfinite() != inside)
         x = None if recomputed.x is None else recomputed.x[: len(y)]
         concerned = tuple(sorted(judgement.channels))
-        return cls(operator, y, wide, reference, limit, bad, concerned, operands, x, form)
+        places = RowPlaces.of(lead, index, operator, batch)
+        weighing = recomputed.weighing if len(y) == len(recomputed.y) else None
+        return cls(operator, y, wide, reference, limit, bad, concerned, operands, x, form, index, places, weighing)
 
     def kept(self) -> Evidence:
         """The same without the operands, which may be large, and in memory of its own."""
-        return dataclasses.replace(self, native=self.native.clone(), operands=None, x=None)
+        return dataclasses.replace(self, native=self.native.clone(), operands=None, x=None, weighing=None)
+
+    def part(self, rows: Tensor, channels: tuple[int, int]) -> Evidence:
+        """Some rows, with alarms in a range of channels."""
+        operands = self.operands
+        if operands is not None:
+            operands = (operands[0][:, rows], operands[1]) if operands[0].shape[0] == 1 else None
+        return dataclasses.replace(
+            self,
+            native=self.native[rows],
+            y=self.y[rows],
+            reference=self.reference[rows],
+            limit=self.limit[rows],
+            bad=self.bad[rows],
+            concerned=tuple(range(*channels)),
+            operands=operands,
+            x=None if self.x is None else self.x[rows],
+            index=self.index[rows],
+            places=self.places[rows],
+            weighing=None,
+        )
 
     @property
     def values(self) -> Tensor:
@@ -137,6 +170,34 @@ class Evidence:
         if self.reference.exact:
             return float((self.error[where] != 0).any())
         return float((self.error[where].square() / self.reference.variance[where].clamp_min(1e-300)).mean())
+
+    # -- rows
+
+    @functools.cached_property
+    def loud(self) -> Tensor:
+        """Elements beyond tolerance, or so far off that few of their neighbours can be."""
+        if self.reference.exact:
+            return self.bad
+        return self.bad | (self.error.square() > 4 * self.reference.variance)
+
+    @functools.cached_property
+    def healthy_rows(self) -> Tensor:
+        """Rows without an element beyond tolerance and with an rms that healthy rows may have, [R]."""
+        fine = ~self.bad.any(1)
+        count = int(self.columns[0].sum())
+        if self.reference.exact or count == 0:
+            return fine
+        squares = torch.where(self.columns, self.error.square() / self.reference.variance.clamp_min(1e-300), 0.0)
+        return fine & (squares.sum(1) / count < RMS_LIMIT + Z_MEAN * math.sqrt(2 / count))
+
+    def name_rows(self, pattern: Pattern) -> None:
+        """Gives a pattern the rows that are beyond tolerance, unless they are nearly all."""
+        wrong = self.bad.any(1)
+        few = 0 < int(wrong.sum()) * 2 <= len(wrong)
+        if few and not pattern.row_words:
+            pattern.row_words = row_words(wrong, self.places)
+        if few and self.places.tokens:
+            pattern.rows = self.places[wrong].pairs()
 
     # -- bits
 

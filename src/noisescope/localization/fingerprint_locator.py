@@ -208,7 +208,7 @@ def _suspect(anatomy: Anatomy, layer: int, fit: Fit) -> Suspect:
         "identical": candidate.identical,
     }
     site = Site("residual", layer, anatomy.blocks[layer])
-    return Suspect(site, kind, fit.confidence, evidence, fit.score, details=details)
+    return Suspect(site, kind, fit.confidence, evidence, fit.score, details=details, class_confidence=fit.confidence)
 
 
 def _layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:

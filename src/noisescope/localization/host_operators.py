@@ -141,7 +141,7 @@ def _norm(
     # The gain has few bits: 129/128 times a number of 8 bits is rounded down more often than up, 0.03 ulp on average.
     systematic = _FUNCTION_SHARE * function + _GAIN_SHARE * rounded_once(values, out.dtype)
     reference = Reference(values, tuple(bounds), spread, systematic, grain, offset=b is not None)
-    return Recomputed(out, reference, x=wide)
+    return Recomputed(out, reference, x=wide, lead=_lead(y), rows=_picked(y))
 
 
 def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -172,7 +172,8 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
     below = (wide - values).abs()
     rounding = rounded_once(values, out.dtype)
     systematic = _FUNCTION_SHARE * function + torch.where(below < rounding, below, 0.0)
-    return Recomputed(out, Reference(values, (rounding, function), systematic=systematic), x=wide)
+    reference = Reference(values, (rounding, function), systematic=systematic)
+    return Recomputed(out, reference, x=wide, lead=_lead(y), rows=_picked(y))
 
 
 def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -192,7 +193,7 @@ def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
         expected = table[on_host(indices).reshape(-1)]
     else:
         expected = table[torch.cdist(out.float(), table.float()).argmin(-1)]
-    return Recomputed(out, Reference(expected.double(), (), exact=True))
+    return Recomputed(out, Reference(expected.double(), (), exact=True), lead=_lead(y))
 
 
 # -- functions
@@ -250,7 +251,8 @@ def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     systematic = _FUNCTION_SHARE * 8 * u * values
     spread = sum_spread(wide.shape[-1], torch.zeros_like(values), values, u)
     reference = Reference(values, (rounded_once(values, out.dtype), function), spread, systematic)
-    return Recomputed(out, reference, x=wide)
+    lead = _lead(y) if last else ()  # over another dimension, what are rows here are no tokens
+    return Recomputed(out, reference, x=wide, lead=lead, rows=_picked(y))
 
 
 def _activation_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
@@ -319,6 +321,20 @@ _FUNCTIONS_BY_OPERATOR: dict[str, Again] = {
 def _pick(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Output rows, and input rows in float64: evenly spread ones where they are many."""
     total = y.numel() // max(1, y.shape[-1])
-    step = max(1, -(-y.numel() // _MOST_ELEMENTS))
+    step = _step(y)
     out, given = y.reshape(total, -1)[::step], x.reshape(total, -1)[::step]
     return on_host(out), on_host(given).double()
+
+
+def _step(y: Tensor) -> int:
+    return max(1, -(-y.numel() // _MOST_ELEMENTS))
+
+
+def _picked(y: Tensor) -> Tensor | None:
+    """Which rows `_pick` takes; None for all."""
+    step = _step(y)
+    return None if step == 1 else torch.arange(0, y.numel() // max(1, y.shape[-1]), step)
+
+
+def _lead(y: Tensor) -> tuple[int, ...]:
+    return tuple(y.shape[:-1])

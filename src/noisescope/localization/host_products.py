@@ -27,6 +27,16 @@ _MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T for which every row of attent
 
 
 @dataclass(frozen=True)
+class Weighing:
+    """The scores of an attention call, those of hidden keys too, and the values they weigh, by rows of its output."""
+
+    scores: Tensor  # [B, T, S], B for each sequence and head
+    hidden: Tensor  # [B, T, S]
+    values: Tensor  # [B, S, D]
+    seen: Tensor  # [B T], rows that are judged
+
+
+@dataclass(frozen=True)
 class Recomputed:
     """One operator's output and what it should be, as rows and channels."""
 
@@ -35,6 +45,9 @@ class Recomputed:
     operands: tuple[Tensor, Tensor] | None = None  # a [B, M, K], b [B, K, C] with B M = R: what a product summed
     x: Tensor | None = None  # [R, C] where the operator is a function of each element of its input
     checksums: int = 0  # rows that were checked by checksums alone
+    lead: tuple[int, ...] = ()  # the whole output's shape before its last dimension; () where rows are no tokens
+    rows: Tensor | None = None  # which rows of the whole output these are, in their order; None for all
+    weighing: Weighing | None = None  # of attention, how it weighs its values
 
 
 class Rows:
@@ -72,7 +85,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows
     values, squares = _multiply(wide, w)
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, short)
     unsampled = 0 if chosen is None else total - len(chosen)
-    return Recomputed(out, reference, (wide[None], w.T[None]), checksums=unsampled)
+    shape = tuple(y.shape[:-1])
+    return Recomputed(out, reference, (wide[None], w.T[None]), checksums=unsampled, lead=shape, rows=chosen)
 
 
 def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
@@ -161,7 +175,15 @@ def batched(
     reference = _sum_reference(flat(values), flat(squares), a.shape[-1], out.dtype, added, short)
     left = wide.expand(*lead, *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
     right = other.expand(*lead, *other.shape[-2:]).reshape(-1, *other.shape[-2:]) * alpha
-    return Recomputed(flat(out), reference, (left, right))
+    whole = (*lead, y.numel() // max(1, out.shape[-1] * math.prod(lead)))
+    return Recomputed(flat(out), reference, (left, right), lead=whole, rows=in_each(whole, chosen))
+
+
+def in_each(lead: tuple[int, ...], chosen: Tensor | None) -> Tensor | None:
+    """Rows of the last leading dimension, in each of the others, as rows of the whole output."""
+    if chosen is None:
+        return None
+    return (torch.arange(math.prod(lead[:-1]))[:, None] * lead[-1] + chosen).reshape(-1)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> Recomputed:
@@ -191,7 +213,7 @@ def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor, rows: Rows) -> Recomp
     terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
     flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares)]
     reference = _sum_reference(flat[1], flat[2], terms, out.dtype, None, shortened(out.dtype, rows.device))
-    return Recomputed(flat[0], reference)
+    return Recomputed(flat[0], reference, lead=tuple(y.shape[:-1]))
 
 
 def attention(
@@ -233,8 +255,11 @@ def attention(
         if given.dtype == torch.bool:
             hidden |= ~given
         else:
-            scores = scores + given.double()
-            hidden |= (given.double() < -1e4).expand_as(hidden)  # the usual ways to write -inf
+            out_of_sight = given.double() < -1e4  # the usual ways to write -inf
+            scores = scores + given.double().masked_fill(out_of_sight, 0.0)
+            hidden |= out_of_sight.expand_as(hidden)
+    every = v.expand(*scores.shape[:-2], *v.shape[-2:])
+    weighed = [t.reshape(-1, *t.shape[-2:]) for t in (scores, hidden, every)]
     scores = scores.masked_fill(hidden, -math.inf)
     top = scores.amax(-1, keepdim=True)
     p = torch.softmax(scores, -1).nan_to_num(0.0)
@@ -259,7 +284,11 @@ def attention(
     reference = Reference(
         values, (rounded_once(values, dtype),), flat(spread.sqrt()), systematic, grain=flat(grain), sums=True
     )
-    return Recomputed(flat(out), reference)
+    lead = tuple(y.shape[:-1])
+    index = in_each(lead, at)
+    found = None if index is None else index[seen]
+    weighing = Weighing(weighed[0], weighed[1], weighed[2], seen)
+    return Recomputed(flat(out), reference, lead=lead, rows=found, weighing=weighing)
 
 
 # Checksums of a product: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n over blocks of outputs (Freivalds 1977).

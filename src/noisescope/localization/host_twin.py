@@ -55,6 +55,7 @@ class Difference:
     limit: Tensor | None  # how far an element may be off; None: not at all
     inside: Node  # the module whose code was run
     before: Node | None  # the call before it there
+    source: Node | None = None  # the call there that gave just what is expected
 
 
 @dataclass
@@ -75,8 +76,30 @@ class HostTwin:
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
+        self._visit: Callable[[Node], None] = lambda node: None
         kind = device_of(model).type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def follow(self, nodes: list[Node], report: Callable[[Node, Comparison], None]) -> None:
+        """Compares the modules among these calls of one forward, in the order in which their code runs.
+
+        A module's code begins before that of the modules it calls, and goes on after them: a cache that both change
+        must be changed in that order.
+        """
+        waiting = {id(node): node for node in nodes if node.is_module and not node.by_formula}
+
+        def visit(node: Node) -> None:
+            if waiting.pop(id(node), None) is not None:
+                report(node, self.compare(node))
+
+        self._visit = visit
+        for node in sorted(nodes, key=lambda node: node.order):
+            visit(node)
+        self._visit = lambda node: None
+
+    def read_directly(self) -> frozenset[str]:
+        """Modules whose parameters the code of others read, as Mamba's does with its convolution."""
+        return frozenset(name for name, module in self._modules.items() if module._parameters.was_read)  # type: ignore[attr-defined]
 
     def compare(self, node: Node) -> Comparison:
         """Runs the code of a module that was called, and compares."""
@@ -153,6 +176,9 @@ class HostTwin:
         if at is None:
             return type(module).forward(module, *args, **kwargs)
         run.see(at, (args, kwargs))
+        if run.first:
+            with torch._C.DisableTorchFunction():
+                self._visit(run.node.children[at])
         return run.answer(at)
 
 
@@ -165,6 +191,7 @@ class _Run(TorchFunctionMode):
         self.seen: dict[Key, Tensor] = {}
         self.inexact: set[Key] = set()  # what was seen after an inexact function had been called
         self._generator = generator
+        self.first = generator is None
         self._taken: set[int] = set()
         self._was_inexact = False
 
@@ -188,7 +215,7 @@ class _Run(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            at = self.next_call(lambda child: not child.is_module and child.callee is func)
+            at = self.next_call(lambda child: child.by_formula and child.callee is func)
             if at is not None:
                 self.see(at, (args, kwargs))
                 return self.answer(at)
@@ -238,11 +265,14 @@ def _beyond(got: Tensor, expected: Tensor, limit: Tensor) -> bool:
 
 def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None) -> Difference:
     at, path = key
-    if at < 0:
-        before = node.children[-1] if node.children else None
-        return Difference(node, "output", path, got, expected, limit, node, before)
-    before = node.children[at - 1] if at else None
-    return Difference(node.children[at], "input", path, got, expected, limit, node, before)
+    earlier = node.children if at < 0 else node.children[:at]
+    source = next((child for child in reversed(earlier) if _gave(child, expected)), None)
+    at_node, tensor = (node, "output") if at < 0 else (node.children[at], "input")
+    return Difference(at_node, tensor, path, got, expected, limit, node, earlier[-1] if earlier else None, source)
+
+
+def _gave(child: Node, expected: Tensor) -> bool:
+    return any(x.shape == expected.shape and torch.equal(x, expected) for _, x in tensors_in(child.output))
 
 
 # -- copies of modules
@@ -251,7 +281,10 @@ def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tens
 class HostParameters(dict[str, Any]):
     """Parameters by name, copied to the host when code asks for one; asked for all, it shows shapes and dtypes."""
 
+    was_read = False
+
     def __getitem__(self, name: str) -> Any:
+        self.was_read = True
         value = super().__getitem__(name)
         return value if value is None or value.device.type == "cpu" else nn.Parameter(value.detach().to("cpu"), False)
 

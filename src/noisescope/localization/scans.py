@@ -169,14 +169,18 @@ def _broken(anatomy: Anatomy, failure: Failure, results: Readings) -> Suspect:
     details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
     score = 3 - failure.layer / len(anatomy.blocks)  # the first in the order of computation
     site = _site(anatomy, failure.layer)
-    return Suspect(site, name, 0.99, evidence, score, pattern.channels, pattern.period, details)
+    sure = pattern.confidence if name == pattern.fault_class else 0.9
+    found = (pattern.channels, pattern.period, details, sure, pattern.rows, pattern.row_words)
+    return Suspect(site, name, 0.99, evidence, score, *found)
 
 
 def _unrepeatable(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
     size = results.instability[layer]
     evidence = f"instability: the same input gave outputs that differ by {size:.3g} of their std"
     score = 2 - layer / len(anatomy.blocks)
-    return Suspect(_site(anatomy, layer), "noise", 0.95, evidence, score, details={"scan": "instability"})
+    return Suspect(
+        _site(anatomy, layer), "noise", 0.95, evidence, score, details={"scan": "instability"}, class_confidence=0.9
+    )
 
 
 def _odd(anatomy: Anatomy, layer: int, found: tuple[str, float, float], limit: float) -> Suspect:
@@ -184,7 +188,8 @@ def _odd(anatomy: Anatomy, layer: int, found: tuple[str, float, float], limit: f
     evidence = f"{name}: {value:.3g}, z {z:+.1f} among the layers (limit {limit:.1f}); healthy models have such too"
     kind = _CLASSES[name, 1 if z > 0 else -1]
     score = abs(z) / (abs(z) + limit)
-    return Suspect(_site(anatomy, layer), kind, 0.3, evidence, score, details={"scan": name, "z": z})
+    details = {"scan": name, "z": z}
+    return Suspect(_site(anatomy, layer), kind, 0.3, evidence, score, details=details, class_confidence=0.3)
 
 
 def _site(anatomy: Anatomy, layer: int) -> Site:

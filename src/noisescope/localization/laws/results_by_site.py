@@ -174,7 +174,7 @@ def _suspect(entry: SiteResults) -> Suspect:
         details={
             "broken": {str(law): {"size": r.size, "floor": r.floor, "share": r.share} for law, r in broken.items()},
             "kept": kept,
-            "class_confidence": pattern.confidence,
             "facts": facts.to_dict(),
         },
+        class_confidence=pattern.confidence,
     )
