@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import noisescope as ns
 from noisescope.localization.audit import audit
-from noisescope.localization.audit_log import NonFiniteOrigin
+from noisescope.localization.audit_log import AuditLog, NonFiniteOrigin
+from noisescope.localization.error_pattern import Pattern
+from noisescope.localization.host_operators import recompute
 from noisescope.localization.verdict import Verdict
+from noisescope.model.anatomy import dissect
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
 
@@ -136,3 +140,21 @@ def test_the_first_of_a_forward_counts():
         assert not nonfinite.arises(two, [fine], bad)
         nonfinite.next_pass()
     assert nonfinite.origin.site.module == "a"
+
+
+def test_a_hint_counts_where_the_numbers_say_less():
+    """What the data flow knows of a class is taken over an unknown pattern, not over a clear one."""
+    model = tiny_model("llama", layers=2)
+    site = Site("linear", 0, "model.layers.0.mlp.up_proj")
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 8, 16, generator=draw), torch.randn(24, 16, generator=draw)
+    hint = Pattern("position", 0.8, "angles of another position")
+    found = []
+    for y in (torch.randn(2, 8, 24, generator=draw), F.linear(x, w) * 1.5):
+        log = AuditLog(dissect(model), rows=64, seed=0)
+        log.begin(0)
+        log._judge(site, recompute("linear", F.linear, (x, w), {}, y, log.rows), 1, hint=hint)
+        found.append(log.alarms[site].pattern)
+    assert (found[0].fault_class, found[0].confidence) == ("position", 0.8)
+    assert found[0].text.startswith("angles of another position; ")
+    assert found[1].fault_class == "gain"

@@ -233,7 +233,7 @@ def _gain(e: Evidence) -> Pattern | None:
 
 def _row_gain(e: Evidence) -> Pattern | None:
     """A factor of each row's own: a normaliser, or the reciprocal root of a norm."""
-    if e.operator not in ("softmax", "norm") or int(e.columns[0].sum()) < 8:
+    if e.operator not in ("softmax", "norm") or int(e.columns[0].sum()) < 3:
         return None
     weight = e.weights()
     slope = (e.error * e.values * weight).sum(1, keepdim=True) / (e.values.square() * weight).sum(1, keepdim=True)
@@ -274,10 +274,11 @@ def _moved(e: Evidence) -> Pattern | None:
 
 def _region(e: Evidence) -> Pattern | None:
     """Some rows are wrong and all others right; inside, the same patterns are asked for."""
-    region = find_region(e.loud, e.bad, e.healthy_rows, e.places)
+    said = (e.bad | (e.columns & (e.values != 0))).any(1)  # where a mask hides all, a row is right whatever happens
+    region = find_region(e.loud[said], e.bad[said], e.healthy_rows[said], e.places[said])
     if region is None:
         return None
-    part = e.part(region.rows, region.channels)
+    part = e.part(said.nonzero().flatten()[region.rows], region.channels)
     inner = _inside(part, region)
     whole = region.channels[1] - region.channels[0] > _TAIL * e.y.shape[1]
     channels = () if whole else tuple(range(*region.channels))

@@ -172,13 +172,16 @@ def _weights_are_off(e: Evidence, given: Weighing) -> bool:
 
 def _like_rounding(e: Evidence) -> bool:
     inside = e.columns & e.fits & e.y.isfinite()
-    if int(inside.sum()) < 64 or float(inside.double().mean()) < 0.9 * float(e.columns.double().mean()):
+    if float(inside.double().mean()) < 0.9 * float(e.columns.double().mean()):
+        return False
+    inside = inside & (e.values != 0)  # what a mask hides is 0 whatever the arithmetic
+    if int(inside.sum()) < 16:
         return False
     size = math.sqrt(float(e.error[inside].square().mean()) / max(1e-300, float(e.values[inside].square().mean())))
     unit = e.reference.spread if e.reference.spread is not None else e.reference.variance.sqrt()
     ratio = torch.where(inside, e.error / unit.clamp_min(1e-300), 0.0)
     squares, count = ratio.square(), inside.double()
-    rows = (squares.sum(1) / count.sum(1).clamp_min(1)).sqrt()
+    rows = (squares.sum(1) / count.sum(1).clamp_min(1)).sqrt()[inside.sum(1) >= min(4, int(inside.sum(1).max()))]
     low, high = torch.quantile(rows, torch.tensor([0.1, 0.9], dtype=rows.dtype))
     kurtosis = float(ratio[inside].pow(4).mean()) / max(1e-300, float(squares[inside].mean()) ** 2)
     return size < _SMALL and float(high) < _ALIKE * float(low) and kurtosis < _TAILS

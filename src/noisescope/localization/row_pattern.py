@@ -34,7 +34,7 @@ class RowPlaces:
         axes = _axes(lead, operator, batch)
         if axes is None:
             none = torch.zeros_like(index)
-            return cls(none, none, index, (1, 1, math.prod(lead) or int(index.max()) + 1), False)
+            return cls(none, none, index, (1, 1, math.prod(lead) if lead else int(index.max()) + 1), False)
         shape, order = axes
         at = dict(
             zip(order, torch.unravel_index(index, tuple(shape["BHT".index(axis)] for axis in order)), strict=True)
