@@ -207,7 +207,7 @@ class Search:
         dispatcher, cost = self.dispatcher, 0.0
         for anatomy, choose in ((self.modules, dispatcher.at_modules), (self.functions, dispatcher.at_functions)):
             for turn, data in enumerate((self.flipped, self.batch) * 2):
-                handler = functools.partial(self._made_again, turn)
+                handler = dispatcher.guarded(functools.partial(self._made_again, turn))
                 listener = functools.partial(_wherever, choose, handler)
                 with Listening(self.model, anatomy, listener) as scope:
                     whole_model.run(self.model, data)
