@@ -178,9 +178,16 @@ def run_on_host(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[str, Tensor] | None = None
 ) -> Any:
     """What the class's forward gives on the host for a call, by other parameters or copies of its own."""
-    moved = [value.detach().cpu() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
-    named = dict(zip(kwargs, moved[len(args) :], strict=True))
-    return _call(module, parameters, None, *moved[: len(args)], **named)
+    return _call(module, parameters, None, *copied_to_host(args), **copied_to_host(kwargs))
+
+
+def copied_to_host(value: Any) -> Any:
+    """A tensor, or what holds some, on the host; a cache or a config stays as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if type(value) in (tuple, list):
+        return type(value)(copied_to_host(each) for each in value)
+    return {key: copied_to_host(each) for key, each in value.items()} if type(value) is dict else value
 
 
 # -- norms

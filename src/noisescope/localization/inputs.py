@@ -178,7 +178,8 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     config = getattr(model, "config", None)
     length = LENGTH
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        length = min(length, getattr(config, name, None) or length)
+        most = getattr(config, name, None)
+        length = min(length, most) if isinstance(most, int) and most > 0 else length  # XLNet has -1 for any length
     vocabulary = vocabulary_size(model)
     if vocabulary is not None:
         tokens = None if tokenizer is None else _text_tokens(tokenizer, 2 * ROWS * length, seed)

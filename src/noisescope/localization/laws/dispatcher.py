@@ -21,6 +21,7 @@ from noisescope.localization.laws.repeated_calls import (
     ROTARY,
     Handler,
     ModuleState,
+    on_the_host,
     unbiased,
 )
 from noisescope.localization.laws.results_by_site import OPERATOR, SUBLAYER, RelationResults
@@ -101,13 +102,18 @@ class LawDispatcher:
         """Laws as a handler: what a module raises when it is called again means that they were not tried.
 
         So does state that it changes (a cache, a counter), which is put back: its second answer need not be its first.
+        A law that is broken, but by the class's own code on the host as well, is none of that class's laws.
         """
 
         def handler(recorded: RecordedCall) -> None:
+            if isinstance(recorded.callee, nn.Module):
+                self._record(recorded)
             before = ModuleState.of(recorded.callee)
             why = ""
             try:
                 found = laws(recorded)
+                if found is not None and found.broken and recorded.operator != MLP:
+                    found = _of_the_class(found, laws, recorded)
             except Exception as error:  # a stranger's code may raise anything
                 found, why = None, f"raised {type(error).__name__} when it was called again"
             if before.restore():
@@ -123,7 +129,9 @@ class LawDispatcher:
     # -- modules
 
     def _record(self, recorded: RecordedCall) -> None:
-        """For the sums of a block."""
+        """What a module gave, for the sums of its block and for the MLP that it is in."""
+        if recorded.operator == "linear" and recorded.unit.component == "mlp" and recorded.output_tensor is not None:
+            self._parts[recorded.unit.module] = recorded.output_tensor.detach()
         if recorded.output_tensor is None or not isinstance(recorded.unit.place, int):
             return
         if recorded.operator == "norm" and recorded.first_input is not None:
@@ -147,9 +155,6 @@ class LawDispatcher:
         return LawEvidence(skipped=["laws of a part with a linear that need not be linear"])
 
     def _linear(self, recorded: RecordedCall) -> LawEvidence:
-        self._record(recorded)
-        if recorded.unit.component == "mlp" and recorded.output_tensor is not None:
-            self._parts[recorded.unit.module] = recorded.output_tensor.detach()
         packed = recorded.unit.packed
         self.quantised |= bool(packed)
         why = _why_not_linear(recorded)
@@ -177,8 +182,6 @@ class LawDispatcher:
         return found
 
     def _norm(self, recorded: RecordedCall) -> LawEvidence:
-        if isinstance(recorded.callee, nn.Module):
-            self._record(recorded)
         # Its sums are kept in float32.
         return self._why_not(recorded, room=1.0) or norms.examine(recorded, weights=self.weights)
 
@@ -192,7 +195,6 @@ class LawDispatcher:
         return functions.examine_embedding(recorded, weights=self.weights)
 
     def _mlp(self, recorded: RecordedCall) -> LawEvidence | None:
-        self._record(recorded)
         prefix = f"{recorded.unit.module}."
         parts = {name.removeprefix(prefix): y for name, y in self._parts.items() if name.startswith(prefix)}
         self._parts.clear()
@@ -207,7 +209,6 @@ class LawDispatcher:
         return found
 
     def _attention_module(self, recorded: RecordedCall) -> LawEvidence:
-        self._record(recorded)
         unfit = self._not_all_linear(recorded) or self._why_not(recorded)
         return unfit or sublayers.examine_attention(recorded, self.rotary, causal=self.causal)
 
@@ -294,6 +295,25 @@ class LawDispatcher:
         self.results.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
 
 
+def _of_the_class(found: LawEvidence, laws: Laws, recorded: RecordedCall) -> LawEvidence:
+    """What is left of broken laws when those that the class breaks on the host too are left out.
+
+    A whole sub-layer that does not run there is not judged: nothing says that it obeys them.
+    """
+    host = on_the_host(recorded)
+    own = None if host is None else laws(host)
+    if own is None:
+        whole = recorded.operator == ATTENTION_MODULE
+        return LawEvidence(skipped=["laws of attention: its class does not run on the host"]) if whole else found
+    not_laws = {result.law for result in own.results if result.broken}
+    if not not_laws:
+        return found
+    name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
+    skipped = [f"{law}: {name} does not obey it on the host either" for law in sorted(not_laws)]
+    kept = LawEvidence([result for result in found.results if result.law not in not_laws], found.facts, found.skipped)
+    return replace(kept, skipped=[*kept.skipped, *skipped])
+
+
 def site_of(recorded: RecordedCall) -> Site:
     """Within an attention module the n-th product is a site of its own; experts are one site each."""
     apart = recorded.unit.kind == ATTENTION and recorded.operator != FUSED
@@ -303,11 +323,13 @@ def site_of(recorded: RecordedCall) -> Site:
 def _why_not_linear(recorded: RecordedCall) -> str:
     """Why a module of that name need not be a linear function of its input; "" where nothing speaks for it."""
     module = recorded.callee
-    if not isinstance(module, nn.Module) or recorded.unit.packed:
+    if not isinstance(module, nn.Module):
+        return ""
+    if not given_one_tensor(recorded.args, recorded.kwargs):
+        return "it is given more than one tensor"
+    if recorded.unit.packed:
         return ""
     weight = getattr(module, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter):
         return f"a weight of the kind {type(weight).__name__} may round what it is given"
-    if not given_one_tensor(recorded.args, recorded.kwargs):
-        return "it is given more than one tensor"
     return "" if linear_formula(module) is not None else f"{type(module).__name__} computes {NOT_LINEAR}"

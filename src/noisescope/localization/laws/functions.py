@@ -226,7 +226,7 @@ def examine_embedding(recorded: RecordedCall, *, weights: bool) -> LawEvidence:
     x, y = recorded.tensors
     plain = type(recorded.callee).forward is nn.Embedding.forward and recorded.callee.max_norm is None
     backwards = probe(x, lambda t: t.flip(-1)) if x.dim() else x
-    flipped = recorded.again(backwards) if plain and x.dim() else None
+    flipped = recorded.again(backwards) if x.dim() and y.shape[:-1] == x.shape else None
     repeat = recorded.again(x)
     with host_arithmetic():
         first = host_rows(y).double()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.block_wiring import PART, inner_modules
-from noisescope.localization.formula_recognition import norm_formula
+from noisescope.localization.formula_recognition import copied_to_host, norm_formula, run_on_host
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.anatomy import ROTARY as ROTARY_KIND
@@ -69,6 +69,25 @@ def probe(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     """An input for a repeated call, made of x on the host: the arithmetic of the device is under test as well."""
     with host_arithmetic():
         return make(x.detach().cpu()).to(x.device)
+
+
+def on_the_host(recorded: RecordedCall) -> RecordedCall | None:
+    """The same call made by the class's own code on the host, from copies; None where that code does not run there."""
+
+    def rerun(callee: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(callee, nn.Module):
+            y = run_on_host(callee, args, kwargs)
+            if y is None:
+                raise RuntimeError(f"{type(callee).__name__} does not run on the host")
+            return y
+        with host_arithmetic():
+            return callee(*args, **kwargs)
+
+    args, kwargs = copied_to_host(recorded.args), copied_to_host(recorded.kwargs)
+    try:
+        return replace(recorded, args=args, kwargs=kwargs, output=rerun(recorded.callee, *args, **kwargs), rerun=rerun)
+    except Exception:  # whatever a stranger's code raises, it does not run
+        return None
 
 
 @dataclass(frozen=True)
