@@ -6,12 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-import torch
-
 from noisescope.errors import NothingInjected
 from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit, Origin
 from noisescope.localization.block_wiring import OUT
 from noisescope.localization.data_flow_checks import MOST_ROWS
+from noisescope.localization.roundoff_floors import operand_bits
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.sites import FUSED, Site, place_order
 
@@ -154,7 +153,7 @@ def _notes(log: AuditLog) -> Iterator[str]:
     silent = [u for u in log.anatomy.units if u.certain and u.module not in recorded and not u.left_alone]
     if silent:
         yield f"{silent[0].module} and {len(silent) - 1} more were not called in these forwards"
-    if torch.get_float32_matmul_precision() != "highest":
+    if operand_bits() < 24:
         yield "float32 products may be shortened here (TF32): their floor is wider"
 
 

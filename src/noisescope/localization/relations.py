@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import unknown
+from noisescope.localization.arithmetic_self_test import self_test_note, self_test_of, with_self_test
 from noisescope.localization.block_wiring import OUT
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
@@ -72,9 +73,13 @@ def relations(
     wanted = _checked({site.place for site in asked} if asked else places, anatomy)
     batches = batches_for(model, tokenizer, inputs, seed)
     with evaluating(model), torch.no_grad():
+        wrong = self_test_of(model, seed=seed)
         search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
-        search.results.notes += remarks(model, batches[:1])
-        return search.verdict(asked)
+        search.results.notes += [*remarks(model, batches[:1]), self_test_note(wrong)]
+        found = search.verdict(asked)
+    if not wrong:
+        return found
+    return replace(found, verdict="faulty", suspects=with_self_test(wrong, found.suspects))
 
 
 def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Place] | None:

@@ -23,7 +23,7 @@ from noisescope.localization.laws.functions import log_odds
 from noisescope.localization.laws.linear import Linear
 from noisescope.localization.laws.repeated_calls import probe
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows
 from noisescope.probe.recorded_call import RecordedCall
 
@@ -139,7 +139,7 @@ def _ones(call: Attention, found: LawEvidence) -> None:
     with host_arithmetic():
         got = out.detach().cpu().double()
         keys = call.k.shape[-2]
-        form, u = number_format(call.q.dtype), WORK_ROUNDOFF
+        form, u = number_format(call.q.dtype), product_roundoff(call.q.dtype)
         # The rounding of the result, that of each p (in 16 bits before the product), and two sums of S terms.
         limit = torch.full_like(
             got, 2 * form.ulp(torch.ones(1, dtype=torch.float64)).item() + 4 * u * (8 + math.sqrt(keys))
@@ -160,7 +160,8 @@ def _single_key(call: Attention, found: LawEvidence) -> None:
     with host_arithmetic():
         expected = call.v[..., :1, :].detach().cpu().double().flatten(1)
         got = out.detach().cpu().double().flatten(1)
-        limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * WORK_ROUNDOFF * expected.abs()
+        u = product_roundoff(call.q.dtype)
+        limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * u * expected.abs()
         found.add(floored(Law.SINGLE_KEY, got - expected, limit, float(expected.square().mean().sqrt())))
 
 

@@ -28,7 +28,7 @@ from noisescope.localization.laws.call_results import (
 )
 from noisescope.localization.laws.repeated_calls import probe
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows, rms
 from noisescope.probe.recorded_call import RecordedCall
 
@@ -146,7 +146,7 @@ def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
 
 def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> LawResult:
     """log(p'_j / p'_max) = factor log(p_j / p_max), within the rounding of probabilities and scores."""
-    form, u = number_format(p.dtype), WORK_ROUNDOFF
+    form, u = number_format(p.dtype), product_roundoff(p.dtype)
     a, b = p.detach().cpu().double(), other.detach().cpu().double()
     least = 2.0**form.least * math.exp(_LEAST_LOG)
     at = a.argmax(-1, keepdim=True)

@@ -27,7 +27,13 @@ from noisescope.localization.laws.repeated_calls import (
     without_residual,
 )
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format, squares_from_split
+from noisescope.localization.roundoff_floors import (
+    WORK_ROUNDOFF,
+    Z_ELEMENT,
+    number_format,
+    product_roundoff,
+    squares_from_split,
+)
 from noisescope.localization.tensors import host_rows, rms
 from noisescope.model.anatomy import ROLES
 from noisescope.probe.recorded_call import RecordedCall
@@ -72,7 +78,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
     minus, zero = call(probe(x, torch.neg)), call(probe(x, torch.zeros_like))
     with host_arithmetic():
         b, odd, null = (_rows(t, attending) for t in (base, minus, zero))
-        u, scale = number_format(y.dtype).u, rms(b)
+        u, scale = _unit(y.dtype), rms(b)
         limit = _LOOSE * u * (b.abs() + scale)
         found.add(exact(Law.ODDNESS, odd, -b, round_off=limit))
         found.add(exact(Law.ZERO, null, torch.zeros_like(null), scale=scale))
@@ -122,7 +128,7 @@ def _repeated_token(call: Again, x: Tensor, attending: Tensor) -> LawResult:
     """Every token the same gives every output the same."""
     one = probe(x, lambda t: t[:, 1:2].expand_as(t).contiguous())
     out = call(one)
-    same, u = out.detach().cpu().double(), number_format(out.dtype).u
+    same, u = out.detach().cpu().double(), _unit(out.dtype)
     first = same[torch.arange(len(same)), attending.int().argmax(1)]  # of each sequence, [B, C]
     error, size = _rows(same - first[:, None], attending), rms(_rows(same, attending))
     limit = _LOOSE * u * size
@@ -139,7 +145,7 @@ def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> La
     changed = probe(x, lambda t: torch.cat([t[:, :late], -2 * t[:, late:].flip(-1)], 1))
     earlier = attending & (torch.arange(x.shape[1]) < late)
     ahead, kept = (_rows(t, earlier) for t in (call(changed), base))
-    u = number_format(base.dtype).u
+    u = _unit(base.dtype)
     limit = _LOOSE * u * (kept.square().mean(-1, keepdim=True).sqrt() + kept.abs())
     return floored(Law.CAUSALITY, ahead - kept, limit, rms(kept))
 
@@ -147,7 +153,7 @@ def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> La
 def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> LawResult:
     """All positions moved on."""
     b = host_rows(base).double()
-    u, scale = number_format(base.dtype).u, max(rms(b), TINY)
+    u, scale = _unit(base.dtype), max(rms(b), TINY)
     error = rms(host_rows(call(x, position_embeddings=further)).double() - b)
     floor = 4 * u * scale
     if error > _ANSWERS * floor:  # what angles that are off by one rounding cost here
@@ -156,6 +162,11 @@ def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, la
         floor += rms(host_rows(call(x, position_embeddings=angles)).double() - b)
     floor *= _ANSWERS
     return LawResult(Law.POSITION_SHIFT, error / floor, error / scale, floor / scale, 1.0, (), b.numel())
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The largest round-off in a module of this dtype: that of its numbers, or of operands that are shortened."""
+    return max(number_format(dtype).u, product_roundoff(dtype))
 
 
 def _jitter(t: Tensor, size: float) -> Tensor:
@@ -196,10 +207,7 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
     with host_arithmetic():
         a, b, e = host_rows(y).double(), host_rows(minus).double(), host_rows(expected).double()
         error = a + b - e if up is not None else a - b - e
-        form, work = number_format(y.dtype), WORK_ROUNDOFF
-        u = form.u
-        if y.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-            u = number_format(torch.bfloat16).u  # the user lets operands be shortened
+        form, work, u = number_format(y.dtype), WORK_ROUNDOFF, _unit(y.dtype)
         flat = host_rows(product).double()
         squares = squares_from_split(host_rows(spread).double(), flat, torch.arange(len(flat)))
         # Each term is off by the roundings of activation and product, in three outputs, and by their sums.
