@@ -151,9 +151,12 @@ class Search:
     def _block_sums(self) -> None:
         """Blocks are the sum of their parts, bit for bit."""
         residuals = self.dispatcher.residuals
+        unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
+        unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
+        open_still = {block.unit.place for block, _ in unknown}
         if residuals.forms.get(OUT):
             for index, y in self.dispatcher.blocks.items():
-                if not self.dispatcher.wanted(index):
+                if not self.dispatcher.wanted(index) or index in open_still:
                     continue
                 kept = LawEvidence([LawResult(Law.SUM_OF_PARTS, 0.0, elements=y.numel())])
                 site = Site("residual", index, self.anatomy.blocks[index])
@@ -167,8 +170,6 @@ class Search:
             facts = replace(self.dispatcher.block_facts(block.unit.place), expected=recomputed)
             found = LawEvidence([result], facts)
             self.results.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
-        unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
-        unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
         for block, why in unknown:
             if self.dispatcher.wanted(block.unit.place):
                 skipped = LawEvidence(skipped=[f"{Law.SUM_OF_PARTS}: {why}"])

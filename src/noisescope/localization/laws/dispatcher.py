@@ -209,6 +209,9 @@ class LawDispatcher:
         return found
 
     def _attention_module(self, recorded: RecordedCall) -> LawEvidence:
+        given = (*recorded.args, *recorded.kwargs.values())
+        if any(type(value).__name__.endswith("Cache") for value in given):  # each call would write to it
+            return LawEvidence(skipped=["laws of attention: it is given a key-value cache"])
         unfit = self._not_all_linear(recorded) or self._why_not(recorded)
         return unfit or sublayers.examine_attention(recorded, self.rotary, causal=self.causal)
 
