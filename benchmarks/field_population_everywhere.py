@@ -91,7 +91,9 @@ def everywhere_cases() -> Iterator[FaultCase]:
     )
     for name, model, dtype, functions, make, only, classes, operators in table:
         scope, shape = whole(functions, make, only), DECODE if "decode" in name else PLAIN
-        answers = (at(None, operators, edge=operators is ANY),)
+        # The device's own arithmetic, where no module is at fault.
+        own = (at("device", {"elementwise"}),) if operators is ANY else ()
+        answers = (at(None, operators, edge=operators is ANY), *own)
         yield made(f"everywhere-{name}", "function", (model, dtype, ""), scope, answers, classes, shape)
 
 

@@ -20,6 +20,8 @@ NamedPlace = int | OuterPlace  # a place as reports have it, every name checked
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 FUSED = "attention"  # a fused attention call as a whole, where it is reported by itself; as a group it is another thing
 WHOLE = "module"  # a call of a module that is no operator, reported as a whole
+ELEMENTWISE = "elementwise"  # adds, products, casts and copies, where a device gets them wrong wherever they occur
+DEVICE = "device"  # the place of such a fault; nothing can be injected there
 OUTER_PLACES: tuple[OuterPlace, ...] = ("embed", "rotary", "final_norm", "lm_head")
 TENSORS = ("output", "input", "weight")
 PHASES = ("forward", "backward")
@@ -65,10 +67,10 @@ def canonical_place(place: Place) -> NamedPlace:
 
 
 def place_order(place: Place) -> tuple[int, str]:
-    """Sort key in the order data flows: embed, rotary, blocks, final_norm, lm_head."""
+    """Sort key in the order data flows: the device itself, embed, rotary, blocks, final_norm, lm_head."""
     if isinstance(place, int):
         return (2 + place, "")
-    return ({"embed": 0, "rotary": 1}.get(place, 10**9), place)
+    return ({DEVICE: -1, "embed": 0, "rotary": 1}.get(place, 10**9), place)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Site:
         return {name: vars(self)[name] for name in ("operator", "place", "module", "component", "occurrence")}
 
     def __str__(self) -> str:
+        if self.place == DEVICE:
+            return f"{self.module} on the device"
         where = f"block {self.place}" if isinstance(self.place, int) else self.place
         part = "" if self.tensor == "output" else f"{self.tensor} of "
         return f"{part}{self.operator} at {where} ({self.module})"

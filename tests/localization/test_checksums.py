@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from noisescope.localization.host_products import BLOCK, checksums
+from noisescope.localization.roundoff_floors import Shortening
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, WIDTH, OUTPUTS = 40, 96, 300  # the last block is a short one
@@ -23,7 +24,7 @@ def product(dtype: torch.dtype, *, bias: bool) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_healthy_products_stay_within_their_variance(dtype, bias):
     """z has a mean square of at most 1, and no outlier."""
-    z = checksums(*product(dtype, bias=bias), 0.0).z
+    z = checksums(*product(dtype, bias=bias), Shortening()).z
     assert z.shape == (ROWS, -(-OUTPUTS // BLOCK))
     assert float(z.square().mean()) < 1.2
     assert float(z.max()) < 5
@@ -35,5 +36,5 @@ def test_one_wrong_element_shows_in_its_row_and_block(dtype, wrong):
     """And nowhere else; a NaN is beyond every limit."""
     a, w, added, y, signs = product(dtype, bias=True)
     y[7, 130] += wrong
-    beyond = checksums(a, w, added, y, signs, 0.0).z > 7
+    beyond = checksums(a, w, added, y, signs, Shortening()).z > 7
     assert beyond.nonzero().tolist() == [[7, 130 // BLOCK]]

@@ -9,6 +9,8 @@ from torch import nn
 import noisescope as ns
 from noisescope.errors import InvalidInput
 from noisescope.faults import StuckBit, faulty
+from noisescope.localization.verdict import Verdict
+from noisescope.sites import Site
 from noisescope.testing import tiny_model
 
 
@@ -118,3 +120,17 @@ def test_arguments_of_another_method_are_refused():
     for method in ("srdd", "replay"):
         with pytest.raises(InvalidInput, match="inputs are for audit and relations"):
             ns.locate(model, method=method, inputs=torch.tensor([[1, 2]]), reference=None)
+
+
+@pytest.mark.parametrize("tensor", ["input", "weight"])
+def test_relations_never_close_what_the_data_flow_left_open(tensor, monkeypatch):
+    """They call modules by themselves: what lies between two modules is none of their business."""
+    model = tiny_model("llama")
+    site = Site("linear", 1, "model.layers.1.mlp.up_proj", tensor=tensor)
+    assert ns.locate(model, method="relations").verdict == "healthy"
+    monkeypatch.setattr(
+        "noisescope.localization.audit.audit", lambda *args, **kwargs: Verdict("undecided", "audit", unseen=(site,))
+    )
+    verdict = ns.locate(model)
+    assert verdict.verdict == "undecided"
+    assert site in verdict.unseen

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from noisescope.localization.roundoff_floors import (
     ROUNDING_STD,
     Reference,
+    Shortening,
     number_format,
     rounded_once,
     shortened,
@@ -92,11 +93,11 @@ def test_rows_and_columns_of_a_reference_cut_every_part():
 def test_allowed_short_operands_widen_the_floor():
     """TF32, where the user has allowed it, is no fault; it must not be on by itself."""
     y = torch.zeros(1)
-    assert shortened(y) == 0
+    assert shortened(y) == Shortening()
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert shortened(y) == pytest.approx(math.sqrt(2) * 2**-11)
+        assert shortened(y) == Shortening(math.sqrt(2) * 2**-11, 2**-10)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert shortened(y.bfloat16()) == 0  # split-K in 16 bits is a matter of CUDA
+    assert shortened(y.bfloat16()) == Shortening()  # split-K in 16 bits is a matter of CUDA

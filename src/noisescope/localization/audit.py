@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
+from noisescope.localization.arithmetic_self_test import self_test_of, with_self_test
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import JudgedModel, conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.localization.call_tree import (
@@ -81,6 +82,7 @@ def audit(
     shape = {"tokens": tokens, "batch": batch, "decode": decode}
     workloads, not_run = workloads_for(model, tokenizer, inputs, **shape, quick=quick, seed=seed)
     with evaluating(model), torch.no_grad():
+        faults = self_test_of(model, seed=seed)
         run = AuditRun(model, anatomy, AuditLog(anatomy, rows=rows, seed=seed, device=device_of(model).type), not_run)
         run.log.remarks += _remarks(subject, model, workloads)
         for workload in within_budget(workloads, budget, not_run):
@@ -88,7 +90,10 @@ def audit(
         with host_arithmetic():
             run.judge_deferred()
         run.inside_attention()
-    return conclude(run.log, run.judged_model())
+    found = conclude(run.log, run.judged_model())
+    if not faults:
+        return found
+    return dataclasses.replace(found, verdict="faulty", suspects=with_self_test(faults, found.suspects))
 
 
 def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Workload]) -> list[str]:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from noisescope.errors import NothingInjected
 from noisescope.localization.audit_log import Alarm, AuditLog, Origin
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, Share
+from noisescope.localization.roundoff_floors import operand_bits
 from noisescope.localization.same_fault import in_all_layers
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.sites import FUSED, Place, Site, place_order
@@ -207,7 +207,7 @@ def _notes(log: AuditLog) -> Iterator[str]:
         yield f"{len(quiet)} operators differ from run to run, within the round-off floor"
     if log.checksums:
         yield f"{log.checksums} rows of linears were checked through checksums only: give more rows="
-    if torch.get_float32_matmul_precision() != "highest":
+    if operand_bits() < 24:
         yield "float32 products may be shortened here (TF32): their floor is wider"
 
 

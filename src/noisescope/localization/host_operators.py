@@ -17,7 +17,10 @@ from noisescope.localization.formula_recognition import (
     NormFormula,
     activation_formula,
     gelu_inner,
+    linear_formula,
+    looks_up_rows,
     norm_formula,
+    run_on_host,
 )
 from noisescope.localization.host_products import Recomputed, Rows, as_multiplied
 from noisescope.localization.roundoff_floors import (
@@ -29,13 +32,13 @@ from noisescope.localization.roundoff_floors import (
     sum_spread,
 )
 from noisescope.localization.tensors import on_host
-from noisescope.model.anatomy import keeps_weight_transposed
 from noisescope.probe.functions import ADDED, OUTER, argument, first_tensor, is_grouped
 from noisescope.probe.unfused_attention import AttentionArguments
 
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
 _FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way
 _GAIN_SHARE = 0.1  # of half an ulp
+NOT_LINEAR = "something else than x W^T + b"
 
 
 class Unseen(Exception):
@@ -83,6 +86,17 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 # -- modules
 
 
+def given_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module's formula can hold for a call: a gate, or a second input, would make it another one."""
+    return sum(isinstance(value, Tensor) for value in (*args, *kwargs.values())) == 1
+
+
+def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if not given_one_tensor(args, kwargs):
+        raise Unseen("it is given more than one tensor")
+    return input_of(args, kwargs)
+
+
 def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.is_meta:
@@ -91,23 +105,25 @@ def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -
         raise Unseen(f"its weight is packed ({type(weight).__name__})")
     if weight.dim() != 2 or weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise Unseen(f"its weight is packed ({weight.dtype})")
-    x = input_of(args, kwargs)
-    if keeps_weight_transposed(module):
-        weight = weight.detach().T
+    x = _only_input(args, kwargs)
+    formula = linear_formula(module)
+    if formula is None:
+        raise Unseen(f"its class {type(module).__name__} computes {NOT_LINEAR}")
+    weight = weight.detach().T if formula.transposed else weight
     if weight.shape != (y.shape[-1], x.shape[-1]):
         raise Unseen(f"its weight {tuple(weight.shape)} does not fit its input and output")
-    return host_products.linear(x, weight, bias, y, rows)
+    return host_products.linear(x, weight, bias if formula.bias else None, y, rows)
 
 
 def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
-    x = input_of(args, kwargs)
+    x = _only_input(args, kwargs)
     formula = norm_formula(module, x.shape[-1])
     if formula is None:
         raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
-    parameters = module._parameters
-    if any(p is not None and p.is_meta for p in parameters.values()):
+    weight, bias = formula.parameters_of(module)
+    if any(p is not None and p.is_meta for p in (weight, bias)):
         raise Unseen("its weight is not at hand (offloaded)")
-    return _norm(formula, x, parameters.get("weight"), parameters.get("bias"), y, rows)
+    return _norm(formula, x, weight, bias, y, rows)
 
 
 def _norm(
@@ -148,7 +164,7 @@ def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, row
     found = activation_formula(module)
     if found is None:
         raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
-    return _activation(found[0], input_of(args, kwargs), y, stepwise=found[1])
+    return _activation(found[0], _only_input(args, kwargs), y, stepwise=found[1])
 
 
 def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> Recomputed:
@@ -177,23 +193,32 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
 
 
 def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
-    """Rows of a table, bit by bit. Where the module makes its own indices, the nearest row of the table is meant."""
+    """Rows of a table, bit by bit. A class that scales them, or makes its own indices, is run on a copy of the table.
+
+    One product is rounded alike everywhere, so the class's own code on the host gives the same bits.
+    """
     table = module.weight
     if table.is_meta:
         raise Unseen("its table is offloaded")
-    indices = input_of(args, kwargs)
     out = on_host(y).reshape(-1, y.shape[-1])
-    table = on_host(table)
-    scale = getattr(module, "embed_scale", None)
-    if scale is not None:
-        factor = scale if isinstance(scale, Tensor) else torch.tensor(float(scale))
-        table = table * on_host(factor).to(table.dtype)
-    own = type(module).forward is nn.Embedding.forward or (scale is not None and not indices.is_floating_point())
-    if own and tuple(y.shape[:-1]) == tuple(indices.shape):
-        expected = table[on_host(indices).reshape(-1)]
+    if type(module).forward is nn.Embedding.forward:
+        expected = _rows_of(table, on_host(input_of(args, kwargs)).reshape(-1))
+    elif looks_up_rows(module, args, kwargs):
+        found = run_on_host(module, args, kwargs)
+        if not isinstance(found, Tensor) or found.shape != y.shape:
+            raise Unseen(f"its class {type(module).__name__} gives something else on the host")
+        expected = found.reshape(out.shape)
     else:
-        expected = table[torch.cdist(out.float(), table.float()).argmin(-1)]
+        raise Unseen(f"its class {type(module).__name__} computes something else than rows of its table")
     return Recomputed(out, Reference(expected.double(), (), exact=True), lead=_lead(y))
+
+
+def _rows_of(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a table on the host, each copied by itself: no gather of the device is trusted, no table moved whole."""
+    used, places = torch.unique(indices, return_inverse=True)
+    if table.device.type == "cpu" or len(used) > len(table) // 4:
+        return on_host(table)[indices]
+    return torch.stack([on_host(table[at]) for at in used.tolist()])[places]
 
 
 # -- functions

@@ -14,6 +14,7 @@ from noisescope.localization.roundoff_floors import (
     WORK_ROUNDOFF,
     Z_ELEMENT,
     Reference,
+    Shortening,
     number_format,
     rounded_once,
     shortened,
@@ -122,26 +123,27 @@ def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_reference(
-    values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: float = 0.0
+    values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: Shortening
 ) -> Reference:
     """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
     u = WORK_ROUNDOFF
     if added is not None:
         squares = squares + added.square()  # some kernels start from the addend: then it is in every partial sum
     spread = sum_spread(terms, squares, values, u)
-    grain = sum_grain(terms, squares, values, max(u, short))
-    if short:
-        spread = (spread.square() + short**2 * squares.double()).sqrt()
+    grain = sum_grain(terms, squares, values, max(u, short.spread))
+    if short.spread:
+        spread = (spread.square() + short.spread**2 * squares.double()).sqrt()
+    systematic = short.lean * (values.abs() + squares.double().sqrt()) if short.lean else None
     bounds: tuple[Tensor, ...] = ()
     if added is not None:
         bounds = (rounded_once(values, dtype),)  # others round the product before they add
         grain = grain + 2 * bounds[0]
         values = values + added
     bounds = (rounded_once(values, dtype), *bounds)
-    return Reference(values, bounds, spread, grain=grain, offset=added is not None, sums=True)
+    return Reference(values, bounds, spread, systematic, grain, offset=added is not None, sums=True)
 
 
-def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: float) -> Tensor:
+def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: Shortening) -> Tensor:
     """Rows whose checksums fail, the worst first; those with NaN or Inf are computed again and judged there."""
     worst = checksums(a, w, added, y, rows.signs(len(w)), short).z.amax(1)
     off = (worst > Z_ELEMENT).nonzero().flatten()
@@ -265,13 +267,19 @@ def attention(
     p = torch.softmax(scores, -1).nan_to_num(0.0)
     values = torch.matmul(p, v)
     sum_error = ROUNDING_STD * u * math.sqrt(q.shape[-1] + 1) * (size + (scores.abs()).masked_fill(hidden, 0.0))
+    short = shortened(dtype, rows.device)
+    sum_error = sum_error + short.spread * size
     score_error = (sum_error + u * (4 + 2 * (top - scores).masked_fill(hidden, 0.0))).masked_fill(hidden, 0.0)
     weight = (p * score_error).square()
     spread = torch.matmul(weight, v.square()) - 2 * values * torch.matmul(weight, v)
     spread = (spread + values.square() * weight.sum(-1, keepdim=True)).clamp_min(0)
     pv = torch.matmul(p.square(), v.square())
-    spread = spread + form.u**2 / 3 * pv + sum_spread(p.shape[-1], pv, values, u).square()
-    grain = sum_grain(p.shape[-1], pv, values, u)
+    spread = spread + (form.u**2 / 3 + short.spread**2) * pv + sum_spread(p.shape[-1], pv, values, u).square()
+    grain = sum_grain(p.shape[-1], pv, values, max(u, short.spread))
+    lean = short.lean * (values.abs() + pv.sqrt())
+    if short.lean:  # scores that are all too small by one share make the probabilities more even
+        off = p * (scores - (p * scores.masked_fill(hidden, 0.0)).sum(-1, keepdim=True)).masked_fill(hidden, 0.0).abs()
+        lean = lean + short.lean * (torch.matmul(off, v.abs()) + off.sum(-1, keepdim=True) * values.abs())
     # A row that may look nowhere gives what its kernel likes, and a kernel may skip NaN that the mask hides.
     seen = (~hidden.all(-1) & values.isfinite().all(-1)).reshape(-1)
 
@@ -280,10 +288,9 @@ def attention(
 
     values = flat(values)
     # Fused kernels have a quick exp2 (at most 2 ulp of float32 off) and a quick reciprocal (1 ulp): they lean one way.
-    systematic = 6 * u * values.abs()
-    reference = Reference(
-        values, (rounded_once(values, dtype),), flat(spread.sqrt()), systematic, grain=flat(grain), sums=True
-    )
+    systematic = 6 * u * values.abs() + flat(lean)
+    bounds = (rounded_once(values, dtype), *((flat(lean),) if short.lean else ()))
+    reference = Reference(values, bounds, flat(spread.sqrt()), systematic, grain=flat(grain), sums=True)
     lead = tuple(y.shape[:-1])
     index = in_each(lead, at)
     found = None if index is None else index[seen]
@@ -315,7 +322,7 @@ class Checksums:
         return torch.where(z.isnan(), torch.inf, z)
 
 
-def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tensor, short: float) -> Checksums:
+def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tensor, short: Shortening) -> Checksums:
     """Of y [R, N] = a w^T + added, for a [R, K], w [N, K] and random signs [N], all on the host.
 
     `short` is what the user lets the device shorten (roundoff_floors.shortened). The variance is that of one rounding
@@ -332,7 +339,8 @@ def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tens
         expected = wide @ _per_block((part * sign[:, None]).T.contiguous())
         squares = (squared @ _per_block(part.square().float().T.contiguous())).double()
         variance = _per_block(rounded_once(out, y.dtype).square() / 3)
-        variance += per_sum * (2 * squares + _per_block(out.square())) + short**2 * squares
+        variance += per_sum * (2 * squares + _per_block(out.square())) + short.spread**2 * squares
+        variance += short.lean**2 * _per_block(out.square())
         if added is not None:
             expected = expected + _per_block((added[here] * sign)[None])
             variance += _per_block(rounded_once(out - added[here], y.dtype).square() / 3)

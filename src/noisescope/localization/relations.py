@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import unknown
+from noisescope.localization.arithmetic_self_test import self_test_note, self_test_of, with_self_test
 from noisescope.localization.block_wiring import OUT
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
@@ -72,9 +73,13 @@ def relations(
     wanted = _checked({site.place for site in asked} if asked else places, anatomy)
     batches = batches_for(model, tokenizer, inputs, seed)
     with evaluating(model), torch.no_grad():
+        wrong = self_test_of(model, seed=seed)
         search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
-        search.results.notes += remarks(model, batches[:1])
-        return search.verdict(asked)
+        search.results.notes += [*remarks(model, batches[:1]), self_test_note(wrong)]
+        found = search.verdict(asked)
+    if not wrong:
+        return found
+    return replace(found, verdict="faulty", suspects=with_self_test(wrong, found.suspects))
 
 
 def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Place] | None:
@@ -146,9 +151,12 @@ class Search:
     def _block_sums(self) -> None:
         """Blocks are the sum of their parts, bit for bit."""
         residuals = self.dispatcher.residuals
+        unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
+        unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
+        open_still = {block.unit.place for block, _ in unknown}
         if residuals.forms.get(OUT):
             for index, y in self.dispatcher.blocks.items():
-                if not self.dispatcher.wanted(index):
+                if not self.dispatcher.wanted(index) or index in open_still:
                     continue
                 kept = LawEvidence([LawResult(Law.SUM_OF_PARTS, 0.0, elements=y.numel())])
                 site = Site("residual", index, self.anatomy.blocks[index])
@@ -162,8 +170,6 @@ class Search:
             facts = replace(self.dispatcher.block_facts(block.unit.place), expected=recomputed)
             found = LawEvidence([result], facts)
             self.results.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
-        unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
-        unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
         for block, why in unknown:
             if self.dispatcher.wanted(block.unit.place):
                 skipped = LawEvidence(skipped=[f"{Law.SUM_OF_PARTS}: {why}"])
@@ -207,7 +213,7 @@ class Search:
         dispatcher, cost = self.dispatcher, 0.0
         for anatomy, choose in ((self.modules, dispatcher.at_modules), (self.functions, dispatcher.at_functions)):
             for turn, data in enumerate((self.flipped, self.batch) * 2):
-                handler = functools.partial(self._made_again, turn)
+                handler = dispatcher.guarded(functools.partial(self._made_again, turn))
                 listener = functools.partial(_wherever, choose, handler)
                 with Listening(self.model, anatomy, listener) as scope:
                     whole_model.run(self.model, data)

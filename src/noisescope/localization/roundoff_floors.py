@@ -137,30 +137,54 @@ def sum_grain(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
     return values.square().add_(squares).sqrt_().mul_(2 * u * math.sqrt(terms + 1))
 
 
-def shortened(dtype: torch.dtype, device: str) -> float:
-    """What torch may shorten in a product on this kind of device, as the user has allowed it: a spread in units of S.
+@dataclass(frozen=True)
+class Shortening:
+    """What torch may shorten in a product: a spread in units of S, and a mean share that products may be too small by.
+
+    Operands of `bits` bits are rounded, or cut: each is then short by up to 2 u, on average by at most u (its mantissa
+    near 1; 0.72 u for a log-uniform one), and a product by twice that. The spread of either is below sqrt(2) u.
+    """
+
+    spread: float = 0.0
+    lean: float = 0.0
+
+
+def shortened(dtype: torch.dtype, device: str) -> Shortening:
+    """What torch may shorten in a product on this kind of device, as the user has allowed it.
 
     float32 operands cut to TF32 or bfloat16, and on CUDA, by default, parts of a long 16-bit sum that are rounded to 16
     bits before they are added up (split-K).
     """
     if dtype == torch.float32:
-        return _operand_roundoff()
+        u = 2.0 ** -operand_bits()
+        return Shortening(math.sqrt(2) * u, 2 * u) if u > WORK_ROUNDOFF else Shortening()
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if device != "cuda" or dtype not in names:
-        return 0.0
+        return Shortening()
     found = getattr(torch.backends.cuda.matmul, f"allow_{names[dtype]}_reduced_precision_reduction", False)
     reduced = any(found) if isinstance(found, tuple) else bool(found)
-    return ROUNDING_STD * number_format(dtype).u if reduced else 0.0
+    return Shortening(ROUNDING_STD * number_format(dtype).u) if reduced else Shortening()
 
 
-def _operand_roundoff() -> float:
-    allowed = torch.get_float32_matmul_precision()
-    return 0.0 if allowed == "highest" else math.sqrt(2) * (2.0**-11 if allowed == "high" else 2.0**-8)
+def operand_bits() -> int:
+    """Bits of a float32 operand that the user's settings let a product keep: 24, 11 of TF32, or 8 of bfloat16."""
+    try:
+        return {"highest": 24, "high": 11, "medium": 8}[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # set by backend, in the newer way: then torch does not answer the older question
+        found = {str(torch.backends.cuda.matmul.fp32_precision), str(vars(torch.backends).get("fp32_precision"))}
+        return 8 if "bf16" in found else 11 if "tf32" in found else 24
+
+
+def product_roundoff(dtype: torch.dtype) -> float:
+    """u of the arithmetic inside a product of numbers of this dtype; a cut operand is off by up to twice its own."""
+    bits = operand_bits() if dtype == torch.float32 else 24
+    return WORK_ROUNDOFF if bits == 24 else 2 * 2.0**-bits
 
 
 def operand_spread(squares: Tensor) -> Tensor | None:
     """What shortened operands add to float32 products; None where the user has not allowed any."""
-    return _operand_roundoff() * squares.double().sqrt() if _operand_roundoff() else None
+    bits = operand_bits()
+    return None if bits == 24 else math.sqrt(2) * 2.0**-bits * squares.double().sqrt()
 
 
 # What healthy round-off may do to a law that is not exact; built on the round-off model of roundoff_floors.py.

@@ -272,7 +272,14 @@ def _is_linear(module: nn.Module) -> bool:
     label = type(module).__name__
     if isinstance(module, nn.Linear) or (keeps_weight_transposed(module) and hasattr(module, "nf")):
         return True
-    return bool(_PACKED_LINEAR.search(label)) and not any(True for _ in module.children())
+    return bool(_PACKED_LINEAR.search(label)) and not any(True for _ in module.children()) and _holds_a_matrix(module)
+
+
+def _holds_a_matrix(module: nn.Module) -> bool:
+    """A matrix or packed numbers: the norms and experts of a model that is called Kimi Linear have neither."""
+    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    sized = any(hasattr(module, name) for name in ("in_features", "infeatures", "input_size"))
+    return sized or any(t.dim() == 2 or not t.is_floating_point() or t.dtype.itemsize < 2 for t in own)
 
 
 def keeps_weight_transposed(module: nn.Module) -> bool:

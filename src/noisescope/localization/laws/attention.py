@@ -21,8 +21,9 @@ from noisescope.localization.laws import linear as linear_laws
 from noisescope.localization.laws.call_results import LawEvidence, check_repeatability, exact, floored
 from noisescope.localization.laws.functions import log_odds
 from noisescope.localization.laws.linear import Linear
+from noisescope.localization.laws.repeated_calls import probe
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows
 from noisescope.probe.recorded_call import RecordedCall
 
@@ -48,7 +49,8 @@ class Attention:
         given = recorded.attention
         q, k, v = (as_multiplied(each, recorded.output) for each in (given.query, given.key, given.value))
         if k.shape[-3] != q.shape[-3]:
-            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+            groups = q.shape[-3] // k.shape[-3]
+            k, v = (probe(t, lambda t: t.repeat_interleave(groups, -3)) for t in (k, v))
         return cls(recorded.repeat, q, k, v, given.attn_mask, bool(given.is_causal), given.effective_scale)
 
     def __call__(self, **changed: Any) -> Tensor:
@@ -60,12 +62,14 @@ class Attention:
     @property
     def sees_nothing(self) -> bool:
         """Whether a mask hides all keys of some query."""
-        return self.mask is not None and bool(masked_out(self.mask).all(-1).any())
+        with host_arithmetic():
+            return self.mask is not None and bool(masked_out(self.mask.detach().cpu()).all(-1).any())
 
     def read(self, q: Tensor, k: Tensor) -> Tensor:
         """Probabilities [B, H, T, n] of n <= D keys without a mask, by V = I."""
-        eye = torch.eye(k.shape[-2], self.v.shape[-1], dtype=q.dtype, device=q.device)
-        value = eye.expand(*k.shape[:-1], -1).contiguous()
+        with host_arithmetic():
+            eye = torch.eye(k.shape[-2], self.v.shape[-1], dtype=q.dtype, device="cpu")
+            value = eye.expand(*k.shape[:-1], -1).contiguous().to(q.device)
         return self(q=q, k=k, v=value, mask=None, causal=False)[..., : k.shape[-2]]
 
 
@@ -107,7 +111,8 @@ def examine(recorded: RecordedCall) -> LawEvidence:
             limit = 8 * number_format(recorded.output.dtype).ulp(first)
             found.add(exact(Law.REPEAT, host_rows(again).double(), first, round_off=limit))
     if found.broken:
-        check_repeatability(recorded.again, call.q, recorded.output, call.q.roll(1, -2), found.facts)
+        other = probe(call.q, lambda t: t.roll(1, -2))
+        check_repeatability(recorded.again, call.q, recorded.output, other, found.facts)
     return found
 
 
@@ -116,8 +121,9 @@ def _wider(call: Attention) -> list[Attention]:
     if call.q.dtype.itemsize >= 4:
         return []
     mask = call.mask
-    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
-    wide = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float(), mask=mask)
+    mask = probe(mask, Tensor.float) if mask is not None and mask.is_floating_point() else mask
+    q, k, v = (probe(t, Tensor.float) for t in (call.q, call.k, call.v))
+    wide = replace(call, q=q, k=k, v=v, mask=mask)
     return [wide] if _one_key(wide).dtype == torch.float32 else []
 
 
@@ -129,11 +135,11 @@ def _one_key(call: Attention) -> Tensor:
 
 def _ones(call: Attention, found: LawEvidence) -> None:
     """The rows of P sum to 1."""
-    out = call(v=torch.ones_like(call.v))
+    out = call(v=probe(call.v, torch.ones_like))
     with host_arithmetic():
         got = out.detach().cpu().double()
         keys = call.k.shape[-2]
-        form, u = number_format(call.q.dtype), WORK_ROUNDOFF
+        form, u = number_format(call.q.dtype), product_roundoff(call.q.dtype)
         # The rounding of the result, that of each p (in 16 bits before the product), and two sums of S terms.
         limit = torch.full_like(
             got, 2 * form.ulp(torch.ones(1, dtype=torch.float64)).item() + 4 * u * (8 + math.sqrt(keys))
@@ -154,7 +160,8 @@ def _single_key(call: Attention, found: LawEvidence) -> None:
     with host_arithmetic():
         expected = call.v[..., :1, :].detach().cpu().double().flatten(1)
         got = out.detach().cpu().double().flatten(1)
-        limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * WORK_ROUNDOFF * expected.abs()
+        u = product_roundoff(call.q.dtype)
+        limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * u * expected.abs()
         found.add(floored(Law.SINGLE_KEY, got - expected, limit, float(expected.square().mean().sqrt())))
 
 
@@ -165,11 +172,12 @@ def _probabilities(call: Attention, found: LawEvidence) -> None:
         found.skipped.append(f"{Law.KEY_SHIFT}, {Law.LOG_ODDS}: one key only")
         return
     q, k = call.q[..., -keys:, :], call.k[..., :keys, :]
-    grid, moved = _shifted_keys(q, k, call.scale)
+    with host_arithmetic():
+        grid, moved = (t.to(k.device) for t in _shifted_keys(q.detach().cpu(), k.detach().cpu(), call.scale))
     p = call.read(q, k)
-    doubled = call.read(2 * q, k)
+    doubled = call.read(probe(q, lambda t: 2 * t), k)
     plain, shifted = call.read(q, grid), call.read(q, moved)
-    rolled = call.read(q, k.roll(1, -2))
+    rolled = call.read(q, probe(k, lambda t: t.roll(1, -2)))
     with host_arithmetic():
         sizes = [_score_size(q, keys_, call.scale) for keys_ in (k, grid, moved)]
         found.add(log_odds(Law.LOG_ODDS, p, doubled, 2.0, 3 * sizes[0]))
@@ -210,14 +218,15 @@ def _later_keys(call: Attention, y: Tensor, found: LawEvidence) -> None:
         blind = torch.arange(length) < late
         blind = blind.expand(*call.q.shape[:2], -1)
     elif call.mask is not None:
-        blind = masked_out(call.mask).expand(*call.q.shape[:2], length, total)[..., late:].all(-1).cpu()
+        mask = call.mask.detach().cpu().expand(*call.q.shape[:2], length, total)
+        blind = masked_out(mask)[..., late:].all(-1)
     else:
         return
     seen = (y.detach().cpu() != 0).any(-1)
     if not bool((blind & seen).any()):
         return
-    k, v = call.k.clone(), call.v.clone()
-    k[..., late:, :], v[..., late:, :] = -2 * call.k[..., late:, :], 4 * call.v[..., late:, :].flip(-1)
+    k = probe(call.k, lambda t: torch.cat([t[..., :late, :], -2 * t[..., late:, :]], -2))
+    v = probe(call.v, lambda t: torch.cat([t[..., :late, :], 4 * t[..., late:, :].flip(-1)], -2))
     out = call(k=k, v=v)
     with host_arithmetic():
         a, b = out.detach().cpu().double()[blind], y.detach().cpu().double()[blind]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from noisescope.localization.block_wiring import PART, Recorder, Residuals
-from noisescope.localization.host_operators import host_arithmetic, input_of
+from noisescope.localization.formula_recognition import linear_formula
+from noisescope.localization.host_operators import NOT_LINEAR, given_one_tensor, host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import attention, functions, linear, linear_checksums, norms, sublayers
 from noisescope.localization.laws.call_results import EvidenceFacts, LawEvidence
-from noisescope.localization.laws.repeated_calls import ATTENTION_MODULE, MLP, ROTARY, Handler, unbiased
+from noisescope.localization.laws.repeated_calls import (
+    ATTENTION_MODULE,
+    MLP,
+    ROTARY,
+    Handler,
+    ModuleState,
+    on_the_host,
+    unbiased,
+)
 from noisescope.localization.laws.results_by_site import OPERATOR, SUBLAYER, RelationResults
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
@@ -23,6 +33,8 @@ from noisescope.sites import FUSED, Place, Site
 
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
 _TOO_LARGE = "inputs that are not finite, or too large to be judged"
+
+Laws = Callable[[RecordedCall], LawEvidence | None]
 
 
 class LawDispatcher:
@@ -53,20 +65,21 @@ class LawDispatcher:
         return self.places is None or place in self.places
 
     def at_modules(self, unit: Unit, operator: str) -> Handler | None:
-        if operator != "residual" and not self.wanted(unit.place):
-            return self._record if isinstance(unit.place, int) else None  # what other blocks add up is still of use
-        return {
+        if operator == "residual":
+            return self._block
+        if operator == PART or not self.wanted(unit.place):  # what other blocks add up is still of use
+            return self._record if isinstance(unit.place, int) else None
+        laws: dict[str, Laws] = {
             "linear": self._linear,
             "norm": self._norm,
             "silu": self._activation,
             "gelu": self._activation,
             "embedding": self._embedding,
-            "residual": self._block,
             ATTENTION_MODULE: self._attention_module,
             MLP: self._mlp,
             ROTARY: self._rotary,
-            PART: self._record,
-        }.get(operator)
+        }
+        return self.guarded(laws[operator]) if operator in laws else None
 
     def at_functions(self, unit: Unit, operator: str) -> Handler | None:
         if not self.wanted(unit.place):
@@ -75,59 +88,83 @@ class LawDispatcher:
             return self._block_again
         if unit.kind not in (ATTENTION, EXPERTS, ROUTER, CALLS):
             return None
-        return {
-            "linear": self._product,
-            "matmul": self._product,
-            "bmm": self._product,
+        laws: dict[str, Laws] = {
+            **dict.fromkeys(("linear", "matmul", "bmm"), self._product),
             "softmax": self._softmax,
             "silu": self._activation,
             "gelu": self._activation,
             "norm": self._norm,
             FUSED: self._fused,
-        }.get(operator)
+        }
+        return self.guarded(laws[operator]) if operator in laws else None
+
+    def guarded(self, laws: Laws) -> Handler:
+        """Laws as a handler: what a module raises when it is called again means that they were not tried.
+
+        So does state that it changes (a cache, a counter), which is put back: its second answer need not be its first.
+        A law that is broken, but by the class's own code on the host as well, is none of that class's laws.
+        """
+
+        def handler(recorded: RecordedCall) -> None:
+            if isinstance(recorded.callee, nn.Module):
+                self._record(recorded)
+            before = ModuleState.of(recorded.callee)
+            why = ""
+            try:
+                found = laws(recorded)
+                if found is not None and found.broken and recorded.operator != MLP:
+                    found = _of_the_class(found, laws, recorded)
+            except Exception as error:  # a stranger's code may raise anything
+                found, why = None, f"raised {type(error).__name__} when it was called again"
+            if before.restore():
+                found, why = None, "changes its own state when it is called"
+            if why:
+                name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else "a function in it"
+                found = LawEvidence(skipped=[f"laws of {recorded.unit.module} ({name}): it {why}"])
+            if found is not None and (found.results or found.skipped):
+                self.add(recorded, found)
+
+        return handler
 
     # -- modules
 
     def _record(self, recorded: RecordedCall) -> None:
-        """For the sums of a block."""
+        """What a module gave, for the sums of its block and for the MLP that it is in."""
+        if recorded.operator == "linear" and recorded.unit.component == "mlp" and recorded.output_tensor is not None:
+            self._parts[recorded.unit.module] = recorded.output_tensor.detach()
         if recorded.output_tensor is None or not isinstance(recorded.unit.place, int):
             return
         if recorded.operator == "norm" and recorded.first_input is not None:
             self.recorder.got(recorded.unit.module, recorded.first_input)
         self.recorder.gave(recorded.unit.module, recorded.output_tensor)
 
-    def _can_judge(self, recorded: RecordedCall, *others: Tensor, room: float = 4.0) -> bool:
-        """Whether the input, and what else it meets, is finite and not so large that a healthy module overflows."""
+    def _why_not(self, recorded: RecordedCall, *others: Tensor, room: float = 4.0) -> LawEvidence | None:
+        """None where the input, and what else it meets, is finite and so small that no healthy module overflows."""
         x = recorded.first_input
         if x is None or recorded.output_tensor is None or not x.is_floating_point() or x.numel() == 0:
-            return False
+            return LawEvidence()
         largest = min(torch.finfo(t.dtype).max for t in (x, recorded.output_tensor))  # unlike under autocast
-        if all(float(t.detach().abs().max()) < min(_HUGE, largest / room) for t in (x, *others)):
-            return True
-        self.add(recorded, LawEvidence(skipped=[_TOO_LARGE]))
-        return False
+        with host_arithmetic():
+            fits = all(float(t.detach().cpu().abs().max()) < min(_HUGE, largest / room) for t in (x, *others))
+        return None if fits else LawEvidence(skipped=[_TOO_LARGE])
 
-    def _all_linear(self, recorded: RecordedCall) -> bool:
-        """Whether every linear inside a module is one."""
+    def _not_all_linear(self, recorded: RecordedCall) -> LawEvidence | None:
+        """None where every linear inside a module is one."""
         if not any(name.startswith(f"{recorded.unit.module}.") for name in self.nonlinear):
-            return True
-        self.add(recorded, LawEvidence(skipped=["laws of a part with a linear that need not be linear"]))
-        return False
+            return None
+        return LawEvidence(skipped=["laws of a part with a linear that need not be linear"])
 
-    def _linear(self, recorded: RecordedCall) -> None:
-        self._record(recorded)
-        if recorded.unit.component == "mlp" and recorded.output_tensor is not None:
-            self._parts[recorded.unit.module] = recorded.output_tensor.detach()
+    def _linear(self, recorded: RecordedCall) -> LawEvidence:
         packed = recorded.unit.packed
         self.quantised |= bool(packed)
         why = _why_not_linear(recorded)
         if why:
             self.quantised = True
             self.nonlinear.add(recorded.unit.module)
-            self.add(recorded, LawEvidence(skipped=[f"laws of a linear: {why}"]))
-            return
-        if not self._can_judge(recorded):
-            return
+            return LawEvidence(skipped=[f"laws of a linear: {why}"])
+        unfit = self._why_not(recorded)
+        if unfit is not None:
+            return unfit
         call, biased = unbiased(recorded)
         x, y = recorded.tensors
         given = as_multiplied(x, y)
@@ -142,48 +179,50 @@ class LawDispatcher:
             linear.probe_suspect(own, base, found)
             if self.weights:
                 linear_checksums.read_weights_back(recorded, found)
-        self.add(recorded, found)
+        return found
 
-    def _norm(self, recorded: RecordedCall) -> None:
-        if isinstance(recorded.callee, nn.Module):
-            self._record(recorded)
-        if self._can_judge(recorded, room=1.0):  # its sums are kept in float32
-            self.add(recorded, norms.examine(recorded, weights=self.weights))
+    def _norm(self, recorded: RecordedCall) -> LawEvidence:
+        # Its sums are kept in float32.
+        return self._why_not(recorded, room=1.0) or norms.examine(recorded, weights=self.weights)
 
-    def _activation(self, recorded: RecordedCall) -> None:
-        if self._can_judge(recorded):
-            self.add(recorded, functions.examine_activation(recorded))
+    def _activation(self, recorded: RecordedCall) -> LawEvidence:
+        return self._why_not(recorded) or functions.examine_activation(recorded)
 
-    def _embedding(self, recorded: RecordedCall) -> None:
+    def _embedding(self, recorded: RecordedCall) -> LawEvidence | None:
         x = recorded.first_input
-        if x is not None and recorded.output_tensor is not None and not x.is_floating_point():
-            self.add(recorded, functions.examine_embedding(recorded, weights=self.weights))
+        if x is None or recorded.output_tensor is None or x.is_floating_point():
+            return None
+        return functions.examine_embedding(recorded, weights=self.weights)
 
-    def _mlp(self, recorded: RecordedCall) -> None:
-        self._record(recorded)
+    def _mlp(self, recorded: RecordedCall) -> LawEvidence | None:
         prefix = f"{recorded.unit.module}."
         parts = {name.removeprefix(prefix): y for name, y in self._parts.items() if name.startswith(prefix)}
         self._parts.clear()
-        if parts and not self.mixture and self._all_linear(recorded) and self._can_judge(recorded):
-            found = sublayers.examine_mlp(recorded, parts)
-            inside = {op for unit in self.anatomy.units if unit.place == recorded.unit.place for op in unit.operators}
-            found.facts.activation = "gelu" if "gelu" in inside else "silu"
-            self.add(recorded, found)
+        if not parts or self.mixture:
+            return None
+        unfit = self._not_all_linear(recorded) or self._why_not(recorded)
+        if unfit is not None:
+            return unfit
+        found = sublayers.examine_mlp(recorded, parts)
+        inside = {op for unit in self.anatomy.units if unit.place == recorded.unit.place for op in unit.operators}
+        found.facts.activation = "gelu" if "gelu" in inside else "silu"
+        return found
 
-    def _attention_module(self, recorded: RecordedCall) -> None:
-        self._record(recorded)
-        if self._all_linear(recorded) and self._can_judge(recorded):
-            self.add(recorded, sublayers.examine_attention(recorded, self.rotary, causal=self.causal))
+    def _attention_module(self, recorded: RecordedCall) -> LawEvidence:
+        given = (*recorded.args, *recorded.kwargs.values())
+        if any(type(value).__name__.endswith("Cache") for value in given):  # each call would write to it
+            return LawEvidence(skipped=["laws of attention: it is given a key-value cache"])
+        unfit = self._not_all_linear(recorded) or self._why_not(recorded)
+        return unfit or sublayers.examine_attention(recorded, self.rotary, causal=self.causal)
 
-    def _rotary(self, recorded: RecordedCall) -> None:
-        self.add(replace(recorded, operator="matmul"), self.rotary.examine(recorded))
+    def _rotary(self, recorded: RecordedCall) -> LawEvidence:
+        return self.rotary.examine(recorded)
 
     def _block(self, recorded: RecordedCall) -> None:
-        y = recorded.output_tensor
-        if y is not None and isinstance(recorded.unit.place, int):
+        x, y = recorded.first_input, recorded.output_tensor
+        if x is not None and y is not None and isinstance(recorded.unit.place, int):
             self.blocks[recorded.unit.place] = y.detach().cpu()
             with host_arithmetic():
-                x = input_of(recorded.args, recorded.kwargs)
                 self._given[recorded.unit.place] = x.detach().cpu()
                 self.residuals.see(self.recorder.block(recorded.unit, len(self.blocks), x, y))
         self.recorder.clear()
@@ -207,7 +246,7 @@ class LawDispatcher:
 
     # -- functions
 
-    def _product(self, recorded: RecordedCall) -> None:
+    def _product(self, recorded: RecordedCall) -> LawEvidence:
         """A product as a linear function of its first factor; the other one is fixed, what is added is left out."""
         name = getattr(recorded.callee, "__name__", "")
         added = name in ("baddbmm", "addmm")
@@ -216,15 +255,14 @@ class LawDispatcher:
             args[0] = torch.zeros_like(args[0])
         x = args[added] if len(args) > added else None
         factors = [arg for arg in recorded.args if isinstance(arg, Tensor) and arg.is_floating_point()]
-        if not self._can_judge(recorded, *factors) or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
-            return
+        unfit = self._why_not(recorded, *factors)
+        if unfit is not None or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
+            return unfit or LawEvidence()
         if name in ("einsum", "__rmatmul__"):
-            self.add(recorded, LawEvidence(skipped=[f"laws of products: {name}"]))
-            return
+            return LawEvidence(skipped=[f"laws of products: {name}"])
         y = recorded.tensors[1]
         if y.dim() < x.dim() or y.shape[-2] != x.shape[-2]:
-            self.add(recorded, LawEvidence(skipped=["laws of products: a matrix times a vector"]))
-            return
+            return LawEvidence(skipped=["laws of products: a matrix times a vector"])
         plain, biased = unbiased(replace(recorded, args=tuple(args)))
 
         def call(z: Tensor) -> Tensor:
@@ -241,22 +279,42 @@ class LawDispatcher:
         found, base = linear.examine(own, y if given is x and not (biased or added) else None)
         if found.broken:
             linear.probe_suspect(own, base, found)
-        self.add(recorded, found)
+        return found
 
-    def _softmax(self, recorded: RecordedCall) -> None:
-        if recorded.first_input is not None and recorded.first_input.is_floating_point():
-            self.add(recorded, functions.examine_softmax(recorded))
+    def _softmax(self, recorded: RecordedCall) -> LawEvidence | None:
+        floating = recorded.first_input is not None and recorded.first_input.is_floating_point()
+        return functions.examine_softmax(recorded) if floating else None
 
-    def _fused(self, recorded: RecordedCall) -> None:
-        if self._can_judge(recorded):
-            self.add(recorded, attention.examine(recorded))
+    def _fused(self, recorded: RecordedCall) -> LawEvidence:
+        return self._why_not(recorded) or attention.examine(recorded)
 
     def add(self, recorded: RecordedCall, found: LawEvidence) -> None:
+        if recorded.operator == ROTARY:
+            recorded = replace(recorded, operator="matmul")
         x, y = recorded.first_input, recorded.output_tensor
         level = SUBLAYER if recorded.operator in (ATTENTION_MODULE, MLP) else OPERATOR
         widths = [0 if t is None else t.shape[-1] for t in (x, y)]
         kind = f"{recorded.operator}, {widths[0]} to {widths[1]}"
         self.results.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
+
+
+def _of_the_class(found: LawEvidence, laws: Laws, recorded: RecordedCall) -> LawEvidence:
+    """What is left of broken laws when those that the class breaks on the host too are left out.
+
+    A whole sub-layer that does not run there is not judged: nothing says that it obeys them.
+    """
+    host = on_the_host(recorded)
+    own = None if host is None else laws(host)
+    if own is None:
+        whole = recorded.operator == ATTENTION_MODULE
+        return LawEvidence(skipped=["laws of attention: its class does not run on the host"]) if whole else found
+    not_laws = {result.law for result in own.results if result.broken}
+    if not not_laws:
+        return found
+    name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
+    skipped = [f"{law}: {name} does not obey it on the host either" for law in sorted(not_laws)]
+    kept = LawEvidence([result for result in found.results if result.law not in not_laws], found.facts, found.skipped)
+    return replace(kept, skipped=[*kept.skipped, *skipped])
 
 
 def site_of(recorded: RecordedCall) -> Site:
@@ -267,10 +325,14 @@ def site_of(recorded: RecordedCall) -> Site:
 
 def _why_not_linear(recorded: RecordedCall) -> str:
     """Why a module of that name need not be a linear function of its input; "" where nothing speaks for it."""
-    if not isinstance(recorded.callee, nn.Module) or recorded.unit.packed:
+    module = recorded.callee
+    if not isinstance(module, nn.Module):
         return ""
-    weight = getattr(recorded.callee, "weight", None)
+    if not given_one_tensor(recorded.args, recorded.kwargs):
+        return "it is given more than one tensor"
+    if recorded.unit.packed:
+        return ""
+    weight = getattr(module, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter):
         return f"a weight of the kind {type(weight).__name__} may round what it is given"
-    given = sum(isinstance(value, Tensor) for value in (*recorded.args, *recorded.kwargs.values()))
-    return "it is given more than one tensor" if given > 1 else ""
+    return "" if linear_formula(module) is not None else f"{type(module).__name__} computes {NOT_LINEAR}"

@@ -26,8 +26,9 @@ from noisescope.localization.laws.call_results import (
     floored,
     known_values,
 )
+from noisescope.localization.laws.repeated_calls import probe
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format
+from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows, rms
 from noisescope.probe.recorded_call import RecordedCall
 
@@ -47,14 +48,13 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
         return found
     call = recorded.again
     elsewhere = _on_host(recorded)
-    flat = z.reshape(-1)
-    rolled = call(flat.roll(1).reshape(z.shape))
-    repeat, minus = call(z), call(-z)
-    special = call(torch.tensor([math.nan, 0.0, 0.0, 0.0], dtype=z.dtype, device=z.device))
-    grid = _grid(z)
-    swept, swept_back = call(grid), call(-grid)
-    fine = grid.float() if z.dtype.itemsize < 4 else None
-    fine_swept = None if fine is None else (call(fine), call(-fine))
+    moved = probe(z, lambda t: t.reshape(-1).roll(1).reshape(t.shape))
+    rolled, repeat, minus = call(moved), call(z), call(probe(z, torch.neg))
+    special = call(probe(z, _nan_and_zeros))
+    grid = probe(z, _grid)
+    swept, swept_back = call(grid), call(probe(grid, torch.neg))
+    fine = probe(grid, Tensor.float) if z.dtype.itemsize < 4 else None
+    fine_swept = None if fine is None else (call(fine), call(probe(fine, torch.neg)))
     with host_arithmetic():
         first = host_rows(y).double()
         limit = 4 * number_format(y.dtype).ulp(first)
@@ -62,7 +62,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
         got, expected = host_rows(rolled).double().flatten(), first.flatten().roll(1)
         gap = torch.where(got.isnan() & expected.isnan(), 0.0, got - expected)
         found.add(floored(Law.ROW_ORDER, gap[None], limit.flatten().roll(1)[None], rms(first)))
-        out = special.detach().cpu().double()[None]
+        out = special.detach().cpu().double().reshape(1, -1)
         found.add(exact(Law.NAN_PASSES, out[:, :1], torch.full_like(out[:, :1], math.nan)))
         found.add(exact(Law.ZERO, out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first)))
         for inputs, forth, back in (
@@ -79,7 +79,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
             best = (fine, fine_swept[0]) if fine is not None and fine_swept is not None else (grid, swept)
             found.add(_shape(recorded.operator, host_rows(best[0]), host_rows(best[1])))
     if found.broken:
-        check_repeatability(call, z, y, flat.roll(1).reshape(z.shape), found.facts)
+        check_repeatability(call, z, y, moved, found.facts)
         with host_arithmetic():  # what the host's code makes of the same numbers: for the class only
             expected = elsewhere(host_rows(z).double())
             unit = number_format(y.dtype).ulp(torch.maximum(host_rows(z).double().abs(), expected.abs()))
@@ -91,7 +91,14 @@ def _grid(z: Tensor) -> Tensor:
     """A sweep from -12 to 12 in the shape and dtype of what the unit received."""
     steps = torch.linspace(-_WIDEST, _WIDEST, min(z.numel(), 4096), device="cpu")
     repeated = steps.repeat(-(-z.numel() // steps.numel()))[: z.numel()]
-    return repeated.reshape(z.shape).to(z.device, z.dtype)
+    return repeated.reshape(z.shape).to(z.dtype)
+
+
+def _nan_and_zeros(z: Tensor) -> Tensor:
+    """One NaN, and zeros."""
+    flat = torch.zeros_like(z).reshape(-1)
+    flat[0] = math.nan
+    return flat.reshape(z.shape)
 
 
 def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
@@ -139,7 +146,7 @@ def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
 
 def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> LawResult:
     """log(p'_j / p'_max) = factor log(p_j / p_max), within the rounding of probabilities and scores."""
-    form, u = number_format(p.dtype), WORK_ROUNDOFF
+    form, u = number_format(p.dtype), product_roundoff(p.dtype)
     a, b = p.detach().cpu().double(), other.detach().cpu().double()
     least = 2.0**form.least * math.exp(_LEAST_LOG)
     at = a.argmax(-1, keepdim=True)
@@ -167,14 +174,11 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
     if x is None or y is None or x.shape != y.shape or dim not in (-1, x.dim() - 1) or x.shape[-1] < 2:
         return LawEvidence(skipped=["softmax laws: not over the last dimension"])
     u, form = WORK_ROUNDOFF, number_format(y.dtype)
-    finite = x.clamp(-1e4, 1e4) if x.is_floating_point() else x
-    top = finite.amax(-1, keepdim=True)
-    low = (finite - top).clamp_min(-24.0)
-    step = 2.0 ** -(number_format(x.dtype).bits - 7)  # |scores| stay below 64, so this grid is exact in the dtype
-    grid = (low / step).round() * step
+    grid = probe(x, _scores_on_a_grid)
     repeat = recorded.again(x)
-    plain, shifted, doubled = recorded.again(grid), recorded.again(grid + 16.0), recorded.again(grid / 2)
-    single = recorded.again(grid[..., :1].contiguous())
+    plain, shifted = recorded.again(grid), recorded.again(probe(grid, lambda t: t + 16.0))
+    doubled = recorded.again(probe(grid, lambda t: t / 2))
+    single = recorded.again(probe(grid, lambda t: t[..., :1].contiguous()))
     with host_arithmetic():
         first = y.detach().cpu().double()
         again = repeat.detach().cpu().double()
@@ -194,12 +198,21 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
         one = single.detach().cpu().double().flatten(1)
         found.add(floored(Law.SINGLE_KEY, one - 1, torch.full_like(one, 4 * form.u), 1.0, ""))
     if found.broken:
-        check_repeatability(recorded.again, x, y, x.roll(1, -2) if x.dim() > 1 else None, found.facts)
+        other = probe(x, lambda t: t.roll(1, -2)) if x.dim() > 1 else None
+        check_repeatability(recorded.again, x, y, other, found.facts)
         with host_arithmetic():
             wide = x.detach().cpu().double().softmax(-1)
             limit = 8 * form.ulp(wide) + 8 * u * wide
             found.facts.expected = known_values(*(host_rows(t) for t in (y, wide, limit)))
     return found
+
+
+def _scores_on_a_grid(x: Tensor) -> Tensor:
+    """Scores with their maximum taken off, none below -24, on a grid on which sums are exact in their dtype."""
+    finite = x.clamp(-1e4, 1e4)
+    low = (finite - finite.amax(-1, keepdim=True)).clamp_min(-24.0)
+    step = 2.0 ** -(number_format(x.dtype).bits - 7)  # |scores| stay below 64
+    return (low / step).round() * step
 
 
 def _four(x: Tensor) -> Tensor:
@@ -212,17 +225,18 @@ def examine_embedding(recorded: RecordedCall, *, weights: bool) -> LawEvidence:
     found = LawEvidence()
     x, y = recorded.tensors
     plain = type(recorded.callee).forward is nn.Embedding.forward and recorded.callee.max_norm is None
-    flipped = recorded.again(x.flip(-1)) if plain and x.dim() else None
+    backwards = probe(x, lambda t: t.flip(-1)) if x.dim() else x
+    flipped = recorded.again(backwards) if x.dim() and y.shape[:-1] == x.shape else None
     repeat = recorded.again(x)
     with host_arithmetic():
         first = host_rows(y).double()
         found.add(exact(Law.REPEAT, host_rows(repeat).double(), first))
         if flipped is not None:
-            found.add(exact(Law.ROW_ORDER, host_rows(flipped.flip(-2)).double(), first))
+            found.add(exact(Law.ROW_ORDER, host_rows(flipped.detach().cpu().flip(-2)).double(), first))
         if weights and plain:
             table = recorded.callee.weight.detach().cpu()[x.detach().cpu().flatten()].double()
             found.add(exact(Law.STORED_NUMBERS, first, table))
             found.facts.expected = known_values(host_rows(y), table, torch.zeros_like(first))
     if found.broken:
-        check_repeatability(recorded.again, x, y, x.flip(-1), found.facts)
+        check_repeatability(recorded.again, x, y, backwards, found.facts)
     return found

@@ -26,6 +26,7 @@ from noisescope.localization.laws.call_results import (
     sampled_rows,
 )
 from noisescope.localization.laws.output_statistics import copies, measure
+from noisescope.localization.laws.repeated_calls import probe
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import (
     Z_MEAN,
@@ -69,8 +70,8 @@ class Linear:
     @property
     def rolled(self) -> Tensor | None:
         """x with its rows moved on by one, over all leading dimensions."""
-        rows = self.x.reshape(-1, self.x.shape[-1])
-        return rows.roll(1, 0).reshape(self.x.shape) if self.free_rows and len(rows) > 1 else None
+        many = self.free_rows and self.x.numel() > self.x.shape[-1]
+        return probe(self.x, moved_rows) if many else None
 
 
 def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
@@ -80,10 +81,10 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
     rolled = None if linear.rolled is None else call(linear.rolled)
     repeat = call(x)
     factor = scale_factor(x, base)
-    scaled = call(x * -factor)
+    scaled = call(probe(x, lambda t: t * -factor))
     parts = split(linear, random_half(x, _SEED)) if linear.additive else None
     zero, nan = _zero_and_nan(linear)
-    alone = call(x.reshape(-1, x.shape[-1])[:1]) if rolled is not None else None
+    alone = call(probe(x, lambda t: t.reshape(-1, t.shape[-1])[:1])) if rolled is not None else None
     with host_arithmetic():
         rows = sampled_rows(base)
         b, whole = host_rows(base)[rows].double(), host_rows(base)
@@ -103,7 +104,7 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
             found.skipped.append(f"{Law.SCALE_BY_TWO}: {why}")
         found.add(exact(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size))
         if nan is not None:
-            _nan_passes(host_rows(nan).double(), found)
+            _nan_passes(host_rows(nan)[: min(_NANS, x.shape[-1])].double(), found)
         if rolled is not None and alone is not None:
             _same_rows(Law.ROW_ORDER, host_rows(rolled), whole.roll(1, 0), squares.roll(1, 0), linear.terms, found)
             _same_rows(Law.BATCH_SIZE, host_rows(alone), whole[:1], squares[:1], linear.terms, found)
@@ -114,18 +115,25 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
     return found, base
 
 
+def moved_rows(x: Tensor) -> Tensor:
+    """x with its rows moved on by one, over all leading dimensions."""
+    return x.reshape(-1, x.shape[-1]).roll(1, 0).reshape(x.shape)
+
+
 def random_half(x: Tensor, seed: int) -> Tensor:
-    """A random half of the inner dimension."""
+    """A random half of the inner dimension, on the host."""
     coins = torch.rand(x.shape[-1], generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return (coins < 0.5).to(x.device)
+    return coins < 0.5
 
 
 def scale_factor(x: Tensor, y: Tensor) -> float:
     """2, or 1/2 where twice the numbers would not fit the dtype (float16), or 1 where halves would lose bits."""
-    largest = max(float(x.abs().nan_to_num(0.0).max()), float(y.abs().nan_to_num(0.0, posinf=0.0).max()))
-    if 2.5 * largest < torch.finfo(y.dtype).max:
-        return 2.0
-    return 0.5 if bool((x / 2 * 2 == x).all()) else 1.0
+    with host_arithmetic():
+        given = x.detach().cpu()
+        largest = max(float(t.detach().cpu().abs().nan_to_num(0.0, posinf=0.0).max()) for t in (given, y))
+        if 2.5 * largest < torch.finfo(y.dtype).max:
+            return 2.0
+        return 0.5 if bool((given / 2 * 2 == given).all()) else 1.0
 
 
 def allowed(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,39 +149,43 @@ def split(linear: Linear, mask: Tensor, *, bits: bool = True) -> tuple[Tensor, T
     bits=False makes x_1 a random half of the inner dimension instead, which leaves the bits of x as they are.
     """
     x = linear.x
-    if bits:
-        large = x * _PART  # x - fl(0.7 x) is exact (Sterbenz 1974)
-        part = torch.where(mask, large, x - large)
-    else:
-        part = torch.where(mask, x, torch.zeros_like(x))
-    rest = x - part
+    with host_arithmetic():
+        given = x.detach().cpu()
+        large = given * _PART  # x - fl(0.7 x) is exact (Sterbenz 1974)
+        first, second = (large, given - large) if bits else (given, torch.zeros_like(given))
+        part = torch.where(mask, first, second)
+        rest = given - part
+        if not linear.free_rows:
+            index = torch.arange(x.numel() // x.shape[-1])
+            parts = [part.to(x.device), rest.to(x.device)]
+        else:
+            rows = given.reshape(-1, x.shape[-1])
+            half = len(rows) // 2
+            if half == 0:
+                return None
+            both = [t.reshape(rows.shape)[:half] for t in (part, rest)]
+            joined = torch.cat([*both, rows[2 * half :]]).reshape(x.shape).to(x.device)
     if not linear.free_rows:
-        index = torch.arange(x.numel() // x.shape[-1])
-        return host_rows(linear.call(part)), host_rows(linear.call(rest)), index
-    rows = x.reshape(-1, x.shape[-1])
-    half = len(rows) // 2
-    if half == 0:
-        return None
-    new = rows.clone()
-    new[:half], new[half : 2 * half] = part.reshape(rows.shape)[:half], rest.reshape(rows.shape)[:half]
-    out = host_rows(linear.call(new.reshape(x.shape)))
+        return host_rows(linear.call(parts[0])), host_rows(linear.call(parts[1])), index
+    out = host_rows(linear.call(joined))
     return out[:half], out[half : 2 * half], torch.arange(half)
 
 
 def _zero_and_nan(linear: Linear) -> tuple[Tensor, Tensor | None]:
-    """f(0), and f of rows with one NaN each, at different inner indices."""
+    """f(0), and f of x with one NaN in some rows, at different inner indices, and zeros for the rest."""
     x = linear.x
-    if not linear.free_rows:
-        return linear.call(torch.zeros_like(x)), None
-    rows = x.reshape(-1, x.shape[-1])
-    zero = linear.call(torch.zeros_like(rows[:4]))
-    if not linear.additive:
+    zero = linear.call(probe(x, torch.zeros_like))
+    if not linear.free_rows or not linear.additive:
         return zero, None
-    count = min(len(rows), _NANS, x.shape[-1])
-    nans = torch.zeros_like(rows[:count])
-    at = torch.arange(count, device=x.device)
-    nans[at, at] = math.nan
-    return zero, linear.call(nans)
+    return zero, linear.call(probe(x, with_nans))
+
+
+def with_nans(x: Tensor, most: int = _NANS) -> Tensor:
+    """Zeros in the shape of x, with one NaN in each of the first rows."""
+    rows = torch.zeros_like(x).reshape(-1, x.shape[-1])
+    at = torch.arange(min(len(rows), most, x.shape[-1]))
+    rows[at, at] = math.nan
+    return rows.reshape(x.shape)
 
 
 def _nan_passes(out: Tensor, found: LawEvidence) -> None:
@@ -265,7 +277,7 @@ def _same_rows(law: Law, got: Tensor, expected: Tensor, squares: Tensor, terms: 
         found.add(LawResult(law, 0.0, elements=a.numel()))
         return
     own = squares[rows] * _CARRIED
-    floor = combination([a, b], [own, own], terms, got.dtype)
+    floor = combination([a, b], [own, own], terms, got.dtype, short=own)  # one row alone may have another kernel
     both_nan = a.isnan() & b.isnan()
     found.add(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
 
@@ -290,9 +302,9 @@ def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
     """
     x, call, facts = linear.x, linear.call, found.facts
     steady = check_repeatability(call, x, base, linear.rolled, facts)
-    again, minus, zero = call(x), call(-x), call(torch.zeros_like(x))
+    again, minus, zero = call(x), call(probe(x, torch.neg)), call(probe(x, torch.zeros_like))
     factor = scale_factor(x, base)
-    double = call(x * factor)
+    double = call(probe(x, lambda t: t * factor))
     halves = split(linear, random_half(x, _SEED + 1), bits=False) if linear.additive else None
     with host_arithmetic():
         rows = sampled_rows(base)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.formula_recognition import NormFormula, norm_formula
-from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_operators import given_one_tensor, host_arithmetic
 from noisescope.localization.laws.call_results import (
     TINY,
     LawEvidence,
@@ -27,8 +27,9 @@ from noisescope.localization.laws.call_results import (
     known_values,
     sampled_rows,
 )
+from noisescope.localization.laws.linear import moved_rows, with_nans
 from noisescope.localization.laws.output_statistics import Statistics, measure
-from noisescope.localization.laws.repeated_calls import unbiased
+from noisescope.localization.laws.repeated_calls import probe, unbiased
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format
 from noisescope.localization.tensors import distinct_rows, host_rows, rms
@@ -44,44 +45,63 @@ def examine(recorded: RecordedCall, *, weights: bool = False) -> LawEvidence:
     x, y = recorded.tensors
     if y.shape != x.shape:
         return LawEvidence(skipped=["norm laws: its output has another shape than its input"])
-    call, biased = unbiased(recorded)
-    base = call(x) if biased else y
-    flat = x.reshape(-1, x.shape[-1])
-    rolled_x = flat.roll(1, 0).reshape(x.shape)
-    rolled, repeat, minus = call(rolled_x), call(x), call(-x)
-    few = torch.zeros_like(flat[:4])
-    few[0, 0] = math.nan
-    special = call(few)
     formula = _formula(recorded)
-    drives = [] if formula is None else _drives(call, x, base)
+    call, biased = unbiased(recorded) if formula is not None else (recorded.again, False)
+    base = call(x) if biased else y
+    repeat = call(x)
     with host_arithmetic():
-        rows = sampled_rows(base, _FEWEST_ROWS)
-        whole, y0 = host_rows(base), host_rows(base)[rows].double()
+        whole = host_rows(base)
         found.add(exact(Law.REPEAT, host_rows(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
-        found.add(exact(Law.ODDNESS, host_rows(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
-        out = host_rows(special).double()
-        found.add(exact(Law.NAN_PASSES, out[:1], torch.full_like(out[:1], math.nan)))
-        found.add(exact(Law.ZERO, out[1:], torch.zeros_like(out[1:]), scale=rms(y0)))
-        found.add(_moved(x, host_rows(rolled)[rows], whole.roll(1, 0)[rows]))
-        _statistics(recorded, host_rows(x)[rows], whole[rows], found)
-        if formula is None:
-            found.skipped.append("laws of a norm's gains: no known formula")
-        elif len(rows) < _FEWEST_ROWS:
-            found.skipped.append(f"laws of a norm's gains: fewer than {_FEWEST_ROWS} rows")
-        else:
-            for drive in drives:
-                _one_gain([(law, host_rows(z)[rows], host_rows(out)[rows]) for law, z, out in drive], formula, found)
-            _right_numbers(recorded, host_rows(x)[rows], whole[rows], formula, found, weights=weights)
+    rolled_x = probe(x, moved_rows)
+    if formula is None:
+        found.skipped.append(f"laws of norms: {type(recorded.callee).__name__} has no known formula")
+    else:
+        _keep_formula(recorded, call, base, rolled_x, formula, found, weights=weights)
     if found.broken:
         check_repeatability(call, x, base, rolled_x, found.facts)
     return found
+
+
+def _keep_formula(
+    recorded: RecordedCall,
+    call: Callable[[Tensor], Tensor],
+    base: Tensor,
+    rolled_x: Tensor,
+    formula: NormFormula,
+    found: LawEvidence,
+    *,
+    weights: bool,
+) -> None:
+    """Laws that follow from the formula of a norm."""
+    x = recorded.tensors[0]
+    rolled, minus = call(rolled_x), call(probe(x, torch.neg))
+    special = call(probe(x, lambda t: with_nans(t, 1)))
+    drives = _drives(call, x, base)
+    with host_arithmetic():
+        rows = sampled_rows(base, _FEWEST_ROWS)
+        whole, y0 = host_rows(base), host_rows(base)[rows].double()
+        found.add(exact(Law.ODDNESS, host_rows(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
+        out = host_rows(special).double()
+        nans, zeros = out[:1], out[1:]
+        found.add(exact(Law.NAN_PASSES, nans, torch.full_like(nans, math.nan)))
+        if len(zeros):
+            found.add(exact(Law.ZERO, zeros, torch.zeros_like(zeros), scale=rms(y0)))
+        found.add(_moved(x, host_rows(rolled)[rows], whole.roll(1, 0)[rows]))
+        _statistics(recorded, formula, host_rows(x)[rows], whole[rows], found)
+        if len(rows) < _FEWEST_ROWS:
+            found.skipped.append(f"laws of a norm's gains: fewer than {_FEWEST_ROWS} rows")
+            return
+        for drive in drives:
+            _one_gain([(law, host_rows(z)[rows], host_rows(out)[rows]) for law, z, out in drive], formula, found)
+        _right_numbers(recorded, host_rows(x)[rows], whole[rows], formula, found, weights=weights)
 
 
 def _formula(recorded: RecordedCall) -> NormFormula | None:
     """None where it is not one of those known."""
     callee = recorded.callee
     if isinstance(callee, nn.Module):
-        return norm_formula(callee, recorded.tensors[0].shape[-1])
+        plain = given_one_tensor(recorded.args, recorded.kwargs)
+        return norm_formula(callee, recorded.tensors[0].shape[-1]) if plain else None
     given = [value for value in (*recorded.args[1:], recorded.kwargs.get("eps")) if isinstance(value, float)]
     name = getattr(callee, "__name__", "")
     if name not in ("layer_norm", "rms_norm"):
@@ -93,17 +113,22 @@ def _formula(recorded: RecordedCall) -> NormFormula | None:
 
 def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[list[tuple[Law, Tensor, Tensor]]]:
     """(law, input, output) at several scales of x; again with float32 numbers, whose rounding hides nothing."""
-    room = torch.finfo(x.dtype).max / 8 > float(x.abs().max())
+    with host_arithmetic():
+        room = torch.finfo(x.dtype).max / 8 > float(x.detach().cpu().abs().max())
     scales = {Law.NORM_SCALED_BY_FOUR: (4.0,), Law.NORM_SCALED: _FACTORS}
     factors = [(law, f if room else 1 / f) for law, several in scales.items() for f in several]
-    # How numbers are multiplied on the device does not matter: the law takes the product as it is.
-    drives = [[(Law.ONE_GAIN_PER_CHANNEL, x, base), *((law, x * f, call(x * f)) for law, f in factors)]]
+
+    def drive(start: Tensor, first: Tensor) -> list[tuple[Law, Tensor, Tensor]]:
+        inputs = [(law, probe(start, lambda t, f=f: t * f)) for law, f in factors]  # type: ignore[misc]
+        return [(Law.ONE_GAIN_PER_CHANNEL, start, first), *((law, z, call(z)) for law, z in inputs)]
+
+    drives = [drive(x, base)]
     if x.dtype.itemsize < 4:
-        wide = [(Law.ONE_GAIN_PER_CHANNEL, x.float()), *((law, x.float() * f) for law, f in factors)]
+        wide = probe(x, Tensor.float)
         with contextlib.suppress(RuntimeError):  # F.layer_norm with 16-bit weights takes 16-bit inputs only
-            outputs = [(law, z, call(z)) for law, z in wide]
-            if all(y.dtype == torch.float32 for _, _, y in outputs):
-                drives.append(outputs)
+            found = drive(wide, call(wide))
+            if all(y.dtype == torch.float32 for _, _, y in found):
+                drives.append(found)
     return drives
 
 
@@ -119,13 +144,13 @@ def _roundings(x: Tensor, y: Tensor) -> Tensor:
     return 4 * number_format(dtype).ulp(values) + 32 * WORK_ROUNDOFF * values.abs()
 
 
-def _statistics(recorded: RecordedCall, x: Tensor, y: Tensor, found: LawEvidence) -> None:
+def _statistics(recorded: RecordedCall, formula: NormFormula, x: Tensor, y: Tensor, found: LawEvidence) -> None:
     y = y.to(narrower(x.dtype, y.dtype))  # a norm that rounds before a gain of 1 has no more bits than that
     seen = measure(y[distinct_rows(x)])
-    weight = getattr(recorded.callee, "weight", None)
+    weight = _stored(recorded, formula)
     if seen.dead:  # a gain of 0 (or 1 + -1) is no fault, nor is an input that is 0
         excused = set((x.double() == 0).all(0).nonzero().flatten().tolist())
-        if isinstance(weight, Tensor) and weight.numel() == y.shape[-1]:
+        if weight is not None and weight.numel() == y.shape[-1]:
             gains = host_rows(weight.reshape(1, -1))[0].double()
             excused |= {c for c in seen.dead if float(gains[c]) in (0.0, -1.0)}
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
@@ -173,7 +198,7 @@ def _right_numbers(
     n, _ = normalised(x, formula)
     gains = _gains(y.double(), n)
     if weights:
-        gains = _stored_gains(recorded, gains, n, narrower(x.dtype, y.dtype), found)
+        gains = _stored_gains(recorded, formula, gains, n, narrower(x.dtype, y.dtype), found)
     dtype = narrower(x.dtype, y.dtype)
     found.facts.expected = known_values(y, gains * n, _limit(x, n, gains, dtype, formula))
 
@@ -211,11 +236,17 @@ def _explained(law: Law, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
     return replace(result, strength=strength, size=size, floor=float(floor.median()))
 
 
-def _stored_gains(recorded: RecordedCall, gains: Tensor, n: Tensor, dtype: torch.dtype, found: LawEvidence) -> Tensor:
+def _stored(recorded: RecordedCall, formula: NormFormula) -> Tensor | None:
+    """The gains that a norm module keeps."""
+    return formula.parameters_of(recorded.callee)[0] if isinstance(recorded.callee, nn.Module) else None
+
+
+def _stored_gains(
+    recorded: RecordedCall, formula: NormFormula, gains: Tensor, n: Tensor, dtype: torch.dtype, found: LawEvidence
+) -> Tensor:
     """The gains found against those stored, which are given back; those found where none can be read."""
-    weight = getattr(recorded.callee, "weight", None)
-    formula = norm_formula(recorded.callee, gains.numel()) if isinstance(recorded.callee, nn.Module) else None
-    if not isinstance(weight, Tensor) or weight.numel() != gains.numel() or formula is None:
+    weight = _stored(recorded, formula)
+    if weight is None or weight.numel() != gains.numel():
         return gains
     stored = host_rows(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
     form, u = number_format(dtype), WORK_ROUNDOFF

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.localization.block_wiring import PART, inner_modules
+from noisescope.localization.formula_recognition import copied_to_host, norm_formula, run_on_host
+from noisescope.localization.host_operators import host_arithmetic
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
 from noisescope.model.anatomy import ROTARY as ROTARY_KIND
 from noisescope.probe.unfused_attention import decomposed_config
@@ -30,6 +32,7 @@ MLP = "mlp"
 ROTARY = "rotary"
 WHOLES = (ATTENTION_MODULE, MLP, ROTARY, PART, "residual")
 
+_LARGEST_BUFFER = 1 << 20  # elements: larger ones (a cache) are not copied
 _ADDED = {"linear": ((2, "bias"),), "layer_norm": ((3, "bias"),)}  # arguments that a function adds at its end
 
 
@@ -60,6 +63,68 @@ def work(operator: str, given: Iterable[Any], y: Any) -> int:
     if operator == FUSED and len(tensors) > 1:
         return 2 * tensors[0].numel() * tensors[1].shape[-2]
     return 0
+
+
+def probe(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """An input for a repeated call, made of x on the host: the arithmetic of the device is under test as well."""
+    with host_arithmetic():
+        return make(x.detach().cpu()).to(x.device)
+
+
+def on_the_host(recorded: RecordedCall) -> RecordedCall | None:
+    """The same call made by the class's own code on the host, from copies; None where that code does not run there."""
+
+    def rerun(callee: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(callee, nn.Module):
+            y = run_on_host(callee, args, kwargs)
+            if y is None:
+                raise RuntimeError(f"{type(callee).__name__} does not run on the host")
+            return y
+        with host_arithmetic():
+            return callee(*args, **kwargs)
+
+    args, kwargs = copied_to_host(recorded.args), copied_to_host(recorded.kwargs)
+    try:
+        return replace(recorded, args=args, kwargs=kwargs, output=rerun(recorded.callee, *args, **kwargs), rerun=rerun)
+    except Exception:  # whatever a stranger's code raises, it does not run
+        return None
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """Attributes and buffers of a module and its children: some modules change them whenever they are called."""
+
+    attributes: dict[tuple[nn.Module, str], Any]
+    buffers: dict[tuple[nn.Module, str], tuple[Tensor, Tensor, int]]  # with a copy, and how often it was written to
+
+    @classmethod
+    def of(cls, callee: Any) -> ModuleState:
+        parts = list(callee.modules()) if isinstance(callee, nn.Module) else []
+        attributes = {
+            (part, name): value
+            for part in parts
+            for name, value in vars(part).items()
+            if value is None or isinstance(value, (bool, int, float, str))
+        }
+        own = {(part, name): b for part in parts for name, b in part._buffers.items() if b is not None}
+        small = {
+            key: b for key, b in own.items() if b.numel() <= _LARGEST_BUFFER and not (b.is_meta or b.is_inference())
+        }
+        with host_arithmetic():
+            return cls(attributes, {key: (b, b.clone(), b._version) for key, b in small.items()})
+
+    def restore(self) -> bool:
+        """Puts back what has changed; whether anything had."""
+        changed = False
+        for (part, name), value in self.attributes.items():
+            if vars(part).get(name) != value:
+                part.__dict__[name], changed = value, True
+        for (part, name), (buffer, before, version) in self.buffers.items():
+            if part._buffers.get(name) is not buffer or buffer._version != version:
+                with host_arithmetic():
+                    buffer.copy_(before)
+                part._buffers[name], changed = buffer, True
+        return changed
 
 
 @contextlib.contextmanager
@@ -100,11 +165,19 @@ def biases(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     """Every bias in a module, with zeros to replace it: laws such as f(0) = 0 then hold for biased modules too."""
     found = []
     for part in module.modules():
-        for name in ("bias", "in_proj_bias", "bias_k", "bias_v"):
+        for name in ("bias", "in_proj_bias", "bias_k", "bias_v", *_own_names_of_bias(part)):
             bias = part._parameters.get(name)
             if bias is not None and not bias.is_meta:
                 found.append((part, name, torch.zeros_like(bias, requires_grad=False)))
     return found
+
+
+def _own_names_of_bias(module: nn.Module) -> tuple[str, ...]:
+    """What a hand-written norm calls its bias, found by its formula."""
+    sizes = {p.shape for p in module._parameters.values() if p is not None}
+    own = next(iter(sizes)) if len(sizes) == 1 and not list(module.children()) else ()
+    formula = norm_formula(module, own[0]) if len(own) == 1 else None
+    return (formula.bias_name,) if formula is not None and formula.bias and formula.bias_name != "bias" else ()
 
 
 Handler = Callable[[RecordedCall], None]

@@ -108,9 +108,11 @@ class RelationResults:
     def verdict(self, forwards: float, asked: tuple[Site, ...] = ()) -> Verdict:
         suspects = ranked(_suspect(entry) for entry in sorted(self.suspects(), key=lambda e: e.order))
         tried = sum(len(entry.results) for entry in self.sites.values())
-        recorded = {entry.site.module for entry in self.sites.values() if entry.results}
-        untried = [entry.site for entry in self.sites.values() if entry.level == OPERATOR and not entry.results]
-        untried += [site for site in asked if site.module not in recorded]
+        # That something repeats itself says little: an operator of which no other law is known was not judged.
+        judged = {entry.site.module for entry in self.sites.values() if entry.results.keys() - {Law.REPEAT}}
+        operators = [entry for entry in self.sites.values() if entry.level == OPERATOR]
+        untried = [entry.site for entry in operators if not entry.results.keys() - {Law.REPEAT}]
+        untried += [site for site in asked if site.module not in judged]
         unseen = tuple(dict.fromkeys(site for site in untried if site.component != "router"))
         outcome = "faulty" if suspects else ("healthy" if tried and not unseen else "undecided")
         notes = [*self.notes, *(f"{text} ({count} x)" for text, count in sorted(self.skipped.items()))]

@@ -19,9 +19,21 @@ from noisescope.localization.formula_recognition import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.attention import masked_out
 from noisescope.localization.laws.call_results import TINY, LawEvidence, LawResult, exact, floored
-from noisescope.localization.laws.repeated_calls import adds_residual, biases, parameters_replaced, without_residual
+from noisescope.localization.laws.repeated_calls import (
+    adds_residual,
+    biases,
+    parameters_replaced,
+    probe,
+    without_residual,
+)
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, number_format, squares_from_split
+from noisescope.localization.roundoff_floors import (
+    WORK_ROUNDOFF,
+    Z_ELEMENT,
+    number_format,
+    product_roundoff,
+    squares_from_split,
+)
 from noisescope.localization.tensors import host_rows, rms
 from noisescope.model.anatomy import ROLES
 from noisescope.probe.recorded_call import RecordedCall
@@ -63,10 +75,10 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
             return call(z)
 
     base = call(x) if zeros or (plain is not recorded and adds_residual(recorded)) else y
-    minus, zero = call(-x), call(torch.zeros_like(x))
+    minus, zero = call(probe(x, torch.neg)), call(probe(x, torch.zeros_like))
     with host_arithmetic():
         b, odd, null = (_rows(t, attending) for t in (base, minus, zero))
-        u, scale = number_format(y.dtype).u, rms(b)
+        u, scale = _unit(y.dtype), rms(b)
         limit = _LOOSE * u * (b.abs() + scale)
         found.add(exact(Law.ODDNESS, odd, -b, round_off=limit))
         found.add(exact(Law.ZERO, null, torch.zeros_like(null), scale=scale))
@@ -88,10 +100,10 @@ def _attending(recorded: RecordedCall, x: Tensor) -> Tensor:
     for value in (*recorded.args, *recorded.kwargs.values()):
         # [B, H, T, S], B and H perhaps 1
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[::2] in ((1, x.shape[1]), x.shape[:2]):
-            attending &= ~masked_out(value).all(-1).all(1).cpu()
+            attending &= ~masked_out(value.detach().cpu()).all(-1).all(1)
     padding = recorded.kwargs.get("attention_mask")
     if isinstance(padding, Tensor) and padding.shape == x.shape[:2] and not padding.is_floating_point():  # 1 and 0
-        attending &= (padding != 0).cpu()
+        attending &= padding.detach().cpu() != 0
     return attending
 
 
@@ -114,26 +126,26 @@ def _closed_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 def _repeated_token(call: Again, x: Tensor, attending: Tensor) -> LawResult:
     """Every token the same gives every output the same."""
-    one = x[:, 1:2].expand_as(x).contiguous()
+    one = probe(x, lambda t: t[:, 1:2].expand_as(t).contiguous())
     out = call(one)
-    same, u = out.detach().cpu().double(), number_format(out.dtype).u
+    same, u = out.detach().cpu().double(), _unit(out.dtype)
     first = same[torch.arange(len(same)), attending.int().argmax(1)]  # of each sequence, [B, C]
     error, size = _rows(same - first[:, None], attending), rms(_rows(same, attending))
     limit = _LOOSE * u * size
     if float(error.abs().max()) > limit:
         # One rounding of the input is as good a measure as any of what one rounding of a probability costs.
-        limit += _LOOSE * rms(_rows(call(_jitter(one, u)), attending) - _rows(same, attending))
+        jittered = call(probe(one, lambda t: _jitter(t, u)))
+        limit += _LOOSE * rms(_rows(jittered, attending) - _rows(same, attending))
     return floored(Law.REPEATED_TOKEN, error, torch.full_like(error, limit) + 2.0**-60, size)
 
 
 def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> LawResult:
     """Later tokens changed leave earlier outputs alone."""
     late = x.shape[1] - x.shape[1] // 3
-    changed = x.clone()
-    changed[:, late:] = -2 * x[:, late:].flip(-1)
+    changed = probe(x, lambda t: torch.cat([t[:, :late], -2 * t[:, late:].flip(-1)], 1))
     earlier = attending & (torch.arange(x.shape[1]) < late)
     ahead, kept = (_rows(t, earlier) for t in (call(changed), base))
-    u = number_format(base.dtype).u
+    u = _unit(base.dtype)
     limit = _LOOSE * u * (kept.square().mean(-1, keepdim=True).sqrt() + kept.abs())
     return floored(Law.CAUSALITY, ahead - kept, limit, rms(kept))
 
@@ -141,21 +153,27 @@ def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> La
 def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> LawResult:
     """All positions moved on."""
     b = host_rows(base).double()
-    u, scale = number_format(base.dtype).u, max(rms(b), TINY)
+    u, scale = _unit(base.dtype), max(rms(b), TINY)
     error = rms(host_rows(call(x, position_embeddings=further)).double() - b)
     floor = 4 * u * scale
     if error > _ANSWERS * floor:  # what angles that are off by one rounding cost here
         size = max(u, last * 2.0**-24)
-        floor += rms(host_rows(call(x, position_embeddings=tuple(_jitter(t, size) for t in pair))).double() - b)
+        angles = tuple(probe(each, lambda t: _jitter(t, size)) for each in pair)
+        floor += rms(host_rows(call(x, position_embeddings=angles)).double() - b)
     floor *= _ANSWERS
     return LawResult(Law.POSITION_SHIFT, error / floor, error / scale, floor / scale, 1.0, (), b.numel())
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The largest round-off in a module of this dtype: that of its numbers, or of operands that are shortened."""
+    return max(number_format(dtype).u, product_roundoff(dtype))
 
 
 def _jitter(t: Tensor, size: float) -> Tensor:
     """t (1 +- size), signs from a fixed stream; a size that rounds away moves by one number of the dtype."""
     signs = torch.randint(0, 2, t.shape, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu") * 2 - 1
     step = max(size, 2 * number_format(t.dtype).u)
-    return (t.float() * (1 + step * signs.to(t.device))).to(t.dtype)
+    return (t.float() * (1 + step * signs)).to(t.dtype)
 
 
 def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence:
@@ -174,21 +192,22 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
         return skipped("the MLP's activation is not known to be one with a(z) - a(-z) = z")
     if biases(recorded.callee) or adds_residual(recorded):
         return skipped("the MLP adds biases or a residual")
-    product = (gate if up is None else gate * up).reshape(*x.shape[:-1], -1)
-    if not bool(product.isfinite().all()):
-        return skipped("its products overflow")
+    with host_arithmetic():
+        terms = [t.detach().cpu() for t in (gate, up) if t is not None]
+        product = math.prod(terms[1:], start=terms[0]).reshape(*x.shape[:-1], -1)
+        if not bool(product.isfinite().all()):
+            return skipped("its products overflow")
+        coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED))
+        signs = (2 * coins - 1).to(product.dtype)
+        inputs = [product.to(x.device), (product * signs).to(x.device)]  # the same terms with random signs
     found = LawEvidence()
     through: Again = functools.partial(recorded.rerun, children[down])
-    minus, expected = recorded.again(-x), through(product)
-    coins = torch.randint(0, 2, product.shape[-1:], generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
-    spread = through(product * (2 * coins - 1).to(product.device, product.dtype))  # the same terms with random signs
+    minus = recorded.again(probe(x, torch.neg))
+    expected, spread = (through(each) for each in inputs)
     with host_arithmetic():
         a, b, e = host_rows(y).double(), host_rows(minus).double(), host_rows(expected).double()
         error = a + b - e if up is not None else a - b - e
-        form, work = number_format(y.dtype), WORK_ROUNDOFF
-        u = form.u
-        if y.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-            u = number_format(torch.bfloat16).u  # the user lets operands be shortened
+        form, work, u = number_format(y.dtype), WORK_ROUNDOFF, _unit(y.dtype)
         flat = host_rows(product).double()
         squares = squares_from_split(host_rows(spread).double(), flat, torch.arange(len(flat)))
         # Each term is off by the roundings of activation and product, in three outputs, and by their sums.
@@ -251,14 +270,13 @@ class Rotary:
             cos, sin = recorded.repeat(*args, **kwargs)
             return cos, sin
 
-        further = call(like, positions + _SHIFT)
-        last = int(positions.max()) + _SHIFT
+        on = probe(positions, lambda t: t + _SHIFT)
+        further = call(like, on)
+        last = int(on.max())
         self._shifted[id(pair[0])] = (pair[0], further, last)
         again = call(like, positions)
-        wide = like if like.dtype.itemsize >= 4 else like.float()
-        fine, fine_further = (
-            ((pair[0], pair[1]), further) if wide is like else (call(wide, positions), call(wide, positions + _SHIFT))
-        )
+        wide = like if like.dtype.itemsize >= 4 else probe(like, Tensor.float)
+        fine, fine_further = ((pair[0], pair[1]), further) if wide is like else (call(wide, positions), call(wide, on))
         with host_arithmetic():
             for one, two in zip(again, pair, strict=True):
                 found.add(exact(Law.REPEAT, host_rows(one).double(), host_rows(two).double()))

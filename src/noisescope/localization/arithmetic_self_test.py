@@ -1,0 +1,268 @@
+"""A self-test of the device's elementwise arithmetic and copies, bit for bit against the host.
+
+Norms, activations, residual adds and rotations are made of these operations, and so are the inputs of a law: where a
+product is wrong, everything that multiplies is. So it comes first, and what alarms later may be its consequence. Each
+operation is called as models call it, by the ordinary torch functions and operators, on the shapes that this model has.
+IEEE arithmetic leaves nothing open: add, subtract, multiply and casts round correctly, and copies do not round. A
+quotient may be off by one unit in the last place, as some devices divide by a reciprocal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.classify import classify
+from noisescope.localization.error_pattern import Evidence, Pattern
+from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_products import Recomputed
+from noisescope.localization.judge import Judgement, judge
+from noisescope.localization.roundoff_floors import Reference, number_format
+from noisescope.localization.tensors import differing
+from noisescope.localization.verdict import Suspect, ranked
+from noisescope.sites import DEVICE, ELEMENTWISE, Site
+
+Operation = Callable[[Tensor, Tensor, Tensor], Tensor]  # of two tensors, and of indices of the last dimension but one
+
+_BATCH, _TOKENS = 2, 19  # no multiple of a vector's length
+_LARGEST_WIDTH = 8192
+COPY = "copy to the device and back"
+_SCORE = 100.0  # above every other suspect: they may all be consequences
+_FACTOR = 1.7  # a Python number that no dtype holds exactly
+_MADE_OF_THEM = frozenset({"norm", "silu", "gelu", "residual", "embedding"})  # operators that are elementwise inside
+
+
+@dataclass(frozen=True)
+class ArithmeticFault:
+    """One operation that the device gets wrong, where it is wrong by most."""
+
+    operation: str
+    shapes: tuple[str, ...]  # of those tried, such as "[B, T, C]"
+    dtypes: tuple[str, ...]
+    effect: str  # "results 2 % too large"
+    judgement: Judgement
+    pattern: Pattern
+
+    def __str__(self) -> str:
+        on = f"{' and '.join(self.shapes)} {' and '.join(self.dtypes)} tensors"
+        return f"the device's {self.operation} of {on} is wrong: {self.effect}"
+
+
+def _rows(at: Tensor, like: Tensor) -> Tensor:
+    """Indices of rows in the shape of a tensor."""
+    return at[:, None].expand_as(like)
+
+
+# What models call, each under its name; several forms are several code paths.
+OPERATIONS: Mapping[str, tuple[Operation, ...]] = {
+    COPY: (lambda a, b, at: a,),
+    "clone": (lambda a, b, at: a.clone(), lambda a, b, at: torch.empty_like(a).copy_(a)),
+    "transposed copy": (
+        lambda a, b, at: a.transpose(-1, -2).contiguous(),
+        lambda a, b, at: a.transpose(0, 1).contiguous(),
+        lambda a, b, at: a.transpose(0, 1).reshape(-1, a.shape[-1]),
+    ),
+    "cat": (lambda a, b, at: torch.cat([a, b], -1), lambda a, b, at: torch.cat([a, b], -2)),
+    "stack": (lambda a, b, at: torch.stack([a, b], 0), lambda a, b, at: torch.stack([a, b], -1)),
+    "index": (
+        lambda a, b, at: a[..., at, :],
+        lambda a, b, at: torch.index_select(a, -2, at),
+        lambda a, b, at: a[..., 1::2].contiguous(),
+        lambda a, b, at: torch.repeat_interleave(a, 2, 0),
+    ),
+    "gather": (lambda a, b, at: torch.gather(a, -2, _rows(at, a)),),
+    "scatter": (lambda a, b, at: torch.scatter(a, -2, _rows(at, a), b),),
+    "negate": (lambda a, b, at: -a, lambda a, b, at: torch.neg(a)),
+    "abs": (lambda a, b, at: torch.abs(a), lambda a, b, at: a.abs()),
+    "compare": (lambda a, b, at: a < b, lambda a, b, at: torch.ge(a, b), lambda a, b, at: a == a.flip(-1)),
+    "where": (
+        lambda a, b, at: torch.where(a < b, a, b),
+        lambda a, b, at: a.masked_fill(a < b, -3.0),
+        lambda a, b, at: torch.maximum(a, b),
+    ),
+    "add": (
+        lambda a, b, at: a + b,
+        lambda a, b, at: torch.add(a, b),
+        lambda a, b, at: a.clone().add_(b),
+        lambda a, b, at: a + b[..., :1, :],
+        lambda a, b, at: a + _FACTOR,
+    ),
+    "subtract": (lambda a, b, at: a - b, lambda a, b, at: torch.sub(a, b), lambda a, b, at: a - b[..., :1]),
+    "multiply": (
+        lambda a, b, at: a * b,
+        lambda a, b, at: torch.mul(a, b),
+        lambda a, b, at: a.mul(b),
+        lambda a, b, at: a.clone().mul_(b),
+        lambda a, b, at: a * b[..., :1, :],
+        lambda a, b, at: a * b[..., :1],
+        lambda a, b, at: a * _FACTOR,
+        lambda a, b, at: _FACTOR * a,
+    ),
+    "divide": (
+        lambda a, b, at: a / b,
+        lambda a, b, at: torch.div(a, b),
+        lambda a, b, at: a / b[..., :1],
+        lambda a, b, at: a / 3.0,
+    ),
+    "cast to float32": (lambda a, b, at: a.float(), lambda a, b, at: a.to(torch.float32)),
+    "cast to bfloat16": (lambda a, b, at: a.bfloat16(), lambda a, b, at: a.to(torch.bfloat16)),
+    "cast to float16": (lambda a, b, at: a.half(), lambda a, b, at: a.to(torch.float16)),
+}
+
+
+def self_test(
+    device: torch.device | str, dtype: torch.dtype, *, width: int, heads: int, seed: int = 0
+) -> list[ArithmeticFault]:
+    """Operations that the device gets wrong, on tensors of this width and number of heads, in the order tried."""
+    found: dict[str, list[ArithmeticFault]] = {}
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.no_grad():
+        for kind in dict.fromkeys((dtype, torch.float32)):
+            for name, shape in _shapes(min(width, _LARGEST_WIDTH), heads).items():
+                for fault in _wrong(torch.device(device), kind, name, shape, generator):
+                    found.setdefault(fault.operation, []).append(fault)
+    return [_joined(several) for several in found.values()]
+
+
+def self_test_of(model: nn.Module, *, seed: int = 0) -> list[ArithmeticFault]:
+    """The self-test on each device that a model's parameters lie on, in the dtype they have there."""
+    plain = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and not p.is_meta]
+    kinds = {p.device: p.dtype for p in reversed(plain)}
+    config = getattr(model, "config", None)
+    width = _setting(config, ("hidden_size", "n_embd", "d_model")) or max((p.shape[-1] for p in plain[:1]), default=64)
+    heads = _setting(config, ("num_attention_heads", "n_head", "encoder_attention_heads")) or 4
+    return [f for device, dtype in kinds.items() for f in self_test(device, dtype, width=width, heads=heads, seed=seed)]
+
+
+def _setting(config: Any, names: Iterable[str]) -> int | None:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def _shapes(width: int, heads: int) -> dict[str, tuple[int, ...]]:
+    size = max(2, width // heads)
+    return {
+        "[T, C]": (_TOKENS, width),
+        "[B, T, C]": (_BATCH, _TOKENS, width),
+        "[B, H, T, D]": (_BATCH, heads, _TOKENS, size),
+    }
+
+
+def _wrong(
+    device: torch.device, dtype: torch.dtype, shape_name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> Iterator[ArithmeticFault]:
+    with host_arithmetic():
+        a, b = (_numbers(shape, dtype, generator) for _ in range(2))
+        at = torch.randperm(shape[-2], generator=generator, device="cpu")
+    given = [t.to(device) for t in (a, b, at)]
+    for name, forms in OPERATIONS.items():
+        for form in forms:
+            try:
+                out = form(*given)
+                got = out.cpu()
+            except (RuntimeError, NotImplementedError, TypeError):  # the device has no such operation
+                continue
+            with host_arithmetic():
+                expected = form(a, b, at)
+                fault = _compared(name, got, expected)
+            if fault is not None:
+                kind = str(dtype).removeprefix("torch.")
+                yield dataclasses.replace(fault, shapes=(shape_name,), dtypes=(kind,))
+                if name == COPY:  # then nothing can be said of the others
+                    return
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Of all mantissas, between 1/64 and 64 in size, so that no product or quotient leaves the range of float16."""
+    powers = torch.rand(shape, generator=generator, device="cpu") * 12 - 6
+    signs = torch.randint(0, 2, shape, generator=generator, device="cpu") * 2 - 1
+    return (torch.exp2(powers) * signs).to(dtype)
+
+
+def _compared(name: str, got: Tensor, expected: Tensor) -> ArithmeticFault | None:
+    """None where both are the same numbers; quotients may be one unit in the last place apart."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        effect = f"{tuple(got.shape)} {got.dtype} came back, {tuple(expected.shape)} {expected.dtype} was expected"
+        judgement = Judgement({"exact": math.inf}, elements=expected.numel())
+        return ArithmeticFault(name, (), (), effect, judgement, Pattern("unknown", 0.5, "another shape or dtype"))
+    got, expected = (t.float() if t.dtype == torch.bool else t for t in (got, expected))
+    wide, right = got.double(), expected.double()
+    off = differing(wide, right)
+    if name == "divide":
+        off &= ~((wide - right).abs() <= number_format(expected.dtype).ulp(right))
+    if not bool(off.any()):
+        return None
+    width = expected.shape[-1]
+    right = torch.where(off, right, wide).reshape(-1, width)
+    recomputed = Recomputed(got.reshape(-1, width), Reference(right, (), exact=True))
+    judgement = judge(recomputed.y, recomputed.reference)
+    pattern = classify(Evidence.of("residual", recomputed, judgement))
+    return ArithmeticFault(name, (), (), _effect(wide[off], right.reshape(off.shape)[off], off), judgement, pattern)
+
+
+def _effect(got: Tensor, expected: Tensor, off: Tensor) -> str:
+    """How wrong results differ from right ones, in a few words."""
+    ratio = got / expected
+    middle = float(ratio.median())
+    steady = bool(ratio.isfinite().all()) and float((ratio - middle).abs().median()) < 0.1 * abs(middle - 1)
+    share = float(off.double().mean())
+    which = "results" if share > 0.99 else f"{share:.2%} of the results"
+    if steady and 0 < middle != 1:
+        return f"{which} {100 * abs(middle - 1):.2g} % too {'large' if middle > 1 else 'small'}"
+    gap = (got - expected).abs().nan_to_num(math.inf)
+    return f"{which} differ from the host's, by up to {float(gap.max()):.3g}"
+
+
+def _joined(faults: list[ArithmeticFault]) -> ArithmeticFault:
+    """Faults of one operation as one: the one with most wrong elements, with all shapes and dtypes."""
+    worst = max(faults, key=lambda fault: fault.judgement.bad / max(1, fault.judgement.elements))
+    shapes = tuple(dict.fromkeys(shape for fault in faults for shape in fault.shapes))
+    dtypes = tuple(dict.fromkeys(dtype for fault in faults for dtype in fault.dtypes))
+    return dataclasses.replace(worst, shapes=shapes, dtypes=dtypes)
+
+
+# -- suspects
+
+
+def with_self_test(faults: Iterable[ArithmeticFault], suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
+    """Suspects of a locator after those of the self-test; what is made of wrong operations is called a consequence."""
+    found = list(faults)
+    names = " and ".join(fault.operation for fault in found)
+    own = [_suspect(fault, number) for number, fault in enumerate(found)]
+    later = [_as_consequence(suspect, names) if found else suspect for suspect in suspects]
+    return ranked((*own, *later))
+
+
+def _suspect(fault: ArithmeticFault, number: int) -> Suspect:
+    pattern = fault.pattern
+    return Suspect(
+        Site(ELEMENTWISE, DEVICE, fault.operation),
+        pattern.fault_class,
+        0.99,
+        f"{fault}; {fault.judgement.words}; {pattern.text}",
+        _SCORE - 0.01 * number,
+        pattern.channels,
+        pattern.period,
+        {"shapes": list(fault.shapes), "dtypes": list(fault.dtypes), "class_confidence": pattern.confidence},
+    )
+
+
+def _as_consequence(suspect: Suspect, operations: str) -> Suspect:
+    site = suspect.site
+    if not (site.operator in _MADE_OF_THEM or site.tensor == "input" or site.place == "rotary"):
+        return suspect
+    evidence = f"{suspect.evidence}; likely a consequence of the device's {operations}"
+    return dataclasses.replace(suspect, evidence=evidence, details={**suspect.details, "consequence_of": operations})
+
+
+def self_test_note(faults: list[ArithmeticFault]) -> str:
+    """What the self-test says, for a verdict's notes."""
+    if faults:
+        return f"self-test of elementwise arithmetic: {'; '.join(str(fault) for fault in faults)}"
+    return f"self-test of elementwise arithmetic: {len(OPERATIONS)} kinds of operations are right bit for bit"
