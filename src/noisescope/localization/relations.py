@@ -38,7 +38,7 @@ from noisescope.localization.laws.results_by_site import MODEL, RelationResults
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.localization.verdict import Verdict
-from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
 from noisescope.model.forwards import evaluating
 from noisescope.model.loading import Subject
 from noisescope.probe.recorded_call import RecordedCall
@@ -103,8 +103,8 @@ class Search:
         self.flipped = {k: v.flip(0) if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
         self.narrowed = places is not None
         self.results = RelationResults()
-        self.causal = whole_model.is_causal(model)
-        self.dispatcher = LawDispatcher(anatomy, self.results, causal=self.causal, weights=weights, places=places)
+        causal = whole_model.is_causal(model)
+        self.dispatcher = LawDispatcher(anatomy, self.results, causal=causal, weights=weights, places=places)
         self.modules = module_anatomy(model, anatomy)
         self.functions, skipped = function_anatomy(model, anatomy)
         for why in skipped:
@@ -178,8 +178,10 @@ class Search:
     def _cache(self, logits: Tensor) -> float:
         """Causality and the cache of the whole model; the cost in forwards."""
         why = ""
-        if not self.causal or set(self.batch) != {"input_ids"}:
+        if not self.dispatcher.causal or set(self.batch) != {"input_ids"}:
             why = "not a causal language model on token ids alone"
+        elif not self._attention_is_causal():
+            why = "no attention module was seen to be causal by itself"
         elif self.batch["input_ids"].shape[1] < 3:
             why = "fewer than 3 tokens"
         elif self.dispatcher.mixture:
@@ -201,6 +203,12 @@ class Search:
         place = site or Site("linear", "lm_head", "")
         self.results.add(place, LawEvidence(list(found.values())), level=MODEL, kind="model")
         return 1.0
+
+    def _attention_is_causal(self) -> bool:
+        """Whether any attention module kept that law; what a model's name says need not be so."""
+        tried = [entry.results.get(Law.CAUSALITY) for entry in self.results.sites.values()]
+        attends = any(unit.kind == ATTENTION for unit in self.anatomy.units)
+        return not attends or any(result is not None and not result.broken for result in tried)
 
     # -- old data
 

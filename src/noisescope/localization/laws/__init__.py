@@ -1,10 +1,9 @@
 """The laws that `relations` tries: table.py lists them, one file per kind of operator says how each is tried.
 
 table.py                every law: what is done, what must follow, what it can't see
-evidence.py             what all laws of one call found; fault_classes.py: which class of fault that is
-roundoff.py             how far healthy arithmetic may be off where a law is not exact
-calls.py                a call as it was made, to be made again
-linear.py, weights.py, output_statistics.py, norms.py, functions.py, attention.py     operators
-sublayers.py, whole_model.py                                                          what lies between operators
-dispatcher.py           which laws are tried where; results.py: suspects and detection limits of all of them
+call_results.py         what all laws of one call found; fault_classes.py: which class of fault that is
+repeated_calls.py       a call made again, with inputs that the host made; what a module changes by that is put back
+linear.py, linear_checksums.py, output_statistics.py, norms.py, functions.py, attention.py     operators
+sublayers.py, whole_model.py                                                                   what lies between them
+dispatcher.py           which laws are tried where, and when they are not; results_by_site.py: suspects and limits
 """

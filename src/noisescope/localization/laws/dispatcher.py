@@ -113,7 +113,7 @@ class LawDispatcher:
             try:
                 found = laws(recorded)
                 if found is not None and found.broken and recorded.operator != MLP:
-                    found = _of_the_class(found, laws, recorded)
+                    found = self._of_the_class(found, laws, recorded)
             except Exception as error:  # a stranger's code may raise anything
                 found, why = None, f"raised {type(error).__name__} when it was called again"
             if before.restore():
@@ -125,6 +125,25 @@ class LawDispatcher:
                 self.add(recorded, found)
 
         return handler
+
+    def _of_the_class(self, found: LawEvidence, laws: Laws, recorded: RecordedCall) -> LawEvidence:
+        """What is left of broken laws when those that the class breaks on the host too are left out.
+
+        A whole sub-layer that does not run there is not judged: nothing says that it obeys them.
+        """
+        host = on_the_host(recorded)
+        own = None if host is None else laws(host)
+        if own is None:
+            whole = recorded.operator == ATTENTION_MODULE
+            return LawEvidence(skipped=["laws of attention: its class does not run on the host"]) if whole else found
+        not_laws = {result.law for result in own.results if result.broken}
+        if not not_laws:
+            return found
+        self.causal &= Law.CAUSALITY not in not_laws
+        name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
+        skipped = [f"{law}: {name} does not obey it on the host either" for law in sorted(not_laws)]
+        results = [result for result in found.results if result.law not in not_laws]
+        return replace(found, results=results, skipped=[*found.skipped, *skipped])
 
     # -- modules
 
@@ -296,25 +315,6 @@ class LawDispatcher:
         widths = [0 if t is None else t.shape[-1] for t in (x, y)]
         kind = f"{recorded.operator}, {widths[0]} to {widths[1]}"
         self.results.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
-
-
-def _of_the_class(found: LawEvidence, laws: Laws, recorded: RecordedCall) -> LawEvidence:
-    """What is left of broken laws when those that the class breaks on the host too are left out.
-
-    A whole sub-layer that does not run there is not judged: nothing says that it obeys them.
-    """
-    host = on_the_host(recorded)
-    own = None if host is None else laws(host)
-    if own is None:
-        whole = recorded.operator == ATTENTION_MODULE
-        return LawEvidence(skipped=["laws of attention: its class does not run on the host"]) if whole else found
-    not_laws = {result.law for result in own.results if result.broken}
-    if not not_laws:
-        return found
-    name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
-    skipped = [f"{law}: {name} does not obey it on the host either" for law in sorted(not_laws)]
-    kept = LawEvidence([result for result in found.results if result.law not in not_laws], found.facts, found.skipped)
-    return replace(kept, skipped=[*kept.skipped, *skipped])
 
 
 def site_of(recorded: RecordedCall) -> Site:

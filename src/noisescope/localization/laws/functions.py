@@ -225,14 +225,16 @@ def examine_embedding(recorded: RecordedCall, *, weights: bool) -> LawEvidence:
     found = LawEvidence()
     x, y = recorded.tensors
     plain = type(recorded.callee).forward is nn.Embedding.forward and recorded.callee.max_norm is None
-    backwards = probe(x, lambda t: t.flip(-1)) if x.dim() else x
+    axis = -1 if plain else 0  # where positions are made inside, the order of tokens counts
+    backwards = probe(x, lambda t: t.flip(axis)) if x.dim() else x
     flipped = recorded.again(backwards) if x.dim() and y.shape[:-1] == x.shape else None
     repeat = recorded.again(x)
     with host_arithmetic():
         first = host_rows(y).double()
         found.add(exact(Law.REPEAT, host_rows(repeat).double(), first))
         if flipped is not None:
-            found.add(exact(Law.ROW_ORDER, host_rows(flipped.detach().cpu().flip(-2)).double(), first))
+            back = flipped.detach().cpu().flip(-2 if plain else 0)
+            found.add(exact(Law.ROW_ORDER, host_rows(back).double(), first))
         if weights and plain:
             table = recorded.callee.weight.detach().cpu()[x.detach().cpu().flatten()].double()
             found.add(exact(Law.STORED_NUMBERS, first, table))

@@ -26,7 +26,7 @@ from noisescope.localization.laws.call_results import (
     sampled_rows,
 )
 from noisescope.localization.laws.output_statistics import copies, measure
-from noisescope.localization.laws.repeated_calls import probe
+from noisescope.localization.laws.repeated_calls import attempt, probe
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import (
     Z_MEAN,
@@ -84,7 +84,8 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
     scaled = call(probe(x, lambda t: t * -factor))
     parts = split(linear, random_half(x, _SEED)) if linear.additive else None
     zero, nan = _zero_and_nan(linear)
-    alone = call(probe(x, lambda t: t.reshape(-1, t.shape[-1])[:1])) if rolled is not None else None
+    one_row = None if rolled is None else probe(x, lambda t: t.reshape(-1, t.shape[-1])[:1])
+    alone = None if one_row is None else attempt(lambda: call(one_row))
     with host_arithmetic():
         rows = sampled_rows(base)
         b, whole = host_rows(base)[rows].double(), host_rows(base)
@@ -105,9 +106,12 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
         found.add(exact(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size))
         if nan is not None:
             _nan_passes(host_rows(nan)[: min(_NANS, x.shape[-1])].double(), found)
-        if rolled is not None and alone is not None:
+        if rolled is not None:
             _same_rows(Law.ROW_ORDER, host_rows(rolled), whole.roll(1, 0), squares.roll(1, 0), linear.terms, found)
+        if alone is not None:
             _same_rows(Law.BATCH_SIZE, host_rows(alone), whole[:1], squares[:1], linear.terms, found)
+        elif one_row is not None:
+            found.skipped.append(f"{Law.BATCH_SIZE}: the module does not take one row alone")
         if linear.channels:
             _statistics(linear, base, found)
         if not found.broken:

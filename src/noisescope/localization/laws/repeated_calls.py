@@ -71,6 +71,14 @@ def probe(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         return make(x.detach().cpu()).to(x.device)
 
 
+def attempt(call: Callable[[], Tensor]) -> Tensor | None:
+    """A call in another shape than the first: None where the module does not take it, so that other laws are tried."""
+    try:
+        return call()
+    except Exception:  # a stranger's code may raise anything
+        return None
+
+
 def on_the_host(recorded: RecordedCall) -> RecordedCall | None:
     """The same call made by the class's own code on the host, from copies; None where that code does not run there."""
 
