@@ -7,9 +7,9 @@ the host with the operators' recorded results in it (host_twin.py), and must mak
 call is judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the
 source.
 
-One batch; another batch, with fused attention taken apart into its operators; the first batch again, which shows what
-is not repeatable and what remembers the batch before. Then other shapes, and decode steps with the model's cache. A few
-more forwards where a fault inside attention asks for them.
+One batch; another one; the first again, which shows what is not repeatable and what remembers the batch before; the
+other again, with fused attention taken apart into its operators. Then other shapes, and decode steps with the model's
+cache. A few more forwards where a fault inside attention asks for them.
 """
 
 from __future__ import annotations
@@ -127,15 +127,17 @@ class AuditRun:
         return JudgedModel(self.model, self.phases, self.not_run, read)
 
     def base(self, workload: Workload, repeat: int) -> None:
-        """Two batches of one shape: attention as it is, taken apart, and the first again."""
+        """Two batches of one shape, the first again after the second, and the second with attention taken apart."""
         first, other = workload.inputs, workload.other
         assert other is not None
         number = self.log.forwards
         self._forward(first, keep_hashes=True, phase=workload.phase)
-        self._forward(other, opened=self._attention, phase=workload.phase)
+        self._forward(other, phase=workload.phase)
         for _ in range(1 + repeat):
             self._forward(first, number=number, repeated=True, phase=workload.phase)
-        self.phases += [workload.phase] * (3 + repeat)
+        if self._attention:
+            self._forward(other, number=number + 1, opened=self._attention, phase=workload.phase)
+        self.phases += [workload.phase] * (3 + repeat + bool(self._attention))
 
     def workload(self, workload: Workload) -> None:
         """A prefill and its decode steps; what the model can't run is named, unless the caller asked for it."""

@@ -235,7 +235,9 @@ def _about(found: Difference) -> About:
     elif found.before is not None and found.before is not node:
         made += f" after {found.before.module}"
     hint = None
-    if what == "mask":
+    if not found.got.is_floating_point() and what != "mask":
+        hint = Pattern("unknown", 1.0, "other indices than the code chooses")
+    elif what == "mask":
         hint = Pattern("mask", 0.95, "attention is given another mask than the model's code makes")
     elif what in ("keys", "queries") and _rotated(found):
         hint = Pattern("position", 0.8, f"{what} keep their length and point elsewhere, as with other angles")

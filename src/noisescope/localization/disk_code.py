@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -48,9 +50,24 @@ def _restored(cls: type) -> type:
     if disk is cls:
         return cls
     try:
-        return type(cls.__name__, (disk, cls), {"__module__": cls.__module__})
+        with _registries_kept():
+            return type(cls.__name__, (disk, cls), {"__module__": cls.__module__})
     except TypeError:  # their bases can't be put in one order
         return cls
+
+
+@contextmanager
+def _registries_kept() -> Iterator[None]:
+    """Classes of cache layers enter themselves into tables when they are defined: their copies must not."""
+    held = vars(sys.modules["transformers.cache_utils"]) if "transformers.cache_utils" in sys.modules else {}
+    tables = [value for name, value in held.items() if name.isupper() and isinstance(value, dict)]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
 
 
 @functools.cache
@@ -65,7 +82,8 @@ def _read_again(name: str) -> ModuleType | None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[apart] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        with _registries_kept():
+            spec.loader.exec_module(module)
     except Exception:  # a file that can't be run a second time is used as it is in memory
         del sys.modules[apart]
         return None

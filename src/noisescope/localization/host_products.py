@@ -265,7 +265,7 @@ def attention(
     scores = scores.masked_fill(hidden, -math.inf)
     top = scores.amax(-1, keepdim=True)
     p = torch.softmax(scores, -1).nan_to_num(0.0)
-    values = torch.matmul(p, v)
+    values, partial = _partial_sums(p, v.transpose(-1, -2))
     sum_error = ROUNDING_STD * u * math.sqrt(q.shape[-1] + 1) * (size + (scores.abs()).masked_fill(hidden, 0.0))
     short = shortened(dtype, rows.device)
     sum_error = sum_error + short.spread * size
@@ -274,7 +274,7 @@ def attention(
     spread = torch.matmul(weight, v.square()) - 2 * values * torch.matmul(weight, v)
     spread = (spread + values.square() * weight.sum(-1, keepdim=True)).clamp_min(0)
     pv = torch.matmul(p.square(), v.square())
-    spread = spread + (form.u**2 / 3 + short.spread**2) * pv + sum_spread(p.shape[-1], pv, values, u).square()
+    spread = spread + (form.u**2 / 3 + short.spread**2) * pv + sum_spread(p.shape[-1], pv + partial, values, u).square()
     grain = sum_grain(p.shape[-1], pv, values, max(u, short.spread))
     lean = short.lean * (values.abs() + pv.sqrt())
     if short.lean:  # scores that are all too small by one share make the probabilities more even
