@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,13 +15,17 @@ from noisescope.localization.audit_log import Alarm, AuditLog, Origin
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, Share
 from noisescope.localization.roundoff_floors import operand_bits
-from noisescope.localization.same_fault import in_all_layers
 from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.model.anatomy import Anatomy
 from noisescope.sites import FUSED, Place, Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")
 _PLACED = ("tile", "tail", "batch", "rows")  # classes that say which elements are wrong, whatever happens to them
+_NEARLY_ALL = 0.8  # of the places that have such an operator
+_FEWEST = 2
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
+
+Kind = Callable[[Site], Hashable]
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,73 @@ def _unrepeatable(log: AuditLog, site: Site) -> bool:
     """The same input gave another output, at the operator itself or at the fused call that holds it."""
     fused = {s.module for s in log.unrepeatable if s.operator == FUSED}
     return site in log.unrepeatable or (site.operator in _INSIDE and site.module in fused)
+
+
+# -- one kernel that is wrong in every layer is one suspect
+
+
+def in_all_layers(suspects: Sequence[Suspect], judged: Iterable[Site], anatomy: Anatomy) -> tuple[Suspect, ...]:
+    """Suspects of one operator with one class in nearly all layers as one; the others as they are.
+
+    First all calls of an operator (every linear), then those of one role (every q_proj). What is wrong in a few places
+    alone is never joined, so a fault of one layer keeps its place.
+    """
+    known = {*judged, *(suspect.site for suspect in suspects)}
+    for kind in (_by_operator, lambda site: (*_by_operator(site), _role(site, anatomy))):
+        suspects = _joined(suspects, known, kind)
+    return tuple(suspects)
+
+
+def _by_operator(site: Site) -> tuple[str, str]:
+    return site.operator, site.tensor
+
+
+def _role(site: Site, anatomy: Anatomy) -> tuple[str, int]:
+    """A module's name within its block, and which call of it."""
+    inside = isinstance(site.place, int)
+    prefix = anatomy.blocks[site.place] if isinstance(site.place, int) else ""
+    return (site.module.removeprefix(prefix) if inside else site.module), site.occurrence
+
+
+def _joined(suspects: Sequence[Suspect], known: set[Site], kind: Kind) -> list[Suspect]:
+    groups: dict[Hashable, list[Suspect]] = {}
+    for suspect in suspects:
+        groups.setdefault(kind(suspect.site), []).append(suspect)
+    swallowed: set[int] = set()
+    first: dict[int, Suspect] = {}
+    for key, group in groups.items():
+        # What enters an operator is judged only where it is wrong, so that its outputs tell how many there are.
+        total = {s for s in known if kind(dataclasses.replace(s, tensor="output")) == _as_output(key)}
+        places = {(s.place, s.module) for s in total if isinstance(s.place, int)}
+        name = Counter(s.fault_class for s in group if s.class_confidence > 0).most_common(1)
+        same = [s for s in group if name and (s.fault_class == name[0][0] or s.class_confidence == 0)]
+        layers = {(s.site.place, s.site.module) for s in same if isinstance(s.site.place, int)}
+        if len(layers) < max(_FEWEST, _NEARLY_ALL * len(places)) or len({place for place, _ in layers}) < _FEWEST:
+            continue
+        head = next(s for s in same if s.class_confidence > 0)
+        swallowed |= {id(s) for s in same}
+        first[id(head)] = _join(head, [s for s in same if s is not head])
+    return [first.get(id(s), s) for s in suspects if id(s) in first or id(s) not in swallowed]
+
+
+def _as_output(key: Hashable) -> Hashable:
+    return (key[0], "output", *key[2:]) if isinstance(key, tuple) else key
+
+
+def _join(head: Suspect, others: Sequence[Suspect]) -> Suspect:
+    sites = tuple(site for other in others for site in (other.site, *other.also))
+    layers = {site.place for site in sites if isinstance(site.place, int)} - {head.site.place}
+    modules = len({site.module for site in sites})
+    words = f"the same in {len(layers)} other layers"
+    if modules > len(layers):
+        words += f", {modules} other modules in all"
+    return dataclasses.replace(
+        head,
+        evidence=f"{head.evidence}; {words}",
+        score=max(s.score for s in (head, *others)),
+        also=(*head.also, *sites),
+        class_confidence=max(s.class_confidence for s in (head, *others)),
+    )
 
 
 # -- notes

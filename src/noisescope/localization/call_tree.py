@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.disk_code import restore_code
+from noisescope.localization.host_code import restore_code
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
@@ -246,3 +246,52 @@ def _place(name: str, blocks: dict[str, int], places: dict[str, Place]) -> Place
             return block
     inside = [place for unit, place in places.items() if not name or unit.startswith(f"{name}.")]
     return max(inside, key=place_order, default="lm_head")
+
+
+class Judged:
+    """Which modules and calls were judged, and why others were not."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.reasons: dict[str, dict[str, str]] = {}  # module -> phase -> why a call of it was not judged
+        self.calls: dict[tuple[Site, str], bool] = {}  # site and phase
+        self.work: dict[tuple[Site, str], float] = {}  # multiply-adds of each
+
+    def add(self, node: Node) -> None:
+        if node.is_module:
+            self.modules.add(node.module)
+            if node.phase in self.reasons.get(node.module, {}):  # no formula, but its code could be run
+                del self.reasons[node.module][node.phase]
+        self._count(node, judged=True)
+
+    def unknown(self, node: Node, reason: str) -> None:
+        if node.is_module:
+            self.reasons.setdefault(node.module, {})[node.phase] = reason
+        self._count(node, judged=False)
+
+    def reason(self, module: str) -> str:
+        """Why a module was not judged, or not in every phase; "" where it was."""
+        found = self.reasons.get(module)
+        if not found:
+            return ""
+        phase, why = next(iter(found.items()))
+        return why if module not in self.modules else f"in {phase}: {why}"
+
+    def _count(self, node: Node, *, judged: bool) -> None:
+        key = (node.site("output"), node.phase)
+        self.calls[key] = judged
+        self.work[key] = multiply_adds(node)
+
+
+def multiply_adds(node: Node) -> float:
+    """Of a product: of a linear, of the products inside attention, of a fused attention call."""
+    y = node.output
+    if not isinstance(y, Tensor) or node.operator not in ("linear", "matmul", "bmm", FUSED):
+        return 0.0
+    given = [x for _, x in tensors_in((node.args, node.kwargs))]
+    if not given or not given[0].dim():
+        return 0.0
+    if node.operator == FUSED:
+        keys = given[1].shape[-2] if len(given) > 1 else 0
+        return 2.0 * y.numel() * keys
+    return float(y.numel() * given[0].shape[-1])

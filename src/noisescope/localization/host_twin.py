@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.call_tree import Node, host_copy, is_state, leaves_in, mapped, tensors_in
-from noisescope.localization.disk_code import as_on_disk
-from noisescope.localization.exact_functions import is_exact
+from noisescope.localization.host_code import as_on_disk, is_exact
 from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
 from noisescope.localization.tensors import same_numbers
 from noisescope.model.forwards import device_of

@@ -1,0 +1,123 @@
+"""A tensor between modules that is not what the model's code makes of the operators' results: judged, and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from noisescope.localization.call_tree import Node, tensors_in
+from noisescope.localization.error_pattern import Pattern
+from noisescope.localization.host_products import Recomputed
+from noisescope.localization.host_twin import Difference
+from noisescope.localization.judge import Judgement
+from noisescope.localization.roundoff_floors import Reference, number_format
+from noisescope.localization.tensors import differing
+from noisescope.sites import FUSED
+
+_MOST_ELEMENTS = 1 << 23  # of a tensor that are judged; more rows than that are thinned out
+_PLACES_ONLY = ("tile", "tail", "batch", "rows", "unknown")  # classes that say where, and not what happened
+_ATTENTION_INPUTS = {"0.0": "queries", "0.1": "keys", "0.2": "values", "0.3": "mask", "1.attn_mask": "mask"}
+
+
+@dataclass(frozen=True)
+class About:
+    """What the data flow says of a wrong tensor: how it should be made, and a class that follows from where it goes."""
+
+    made: str
+    hint: Pattern | None = None
+
+    def refine(self, pattern: Pattern) -> Pattern:
+        """The hint counts where the numbers say less, or only which elements are wrong."""
+        found = pattern
+        less = pattern.fault_class in _PLACES_ONLY
+        if self.hint is not None and (less or self.hint.confidence > pattern.confidence):
+            text = f"{self.hint.text}; {pattern.text}" if pattern.text else self.hint.text
+            found = dataclasses.replace(
+                pattern, fault_class=self.hint.fault_class, confidence=self.hint.confidence, text=text
+            )
+        found.details["made_as"] = self.made
+        return found
+
+
+def about_difference(found: Difference) -> About:
+    node = found.node
+    what = _ATTENTION_INPUTS.get(found.path, "") if node.operator == FUSED else ""
+    made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
+    if found.source is not None:
+        made += f", which is what {found.source.module} gave"
+    elif found.before is not None and found.before is not node:
+        made += f" after {found.before.module}"
+    hint = None
+    if not found.got.is_floating_point() and what != "mask":
+        hint = Pattern("unknown", 1.0, "other indices than the code chooses")
+    elif what == "mask":
+        hint = Pattern("mask", 0.95, "attention is given another mask than the model's code makes")
+    elif what in ("keys", "queries") and _rotated(found):
+        hint = Pattern("position", 0.8, f"{what} keep their length and point elsewhere, as with other angles")
+    elif what in ("keys", "values") and found.got.shape[-2] > _queries(node):
+        hint = Pattern("stale data", 0.7, f"cached {what} are not what was written")
+    return About(made, hint)
+
+
+def _queries(node: Node) -> int:
+    """How many tokens a fused attention call asks for."""
+    query = next((x for _, x in tensors_in((node.args, node.kwargs))), None)
+    return 0 if query is None else query.shape[-2]
+
+
+def _rotated(found: Difference) -> bool:
+    """Whether the wrong rows have the norm that they should have."""
+    got, expected = found.got.double(), found.expected.double()
+    off = differing(found.got, found.expected).any(-1)
+    a, b = got.norm(dim=-1)[off], expected.norm(dim=-1)[off]
+    return bool(((a - b).abs() <= 0.02 * b).all()) if len(a) else False
+
+
+def same_difference(one: Difference, other: Difference) -> bool:
+    alike = one.tensor == other.tensor == "input" and one.got.shape == other.got.shape
+    return alike and torch.equal(one.got, other.got) and torch.equal(one.expected, other.expected)
+
+
+def as_recomputed(found: Difference) -> Recomputed:
+    """The difference as rows and channels; masks of booleans and indices as numbers."""
+    got, expected, limit = found.got, found.expected.double(), found.limit
+    if not got.is_floating_point() or got.dtype.itemsize < 2:
+        got = got.float()
+    if got.dim() == 0:
+        got, expected, limit = got[None], expected[None], None if limit is None else limit[None]
+    width = got.shape[-1]
+    got, expected = got.reshape(-1, width), expected.reshape(-1, width)
+    limit = None if limit is None else limit.reshape(-1, width)
+    step = max(1, -(-got.numel() // _MOST_ELEMENTS))
+    chosen = None
+    if step > 1:
+        off = differing(got.double(), expected).any(-1).nonzero().flatten()[: _MOST_ELEMENTS // max(1, width)]
+        chosen = torch.tensor(sorted({*off.tolist(), *range(0, len(got), step)}))
+        got, expected, limit = got[chosen], expected[chosen], None if limit is None else limit[chosen]
+    lead = tuple(found.got.shape[:-1])
+    reference = Reference(expected, (), exact=True)
+    if limit is not None:
+        reference = Reference(expected, (limit / 2,))  # the judge allows twice a bound
+    return Recomputed(got, reference, lead=lead, rows=chosen)
+
+
+def judge_within(recomputed: Recomputed) -> Judgement:
+    """Elements against their limits; means and bits of such code have no known null."""
+    y, reference = recomputed.y.double(), recomputed.reference
+    limit = 2 * reference.bound
+    error = (y - reference.values).abs()
+    finite = error.isfinite()
+    one_sided = y.isfinite() != reference.values.isfinite()
+    beyond = (error > limit) | one_sided
+    result = Judgement(elements=y.numel(), tests=y.numel())
+    result.bad, result.nonfinite = int(beyond.sum()), int(one_sided.sum())
+    result.channels = set(beyond.any(0).nonzero().flatten().tolist())
+    result.worst = float(torch.where(finite, error, 0.0).max())
+    form = number_format(recomputed.y.dtype)
+    result.worst_ulp = float(torch.where(finite, error / form.ulp(reference.values.nan_to_num()), 0.0).max())
+    result.strengths["element"] = float(torch.where(finite, error / limit.clamp_min(1e-300), 0.0).max())
+    result.strengths["non-finite"] = math.inf if result.nonfinite else 0.0
+    return result
