@@ -37,14 +37,16 @@ def test_a_fault_is_named(fault, dtype):
     assert (verdict.suspects[0].site.place, verdict.suspects[0].site.operator) == (5, "linear")
 
 
-def test_switching_tf32_on_is_seen():
-    """The audit knows float32; products of 10 bits are not that."""
+def test_tf32_that_is_allowed_is_no_alarm():
+    """The settings allow products of 10 bits: the floor is wider, and the verdict says so."""
     model = tiny_model("llama", layers=3).to("cuda").eval()
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert ns.locate(model, method="audit").verdict == "faulty"
+        verdict = ns.locate(model, method="audit")
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+    assert verdict.verdict == "healthy"
+    assert any("TF32" in note for note in verdict.notes)
 
 
 def test_passports_of_gpu_and_cpu_differ():
