@@ -26,7 +26,9 @@ from noisescope.localization.arithmetic_self_test import self_test_of, with_self
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.audit_verdict import JudgedModel, conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.localization.call_tree import (
+    CHOICE,
     CallTree,
+    ChoiceCalls,
     HostStates,
     Node,
     can_be_stacked,
@@ -35,6 +37,7 @@ from noisescope.localization.call_tree import (
     with_whole_modules,
 )
 from noisescope.localization.coverage import Phase
+from noisescope.localization.host_code import is_valid_choice
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
@@ -218,7 +221,7 @@ class AuditRun:
         def where(unit: Unit, operator: str) -> bool:
             return operator != FUSED or unit.module not in opened
 
-        with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy):
+        with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy), ChoiceCalls(tree):
             output = self.model(**inputs)
         with host_arithmetic():
             self._judge(tree, output, opened, defer=not (keep_hashes or repeated or opened))
@@ -232,6 +235,8 @@ class AuditRun:
                 self._defer(node)
             elif node.operator in _FORMULAS:
                 node.by_formula = self.log.call(node)
+            elif node.operator == CHOICE:
+                node.by_formula = is_valid_choice(node.callee, node.args, node.kwargs, node.output)
         for node in tree.nodes:  # a function's recorded results are answered all or none, so that none is mistaken
             unknown = {child.callee for child in node.children if not child.is_module and not child.by_formula}
             for child in node.children:

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from noisescope.localization.host_code import restore_code
+from noisescope.localization.host_code import CHOICES, restore_code
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
+
+CHOICE = "choice"  # a call of a function that sorts, or chooses the largest
 
 # The operator by which a module that is none itself is named, where its kind has one.
 _NAMES = {ATTENTION: FUSED, EXPERTS: "linear", ROUTER: "linear", ROTARY: "matmul"}
@@ -56,7 +59,7 @@ class Node:
 
     def site(self, tensor: str) -> Site:
         operator = self.operator
-        if operator == WHOLE:
+        if operator in (WHOLE, CHOICE):
             operator = _NAMES.get(self.unit.kind, "residual")
         return self.unit.site(operator, tensor=tensor, occurrence=self.occurrence)
 
@@ -90,11 +93,38 @@ class CallTree:
         self._open.append(node)
         self._events += 1
 
+    def chosen(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A choice that the code of the module that runs now has made."""
+        if not self._open:
+            return
+        parent = self._open[-1]
+        with torch._C.DisableTorchFunction():
+            given, named, result = self._states.on_host((args, kwargs, output))
+        node = Node(parent.unit, CHOICE, function, self._events, given, named, result, parent)
+        node.phase, node.shape, node.ended = self._phase, self._shape, self._events
+        parent.children.append(node)
+        self.nodes.append(node)
+        self._events += 1
+
     def end(self, call: RecordedCall) -> None:
         node = self._open.pop()
         node.output, node.ended = self._states.on_host(call.output), self._events
         self.nodes.append(node)
         self._events += 1
+
+
+class ChoiceCalls(TorchFunctionMode):
+    """Records sorts and choices of the largest in a tree: of equal numbers each device may put another first."""
+
+    def __init__(self, tree: CallTree) -> None:
+        super().__init__()
+        self._tree = tree
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in CHOICES:
+            self._tree.chosen(func, args, kwargs or {}, result)
+        return result
 
 
 class HostStates:
@@ -112,6 +142,8 @@ class HostStates:
         return mapped(value, _copied, self._counterpart)
 
     def _counterpart(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
         if not is_state(value):
             return value
         if id(value) not in self._known:
@@ -139,8 +171,8 @@ def mapped(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], A
         return tensor(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(each, tensor, other) for each in value))
-    if type(value) in (tuple, list):
-        return type(value)(mapped(each, tensor, other) for each in value)
+    if type(value) is list or isinstance(value, tuple):  # tuples of torch's own, as of a sort, too
+        return type(value)([mapped(each, tensor, other) for each in value])
     if isinstance(value, Mapping) and isinstance(value, dict):
         new = copy.copy(value)
         for key, each in value.items():

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisescope.localization.tensors import same_numbers
 
 _PACKAGE = "transformers."  # files of others may do anything when they are run again
 _FILES = ("modeling_", "cache_utils")  # a model's own code, and the caches
@@ -118,12 +124,68 @@ sqrt eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ equal logical_a
 bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ __xor__ any all isfinite isnan isinf nan_to_num bincount
 histc unique searchsorted bucketize count_nonzero leaky_relu hardtanh relu6 threshold lerp_
 """
+_WITH_NUMBERS = frozenset({"add", "sub", "mul", "multiply", "subtract"})
 _EXACT = frozenset(_SHAPES.split()) | frozenset(_SINGLE.split())
 
 
-def is_exact(function: Any) -> bool:
-    """Whether its result depends on no order of summation and on no approximation. Unknown functions are not."""
+def is_exact(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether its result depends on no order of summation and on no approximation. Unknown functions are not.
+
+    Python numbers: some devices round them to the tensor's dtype first, and divide by multiplying by the reciprocal.
+    """
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):  # attributes such as shape, dtype, grad
         return True
-    return name in _EXACT
+    if name not in _EXACT:
+        return False
+    numbers = [arg for arg in args if isinstance(arg, float)]
+    short = any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype.itemsize == 2 for arg in args)
+    if numbers and "div" in name:
+        return all(math.frexp(number)[0] in (0.5, -0.5) for number in numbers)
+    return not (numbers and short and name.strip("_").lstrip("ri") in _WITH_NUMBERS) or all(map(_in_few_bits, numbers))
+
+
+def _in_few_bits(number: float) -> bool:
+    """Whether bfloat16 and float16 hold a number exactly."""
+    return not math.isfinite(number) or float(torch.tensor(number, dtype=torch.bfloat16)) == number
+
+
+CHOICES = frozenset({"sort", "argsort", "topk", "max", "min", "argmax", "argmin"})
+
+
+def is_valid_choice(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+    """Whether a device sorted, or chose the largest, rightly: of equal numbers any may come first."""
+    x: Any = args[0] if args else kwargs.get("input")
+    given = output if isinstance(output, tuple) else (output,)
+    try:
+        with torch._C.DisableTorchFunction():
+            expected = function(*args, **kwargs)
+            wanted = expected if isinstance(expected, tuple) else (expected,)
+            if given[-1].is_floating_point():  # the largest alone, without its index
+                return all(map(same_numbers, given, wanted))
+            dim = _dimension(function.__name__, x, args, kwargs)
+            flat = x.reshape(-1) if dim is None else x
+            got, own = (flat.gather(dim or 0, _as_index(each[-1], flat, dim)) for each in (given, wanted))
+    except (RuntimeError, TypeError, IndexError, ValueError, AttributeError):  # another form of call than these
+        return False
+    distinct = True
+    if function.__name__ in ("sort", "argsort", "topk"):
+        order = given[-1].sort(dim if dim is not None else -1).values
+        distinct = bool((order.diff(dim=dim if dim is not None else -1) != 0).all())
+    return distinct and same_numbers(got, own) and all(map(same_numbers, given[:-1], wanted[:-1]))
+
+
+def _dimension(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Along which the choice is made; None for the whole tensor."""
+    at = 2 if name == "topk" else 1
+    found = kwargs.get("dim", args[at] if len(args) > at else None)
+    if isinstance(found, int) and not isinstance(found, bool):
+        return found % max(1, x.dim())
+    return max(0, x.dim() - 1) if name in ("sort", "argsort", "topk") else None
+
+
+def _as_index(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:
+    """Indices in a form that gather takes: a chosen one lost its dimension."""
+    if dim is None:
+        return indices.reshape(1)
+    return indices if indices.dim() == x.dim() else indices.unsqueeze(dim)
