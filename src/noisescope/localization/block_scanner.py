@@ -7,7 +7,7 @@ kurtosis      log(kurtosis of y / kurtosis of x), all elements together: limits 
 pile_up       outermost of 100 bins of y less the mean of the third and fourth, in standard errors; the larger side
 mean_shift    median of d over 1.4826 MAD of d: a constant added to everything
 gain          log(std of what 0.1 std(x) of noise on x does to y / std of that noise), by calling the block again
-bookkeeping   elements of y that are not the sum of what the block was given and what its modules gave, bit for bit
+bookkeeping   elements of y that are not what the block's code makes of what its modules gave, bit for bit
 instability   std of the difference of y in two runs of one batch, over std(y)
 ============  =================================================================================================
 
@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.block_wiring import OUT, PART, Recorder, Residuals, inner_modules
+from noisescope.localization.data_flow import BlockFlow, as_recomputed, flow_in_blocks
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.tensors import host_rows, on_host, same_numbers
-from noisescope.model.anatomy import MODULE, Anatomy, Unit
+from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import without_cache
 from noisescope.probe.watch import RecordedCall, watch
 
@@ -42,10 +42,10 @@ _FLOOR = 1e-12
 
 @dataclass(frozen=True)
 class Failure:
-    """A block whose output is not the sum that it should be."""
+    """A block in which something is not what its code makes of what its modules gave."""
 
     layer: int
-    form: str
+    code: str  # its class
     recomputed: Recomputed
 
 
@@ -57,7 +57,7 @@ class Readings:
     instability: dict[int, float] = field(default_factory=dict)
     unstable: set[int] = field(default_factory=set)  # the same input, bit for bit, gave another output
     failures: dict[int, Failure] = field(default_factory=dict)  # the first of each block
-    unknown: set[int] = field(default_factory=set)  # blocks whose output is no sum that is known here
+    unknown: set[int] = field(default_factory=set)  # blocks whose code can't be run on the host
     elements: int = 0  # compared by bookkeeping
     forwards: float = 0.0
 
@@ -67,12 +67,12 @@ class Scanner:
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, *, which: frozenset[str], seed: int) -> None:
         self.model = model
-        self._anatomy = _with_parts(model, anatomy)
+        self._whole = anatomy
+        blocks = tuple(unit for unit in anatomy.units if unit.operators == ("residual",))
+        self._anatomy = dataclasses.replace(anatomy, units=blocks)
         self.which = which
         self.results = Readings()
         self._generator = torch.Generator("cpu").manual_seed(seed)
-        self._residuals = Residuals()
-        self._recorder = Recorder(model)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # x and y [R, C] of the first run of a batch
         self._seen: set[int] = set()
         self._first = True
@@ -81,38 +81,37 @@ class Scanner:
     def run(self, batch: dict[str, Any], *, repeated: bool = False) -> None:
         """One forward; a repeated one is compared with the one before, and its profiles are not read again."""
         self._first, self._seen = not repeated, set()
-        self._residuals.next_pass()
-        with watch(self.model, self._on_call, lambda unit, operator: True, repeated=True, anatomy=self._anatomy):
-            self.model(**without_cache(self.model), **batch)
-        self.results.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
-        for block, target, form, recomputed in self._residuals.failures():
-            if target == OUT and isinstance(block.unit.place, int):
-                failure = Failure(block.unit.place, " + ".join(form), recomputed)
-                self.results.failures.setdefault(block.unit.place, failure)
-        self.results.unknown |= {b.unit.place for b in self._residuals.unknown() if isinstance(b.unit.place, int)}
 
-    def _on_call(self, call: RecordedCall) -> None:
-        if call.operator == "residual":
-            self._on_block(call)
-        elif call.output_tensor is not None and "bookkeeping" in self.which:
-            with host_arithmetic():
-                self._recorder.gave(call.unit.module, call.output_tensor)
+        def scan() -> None:
+            with watch(self.model, self._on_block, lambda unit, operator: True, repeated=True, anatomy=self._anatomy):
+                self.model(**without_cache(self.model), **batch)
+
+        if "bookkeeping" in self.which:
+            self._bookkeeping(flow_in_blocks(self.model, self._whole, scan))
+        else:
+            scan()
+        self.results.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
+
+    def _bookkeeping(self, calls: list[BlockFlow]) -> None:
+        """The code of each block on the host, around what its modules gave."""
+        for flow in calls:
+            layer = int(flow.unit.place)
+            self.results.elements += flow.output.numel()
+            if flow.problem:
+                self.results.unknown.add(layer)
+            for difference in flow.differences[:1]:
+                failure = Failure(layer, type(difference.inside.callee).__name__, as_recomputed(difference))
+                self.results.failures.setdefault(layer, failure)
 
     def _on_block(self, call: RecordedCall) -> None:
         layer, x, y = call.unit.place, call.first_input, call.output_tensor
         fresh = self._again or layer not in self._seen
         if not isinstance(layer, int) or x is None or y is None or x.shape != y.shape or not fresh:
-            self._recorder.clear()
             return
         self._seen.add(layer)
+        if self._again:
+            return
         with host_arithmetic():
-            if "bookkeeping" in self.which:
-                block = self._recorder.block(call.unit, len(self._seen), x, y)
-                self.results.elements += y.numel()
-                self._residuals.see(block)
-            self._recorder.clear()
-            if self._again:
-                return
             before, after = (host_rows(t).clone() for t in (x, y))
             if self._first:
                 self._kept[layer] = (before, after)
@@ -191,10 +190,3 @@ def mean_shift(x: Tensor, y: Tensor) -> float:
 def _wide(h: Tensor) -> Tensor:
     """float64, and finite: what is not finite is bookkeeping's business."""
     return h.double().nan_to_num(0.0, posinf=0.0, neginf=0.0)
-
-
-def _with_parts(model: nn.Module, anatomy: Anatomy) -> Anatomy:
-    """Blocks, and the modules with weights inside them: nothing else is listened to."""
-    blocks = (unit for unit in anatomy.units if unit.operators == ("residual",))
-    parts = (Unit(name, MODULE, place, "", (PART,)) for place, name, _ in inner_modules(model, anatomy))
-    return dataclasses.replace(anatomy, units=(*parts, *blocks))

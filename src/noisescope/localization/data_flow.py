@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from noisescope.localization.call_tree import Node, tensors_in
+from noisescope.localization.call_tree import CallTree, ChoiceCalls, HostStates, Node, tensors_in, with_whole_modules
 from noisescope.localization.error_pattern import Pattern
+from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.host_twin import Difference
+from noisescope.localization.host_twin import Comparison, Difference, HostTwin
 from noisescope.localization.judge import Judgement
 from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.localization.tensors import differing
+from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.probe.watch import watch
 from noisescope.sites import FUSED
 
 _MOST_ELEMENTS = 1 << 23  # of a tensor that are judged; more rows than that are thinned out
@@ -121,3 +127,35 @@ def judge_within(recomputed: Recomputed) -> Judgement:
     result.strengths["element"] = float(torch.where(finite, error / limit.clamp_min(1e-300), 0.0).max())
     result.strengths["non-finite"] = math.inf if result.nonfinite else 0.0
     return result
+
+
+# -- blocks alone, for locators that look at nothing else between operators
+
+
+@dataclass(frozen=True)
+class BlockFlow:
+    """One call of a block, and what its code makes on the host of what its modules gave."""
+
+    unit: Unit
+    output: Tensor
+    differences: tuple[Difference, ...]
+    problem: str
+
+
+def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -> list[BlockFlow]:
+    """Every call of a block while `run` runs the model, in the order of the calls."""
+    tree, found = CallTree(HostStates()), list[BlockFlow]()
+    everything = with_whole_modules(model, anatomy)
+    with watch(model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=everything), ChoiceCalls(tree):
+        run()
+
+    def report(node: Node, compared: Comparison) -> None:
+        y = next((x for _, x in tensors_in(node.output)), None)
+        if y is not None and isinstance(node.unit.place, int):
+            found.append(BlockFlow(node.unit, y, tuple(compared.differences), compared.problem))
+
+    with host_arithmetic():
+        for node in tree.nodes:
+            node.by_formula = node.operator != "residual"
+        HostTwin(model).follow(tree.nodes, report)
+    return found

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import unknown
 from noisescope.localization.arithmetic_self_test import self_test_note, self_test_of, with_self_test
-from noisescope.localization.block_wiring import OUT
+from noisescope.localization.data_flow import as_recomputed, flow_in_blocks
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
 from noisescope.localization.laws import whole_model
@@ -118,10 +118,11 @@ class Search:
         flipped = whole_model.answer(whole_model.run(self.model, self.flipped))
         with Listening(self.model, self.functions, dispatcher.at_functions) as functions:
             again = whole_model.answer(whole_model.run(self.model, self.batch))
-        forwards = 3 + (modules.extra + functions.extra) / max(1, modules.natural + functions.natural)
+        forwards = 4 + (modules.extra + functions.extra) / max(1, modules.natural + functions.natural)
         with host_arithmetic():
             repeats = whole_model.repeatability(first, flipped, again)
-            self._block_sums()
+        self._block_sums()
+        with host_arithmetic():
             self.results.forgive_the_stack()
         self._self_test(repeats)
         if any(result.broken for result in repeats.values()) and not self.results.suspects():
@@ -149,31 +150,23 @@ class Search:
             self.results.notes.append("self-test: the model repeats itself bit for bit, in any batch order")
 
     def _block_sums(self) -> None:
-        """Blocks are the sum of their parts, bit for bit."""
-        residuals = self.dispatcher.residuals
-        unknown = [(block, "its output is no plain sum of tensors seen") for block in residuals.unknown()]
-        unknown += [(block, "it is made otherwise than the others") for block, *_ in residuals.odd()]
-        open_still = {block.unit.place for block, _ in unknown}
-        if residuals.forms.get(OUT):
-            for index, y in self.dispatcher.blocks.items():
-                if not self.dispatcher.wanted(index) or index in open_still:
-                    continue
-                kept = LawEvidence([LawResult(Law.SUM_OF_PARTS, 0.0, elements=y.numel())])
-                site = Site("residual", index, self.anatomy.blocks[index])
-                self.results.add(site, kept, kind="residual", width=y.shape[-1])
-        for block, target, _, recomputed in residuals.failures():
-            if not self.dispatcher.wanted(block.unit.place):
+        """A block gives what its code makes of what its modules gave, bit for bit."""
+        for flow in flow_in_blocks(self.model, self.anatomy, lambda: whole_model.run(self.model, self.batch)):
+            site, width = flow.unit.site("residual"), flow.output.shape[-1]
+            if not self.dispatcher.wanted(flow.unit.place):
                 continue
-            result = exact(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
-            if target != OUT:
-                result = replace(result, words=f"the sum that enters {target.removesuffix('.in')} is off")
-            facts = replace(self.dispatcher.block_facts(block.unit.place), expected=recomputed)
-            found = LawEvidence([result], facts)
-            self.results.add(block.unit.site("residual"), found, kind="residual", width=recomputed.y.shape[-1])
-        for block, why in unknown:
-            if self.dispatcher.wanted(block.unit.place):
-                skipped = LawEvidence(skipped=[f"{Law.SUM_OF_PARTS}: {why}"])
-                self.results.add(block.unit.site("residual"), skipped, kind="residual")
+            if flow.problem:
+                self.results.add(site, LawEvidence(skipped=[f"{Law.SUM_OF_PARTS}: {flow.problem}"]), kind="residual")
+                continue
+            kept = LawEvidence([LawResult(Law.SUM_OF_PARTS, 0.0, elements=flow.output.numel())])
+            self.results.add(site, kept, kind="residual", width=width)
+            for difference in flow.differences:
+                recomputed = as_recomputed(difference)
+                result = exact(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
+                if difference.tensor == "input":
+                    result = replace(result, words=f"what enters {difference.node.module} is off")
+                facts = replace(self.dispatcher.block_facts(flow.unit.place), expected=recomputed)
+                self.results.add(site, LawEvidence([result], facts), kind="residual", width=width)
 
     def _cache(self, logits: Tensor) -> float:
         """Causality and the cache of the whole model; the cost in forwards."""

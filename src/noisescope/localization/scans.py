@@ -165,7 +165,9 @@ def _broken(anatomy: Anatomy, failure: Failure, results: Readings) -> Suspect:
     name = pattern.fault_class
     if failure.layer in results.unstable and name != "spike":
         name = "noise"
-    evidence = f"bookkeeping: {judgement.words}; {pattern.text}; should be {failure.form}"
+    evidence = (
+        f"bookkeeping: {judgement.words}; {pattern.text}; should be what {failure.code} makes of what its modules gave"
+    )
     details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
     score = 3 - failure.layer / len(anatomy.blocks)  # the first in the order of computation
     site = _site(anatomy, failure.layer)
@@ -234,7 +236,7 @@ def _notes(
         )
     if results.unknown:
         blind = sorted(results.unknown)
-        yield f"bookkeeping is blind at blocks {blind}: their output is no sum of what their modules gave"
+        yield f"bookkeeping is blind at blocks {blind}: their code can't be run on the host"
     steady = results.unstable - reported
     if steady:
         yield f"blocks {sorted(steady)} differ from run to run within rounding: sums in no fixed order"

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.block_wiring import PART, Recorder, Residuals
 from noisescope.localization.formula_recognition import linear_formula
 from noisescope.localization.host_operators import NOT_LINEAR, given_one_tensor, host_arithmetic
 from noisescope.localization.host_products import as_multiplied
@@ -55,7 +54,6 @@ class LawDispatcher:
         self.quantised = False  # a linear was met that may round its input by what else is in the batch
         self.nonlinear: set[str] = set()  # modules called linear that need not be
         self.rotary = sublayers.Rotary()
-        self.recorder, self.residuals = Recorder(), Residuals()
         self.blocks: dict[int, Tensor] = {}  # what each block gave
         self._given: dict[int, Tensor] = {}  # what it was given
         self._second: dict[int, tuple[Tensor, Tensor]] = {}  # the same in the second forward
@@ -67,8 +65,8 @@ class LawDispatcher:
     def at_modules(self, unit: Unit, operator: str) -> Handler | None:
         if operator == "residual":
             return self._block
-        if operator == PART or not self.wanted(unit.place):  # what other blocks add up is still of use
-            return self._record if isinstance(unit.place, int) else None
+        if not self.wanted(unit.place):
+            return None
         laws: dict[str, Laws] = {
             "linear": self._linear,
             "norm": self._norm,
@@ -148,14 +146,9 @@ class LawDispatcher:
     # -- modules
 
     def _record(self, recorded: RecordedCall) -> None:
-        """What a module gave, for the sums of its block and for the MLP that it is in."""
+        """What a linear gave, for the MLP that it is in."""
         if recorded.operator == "linear" and recorded.unit.component == "mlp" and recorded.output_tensor is not None:
             self._parts[recorded.unit.module] = recorded.output_tensor.detach()
-        if recorded.output_tensor is None or not isinstance(recorded.unit.place, int):
-            return
-        if recorded.operator == "norm" and recorded.first_input is not None:
-            self.recorder.got(recorded.unit.module, recorded.first_input)
-        self.recorder.gave(recorded.unit.module, recorded.output_tensor)
 
     def _why_not(self, recorded: RecordedCall, *others: Tensor, room: float = 4.0) -> LawEvidence | None:
         """None where the input, and what else it meets, is finite and so small that no healthy module overflows."""
@@ -241,10 +234,7 @@ class LawDispatcher:
         x, y = recorded.first_input, recorded.output_tensor
         if x is not None and y is not None and isinstance(recorded.unit.place, int):
             self.blocks[recorded.unit.place] = y.detach().cpu()
-            with host_arithmetic():
-                self._given[recorded.unit.place] = x.detach().cpu()
-                self.residuals.see(self.recorder.block(recorded.unit, len(self.blocks), x, y))
-        self.recorder.clear()
+            self._given[recorded.unit.place] = x.detach().cpu()
 
     def _block_again(self, recorded: RecordedCall) -> None:
         x, y = recorded.first_input, recorded.output_tensor

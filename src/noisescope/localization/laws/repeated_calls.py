@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.block_wiring import PART, inner_modules
+from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.formula_recognition import copied_to_host, norm_formula, run_on_host
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
@@ -30,7 +30,7 @@ from noisescope.sites import FUSED
 ATTENTION_MODULE = "attention module"  # what whole modules are called where operators have their names
 MLP = "mlp"
 ROTARY = "rotary"
-WHOLES = (ATTENTION_MODULE, MLP, ROTARY, PART, "residual")
+WHOLES = (ATTENTION_MODULE, MLP, ROTARY, "residual")
 
 _LARGEST_BUFFER = 1 << 20  # elements: larger ones (a cache) are not copied
 _ADDED = {"linear": ((2, "bias"),), "layer_norm": ((3, "bias"),)}  # arguments that a function adds at its end
@@ -246,11 +246,11 @@ def module_anatomy(model: nn.Module, anatomy: Anatomy) -> Anatomy:
         if whole is not None:
             units.append(replace(unit, kind=MODULE, operators=(whole,), counts=()))
     known = {unit.module for unit in anatomy.units}
-    for place, name, _ in inner_modules(model, anatomy):
-        if name not in known:
-            inner = [u for u in units if u.module.startswith(f"{name}.") and u.operators == ("linear",)]
-            mlp = bool(inner) and all(u.component == "mlp" for u in inner)
-            units.append(Unit(name, MODULE, place, "mlp" if mlp else "", (MLP if mlp else PART,)))
+    for unit in with_whole_modules(model, anatomy).units:
+        if unit.module not in known and isinstance(unit.place, int):
+            inner = [u for u in units if u.module.startswith(f"{unit.module}.") and u.operators == ("linear",)]
+            if inner and all(u.component == "mlp" for u in inner):
+                units.append(Unit(unit.module, MODULE, unit.place, "mlp", (MLP,)))
     return replace(anatomy, units=tuple(units))
 
 
