@@ -140,7 +140,7 @@ class AuditRun:
             self._forward(first, number=number, repeated=True, phase=workload.phase)
         if self._attention:
             self._forward(other, number=number + 1, opened=self._attention, phase=workload.phase)
-        self.phases += [workload.phase] * (3 + repeat + bool(self._attention))
+        self.phases.append(dataclasses.replace(workload.phase, steps=3 + repeat + bool(self._attention)))
 
     def workload(self, workload: Workload) -> None:
         """A prefill and its decode steps; what the model can't run is named, unless the caller asked for it."""

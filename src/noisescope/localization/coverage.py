@@ -29,7 +29,8 @@ class Phase:
             return f"decode {self.batch} x {self.steps} tokens after {self.tokens}{padded}"
         if self.kind == "images":
             return f"images, batch of {self.batch}"
-        return f"prefill {self.batch} x {self.tokens} tokens{padded}"
+        times = f", {self.steps} forwards" if self.steps > 1 else ""
+        return f"prefill {self.batch} x {self.tokens} tokens{padded}{times}"
 
 
 @dataclass(frozen=True)
