@@ -17,7 +17,7 @@ from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, S
 from noisescope.localization.roundoff_floors import operand_bits
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
-from noisescope.sites import FUSED, Place, Site, place_order
+from noisescope.sites import FUSED, Site, place_order
 
 _INSIDE = ("matmul", "bmm", "softmax")
 _PLACED = ("tile", "tail", "batch", "rows")  # classes that say which elements are wrong, whatever happens to them
@@ -83,13 +83,12 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
 
 
 def _cells(log: AuditLog) -> Iterator[Cell]:
-    counts: dict[tuple[Place, str], list[int]] = {}
+    sites: dict[Site, bool] = {}
     for (site, _), judged in log.judged.calls.items():
-        count = counts.setdefault((site.place, site.operator), [0, 0])
-        count[0] += int(judged)
-        count[1] += 1
-    for (place, operator), (done, total) in sorted(counts.items(), key=lambda item: place_order(item[0][0])):
-        yield Cell(place, operator, done, total)
+        sites[site] = judged and sites.get(site, True)
+    for place, operator in sorted({(site.place, site.operator) for site in sites}, key=lambda key: place_order(key[0])):
+        here = [judged for site, judged in sites.items() if (site.place, site.operator) == (place, operator)]
+        yield Cell(place, operator, sum(here), len(here))
 
 
 # -- inside attention
