@@ -85,7 +85,7 @@ def check_findings(
 def add_located_fault(subject: Subject, report: Report, fault: str, *, output: str | Path | None = None) -> Report:
     """The report, and what `locate` says of the model while a simulated fault is in it."""
     with faulty(subject.model, fault, anatomy=subject.anatomy) as scope:
-        verdict = locate(subject)
+        verdict = locate(subject, quick=True)
     found = LocateSection.of(verdict.to_dict(), simulated=fault, elements_changed=scope.changed)
     return _kept(Report(replace(report.diagnosis, locate=found)), output)
 

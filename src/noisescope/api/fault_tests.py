@@ -164,7 +164,7 @@ class _Runner:
 
     def _located(self, faults: tuple[str, ...], found: FaultMeasurement) -> FaultMeasurement:
         with self._broken(faults):
-            verdict = locate(self.subject)
+            verdict = locate(self.subject, quick=True)
         places = {parse_fault(fault)[1].place for fault in faults}
         suspect = verdict.suspects[0] if verdict.suspects else None
         right = verdict.verdict == "faulty" and suspect is not None and suspect.site.place in places
