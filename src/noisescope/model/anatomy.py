@@ -112,11 +112,7 @@ class Anatomy:
 
 
 def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
-    """The anatomy of a model.
-
-    `require_blocks=False` takes a model without blocks as one block 0 (for the process-wide `noisy_ops`, which must
-    work on any module).
-    """
+    """The anatomy of a model; without `require_blocks` a model that has none is one block 0, as for `noisy_ops`."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; names are those of the model inside
     _refuse_serving_engine(model)
     if not isinstance(model, nn.Module):
