@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from noisescope.localization.roundoff_floors import (
@@ -21,7 +24,7 @@ from noisescope.localization.roundoff_floors import (
     sum_grain,
     sum_spread,
 )
-from noisescope.localization.tensors import host_rows, on_host
+from noisescope.localization.tensors import begin_copy, host_rows, on_host
 
 _PARTIAL_SUMS = 8
 _MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T for which every row of attention is computed again
@@ -50,21 +53,40 @@ class Recomputed:
     rows: Tensor | None = None  # which rows of the whole output these are, in their order; None for all
     weighing: Weighing | None = None  # of attention, how it weighs its values
 
+    def part(self, first: int, lead: tuple[int, ...]) -> Recomputed:
+        """Of several calls as one, the call whose rows begin at `first`; `lead` is the shape of its own rows."""
+        index = torch.arange(len(self.y)) if self.rows is None else self.rows
+        begin, end = torch.searchsorted(index, torch.tensor([first, first + math.prod(lead)])).tolist()
+        here = slice(begin, end)
+        operands = None if self.operands is None else (self.operands[0][:, here], self.operands[1])
+        whole = end - begin == math.prod(lead)
+        rows = None if whole else index[here] - first
+        return Recomputed(self.y[here], self.reference[here], operands, lead=lead, rows=rows)
+
 
 class Rows:
     """Which rows of an operator's output are computed again: all if few, else a sample with the first and the last."""
 
-    def __init__(self, most: int, seed: int, device: str = "cpu") -> None:
+    def __init__(self, most: int, seed: int, device: str = "cpu", *, always: int = 0) -> None:
         self.most = most
         self.device = device  # that computed the output: what it may shorten depends on it
+        self.always = always  # so many at the beginning are taken in any case
         self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def with_all_of(self, first: int) -> Rows:
+        """The same, with every one of the first rows taken."""
+        found = copy.copy(self)
+        found.always = first
+        return found
 
     def choose(self, total: int) -> Tensor | None:
         """Sorted indices; None for all rows."""
-        if total <= self.most:
+        rest = total - self.always
+        if rest <= self.most:
             return None
-        order = torch.randperm(total - 2, generator=self._generator, device="cpu")[: max(self.most - 2, 0)] + 1
-        return torch.cat([order, torch.tensor([0, total - 1], device="cpu")]).sort().values
+        order = torch.randperm(rest - 2, generator=self._generator, device="cpu")[: max(self.most - 2, 0)] + 1
+        sample = torch.cat([order, torch.tensor([0, rest - 1], device="cpu")]).sort().values
+        return torch.cat([torch.arange(self.always, device="cpu"), sample + self.always])
 
     def signs(self, count: int) -> Tensor:
         """Random +-1."""
@@ -73,21 +95,28 @@ class Rows:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
     """x [..., K] times weight [N, K]; where rows are many, checksums say which to take beside the sampled ones."""
-    a, w, out = host_rows(x), on_host(weight), host_rows(y)
-    a, w = as_multiplied(a, out), as_multiplied(w, out)
+    a, out = host_rows(x), host_rows(y)
+    a = as_multiplied(a, out)
     added = None if bias is None else as_multiplied(on_host(bias), out).double()
-    chosen, total = rows.choose(len(a)), len(a)
+    chosen = rows.choose(len(a))
     short = shortened(out.dtype, rows.device)
+    check = None if chosen is None else Checker(a, added, out, rows.signs(len(weight)), short)
+    total, every = len(a), (a, out)
     if chosen is not None:
-        off = _rows_off(a, w, added, out, rows, short)
-        chosen = torch.tensor(sorted({*chosen.tolist(), *off[: rows.most].tolist()}))
         a, out = a[chosen], out[chosen]
-    wide = a.double()
-    values, squares = _multiply(wide, w)
+    values, squares = _multiply(a.double(), weight, out, check)
+    if check is not None and chosen is not None:
+        off = check.found().rows_off()
+        more = torch.tensor(sorted({*off[: rows.most].tolist()} - {*chosen.tolist()}), dtype=torch.long)
+        if len(more):
+            chosen, order = torch.cat([chosen, more]).sort()
+            again = _multiply(every[0][more].double(), weight, out)
+            values, squares = (torch.cat(pair)[order] for pair in zip((values, squares), again, strict=True))
+            a, out = every[0][chosen], every[1][chosen]
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, short)
     unsampled = 0 if chosen is None else total - len(chosen)
-    shape = tuple(y.shape[:-1])
-    return Recomputed(out, reference, (wide[None], w.T[None]), checksums=unsampled, lead=shape, rows=chosen)
+    operands = a.double()[None], as_multiplied(weight.detach(), out).T[None]
+    return Recomputed(out, reference, operands, checksums=unsampled, lead=tuple(y.shape[:-1]), rows=chosen)
 
 
 def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
@@ -95,17 +124,33 @@ def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
     return x.to(y.dtype) if x.dtype.itemsize > y.dtype.itemsize else x
 
 
-def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _multiply(a: Tensor, weight: Tensor, y: Tensor, check: Checker | None = None) -> tuple[Tensor, Tensor]:
     """a w^T in float64, and S^2 + P^2 in float32 (they only scale a floor), some columns at a time."""
-    values = a.new_empty(len(a), len(w))
-    squares = torch.empty(len(a), len(w))
+    values = a.new_empty(len(a), len(weight))
+    squares = torch.empty(len(a), len(weight))
     a_squared = a.square().float()
-    step = COLUMNS * torch.get_num_threads()
-    for start in range(0, len(w), step):
-        here = slice(start, start + step)
-        values[:, here], partial = _partial_sums(a, w[here])
-        torch.addmm(partial.float(), a_squared, w[here].float().square().T, out=squares[:, here])
+    for here, part in columns_on_host(weight, y):
+        wide, squared = part.double(), part.float().square()
+        values[:, here], partial = _partial_sums(a, wide)
+        torch.addmm(partial.float(), a_squared, squared.T, out=squares[:, here])
+        if check is not None:
+            check.see(here, wide, squared)
     return values, squares
+
+
+def columns_on_host(weight: Tensor, y: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """A weight [N, K] on the host, as it is multiplied for y, some outputs at a time.
+
+    From an accelerator the next part comes while this one is worked on; no more of it is held here.
+    """
+    step = COLUMNS * torch.get_num_threads()
+    parts = [slice(start, start + step) for start in range(0, len(weight), step)]
+    ahead = begin_copy(weight[parts[0]])
+    for here, after in itertools.zip_longest(parts, parts[1:]):
+        part = ahead.wait()
+        if after is not None:
+            ahead = begin_copy(weight[after])
+        yield here, as_multiplied(part, y)
 
 
 def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,11 +158,11 @@ def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     inner = a.shape[-1]
     parts = min(_PARTIAL_SUMS, max(1, inner // 16))
     edges = [inner * at // parts for at in range(parts + 1)]
-    terms = (torch.matmul(a[..., i:j], w[..., i:j].double().transpose(-1, -2)) for i, j in itertools.pairwise(edges))
-    total = next(terms)
+    terms = ((a[..., i:j], w[..., i:j].transpose(-1, -2)) for i, j in itertools.pairwise(edges))
+    total = torch.matmul(*next(terms))
     squares = total.square()
     for term in terms:
-        total += term
+        total = total.addmm_(*term) if total.dim() == 2 else total.add_(torch.matmul(*term))
         squares.addcmul_(total, total)
     return total, squares.div_(parts)
 
@@ -141,13 +186,6 @@ def _sum_reference(
         values = values + added
     bounds = (rounded_once(values, dtype), *bounds)
     return Reference(values, bounds, spread, systematic, grain, offset=added is not None, sums=True)
-
-
-def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: Shortening) -> Tensor:
-    """Rows whose checksums fail, the worst first; those with NaN or Inf are computed again and judged there."""
-    worst = checksums(a, w, added, y, rows.signs(len(w)), short).z.amax(1)
-    off = (worst > Z_ELEMENT).nonzero().flatten()
-    return off[worst[off].argsort(descending=True)]
 
 
 def batched(
@@ -201,8 +239,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
     values, squares = wide.new_empty(out.shape), torch.empty(out.shape)
     for number in sorted(set(expert.tolist())):
         here = expert == number
-        w = as_multiplied(on_host(weights[number]).T, out)
-        values[here], squares[here] = _multiply(wide[here], w)
+        values[here], squares[here] = _multiply(wide[here], weights[number].detach().T, out)
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(out.dtype, rows.device))
     return Recomputed(out, reference)
 
@@ -317,40 +354,78 @@ class Checksums:
 
     @property
     def z(self) -> Tensor:
-        """In standard deviations; inf where NaN or Inf is among what was summed."""
+        """In standard deviations; inf where NaN, Inf or what is too large for them is among what was summed."""
         z = self.error.abs() / self.variance.clamp_min(1e-300).sqrt()
-        return torch.where(z.isnan(), torch.inf, z)
+        return torch.where(z.isnan() | self.variance.isinf(), torch.inf, z)
+
+    def rows_off(self) -> Tensor:
+        """Rows whose checksums fail, the worst first; those with NaN or Inf are computed again and judged there."""
+        worst = self.z.amax(1)
+        off = (worst > Z_ELEMENT).nonzero().flatten()
+        return off[worst[off].argsort(descending=True)]
 
 
 def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tensor, short: Shortening) -> Checksums:
-    """Of y [R, N] = a w^T + added, for a [R, K], w [N, K] and random signs [N], all on the host.
+    """Of y [R, N] = a w^T + added, for a [R, K], w [N, K] and random signs [N], all on the host."""
+    check = Checker(a, added, y, signs, short)
+    for here, part in columns_on_host(w, y):
+        check.see(here, part.double(), part.float().square())
+    return check.found()
+
+
+class Checker:
+    """The checksums of y [R, N] = a w^T + added, for a [R, K] and random signs [N], as parts of w [N, K] are seen.
 
     `short` is what the user lets the device shorten (roundoff_floors.shortened). The variance is that of one rounding
     of each output, of its sum (sum_spread with P^2 = S^2 + added^2), and of a rounding before the addend, which some
-    kernels make.
+    kernels make. It is in float32, as it only scales a floor.
     """
-    wide = a.double()
-    squared = wide.square().float()
-    per_sum = (ROUNDING_STD * WORK_ROUNDOFF) ** 2 * (a.shape[-1] + 1)
-    errors, variances = [], []
-    for start in range(0, len(w), COLUMNS):
-        here = slice(start, start + COLUMNS)
-        part, out, sign = w[here].double(), y[:, here].double(), signs[here]
-        expected = wide @ _per_block((part * sign[:, None]).T.contiguous())
-        squares = (squared @ _per_block(part.square().float().T.contiguous())).double()
-        variance = _per_block(rounded_once(out, y.dtype).square() / 3)
-        variance += per_sum * (2 * squares + _per_block(out.square())) + short.spread**2 * squares
-        variance += short.lean**2 * _per_block(out.square())
+
+    def __init__(self, a: Tensor, added: Tensor | None, y: Tensor, signs: Tensor, short: Shortening) -> None:
+        self._a, self._added, self._y, self._signs, self._short = a.double(), added, y, signs, short
+        self._squared = self._a.square().float()
+        self._errors: list[Tensor] = []
+        self._variances: list[Tensor] = []
+
+    def see(self, here: slice, w: Tensor, squared: Tensor) -> None:
+        """Some outputs: their weights in float64, and the squares of these in float32."""
+        y, sign, added, short = self._y[:, here], self._signs[here], self._added, self._short
+        per_sum = (ROUNDING_STD * WORK_ROUNDOFF) ** 2 * (w.shape[-1] + 1)
+        signed = torch.bmm(_blocks(sign[None])[0][:, None], _blocks_of_rows(w))[:, 0]  # r w summed over each block
+        expected = self._a @ signed.T
+        squares = self._squared @ _blocks_of_rows(squared).sum(1).T
+        narrow = y.float()
+        variance = _rounding_variance(narrow, y.dtype)
+        sizes = _blocks(narrow.square()).sum(-1)
+        variance += per_sum * (2 * squares + sizes) + short.spread**2 * squares + short.lean**2 * sizes
+        out = y.double()
         if added is not None:
-            expected = expected + _per_block((added[here] * sign)[None])
-            variance += _per_block(rounded_once(out - added[here], y.dtype).square() / 3)
-            variance += per_sum * _per_block(added[here].square()[None])
-        errors.append(_per_block(out * sign) - expected)
-        variances.append(variance)
-    return Checksums(torch.cat(errors, 1), torch.cat(variances, 1))
+            expected = expected + _blocks((added[here] * sign)[None]).sum(-1)
+            variance += _rounding_variance((out - added[here]).float(), y.dtype)
+            variance += per_sum * _blocks(added[here].float().square()[None]).sum(-1)
+        self._errors.append(_blocks(out.mul_(sign)).sum(-1) - expected)
+        self._variances.append(variance.double())
+
+    def found(self) -> Checksums:
+        return Checksums(torch.cat(self._errors, 1), torch.cat(self._variances, 1))
 
 
-def _per_block(columns: Tensor) -> Tensor:
-    """Sums over blocks of columns, [R, N] -> [R, ceil(N / 64)]."""
-    owner = torch.arange(columns.shape[1]) // BLOCK
-    return columns.new_zeros(columns.shape[0], int(owner[-1]) + 1).index_add_(1, owner, columns)
+def _rounding_variance(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of one rounding of each element, summed over blocks: `rounded_once` squared, over 3, in float32."""
+    form = number_format(dtype)
+    power = (y.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0**form.least)
+    return _blocks(power.mul_(form.u).add_(form.flushed).square_()).sum(-1).div_(3)
+
+
+def _blocks(columns: Tensor) -> Tensor:
+    """[R, N] -> [R, ceil(N / 64), 64], the last block filled up with 0."""
+    missing = -columns.shape[1] % BLOCK
+    filled = F.pad(columns, (0, missing)) if missing else columns
+    return filled.unflatten(1, (-1, BLOCK))
+
+
+def _blocks_of_rows(rows: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N / 64), 64, K]."""
+    missing = -len(rows) % BLOCK
+    filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    return filled.unflatten(0, (-1, BLOCK))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,30 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 def on_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu")
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    _copy: Tensor
+    _done: torch.cuda.Event | None = None
+
+    def wait(self) -> Tensor:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy
+
+
+def begin_copy(x: Tensor) -> HostCopy:
+    """Begins to copy a tensor to the host, if it is not there; from CUDA into locked memory, in the stream's order."""
+    if x.device.type != "cuda":
+        return HostCopy(on_host(x))
+    with torch.cuda.device(x.device):
+        copied = x.detach().to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+    return HostCopy(copied, done)
 
 
 def host_rows(x: Tensor) -> Tensor:
@@ -52,14 +78,8 @@ def distinct_rows(x: Tensor, *others: Tensor, among: Sequence[int] | None = None
 
 
 def any_row_bits(bits: Tensor) -> Tensor:
-    """The bits that are 1 in any row of [R, C], halving the rows again and again."""
-    while len(bits) > 1:
-        half = len(bits) // 2
-        joined = bits[:half] | bits[half : 2 * half]
-        if len(bits) % 2:
-            joined[0] |= bits[-1]
-        bits = joined
-    return bits[0]
+    """The bits that are 1 in any row of [R, C]."""
+    return torch.from_numpy(np.bitwise_or.reduce(bits.numpy(), axis=0))
 
 
 def channels_with(bad: Tensor) -> tuple[int, ...]:
