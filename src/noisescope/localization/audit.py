@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.localization.arithmetic_self_test import self_test_of, with_self_test
-from noisescope.localization.audit_log import AuditLog
+from noisescope.localization.audit_log import ALWAYS, NEVER, AuditLog
 from noisescope.localization.audit_verdict import JudgedModel, conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.localization.call_tree import (
     CallTree,
@@ -36,6 +37,7 @@ from noisescope.localization.call_tree import (
 )
 from noisescope.localization.coverage import Phase
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.verdict import Verdict
@@ -103,6 +105,15 @@ def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Wor
     return found
 
 
+@dataclass
+class Deferred:
+    """Calls of one operator that wait to be judged, so that its weight is needed once."""
+
+    apart: list[Node] = field(default_factory=list)  # each is judged by itself
+    again: list[Node] = field(default_factory=list)  # repetitions with the same bits, which count where one was wrong
+    others: list[Node] = field(default_factory=list)  # of other shapes, judged as one call
+
+
 class AuditRun:
     """The forwards of one audit."""
 
@@ -113,7 +124,7 @@ class AuditRun:
         self._attention = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         self._batches: dict[int, Batch] = {}
         self._states = HostStates()
-        self._deferred: dict[Site, list[Node]] = {}  # calls of each operator that are judged together
+        self._deferred: dict[Site, Deferred] = {}
         self._deferred_bytes = 0
         self._twin: HostTwin | None = None
         try:
@@ -131,10 +142,10 @@ class AuditRun:
         first, other = workload.inputs, workload.other
         assert other is not None
         number = self.log.forwards
-        self._forward(first, keep_hashes=True, phase=workload.phase)
-        self._forward(other, phase=workload.phase)
+        self._forward(first, keep_hashes=True, base=True, phase=workload.phase)
+        self._forward(other, base=True, phase=workload.phase)
         for _ in range(1 + repeat):
-            self._forward(first, number=number, repeated=True, phase=workload.phase)
+            self._forward(first, number=number, repeated=True, base=True, phase=workload.phase)
         if self._attention:
             self._forward(other, number=number + 1, opened=self._attention, phase=workload.phase)
         self.phases += [workload.phase] * (3 + repeat + bool(self._attention))
@@ -161,26 +172,49 @@ class AuditRun:
         self.not_run += [problem] * bool(problem)
 
     def judge_deferred(self) -> None:
-        """The calls of each operator in all workloads as one: its weight comes to the host once."""
-        for site, nodes in self._deferred.items():
-            before = self.log.alarms.get(site)
-            known = self.log.call(stacked(nodes))
-            alarm = self.log.alarms.get(site)
-            if known and alarm is not before:  # which calls, and which of their tokens?
-                self.log.forget(site, before)
-                for node in nodes:
-                    self.log.call(node)
-                if self.log.alarms.get(site) is before and alarm is not None:  # only all of them together show it
-                    self.log.alarms[site] = alarm
-            elif not known and self._twin is not None:
-                for node in nodes:
-                    self.log.code(node, self._twin.compare(node))
+        """The calls of each operator in all forwards: its weight comes to the host once."""
+        for site, waiting in self._deferred.items():
+            self._judge_together(site, waiting)
         self._deferred.clear()
         self._deferred_bytes = 0
 
-    def _defer(self, node: Node) -> None:
+    def _judge_together(self, site: Site, waiting: Deferred) -> None:
+        nodes = [*waiting.apart, *waiting.others]
+        counts = [node.output.shape[:-1].numel() for node in nodes]
+        found, first = None, 0
+        if nodes:
+            rows = self.log.rows.with_all_of(sum(counts[: len(waiting.apart)]))
+            found = self.log.recomputed(stacked(nodes), nodes, rows)
+            if found is None:
+                for node in nodes if self._twin is not None else ():
+                    self.log.code(node, self._twin.compare(node))
+                return
+        for node, count in zip(waiting.apart, counts, strict=False):
+            assert found is not None
+            self.log.judge_call(node, found.part(first, tuple(node.output.shape[:-1])))
+            first += count
+        for node in waiting.again if site in self.log.alarms else ():
+            self.log.again(node)
+        if waiting.others and found is not None:
+            self._judge_as_one(site, waiting.others, found.part(first, (sum(counts) - first,)))
+
+    def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed) -> None:
+        before = self.log.alarms.get(site)
+        self.log.judge_call(stacked(nodes), found)
+        alarm = self.log.alarms.get(site)
+        if alarm is before:
+            for node in nodes:
+                self.log.judged.add(node)
+            return
+        self.log.forget(site, before)  # which calls, and which of their tokens?
+        for node in nodes:
+            self.log.again(node)
+        if self.log.alarms.get(site) is before and alarm is not None:  # only all of them together show it
+            self.log.alarms[site] = alarm
+
+    def _defer(self, node: Node, calls: list[Node]) -> None:
         node.by_formula = True
-        self._deferred.setdefault(node.site("output"), []).append(node)
+        calls.append(node)
         self._deferred_bytes += sum(x.nbytes for _, x in tensors_in((node.args, node.kwargs, node.output)))
         if self._deferred_bytes > _MOST_DEFERRED:
             self.judge_deferred()
@@ -195,6 +229,8 @@ class AuditRun:
         inside = suspects_inside_attention(log)
         if inside and 0 in self._batches:  # old data of the first batch? All before them must be as it was
             self._forward(self._batches[0], number=0, opened=inside)
+        with host_arithmetic():
+            self.judge_deferred()
 
     def _forward(
         self,
@@ -204,6 +240,7 @@ class AuditRun:
         opened: frozenset[str] = frozenset(),
         keep_hashes: bool = False,
         repeated: bool = False,
+        base: bool = False,
         decoding: bool = False,
         phase: Phase | None = None,
     ) -> Any:
@@ -213,7 +250,7 @@ class AuditRun:
             self._batches[number] = inputs
             inputs = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
-        tree = CallTree(self._states, str(phase) if phase is not None else "")
+        tree = CallTree(self._states, str(phase) if phase is not None else "", self.log.forwards)
 
         def where(unit: Unit, operator: str) -> bool:
             return operator != FUSED or unit.module not in opened
@@ -221,15 +258,23 @@ class AuditRun:
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy):
             output = self.model(**inputs)
         with host_arithmetic():
-            self._judge(tree, output, opened, defer=not (keep_hashes or repeated or opened))
+            self._judge(tree, output, opened, base=base and not opened, together=not (keep_hashes or repeated))
         return output
 
-    def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, defer: bool) -> None:
+    def _judge(
+        self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool
+    ) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
         for node in sorted(tree.nodes, key=lambda node: node.order):
-            if defer and can_be_stacked(node):
-                self._defer(node)
+            waiting = self._deferred.setdefault(node.site("output"), Deferred()) if can_be_stacked(node) else None
+            if waiting is not None and base and node.operator == "linear":
+                wanted = self.log.wanted(node)
+                node.by_formula = True
+                if wanted != NEVER:
+                    self._defer(node, waiting.apart if wanted == ALWAYS else waiting.again)
+            elif waiting is not None and together:
+                self._defer(node, waiting.others)
             elif node.operator in _FORMULAS:
                 node.by_formula = self.log.call(node)
         for node in tree.nodes:  # a function's recorded results are answered all or none, so that none is mistaken

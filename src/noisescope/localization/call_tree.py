@@ -45,6 +45,7 @@ class Node:
     by_formula: bool = False  # judged as an operator, so that its result is answered for
     phase: str = ""  # of the forward: "prefill 2 x 32 tokens"
     shape: tuple[int, int] | None = None  # sequences and tokens of the forward
+    forward: int = 0  # its number in the audit
 
     @property
     def is_module(self) -> bool:
@@ -64,8 +65,8 @@ class Node:
 class CallTree:
     """Collects the nodes of one forward, from `watch`'s reports before and after each call."""
 
-    def __init__(self, states: HostStates, phase: str = "") -> None:
-        self._phase = phase
+    def __init__(self, states: HostStates, phase: str = "", forward: int = 0) -> None:
+        self._phase, self._forward = phase, forward
         self._shape: tuple[int, int] | None = None
         self.nodes: list[Node] = []  # in the order in which they ended
         self._open: list[Node] = []
@@ -85,6 +86,7 @@ class CallTree:
             main = next((x for _, x in tensors_in((args, kwargs)) if x.dim() > 1), None)
             self._shape = None if main is None else (main.shape[0], main.shape[1])
         node.occurrence, node.phase, node.shape = call.occurrence, self._phase, self._shape
+        node.forward = self._forward
         if parent is not None:
             parent.children.append(node)
         self._open.append(node)

@@ -61,7 +61,8 @@ class Recomputed:
         operands = None if self.operands is None else (self.operands[0][:, here], self.operands[1])
         whole = end - begin == math.prod(lead)
         rows = None if whole else index[here] - first
-        return Recomputed(self.y[here], self.reference[here], operands, lead=lead, rows=rows)
+        x = None if self.x is None else self.x[here]
+        return Recomputed(self.y[here], self.reference[here], operands, x, lead=lead, rows=rows)
 
 
 class Rows:
