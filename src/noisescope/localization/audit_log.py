@@ -369,4 +369,7 @@ def _inputs(node: Node) -> list[Tensor]:
 def _all_finite(x: Tensor) -> bool:
     """Of plain tensors; packed ones and those of eight bits can't be asked."""
     plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.dtype.itemsize > 1
-    return not plain or bool(torch.isfinite(x).all())
+    if not plain or not x.numel():
+        return True
+    total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)  # finite only if all are
+    return bool(total.isfinite()) or bool(torch.isfinite(x).all())
