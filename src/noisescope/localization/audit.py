@@ -112,6 +112,7 @@ class Deferred:
     apart: list[Node] = field(default_factory=list)  # each is judged by itself
     again: list[Node] = field(default_factory=list)  # repetitions with the same bits, which count where one was wrong
     others: list[Node] = field(default_factory=list)  # of other shapes, judged as one call
+    checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention taken apart
 
 
 class AuditRun:
@@ -147,7 +148,7 @@ class AuditRun:
         for _ in range(1 + repeat):
             self._forward(first, number=number, repeated=True, base=True, phase=workload.phase)
         if self._attention:
-            self._forward(other, number=number + 1, opened=self._attention, phase=workload.phase)
+            self._forward(other, number=number + 1, opened=self._attention, base=True, phase=workload.phase)
         self.phases += [workload.phase] * (3 + repeat + bool(self._attention))
 
     def workload(self, workload: Workload) -> None:
@@ -179,15 +180,18 @@ class AuditRun:
         self._deferred_bytes = 0
 
     def _judge_together(self, site: Site, waiting: Deferred) -> None:
-        nodes = [*waiting.apart, *waiting.others]
+        others = [*waiting.others, *waiting.checked]
+        nodes = [*waiting.apart, *others]
         counts = [node.output.shape[:-1].numel() for node in nodes]
         found, first = None, 0
         if nodes:
-            rows = self.log.rows.with_all_of(sum(counts[: len(waiting.apart)]))
+            checked = sum(counts[len(nodes) - len(waiting.checked) :])
+            rows = self.log.rows.around(sum(counts[: len(waiting.apart)]), checked)
             found = self.log.recomputed(stacked(nodes), nodes, rows)
             if found is None:
-                for node in nodes if self._twin is not None else ():
-                    self.log.code(node, self._twin.compare(node))
+                if self._twin is not None:
+                    for node in nodes:
+                        self.log.code(node, self._twin.compare(node))
                 return
         for node, count in zip(waiting.apart, counts, strict=False):
             assert found is not None
@@ -195,8 +199,8 @@ class AuditRun:
             first += count
         for node in waiting.again if site in self.log.alarms else ():
             self.log.again(node)
-        if waiting.others and found is not None:
-            self._judge_as_one(site, waiting.others, found.part(first, (sum(counts) - first,)))
+        if others and found is not None:
+            self._judge_as_one(site, others, found.part(first, (sum(counts) - first,)))
 
     def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed) -> None:
         before = self.log.alarms.get(site)
@@ -258,17 +262,17 @@ class AuditRun:
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy):
             output = self.model(**inputs)
         with host_arithmetic():
-            self._judge(tree, output, opened, base=base and not opened, together=not (keep_hashes or repeated))
+            self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
         return output
 
-    def _judge(
-        self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool
-    ) -> None:
+    def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
         for node in sorted(tree.nodes, key=lambda node: node.order):
             waiting = self._deferred.setdefault(node.site("output"), Deferred()) if can_be_stacked(node) else None
-            if waiting is not None and base and node.operator == "linear":
+            if waiting is not None and base and node.operator == "linear" and opened:
+                self._defer(node, waiting.checked)
+            elif waiting is not None and base and node.operator == "linear":
                 wanted = self.log.wanted(node)
                 node.by_formula = True
                 if wanted != NEVER:

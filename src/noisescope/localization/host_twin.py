@@ -75,7 +75,7 @@ class HostTwin:
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
-        self._exact: set[tuple[type, str]] = set()  # classes and phases whose code had no inexact function
+        self._exact: set[tuple[Any, ...]] = set()  # kinds of calls whose code had no inexact function
         self._visit: Callable[[Node], None] = lambda node: None
         kind = device_of(model).type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -105,8 +105,8 @@ class HostTwin:
         """Runs the code of a module that was called, and compares."""
         twin = self._modules[node.module]
         result = Comparison()
-        kind = (type(twin), node.phase)
-        before = None if kind in self._exact else self._kept(node)
+        kind = (type(twin), node.phase, *((child.operator, child.by_formula) for child in node.children))
+        before = self._kept(node, needed=kind not in self._exact)
         recorded = dict(_recorded(node))
         first = self._run(twin, node, (node.args, node.kwargs), recorded=recorded)
         result.compared, result.problem, result.exact = first.compared, first.problem, not first.was_inexact
@@ -125,14 +125,16 @@ class HostTwin:
                 result.differences.append(_difference(node, key, got, expected, limit))
         return result
 
-    def _kept(self, node: Node) -> Any:
+    def _kept(self, node: Node, *, needed: bool) -> Any:
         """The arguments as they are before the code changes them: a cache grows, and may be written in place.
 
-        They are needed where the code has inexact functions. Of a class that had none in this phase they are not kept,
-        as a cache holds what all layers wrote.
+        They are needed where the code has inexact functions. Where the same code had none in this phase, with the same
+        calls recorded in it, no copy of a cache is made, which holds what all layers wrote.
         """
         given = (node.args, node.kwargs)
-        return host_copy(given) if any(map(is_state, leaves_in(given))) else given
+        if not any(map(is_state, leaves_in(given))):
+            return given
+        return host_copy(given) if needed else None
 
     def _limits(
         self, twin: nn.Module, node: Node, before: Any, different: dict[Key, tuple[Tensor, Tensor]]
@@ -223,14 +225,15 @@ class _Run(TorchFunctionMode):
         return None
 
     def see(self, at: int, value: Any) -> None:
-        for path, tensor in tensors_in(value):
-            self.compared += 1
-            recorded = self._recorded.get((at, path))
-            if recorded is not None and same_numbers(*_alike(recorded, tensor.detach())):
-                continue
-            self.seen[at, path] = tensor.detach().clone()
-            if self.was_inexact:
-                self.inexact.add((at, path))
+        with torch._C.DisableTorchFunction():  # the comparison is no part of the code
+            for path, tensor in tensors_in(value):
+                self.compared += 1
+                recorded = self._recorded.get((at, path))
+                if recorded is not None and same_numbers(*_alike(recorded, tensor.detach())):
+                    continue
+                self.seen[at, path] = tensor.detach().clone()
+                if self.was_inexact:
+                    self.inexact.add((at, path))
 
     def answer(self, at: int) -> Any:
         return mapped(self.node.children[at].output, Tensor.clone)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_KEY = 64  # elements by which rows are told apart before they are compared
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of the numbers they show
 
 
@@ -37,8 +38,7 @@ def begin_copy(x: Tensor) -> HostCopy:
         return HostCopy(on_host(x))
     with torch.cuda.device(x.device):
         copied = x.detach().to("cpu", non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        done = torch.cuda.current_stream().record_event()
     return HostCopy(copied, done)
 
 
@@ -68,11 +68,11 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
 
 def distinct_rows(x: Tensor, *others: Tensor, among: Sequence[int] | None = None) -> list[int]:
     """Indices of rows, each different one once (of x and all others together): copies make the same errors again."""
-    first, rest = bits_of(x).numpy(), [bits_of(other).numpy() for other in others]
+    every = [bits_of(tensor).numpy() for tensor in (x, *others)]
     seen: dict[bytes, list[int]] = {}
-    for row in range(len(first)) if among is None else among:
-        alike = seen.setdefault(first[row].tobytes(), [])
-        if not any(all((t[row] == t[other]).all() for t in rest) for other in alike):
+    for row in range(len(x)) if among is None else among:
+        alike = seen.setdefault(every[0][row, :_KEY].tobytes(), [])
+        if not any(all((t[row] == t[other]).all() for t in every) for other in alike):
             alike.append(row)
     return sorted(row for alike in seen.values() for row in alike)
 
