@@ -40,6 +40,7 @@ from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
+from noisescope.localization.tensors import host_memory
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
@@ -48,7 +49,7 @@ from noisescope.model.loading import Subject
 from noisescope.probe.watch import watch
 from noisescope.sites import FUSED, Site
 
-_MOST_DEFERRED = 1 << 30  # bytes
+_MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
@@ -262,6 +263,7 @@ class AuditRun:
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy):
             output = self.model(**inputs)
         with host_arithmetic():
+            self._states.settle()
             self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
         return output
 

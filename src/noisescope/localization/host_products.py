@@ -23,7 +23,8 @@ from noisescope.localization.roundoff_floors import (
 )
 from noisescope.localization.tensors import host_rows, on_host
 from noisescope.localization.weight_pass import BLOCK as BLOCK
-from noisescope.localization.weight_pass import Checker, as_multiplied, columns_on_host
+from noisescope.localization.weight_pass import Checker, columns_on_host
+from noisescope.localization.weight_pass import as_multiplied as as_multiplied
 from noisescope.localization.weight_pass import checksums as checksums
 
 _PARTIAL_SUMS = 8
