@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 import transformers
+from noisescope.localization.data_flow_checks import DataFlowChecks, words
 
 import noisescope as ns
 from noisescope.localization.audit import _angles, audit
-from noisescope.localization.data_flow_checks import DataFlowChecks, words
 from noisescope.model.anatomy import Unit
 from noisescope.sites import Site
 from noisescope.testing import tiny_model

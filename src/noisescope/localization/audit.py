@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.localization.arithmetic_self_test import self_test_of, with_self_test
-from noisescope.localization.audit_log import AuditLog
+from noisescope.localization.audit_log import ALWAYS, NEVER, AuditLog
 from noisescope.localization.audit_verdict import JudgedModel, conclude, hidden_in_attention, suspects_inside_attention
 from noisescope.localization.call_tree import (
     CHOICE,
@@ -39,8 +40,10 @@ from noisescope.localization.call_tree import (
 from noisescope.localization.coverage import Phase
 from noisescope.localization.host_code import is_valid_choice
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
+from noisescope.localization.tensors import host_memory
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
@@ -49,7 +52,7 @@ from noisescope.model.loading import Subject
 from noisescope.probe.watch import watch
 from noisescope.sites import FUSED, Site
 
-_MOST_DEFERRED = 1 << 30  # bytes
+_MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
@@ -106,6 +109,16 @@ def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Wor
     return found
 
 
+@dataclass
+class Deferred:
+    """Calls of one operator that wait to be judged, so that its weight is needed once."""
+
+    apart: list[Node] = field(default_factory=list)  # each is judged by itself
+    again: list[Node] = field(default_factory=list)  # repetitions with the same bits, which count where one was wrong
+    others: list[Node] = field(default_factory=list)  # of other shapes, judged as one call
+    checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention taken apart
+
+
 class AuditRun:
     """The forwards of one audit."""
 
@@ -116,7 +129,7 @@ class AuditRun:
         self._attention = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         self._batches: dict[int, Batch] = {}
         self._states = HostStates()
-        self._deferred: dict[Site, list[Node]] = {}  # calls of each operator that are judged together
+        self._deferred: dict[Site, Deferred] = {}
         self._deferred_bytes = 0
         self._twin: HostTwin | None = None
         try:
@@ -134,12 +147,12 @@ class AuditRun:
         first, other = workload.inputs, workload.other
         assert other is not None
         number = self.log.forwards
-        self._forward(first, keep_hashes=True, phase=workload.phase)
-        self._forward(other, phase=workload.phase)
+        self._forward(first, keep_hashes=True, base=True, phase=workload.phase)
+        self._forward(other, base=True, phase=workload.phase)
         for _ in range(1 + repeat):
-            self._forward(first, number=number, repeated=True, phase=workload.phase)
+            self._forward(first, number=number, repeated=True, base=True, phase=workload.phase)
         if self._attention:
-            self._forward(other, number=number + 1, opened=self._attention, phase=workload.phase)
+            self._forward(other, number=number + 1, opened=self._attention, base=True, phase=workload.phase)
         self.phases.append(dataclasses.replace(workload.phase, steps=3 + repeat + bool(self._attention)))
 
     def workload(self, workload: Workload) -> None:
@@ -164,26 +177,52 @@ class AuditRun:
         self.not_run += [problem] * bool(problem)
 
     def judge_deferred(self) -> None:
-        """The calls of each operator in all workloads as one: its weight comes to the host once."""
-        for site, nodes in self._deferred.items():
-            before = self.log.alarms.get(site)
-            known = self.log.call(stacked(nodes))
-            alarm = self.log.alarms.get(site)
-            if known and alarm is not before:  # which calls, and which of their tokens?
-                self.log.forget(site, before)
-                for node in nodes:
-                    self.log.call(node)
-                if self.log.alarms.get(site) is before and alarm is not None:  # only all of them together show it
-                    self.log.alarms[site] = alarm
-            elif not known and self._twin is not None:
-                for node in nodes:
-                    self.log.code(node, self._twin.compare(node))
+        """The calls of each operator in all forwards: its weight comes to the host once."""
+        for site, waiting in self._deferred.items():
+            self._judge_together(site, waiting)
         self._deferred.clear()
         self._deferred_bytes = 0
 
-    def _defer(self, node: Node) -> None:
+    def _judge_together(self, site: Site, waiting: Deferred) -> None:
+        others = [*waiting.others, *waiting.checked]
+        nodes = [*waiting.apart, *others]
+        counts = [node.output.shape[:-1].numel() for node in nodes]
+        found, first = None, 0
+        if nodes:
+            checked = sum(counts[len(nodes) - len(waiting.checked) :])
+            rows = self.log.rows.around(sum(counts[: len(waiting.apart)]), checked)
+            found = self.log.recomputed(stacked(nodes), nodes, rows)
+            if found is None:
+                if self._twin is not None:
+                    for node in nodes:
+                        self.log.code(node, self._twin.compare(node))
+                return
+        for node, count in zip(waiting.apart, counts, strict=False):
+            assert found is not None
+            self.log.judge_call(node, found.part(first, tuple(node.output.shape[:-1])))
+            first += count
+        for node in waiting.again if site in self.log.alarms else ():
+            self.log.again(node)
+        if others and found is not None:
+            self._judge_as_one(site, others, found.part(first, (sum(counts) - first,)))
+
+    def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed) -> None:
+        before = self.log.alarms.get(site)
+        self.log.judge_call(stacked(nodes), found)
+        alarm = self.log.alarms.get(site)
+        if alarm is before:
+            for node in nodes:
+                self.log.judged.add(node)
+            return
+        self.log.forget(site, before)  # which calls, and which of their tokens?
+        for node in nodes:
+            self.log.again(node)
+        if self.log.alarms.get(site) is before and alarm is not None:  # only all of them together show it
+            self.log.alarms[site] = alarm
+
+    def _defer(self, node: Node, calls: list[Node]) -> None:
         node.by_formula = True
-        self._deferred.setdefault(node.site("output"), []).append(node)
+        calls.append(node)
         self._deferred_bytes += sum(x.nbytes for _, x in tensors_in((node.args, node.kwargs, node.output)))
         if self._deferred_bytes > _MOST_DEFERRED:
             self.judge_deferred()
@@ -198,6 +237,8 @@ class AuditRun:
         inside = suspects_inside_attention(log)
         if inside and 0 in self._batches:  # old data of the first batch? All before them must be as it was
             self._forward(self._batches[0], number=0, opened=inside)
+        with host_arithmetic():
+            self.judge_deferred()
 
     def _forward(
         self,
@@ -207,6 +248,7 @@ class AuditRun:
         opened: frozenset[str] = frozenset(),
         keep_hashes: bool = False,
         repeated: bool = False,
+        base: bool = False,
         decoding: bool = False,
         phase: Phase | None = None,
     ) -> Any:
@@ -216,7 +258,7 @@ class AuditRun:
             self._batches[number] = inputs
             inputs = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
-        tree = CallTree(self._states, str(phase) if phase is not None else "")
+        tree = CallTree(self._states, str(phase) if phase is not None else "", self.log.forwards)
 
         def where(unit: Unit, operator: str) -> bool:
             return operator != FUSED or unit.module not in opened
@@ -224,15 +266,24 @@ class AuditRun:
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy), ChoiceCalls(tree):
             output = self.model(**inputs)
         with host_arithmetic():
-            self._judge(tree, output, opened, defer=not (keep_hashes or repeated or opened))
+            self._states.settle()
+            self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
         return output
 
-    def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, defer: bool) -> None:
+    def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
         for node in sorted(tree.nodes, key=lambda node: node.order):
-            if defer and can_be_stacked(node):
-                self._defer(node)
+            waiting = self._deferred.setdefault(node.site("output"), Deferred()) if can_be_stacked(node) else None
+            if waiting is not None and base and node.operator == "linear" and opened:
+                self._defer(node, waiting.checked)
+            elif waiting is not None and base and node.operator == "linear":
+                wanted = self.log.wanted(node)
+                node.by_formula = True
+                if wanted != NEVER:
+                    self._defer(node, waiting.apart if wanted == ALWAYS else waiting.again)
+            elif waiting is not None and together:
+                self._defer(node, waiting.others)
             elif node.operator in _FORMULAS:
                 node.by_formula = self.log.call(node)
             elif node.operator == CHOICE:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from noisescope.sites import FUSED, WHOLE, Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
 _BETWEEN = "between operators"
+ALWAYS, IF_ALARMED, NEVER = "always", "if there was an alarm", "never"  # when a call is judged
 
 
 class AuditLog:
@@ -56,14 +58,14 @@ class AuditLog:
         self._repeated = False
         self._batch = 0
         self._count = 0
-        self._patterns = 0
+        self._patterns: Counter[int] = Counter()  # by forward
         self._calls: dict[Site, int] = {}  # of each site, in this forward
 
     # -- forwards
 
     def begin(self, batch: int, *, keep_hashes: bool = False, repeated: bool = False) -> None:
         self._batch, self._keep_hashes, self._repeated = batch, keep_hashes, repeated
-        self._count = self._patterns = 0
+        self._count = 0
         self._calls.clear()
         self.forwards += 1
         self.nonfinite.next_pass()
@@ -82,26 +84,39 @@ class AuditLog:
 
     def call(self, node: Node) -> bool:
         """One call of an operator. False where no formula for it is known."""
-        self._count = node.order
-        site, y = node.site("output"), node.output
-        if not self._to_be_judged(node):
-            return True
-        if isinstance(y, Tensor) and y.numel() == 0:  # an expert without tokens
+        wanted = self.wanted(node)
+        return wanted == NEVER or (wanted == IF_ALARMED and node.site("output") not in self.alarms) or self.again(node)
+
+    def again(self, node: Node) -> bool:
+        """One call that is judged in any case. False where no formula for it is known."""
+        if isinstance(node.output, Tensor) and node.output.numel() == 0:  # an expert without tokens
             self.judged.add(node)
             return True
+        found = self.recomputed(node, [node], self.rows)
+        if found is not None:
+            self.judge_call(node, found)
+        return found is not None
+
+    def recomputed(self, node: Node, calls: Sequence[Node], rows: Rows) -> Recomputed | None:
+        """The operator of a call computed again, which stands for several; None where no formula is known."""
         try:
-            recomputed = recompute(node.operator, node.callee, node.args, node.kwargs, y, self.rows)
+            found = recompute(node.operator, node.callee, node.args, node.kwargs, node.output, rows)
         except Unseen as reason:
-            self.judged.unknown(node, str(reason))
-            return False
-        self.checksums += recomputed.checksums
+            for each in calls:
+                self.judged.unknown(each, str(reason))
+            return None
+        self.checksums += found.checksums
+        return found
+
+    def judge_call(self, node: Node, recomputed: Recomputed) -> None:
+        self._count = node.order
         self.nonfinite.explain(node, recomputed)
-        if not (recomputed.y.isfinite() | recomputed.reference.values.isfinite()).any():
-            self.leave_open(site, "it gave no finite number, and neither does the host from the same inputs")
-            return True
+        if not _any_finite(recomputed.y) and not _any_finite(recomputed.reference.values):
+            reason = "it gave no finite number, and neither does the host from the same inputs"
+            self.leave_open(node.site("output"), reason)
+            return
         self.judged.add(node)
-        self._judge(site, recomputed, node.order, node=node)
-        return True
+        self._judge(node.site("output"), recomputed, node.order, node=node)
 
     def code(self, node: Node, found: Comparison) -> None:
         """What came of running a module's code on the host."""
@@ -144,26 +159,26 @@ class AuditLog:
         else:
             self._alarm(site, recomputed, judge_within(recomputed), order, node=node, about=about)
 
-    def _to_be_judged(self, node: Node) -> bool:
-        """In a repeated forward only where the output has changed, or was wrong before."""
+    def wanted(self, node: Node) -> str:
+        """When a call is judged: in a repeated forward only where the output has changed, or was wrong before."""
         y, site = node.output, node.site("output")
         number = self._calls[site] = self._calls.get(site, 0) + 1
         if not (self._keep_hashes or self._repeated) or not isinstance(y, Tensor):
-            return not self._repeated
+            return NEVER if self._repeated else ALWAYS
         now = CallHash.of(node)
         if self._keep_hashes:
             self.hashes[site, number] = now
-            return True
+            return ALWAYS
         before = self.hashes.get((site, number))
         if before is None or before.given != now.given:
-            return False
+            return NEVER
         self.compared += 1
         if before.weights != now.weights:
             weights = dataclasses.replace(site, tensor="weight")
             self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
         if before.output != now.output:
             self.unrepeatable.add(site)
-        return before.output != now.output or site in self.alarms
+        return IF_ALARMED if before.output == now.output else ALWAYS
 
     def _judge(
         self, site: Site, recomputed: Recomputed, order: int, *, node: Node | None = None, about: About | None = None
@@ -194,8 +209,9 @@ class AuditLog:
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
             return
         pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
-        if self._patterns < _MOST_PATTERNS:
-            self._patterns += 1
+        forward = self.forwards if node is None else node.forward
+        if self._patterns[forward] < _MOST_PATTERNS:
+            self._patterns[forward] += 1
             pattern = classify(evidence)
         if about is not None:
             pattern = about.refine(pattern)
@@ -257,7 +273,15 @@ def _weight_sums(callee: Any) -> tuple[int, ...]:
     """The bits of a module's own parameters, summed where they lie."""
     own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
     plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
-    return tuple(int(bits_of(p).sum(dtype=torch.int64)) for p in plain)
+    return tuple(int(_words(p).sum(dtype=torch.int64)) for p in plain)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The bits of a tensor, 64 at a time if that comes out even: sums of them wrap around, and still tell a change."""
+    flat = x.flatten()
+    return (
+        flat.view(torch.int64) if flat.nbytes % 8 == 0 == flat.storage_offset() * flat.itemsize % 8 else bits_of(flat)
+    )
 
 
 def _hash(values: Iterable[Tensor]) -> bytes:
@@ -350,7 +374,14 @@ def _inputs(node: Node) -> list[Tensor]:
     return given[:1] if node.operator == WHOLE or node.operator == "residual" else given
 
 
+def _any_finite(x: Tensor) -> bool:
+    return bool(x[:1].isfinite().any()) or bool(x.isfinite().any())
+
+
 def _all_finite(x: Tensor) -> bool:
     """Of plain tensors; packed ones and those of eight bits can't be asked."""
     plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.dtype.itemsize > 1
-    return not plain or bool(torch.isfinite(x).all())
+    if not plain or not x.numel():
+        return True
+    total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)  # finite only if all are
+    return bool(total.isfinite()) or bool(torch.isfinite(x).all())

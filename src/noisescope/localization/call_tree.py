@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.host_code import CHOICES, restore_code
+from noisescope.localization.tensors import INTEGERS, bits_of
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
 
+_MOST_WAITING = 1 << 28  # bytes of locked memory
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -48,6 +50,7 @@ class Node:
     by_formula: bool = False  # judged as an operator, so that its result is answered for
     phase: str = ""  # of the forward: "prefill 2 x 32 tokens"
     shape: tuple[int, int] | None = None  # sequences and tokens of the forward
+    forward: int = 0  # its number in the audit
 
     @property
     def is_module(self) -> bool:
@@ -67,8 +70,8 @@ class Node:
 class CallTree:
     """Collects the nodes of one forward, from `watch`'s reports before and after each call."""
 
-    def __init__(self, states: HostStates, phase: str = "") -> None:
-        self._phase = phase
+    def __init__(self, states: HostStates, phase: str = "", forward: int = 0) -> None:
+        self._phase, self._forward = phase, forward
         self._shape: tuple[int, int] | None = None
         self.nodes: list[Node] = []  # in the order in which they ended
         self._open: list[Node] = []
@@ -88,6 +91,7 @@ class CallTree:
             main = next((x for _, x in tensors_in((args, kwargs)) if x.dim() > 1), None)
             self._shape = None if main is None else (main.shape[0], main.shape[1])
         node.occurrence, node.phase, node.shape = call.occurrence, self._phase, self._shape
+        node.forward = self._forward
         if parent is not None:
             parent.children.append(node)
         self._open.append(node)
@@ -128,18 +132,26 @@ class ChoiceCalls(TorchFunctionMode):
 
 
 class HostStates:
-    """Objects that a model passes along and changes, such as a cache: each has one counterpart on the host.
+    """What of a model's calls is on the host: copies of tensors, and one counterpart of each object that it changes.
 
-    The counterpart is made when the object is seen for the first time, and from then on only the host's own code
-    changes it. So what a cache returns on the device later is compared with what was written into it.
+    The counterpart of a cache, say, is made when the object is seen for the first time, and from then on only the
+    host's own code changes it. So what a cache returns on the device later is compared with what was written into it.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}  # the device's object is kept, so that its id stays its own
+        self._copies = HostCopies()
 
     def on_host(self, value: Any) -> Any:
-        """A tree of arguments with its tensors copied to the host and its objects replaced by their counterparts."""
-        return mapped(value, _copied, self._counterpart)
+        """A tree of arguments with its tensors copied to the host and its objects replaced by their counterparts.
+
+        The copies may be used after `settle` only.
+        """
+        with torch._C.DisableTorchFunction():  # a function mode of the caller's is for the model
+            return mapped(value, self._copies.copy, self._counterpart)
+
+    def settle(self) -> None:
+        self._copies.settle()
 
     def _counterpart(self, value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -151,6 +163,53 @@ class HostStates:
             restore_code(counterpart)
             self._known[id(value)] = (value, counterpart)
         return self._known[id(value)][1]
+
+
+class HostCopies:
+    """Copies of the tensors of one forward. What one call gives and others get is held once, if its bits are the same.
+
+    From CUDA, tensors are copied into locked memory in the order of the stream, so that nothing waits until that memory
+    is to be used for others.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], Tensor] = {}  # the last copy from a place in memory
+        self._waiting: list[tuple[tuple[Any, ...], Tensor]] = []
+        self._bytes = 0
+
+    def copy(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and x.dtype.itemsize in INTEGERS
+        if not plain or x.is_meta:
+            return _copied(x)
+        key = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride())
+        if x.device.type != "cuda":
+            return self._shared(key, x if x.device.type == "cpu" else x.to("cpu"))
+        copied = x.to("cpu", non_blocking=True)
+        self._waiting.append((key, copied))
+        self._bytes += copied.nbytes
+        if self._bytes > _MOST_WAITING:
+            self._fetch()
+        return copied
+
+    def settle(self) -> None:
+        """Waits until all copies are there, and forgets where they came from: that memory may hold anything next."""
+        self._fetch()
+        self._held.clear()
+
+    def _fetch(self) -> None:
+        for device in {key[0] for key, _ in self._waiting}:
+            torch.cuda.synchronize(device)
+        for key, copied in self._waiting:
+            copied.data = self._shared(key, copied)  # ordinary memory in place of the locked one
+        self._waiting.clear()
+        self._bytes = 0
+
+    def _shared(self, key: tuple[Any, ...], x: Tensor) -> Tensor:
+        held = self._held.get(key)
+        if held is None or not x.is_contiguous() or not torch.equal(bits_of(held), bits_of(x)):
+            held = self._held[key] = x.clone()
+        return held
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -144,7 +144,8 @@ class BlockFlow:
 
 def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -> list[BlockFlow]:
     """Every call of a block while `run` runs the model, in the order of the calls."""
-    tree, found = CallTree(HostStates()), list[BlockFlow]()
+    states, found = HostStates(), list[BlockFlow]()
+    tree = CallTree(states)
     everything = with_whole_modules(model, anatomy)
     with watch(model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=everything), ChoiceCalls(tree):
         run()
@@ -154,6 +155,7 @@ def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -
         if y is not None and isinstance(node.unit.place, int):
             found.append(BlockFlow(node.unit, y, tuple(compared.differences), compared.problem))
 
+    states.settle()
     with host_arithmetic():
         for node in tree.nodes:
             node.by_formula = node.operator != "residual"

@@ -16,7 +16,7 @@ from noisescope.localization.host_products import Recomputed, Weighing
 from noisescope.localization.judge import RMS_LIMIT, Judgement, tolerance
 from noisescope.localization.roundoff_floors import Z_MEAN, Format, Reference, number_format
 from noisescope.localization.row_pattern import RowPlaces, row_words
-from noisescope.localization.tensors import bits_of, lane_period
+from noisescope.localization.tensors import bits_of, lane_period, on_host
 
 _MOST_ELEMENTS = 1 << 22
 _MOST_NAMED = 4096  # channels that are listed one by one
@@ -69,6 +69,8 @@ class Evidence:
         lead = recomputed.lead if math.prod(recomputed.lead) >= len(y) else ()
         rows = max(1, _MOST_ELEMENTS // max(1, y.shape[1]))
         operands = recomputed.operands
+        if operands is not None:  # a weight may still be where it was multiplied
+            operands = (operands[0], on_host(operands[1]))
         if len(y) > rows:
             y, index = y[:rows], index[:rows]
             reference = reference[:rows]

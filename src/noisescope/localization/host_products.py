@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from torch import Tensor
 from noisescope.localization.roundoff_floors import (
     ROUNDING_STD,
     WORK_ROUNDOFF,
-    Z_ELEMENT,
     Reference,
     Shortening,
     number_format,
@@ -22,6 +22,10 @@ from noisescope.localization.roundoff_floors import (
     sum_spread,
 )
 from noisescope.localization.tensors import host_rows, on_host
+from noisescope.localization.weight_pass import BLOCK as BLOCK
+from noisescope.localization.weight_pass import Checker, columns_on_host
+from noisescope.localization.weight_pass import as_multiplied as as_multiplied
+from noisescope.localization.weight_pass import checksums as checksums
 
 _PARTIAL_SUMS = 8
 _MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T for which every row of attention is computed again
@@ -50,6 +54,17 @@ class Recomputed:
     rows: Tensor | None = None  # which rows of the whole output these are, in their order; None for all
     weighing: Weighing | None = None  # of attention, how it weighs its values
 
+    def part(self, first: int, lead: tuple[int, ...]) -> Recomputed:
+        """Of several calls as one, the call whose rows begin at `first`; `lead` is the shape of its own rows."""
+        index = torch.arange(len(self.y)) if self.rows is None else self.rows
+        begin, end = torch.searchsorted(index, torch.tensor([first, first + math.prod(lead)])).tolist()
+        here = slice(begin, end)
+        operands = None if self.operands is None else (self.operands[0][:, here], self.operands[1])
+        whole = end - begin == math.prod(lead)
+        rows = None if whole else index[here] - first
+        x = None if self.x is None else self.x[here]
+        return Recomputed(self.y[here], self.reference[here], operands, x, lead=lead, rows=rows)
+
 
 class Rows:
     """Which rows of an operator's output are computed again: all if few, else a sample with the first and the last."""
@@ -57,14 +72,26 @@ class Rows:
     def __init__(self, most: int, seed: int, device: str = "cpu") -> None:
         self.most = most
         self.device = device  # that computed the output: what it may shorten depends on it
+        self._first = self._last = 0
         self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def around(self, first: int, last: int) -> Rows:
+        """The same, with all of so many rows at the beginning, and one of so many at the end."""
+        found = copy.copy(self)
+        found._first, found._last = first, last
+        return found
 
     def choose(self, total: int) -> Tensor | None:
         """Sorted indices; None for all rows."""
-        if total <= self.most:
+        rest = total - self._first - self._last
+        if rest <= self.most and self._last < 2:
             return None
-        order = torch.randperm(total - 2, generator=self._generator, device="cpu")[: max(self.most - 2, 0)] + 1
-        return torch.cat([order, torch.tensor([0, total - 1], device="cpu")]).sort().values
+        sample = torch.arange(rest, device="cpu")
+        if rest > self.most:
+            order = torch.randperm(rest - 2, generator=self._generator, device="cpu")[: max(self.most - 2, 0)] + 1
+            sample = torch.cat([order, torch.tensor([0, rest - 1], device="cpu")]).sort().values
+        ends = torch.arange(self._first, device="cpu"), torch.arange(total - 1, total, device="cpu")
+        return torch.cat([ends[0], sample + self._first, ends[1][: self._last]])
 
     def signs(self, count: int) -> Tensor:
         """Random +-1."""
@@ -73,38 +100,41 @@ class Rows:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
     """x [..., K] times weight [N, K]; where rows are many, checksums say which to take beside the sampled ones."""
-    a, w, out = host_rows(x), on_host(weight), host_rows(y)
-    a, w = as_multiplied(a, out), as_multiplied(w, out)
+    a, out = host_rows(x), host_rows(y)
+    a = as_multiplied(a, out)
     added = None if bias is None else as_multiplied(on_host(bias), out).double()
-    chosen, total = rows.choose(len(a)), len(a)
+    chosen = rows.choose(len(a))
     short = shortened(out.dtype, rows.device)
+    check = None if chosen is None else Checker(a, added, out, rows.signs(len(weight)), short)
+    total, every = len(a), (a, out)
     if chosen is not None:
-        off = _rows_off(a, w, added, out, rows, short)
-        chosen = torch.tensor(sorted({*chosen.tolist(), *off[: rows.most].tolist()}))
         a, out = a[chosen], out[chosen]
-    wide = a.double()
-    values, squares = _multiply(wide, w)
+    values, squares = _multiply(a.double(), weight, out, check)
+    if check is not None and chosen is not None:
+        off = check.found().rows_off()
+        more = torch.tensor(sorted({*off[: rows.most].tolist()} - {*chosen.tolist()}), dtype=torch.long)
+        if len(more):
+            chosen, order = torch.cat([chosen, more]).sort()
+            again = _multiply(every[0][more].double(), weight, out)
+            values, squares = (torch.cat(pair)[order] for pair in zip((values, squares), again, strict=True))
+            a, out = every[0][chosen], every[1][chosen]
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, short)
     unsampled = 0 if chosen is None else total - len(chosen)
-    shape = tuple(y.shape[:-1])
-    return Recomputed(out, reference, (wide[None], w.T[None]), checksums=unsampled, lead=shape, rows=chosen)
+    operands = a.double()[None], as_multiplied(weight.detach(), out).T[None]
+    return Recomputed(out, reference, operands, checksums=unsampled, lead=tuple(y.shape[:-1]), rows=chosen)
 
 
-def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
-    """Under autocast the operands are rounded to the output's dtype before they are multiplied."""
-    return x.to(y.dtype) if x.dtype.itemsize > y.dtype.itemsize else x
-
-
-def _multiply(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _multiply(a: Tensor, weight: Tensor, y: Tensor, check: Checker | None = None) -> tuple[Tensor, Tensor]:
     """a w^T in float64, and S^2 + P^2 in float32 (they only scale a floor), some columns at a time."""
-    values = a.new_empty(len(a), len(w))
-    squares = torch.empty(len(a), len(w))
+    values = a.new_empty(len(a), len(weight))
+    squares = torch.empty(len(a), len(weight))
     a_squared = a.square().float()
-    step = COLUMNS * torch.get_num_threads()
-    for start in range(0, len(w), step):
-        here = slice(start, start + step)
-        values[:, here], partial = _partial_sums(a, w[here])
-        torch.addmm(partial.float(), a_squared, w[here].float().square().T, out=squares[:, here])
+    for here, part in columns_on_host(weight, y):
+        wide, squared = part.double(), part.float().square()
+        values[:, here], partial = _partial_sums(a, wide)
+        torch.addmm(partial.float(), a_squared, squared.T, out=squares[:, here])
+        if check is not None:
+            check.see(here, wide, squared)
     return values, squares
 
 
@@ -113,11 +143,11 @@ def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     inner = a.shape[-1]
     parts = min(_PARTIAL_SUMS, max(1, inner // 16))
     edges = [inner * at // parts for at in range(parts + 1)]
-    terms = (torch.matmul(a[..., i:j], w[..., i:j].double().transpose(-1, -2)) for i, j in itertools.pairwise(edges))
-    total = next(terms)
+    terms = ((a[..., i:j], w[..., i:j].transpose(-1, -2)) for i, j in itertools.pairwise(edges))
+    total = torch.matmul(*next(terms))
     squares = total.square()
     for term in terms:
-        total += term
+        total = total.addmm_(*term) if total.dim() == 2 else total.add_(torch.matmul(*term))
         squares.addcmul_(total, total)
     return total, squares.div_(parts)
 
@@ -141,13 +171,6 @@ def _sum_reference(
         values = values + added
     bounds = (rounded_once(values, dtype), *bounds)
     return Reference(values, bounds, spread, systematic, grain, offset=added is not None, sums=True)
-
-
-def _rows_off(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, rows: Rows, short: Shortening) -> Tensor:
-    """Rows whose checksums fail, the worst first; those with NaN or Inf are computed again and judged there."""
-    worst = checksums(a, w, added, y, rows.signs(len(w)), short).z.amax(1)
-    off = (worst > Z_ELEMENT).nonzero().flatten()
-    return off[worst[off].argsort(descending=True)]
 
 
 def batched(
@@ -201,8 +224,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
     values, squares = wide.new_empty(out.shape), torch.empty(out.shape)
     for number in sorted(set(expert.tolist())):
         here = expert == number
-        w = as_multiplied(on_host(weights[number]).T, out)
-        values[here], squares[here] = _multiply(wide[here], w)
+        values[here], squares[here] = _multiply(wide[here], weights[number].detach().T, out)
     reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(out.dtype, rows.device))
     return Recomputed(out, reference)
 
@@ -296,61 +318,3 @@ def attention(
     found = None if index is None else index[seen]
     weighing = Weighing(weighed[0], weighed[1], weighed[2], seen)
     return Recomputed(flat(out), reference, lead=lead, rows=found, weighing=weighing)
-
-
-# Checksums of a product: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n over blocks of outputs (Freivalds 1977).
-#
-# They check every row for the price of N / 64 columns. A checksum's error is that of its 64 elements together, so one
-# wrong element is seen from about 14 ulp on.
-
-
-BLOCK = 64  # outputs under one checksum: a wrong element must show above the rounding of its 63 neighbours
-COLUMNS = 256  # of an output that are computed at a time: the float64 copies they need stay in a processor's cache
-
-
-@dataclass(frozen=True)
-class Checksums:
-    """How far the checksums of each row are off, [R, N / 64], and the variance of a healthy one."""
-
-    error: Tensor
-    variance: Tensor
-
-    @property
-    def z(self) -> Tensor:
-        """In standard deviations; inf where NaN or Inf is among what was summed."""
-        z = self.error.abs() / self.variance.clamp_min(1e-300).sqrt()
-        return torch.where(z.isnan(), torch.inf, z)
-
-
-def checksums(a: Tensor, w: Tensor, added: Tensor | None, y: Tensor, signs: Tensor, short: Shortening) -> Checksums:
-    """Of y [R, N] = a w^T + added, for a [R, K], w [N, K] and random signs [N], all on the host.
-
-    `short` is what the user lets the device shorten (roundoff_floors.shortened). The variance is that of one rounding
-    of each output, of its sum (sum_spread with P^2 = S^2 + added^2), and of a rounding before the addend, which some
-    kernels make.
-    """
-    wide = a.double()
-    squared = wide.square().float()
-    per_sum = (ROUNDING_STD * WORK_ROUNDOFF) ** 2 * (a.shape[-1] + 1)
-    errors, variances = [], []
-    for start in range(0, len(w), COLUMNS):
-        here = slice(start, start + COLUMNS)
-        part, out, sign = w[here].double(), y[:, here].double(), signs[here]
-        expected = wide @ _per_block((part * sign[:, None]).T.contiguous())
-        squares = (squared @ _per_block(part.square().float().T.contiguous())).double()
-        variance = _per_block(rounded_once(out, y.dtype).square() / 3)
-        variance += per_sum * (2 * squares + _per_block(out.square())) + short.spread**2 * squares
-        variance += short.lean**2 * _per_block(out.square())
-        if added is not None:
-            expected = expected + _per_block((added[here] * sign)[None])
-            variance += _per_block(rounded_once(out - added[here], y.dtype).square() / 3)
-            variance += per_sum * _per_block(added[here].square()[None])
-        errors.append(_per_block(out * sign) - expected)
-        variances.append(variance)
-    return Checksums(torch.cat(errors, 1), torch.cat(variances, 1))
-
-
-def _per_block(columns: Tensor) -> Tensor:
-    """Sums over blocks of columns, [R, N] -> [R, ceil(N / 64)]."""
-    owner = torch.arange(columns.shape[1]) // BLOCK
-    return columns.new_zeros(columns.shape[0], int(owner[-1]) + 1).index_add_(1, owner, columns)

@@ -76,6 +76,7 @@ class HostTwin:
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
+        self._exact: set[tuple[Any, ...]] = set()  # kinds of calls whose code had no inexact function
         self._visit: Callable[[Node], None] = lambda node: None
         kind = device_of(model).type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -105,17 +106,19 @@ class HostTwin:
         """Runs the code of a module that was called, and compares."""
         twin = self._modules[node.module]
         result = Comparison()
-        before = self._kept(node)
-        first = self._run(twin, node, (node.args, node.kwargs), None)
-        result.compared, result.problem, result.exact = len(first.seen), first.problem, not first.inexact
+        kind = (type(twin), node.phase, *((child.operator, child.by_formula) for child in node.children))
+        before = self._kept(node, needed=kind not in self._exact)
         recorded = dict(_recorded(node))
-        different = {
-            key: pair
-            for key, pair in ((key, (recorded[key], seen)) for key, seen in first.seen.items() if key in recorded)
-            if not same_numbers(*_alike(*pair))
-        }
+        first = self._run(twin, node, (node.args, node.kwargs), recorded=recorded)
+        result.compared, result.problem, result.exact = first.compared, first.problem, not first.was_inexact
+        different = {key: (recorded[key], seen) for key, seen in first.seen.items() if key in recorded}
         limits: dict[Key, Tensor] = {}
-        if different and first.inexact:
+        if not first.was_inexact and not first.problem:
+            self._exact.add(kind)
+        elif different and first.inexact and before is None:
+            result.problem = "its code has inexact functions in some calls only"
+            return result
+        elif different and first.inexact:
             limits = self._limits(twin, node, before, different)
         for key, (got, expected) in different.items():
             limit = limits.get(key) if key in first.inexact else None
@@ -123,10 +126,16 @@ class HostTwin:
                 result.differences.append(_difference(node, key, got, expected, limit))
         return result
 
-    def _kept(self, node: Node) -> Any:
-        """The arguments as they are before the code changes them: a cache grows, and may be written in place."""
+    def _kept(self, node: Node, *, needed: bool) -> Any:
+        """The arguments as they are before the code changes them: a cache grows, and may be written in place.
+
+        They are needed where the code has inexact functions. Where the same code had none in this phase, with the same
+        calls recorded in it, no copy of a cache is made, which holds what all layers wrote.
+        """
         given = (node.args, node.kwargs)
-        return host_copy(given) if any(map(is_state, leaves_in(given))) else given
+        if not any(map(is_state, leaves_in(given))):
+            return given
+        return host_copy(given) if needed else None
 
     def _limits(
         self, twin: nn.Module, node: Node, before: Any, different: dict[Key, tuple[Tensor, Tensor]]
@@ -135,7 +144,7 @@ class HostTwin:
         runs = []
         for number in range(_RUNS):
             generator = torch.Generator("cpu").manual_seed(_SEED + number)
-            runs.append(self._run(twin, node, host_copy(before), generator).seen)
+            runs.append(self._run(twin, node, host_copy(before), generator=generator).seen)
         limits = {}
         for key, (got, expected) in different.items():
             found = [run[key].double() for run in runs if key in run and run[key].shape == expected.shape]
@@ -153,9 +162,17 @@ class HostTwin:
             limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS if form.bits > 20 else 1) * ulp
         return limits
 
-    def _run(self, twin: nn.Module, node: Node, state: Any, generator: torch.Generator | None) -> _Run:
+    def _run(
+        self,
+        twin: nn.Module,
+        node: Node,
+        state: Any,
+        *,
+        recorded: dict[Key, Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> _Run:
         args, kwargs = mapped(state, Tensor.clone)
-        run = _Run(node, generator)
+        run = _Run(node, recorded, generator)
         outer, self._running = self._running, run
         try:
             with (
@@ -189,15 +206,17 @@ class HostTwin:
 class _Run(TorchFunctionMode):
     """One run of a module's code: answers recorded functions, moves the results of inexact ones if asked to."""
 
-    def __init__(self, node: Node, generator: torch.Generator | None) -> None:
+    def __init__(self, node: Node, recorded: dict[Key, Tensor] | None, generator: torch.Generator | None) -> None:
         super().__init__()
         self.node, self.problem = node, ""
-        self.seen: dict[Key, Tensor] = {}
+        self.compared = 0
+        self.seen: dict[Key, Tensor] = {}  # but for what is as it was recorded
+        self._recorded = recorded or {}
         self.inexact: set[Key] = set()  # what was seen after an inexact function had been called
         self._generator = generator
         self.first = generator is None
         self._taken: set[int] = set()
-        self._was_inexact = False
+        self.was_inexact = False
 
     def next_call(self, fits: Callable[[Node], bool]) -> int | None:
         """The first recorded call that fits and was not answered yet."""
@@ -208,10 +227,15 @@ class _Run(TorchFunctionMode):
         return None
 
     def see(self, at: int, value: Any) -> None:
-        for path, tensor in tensors_in(value):
-            self.seen[at, path] = tensor.detach().clone()
-            if self._was_inexact:
-                self.inexact.add((at, path))
+        with torch._C.DisableTorchFunction():  # the comparison is no part of the code
+            for path, tensor in tensors_in(value):
+                self.compared += 1
+                recorded = self._recorded.get((at, path))
+                if recorded is not None and same_numbers(*_alike(recorded, tensor.detach())):
+                    continue
+                self.seen[at, path] = tensor.detach().clone()
+                if self.was_inexact:
+                    self.inexact.add((at, path))
 
     def answer(self, at: int) -> Any:
         return mapped(self.node.children[at].output, Tensor.clone)
@@ -226,7 +250,7 @@ class _Run(TorchFunctionMode):
             result = func(*args, **kwargs)
             if is_exact(func, args):
                 return result
-            self._was_inexact = True
+            self.was_inexact = True
             return result if self._generator is None else mapped(result, self._moved)
 
     def _moved(self, y: Tensor) -> Tensor:

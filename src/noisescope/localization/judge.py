@@ -121,23 +121,27 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
     tolerances: list[Tensor] = []
     for start, part, ref in _pieces(y, reference):
         ulp, limit, error = form.ulp(ref.values), tolerance(ref), part - ref.values
-        finite, one_sided = torch.tensor(True), torch.tensor(False)
-        if not _all_ordinary(error, ref.values, limit, form):
+        finite, one_sided = None, None
+        size = error.abs()
+        if not _all_ordinary(size, ulp, limit, form):
             one_sided = _one_sided(part, ref.values, limit, form)
             finite = part.isfinite() & ref.values.isfinite() & (ref.values.abs() <= form.largest)
             error, limit = torch.where(finite, error, 0.0), torch.where(finite, limit, 1.0)
-        size = error.abs()
-        beyond = (size > limit) | one_sided
-        result.bad += int(beyond.sum())
-        result.nonfinite += int(one_sided.sum())
-        result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
-        result.raise_to("element", float((size / limit).max()))
-        result.raise_to("non-finite", math.inf if bool(one_sided.any()) else 0.0)
+            size = error.abs()
+        strongest = float((size / limit).max())
+        result.raise_to("element", strongest)
         result.worst = max(result.worst, float(size.max()))
-        result.worst_ulp = max(result.worst_ulp, float((size / ulp).max()))
-        tolerances.append(_normal_tolerances(limit, ulp, finite.expand_as(ulp), form))
-        means.append(_sums(error[rows], ref[rows], ulp[rows], finite.expand_as(ulp)[rows], by_row, y.dtype))
+        if one_sided is not None or not strongest <= 1:
+            beyond = size > limit if one_sided is None else (size > limit) | one_sided
+            result.bad += int(beyond.sum())
+            result.nonfinite += 0 if one_sided is None else int(one_sided.sum())
+            result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
+        result.worst_ulp = max(result.worst_ulp, float(size.div_(ulp).max()))
+        tolerances.append(_normal_tolerances(limit, ulp, finite, form))
+        some = None if finite is None else finite[rows]
+        means.append(_sums(error[rows], ref[rows], ulp[rows], some, by_row, y.dtype))
         result.tests += part.numel() + 2 * part.shape[1] + 4
+    result.raise_to("non-finite", math.inf if result.nonfinite else 0.0)
     found = torch.cat(tolerances)
     result.visible_element = float(found.median()) if len(found) else 0.0
     _judge_means(Means(*torch.cat(means, 1)), by_row, y[rows], reference.sums, form, result)
@@ -198,16 +202,20 @@ def _judge_exact(y: Tensor, reference: Reference, form: Format, result: Judgemen
     result.strengths["exact"] = math.inf if result.bad else 0.0
 
 
-def _all_ordinary(error: Tensor, values: Tensor, limit: Tensor, form: Format) -> bool:
-    """Everything is finite and far from the end of the format: then there is nothing to tell apart."""
-    return bool(values.abs().max() + limit.max() < form.largest) and bool(error.isfinite().all())
+def _all_ordinary(size: Tensor, ulp: Tensor, limit: Tensor, form: Format) -> bool:
+    """Everything is finite and far from the end of the format: then there is nothing to tell apart.
+
+    Of the errors' sizes, which are not finite where either side is not, and the spacing, which bounds the values.
+    """
+    return bool(ulp.max() / form.u + limit.max() < form.largest) and bool(size.max().isfinite())
 
 
-def _normal_tolerances(limit: Tensor, ulp: Tensor, finite: Tensor, form: Format) -> Tensor:
+def _normal_tolerances(limit: Tensor, ulp: Tensor, finite: Tensor | None, form: Format) -> Tensor:
     """Tolerances in ulps, of some elements that are well within the normal numbers: |v| > 2^(least + bits)."""
     some = slice(None, None, max(1, limit.numel() // _MEDIAN_OF))
-    limit, ulp, finite = (t.flatten()[some] for t in (limit, ulp, finite))
-    return (limit / ulp)[finite & (ulp > 2.0**form.least)]
+    limit, ulp = limit.flatten()[some], ulp.flatten()[some]
+    normal = ulp > 2.0**form.least
+    return (limit / ulp)[normal if finite is None else normal & finite.flatten()[some]]
 
 
 def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor:
@@ -218,30 +226,33 @@ def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor
 
 
 def _sums(
-    error: Tensor, reference: Reference, ulp: Tensor, finite: Tensor, by_row: Tensor, dtype: torch.dtype
+    error: Tensor, reference: Reference, ulp: Tensor, finite: Tensor | None, by_row: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The fields of `Means` for some columns; the first two are added up in `by_row` [2, R] as well.
+    """The fields of `Means` for some columns; the first two are added up in `by_row` [2, R] as well. `finite`: if any.
 
     One correct rounding of a function of numbers with few bits may lean: silu(x) = x / 2 + x^2 / 4 + ... of a small x
     in 16 bits is always rounded to x / 2. So means are those of what lies beyond it. Errors of long sums are their own.
     """
-    variance = reference.variance
-    finite = finite & (variance > 0)
-    if not bool(finite.all()):
+    variance, values = reference.variance, reference.values
+    if finite is not None or not bool(variance.min() > 0):
+        finite = variance > 0 if finite is None else finite & (variance > 0)
         variance = torch.where(finite, variance, torch.inf)
     lever = ulp / variance
-    beyond = error if reference.sums else error - (reference.values.to(dtype).double() - reference.values)
-    along = lever * beyond if bool(finite.all()) else torch.where(finite, lever * beyond, 0.0)
-    signed = torch.where(reference.values < 0, -along, along)
+    along = lever * (error if reference.sums else error - (values.to(dtype).double() - values))
+    if finite is not None:
+        along = torch.where(finite, along, 0.0)
+    signed = torch.where(values < 0, -along, along)
     by_row[0] += signed.sum(1)
     by_row[1] += along.sum(1)
     fields = [signed.sum(0), along.sum(0), (lever * ulp).sum(0)]
     if reference.systematic is None:
         fields.append(torch.zeros_like(fields[0]))
     else:
-        fields.append(torch.where(finite, lever * reference.systematic, 0.0).sum(0))
-    fields += [along.square_().sum(0), error.square().div_(variance).sum(0), finite.sum(0)]
-    return torch.stack([field.double() for field in fields])
+        lean = lever.mul_(reference.systematic)
+        fields.append((lean if finite is None else torch.where(finite, lean, 0.0)).sum(0))
+    count = torch.full_like(fields[0], len(error)) if finite is None else finite.sum(0).double()
+    fields += [along.square_().sum(0), error.square().div_(variance).sum(0), count]
+    return torch.stack(fields)
 
 
 def _judge_means(means: Means, by_row: Tensor, y: Tensor, sums: bool, form: Format, result: Judgement) -> None:

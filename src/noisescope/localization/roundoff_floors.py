@@ -112,8 +112,8 @@ class Reference:
     @property
     def variance(self) -> Tensor:
         """An error uniform within +-b has variance b^2 / 3."""
-        total = torch.zeros_like(self.values)
-        for bound in self.bounds:
+        total = self.bounds[0].square().mul_(1 / 3) if self.bounds else torch.zeros_like(self.values)
+        for bound in self.bounds[1:]:
             total.addcmul_(bound, bound, value=1 / 3)
         return total if self.spread is None else total.addcmul_(self.spread, self.spread)
 

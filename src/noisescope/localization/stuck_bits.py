@@ -34,13 +34,16 @@ def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) 
 
     `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is examined.
     """
+    if not _enough(y.numel()):
+        return False, []
     grain = torch.zeros_like(reference.values) if reference.grain is None else reference.grain
     tensors, offset = (y, reference.values, grain), reference.offset
     some = slice(None, None, max(1, y.numel() // _MOST_ELEMENTS))
     whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one), offset=offset))
     found: list[int] = []
     width = max(1, _PIECE // max(1, len(y)))
-    for start in range(0, 0 if below_one else y.shape[1], width):
+    enough = not below_one and _enough(len(y))
+    for start in range(0, y.shape[1] if enough else 0, width):
         stuck = _stuck(*_bits(*(t[:, start : start + width] for t in tensors), below_one=below_one), offset=offset)
         found += [start + column for column in stuck]
     return whole, found
@@ -51,7 +54,9 @@ def _bits(y: Tensor, values: Tensor, grain: Tensor, *, below_one: bool) -> tuple
     form, size = number_format(y.dtype), values.abs()
     given, expected = bits_of(y), bits_of(values.to(y.dtype))
     usable = (size > 2.0 ** (form.least + form.bits)) & (size < (0.9 if below_one else form.largest))
-    lowest = (grain / form.ulp(values)).float().log2_().ceil_().nan_to_num_(0.0).clamp_(0, 8 * y.dtype.itemsize - 1)
+    # log2, rounded up: the exponent of the quotient, and 1 where its mantissa is not 0. Of NaN it overflows to below 0.
+    quotient = (grain / form.ulp(values)).float().view(torch.int32)
+    lowest = quotient.add_(0x7FFFFF).bitwise_right_shift_(23).sub_(127).clamp_(0, 8 * y.dtype.itemsize - 1)
     return given, expected, usable, lowest.to(given.dtype)
 
 
@@ -62,8 +67,6 @@ def number_of_tests(width: int, dtype: torch.dtype) -> int:
 
 def _stuck(given: Tensor, expected: Tensor, usable: Tensor, lowest: Tensor, *, offset: bool) -> list[int]:
     """Columns with a stuck bit; a 0, and with an offset a 1, counts from the bit `lowest` on."""
-    if _by_chance(np.ones(len(given)), 0) >= CHANCE:  # too few rows to tell anything
-        return []
     above = torch.where(usable, torch.bitwise_left_shift(torch.full_like(given, -1), lowest), 0)  # 1 where a 0 counts
     counts = above if offset else -usable.to(given.dtype)  # 1 where a 1 counts
     never_0 = ~any_row_bits(~given & counts) & any_row_bits(~expected & counts)
@@ -78,6 +81,11 @@ def _stuck(given: Tensor, expected: Tensor, usable: Tensor, lowest: Tensor, *, o
                 if _by_chance(ones, value) < CHANCE:
                     stuck.append(column)
     return sorted(set(stuck))
+
+
+def _enough(rows: int) -> bool:
+    """Whether so many rows can tell anything."""
+    return _by_chance(np.ones(rows), 0) < CHANCE
 
 
 def _by_chance(expected: np.ndarray, value: int) -> float:

@@ -4,16 +4,51 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_KEY = 64  # elements by which rows are told apart before they are compared
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of the numbers they show
 
 
 def on_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu")
+
+
+def host_memory() -> int:
+    """Bytes of the host's memory; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # Windows
+        return 0
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    _copy: Tensor
+    _done: torch.cuda.Event | None = None
+
+    def wait(self) -> Tensor:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy
+
+
+def begin_copy(x: Tensor) -> HostCopy:
+    """Begins to copy a tensor to the host, if it is not there; from CUDA into locked memory, in the stream's order."""
+    if x.device.type != "cuda":
+        return HostCopy(on_host(x))
+    with torch.cuda.device(x.device):
+        copied = x.detach().to("cpu", non_blocking=True)
+        done = torch.cuda.current_stream().record_event()
+    return HostCopy(copied, done)
 
 
 def host_rows(x: Tensor) -> Tensor:
@@ -37,29 +72,23 @@ def differing(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and not bool(differing(a, b).any())
+    return a.shape == b.shape and (torch.equal(a, b) or not bool(differing(a, b).any()))
 
 
 def distinct_rows(x: Tensor, *others: Tensor, among: Sequence[int] | None = None) -> list[int]:
     """Indices of rows, each different one once (of x and all others together): copies make the same errors again."""
-    first, rest = bits_of(x).numpy(), [bits_of(other).numpy() for other in others]
+    every = [bits_of(tensor).numpy() for tensor in (x, *others)]
     seen: dict[bytes, list[int]] = {}
-    for row in range(len(first)) if among is None else among:
-        alike = seen.setdefault(first[row].tobytes(), [])
-        if not any(all((t[row] == t[other]).all() for t in rest) for other in alike):
+    for row in range(len(x)) if among is None else among:
+        alike = seen.setdefault(every[0][row, :_KEY].tobytes(), [])
+        if not any(all((t[row] == t[other]).all() for t in every) for other in alike):
             alike.append(row)
     return sorted(row for alike in seen.values() for row in alike)
 
 
 def any_row_bits(bits: Tensor) -> Tensor:
-    """The bits that are 1 in any row of [R, C], halving the rows again and again."""
-    while len(bits) > 1:
-        half = len(bits) // 2
-        joined = bits[:half] | bits[half : 2 * half]
-        if len(bits) % 2:
-            joined[0] |= bits[-1]
-        bits = joined
-    return bits[0]
+    """The bits that are 1 in any row of [R, C]."""
+    return torch.from_numpy(np.bitwise_or.reduce(bits.numpy(), axis=0))
 
 
 def channels_with(bad: Tensor) -> tuple[int, ...]:
