@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.call_tree import Judged, Node, leaves_in, tensors_in
+from noisescope.localization.call_tree import Judged, Node, tensors_in
 from noisescope.localization.classify import classify, is_stale
 from noisescope.localization.data_flow import About, about_difference, as_recomputed, judge_within, same_difference
 from noisescope.localization.error_pattern import Evidence, Pattern
@@ -112,6 +112,8 @@ class AuditLog:
             self.judged.add(node)
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
         self.tests += found.compared
+        for other in found.others:
+            self.leave_open(other.node.site(other.tensor), f"{other.words}: other code than its class's, or a fault")
         seen: list[Difference] = []
         # One tensor may enter several modules (q, k and v). Rotary embeddings only ask for its dtype.
         for difference in sorted(found.differences, key=lambda each: each.node.unit.place == "rotary"):
@@ -187,8 +189,9 @@ class AuditLog:
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return
-        operator = "residual" if site.tensor == "input" else site.operator
-        evidence = Evidence.of(operator, recomputed, judgement, None if node is None else node.shape)
+        evidence = Evidence.of(site.operator, recomputed, judgement, None if node is None else node.shape)
+        if site.tensor == "input":  # the operator tells heads from tokens, but has no part in what is wrong
+            evidence = dataclasses.replace(evidence, operator="residual")
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
@@ -339,7 +342,7 @@ class NonFiniteOrigin:
 
 
 def first_floating(value: Any) -> Tensor | None:
-    return next((x for x in leaves_in(value) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    return next((x for _, x in tensors_in(value) if x.is_floating_point()), None)
 
 
 def _inputs(node: Node) -> list[Tensor]:

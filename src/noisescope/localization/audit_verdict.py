@@ -63,17 +63,20 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
     found = log.judged
     called = found.modules | found.reasons.keys() | judged.read_directly
     reasons = {name: found.reason(name) for name in names if found.reason(name)}
-    reasons |= {name: "not called in these forwards" for name in names if name not in called and own[name]}
+    judged_weights = {id(p) for name in names if name in called and name not in reasons for p in own[name]}
+    for name in names:  # weights that another module shares and uses are not left out
+        if name not in called and not all(id(p) in judged_weights for p in own[name]):
+            reasons[name] = "not called in these forwards"
     by_class: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         by_class.setdefault((type(modules[name]).__name__, reason), []).append(name)
     ran = [name for name in names if name in called or name in reasons]
-    weights = {id(p): (p.numel(), name not in reasons) for name in ran for p in own[name]}
+    weights = {id(p): p.numel() for name in ran for p in own[name]}
     return Coverage(
         phases=tuple(judged.phases),
         not_run=tuple(dict.fromkeys(judged.not_run)),
         modules=Share(len(ran) - len(reasons), len(ran)),
-        parameters=Share(sum(n for n, done in weights.values() if done), sum(n for n, _ in weights.values())),
+        parameters=Share(sum(n for p, n in weights.items() if p in judged_weights), sum(weights.values())),
         multiply_adds=Share(
             sum(found.work[key] for key, done in found.calls.items() if done), sum(found.work.values())
         ),
@@ -285,6 +288,7 @@ def _notes(log: AuditLog) -> Iterator[str]:
 
 def _cause(log: AuditLog, origin: Origin) -> str:
     """Why it is not finite: a fault, an overflow, or open."""
-    if any(alarm.site == origin.site and alarm.judgement.nonfinite for alarm in log.alarms.values()):
+    here = (origin.site.place, origin.site.module)
+    if any((a.site.place, a.site.module) == here and a.judgement.nonfinite for a in log.alarms.values()):
         return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
     return origin.why or "how it is made is not known here, so that it may be an overflow or a fault"
