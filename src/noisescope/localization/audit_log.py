@@ -42,6 +42,7 @@ class AuditLog:
         self.rows = Rows(rows, seed, device)
         self.nonfinite = NonFiniteOrigin()
         self.alarms: dict[Site, Alarm] = {}
+        self.made: dict[Site, dict[str, str]] = {}  # of each tensor of a call that is wrong, how it should be made
         self.limits: dict[str, DetectionLimit] = {}
         self.unseen: dict[str, set[Site]] = {}
         self.judged = Judged()
@@ -194,6 +195,8 @@ class AuditLog:
             evidence = dataclasses.replace(evidence, operator="residual")
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
+        if judgement.alarm and about is not None:
+            self.made.setdefault(site, {}).setdefault(about.made, judgement.words)
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
             return
         pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")

@@ -23,6 +23,7 @@ _INSIDE = ("matmul", "bmm", "softmax")
 _PLACED = ("tile", "tail", "batch", "rows")  # classes that say which elements are wrong, whatever happens to them
 _NEARLY_ALL = 0.8  # of the places that have such an operator
 _FEWEST = 2
+_MOST_OTHERS = 2  # tensors of one call that are named beside the worst
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
 
 Kind = Callable[[Site], Hashable]
@@ -127,17 +128,11 @@ def _suspects(log: AuditLog) -> Iterator[Suspect]:
     fused = {site for site in log.alarms if site.operator == FUSED and site.tensor == "output"}
     alarms = [a for a in log.alarms.values() if a.site not in fused or a.site.module not in opened]
     alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
-    calls: dict[Site, list[Alarm]] = {}
-    for alarm in alarms:
-        # Queries, keys and values are inputs of one call: a cache that is wrong spoils both of the last.
-        shared = alarm.site.operator == FUSED and alarm.site.tensor == "input"
-        one = dataclasses.replace(alarm.site, occurrence=0) if shared else alarm.site
-        calls.setdefault(one, []).append(alarm)
-    for rank, (first, *others) in enumerate(calls.values()):
-        yield _suspect(log, first, others, rank)
+    for rank, alarm in enumerate(alarms):
+        yield _suspect(log, alarm, rank)
 
 
-def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Suspect:
+def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
     judgement, pattern = alarm.judgement, alarm.pattern
     name, confidence = pattern.fault_class, pattern.confidence
     unrepeatable = _unrepeatable(log, alarm.site)
@@ -155,8 +150,9 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
         evidence += "; not the same each time"
     if "made_as" in pattern.details:
         evidence += f"; should be {pattern.details['made_as']}"
-    for other in others:
-        evidence += f"; nor is {other.pattern.details['made_as']} ({other.judgement.words})"
+    others = [(made, words) for made, words in log.made.get(alarm.site, {}).items() if made not in evidence]
+    for made, words in others[:_MOST_OTHERS]:  # a wrong cache spoils keys and values
+        evidence += f"; nor is {made} ({words})"
     details = {
         "test": judgement.test,
         "strength": judgement.strength if math.isfinite(judgement.strength) else "exact",
