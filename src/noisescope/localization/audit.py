@@ -164,6 +164,8 @@ class AuditRun:
     def judge_deferred(self) -> None:
         """The calls of each operator in all workloads as one: its weight comes to the host once."""
         for site, nodes in self._deferred.items():
+            if not self.log.kept_its_weights(nodes[0]):
+                continue
             before = self.log.alarms.get(site)
             known = self.log.call(stacked(nodes))
             alarm = self.log.alarms.get(site)

@@ -162,11 +162,23 @@ class AuditLog:
             return False
         self.compared += 1
         if before.weights != now.weights:
-            weights = dataclasses.replace(site, tensor="weight")
-            self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
+            self._weights_changed(site)
         if before.output != now.output:
             self.unrepeatable.add(site)
         return before.output != now.output or site in self.alarms
+
+    def kept_its_weights(self, node: Node) -> bool:
+        """Whether a module's weights are those of the first forward: what it gave is judged by them later."""
+        site = node.site("output")
+        before = self.hashes.get((site, 1))
+        if before is None or before.weights == _weight_sums(node.callee):
+            return True
+        self._weights_changed(site)
+        return False
+
+    def _weights_changed(self, site: Site) -> None:
+        weights = dataclasses.replace(site, tensor="weight")
+        self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
 
     def _judge(
         self, site: Site, recomputed: Recomputed, order: int, *, node: Node | None = None, about: About | None = None
