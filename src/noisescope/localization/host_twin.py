@@ -241,7 +241,7 @@ class _Run(TorchFunctionMode):
             if at is not None:
                 self.see(at, (args, kwargs))
                 return self.answer(at, (args, kwargs))
-            if any(not issubclass(kind, nn.Parameter) for kind in types):  # a packed weight does it in its own way
+            if any(kind not in (Tensor, nn.Parameter) for kind in types):  # a packed weight does it in its own way
                 return self._of_subclass(func, args, kwargs)
             result = func(*args, **kwargs)
             if is_exact(func) or not _has_fractions((args, kwargs, result)):
