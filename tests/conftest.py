@@ -38,7 +38,7 @@ NOT_RECORDED = (
     "test_docs.py",
     "test_field_faults.py",
     "localization/test_audit_faults.py",
-    "localization/test_data_flow_checks.py",
+    "localization/test_audit_between.py",
     "localization/test_dtypes.py",
     "localization/test_locate.py",
     "localization/test_relations.py",

@@ -37,7 +37,7 @@ def demo(shallow_demo: Callable[..., ns.Subject]) -> ns.Subject:
 def test_faults_are_named(demo: ns.Subject, fault: str, place: Any, operator: str, kind: str) -> None:
     """Layer, operator and kind; what comes after the fault is judged on the inputs it got, and is healthy."""
     with faulty(demo.model, fault) as scope:
-        verdict = audit(demo)
+        verdict = audit(demo, quick=True)
     assert scope.changed > 0 and verdict.verdict == "faulty"
     first = verdict.suspects[0]
     assert (first.site.place, first.site.operator, first.fault_class) == (place, operator, kind), first.evidence
@@ -48,7 +48,7 @@ def test_sixteen_bits(shallow_demo: Callable[..., ns.Subject]) -> None:
     """A 1 % gain in bfloat16 is at most a few ulps, and is found."""
     subject = shallow_demo(4, "bfloat16")
     with faulty(subject.model, "gain:0.01@2/linear/down_proj"):
-        verdict = audit(subject)
+        verdict = audit(subject, quick=True)
     first = verdict.suspects[0]
     assert (first.site.place, first.site.module, first.fault_class) == (2, "model.layers.2.mlp.down_proj", "gain")
 
@@ -64,7 +64,7 @@ def test_a_fault_that_shows_only_in_a_fused_batch_is_still_named_inside_attentio
         changed.append(scope.changed)
     assert changed[0] > 0 and changed[1] == 0
     with faulty(subject.model, fault):
-        first = audit(subject, seed=1).suspects[0]
+        first = audit(subject, seed=1, quick=True).suspects[0]
     assert (first.site.place, first.site.operator, first.fault_class) == (12, "softmax", "flush to zero"), (
         first.evidence
     )
@@ -74,10 +74,10 @@ def test_infinities_of_a_fault_do_not_stop_the_audit(shallow_demo: Callable[...,
     """Spikes beyond float16 leave NaN in every row that follows: what can't be judged there is left out."""
     subject = shallow_demo(4, "float16")
     with faulty(subject.model, "gain:1e6@1"):
-        verdict = audit(subject)
+        verdict = audit(subject, quick=True)
     assert (verdict.suspects[0].site.place, verdict.suspects[0].site.operator) == (1, "residual")
 
 
 def test_text_of_ones_own(demo: ns.Subject) -> None:
     """Texts are tokenised with the subject's tokenizer; the model, as it comes, is healthy."""
-    assert audit(demo, ["Ann has 3 apples .", "Bob has 4 ."]).verdict == "healthy"
+    assert audit(demo, ["Ann has 3 apples .", "Bob has 4 ."], quick=True).verdict == "healthy"

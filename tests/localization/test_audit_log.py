@@ -12,10 +12,12 @@ from torch import nn
 import noisescope as ns
 from noisescope.localization.audit import audit
 from noisescope.localization.audit_log import AuditLog, NonFiniteOrigin
+from noisescope.localization.call_tree import Node
+from noisescope.localization.data_flow import About
 from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.host_operators import recompute
 from noisescope.localization.verdict import Verdict
-from noisescope.model.anatomy import dissect
+from noisescope.model.anatomy import Unit, dissect
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
 
@@ -55,7 +57,7 @@ def test_a_fault_is_named_where_it_makes_them(method, module, operator, place, w
     """One element, a channel or everything: what comes after was given NaN, and is not blamed."""
     model = tiny_model("llama", layers=3).bfloat16()
     with ns.inject(model, spoilt(module, where, value)):
-        verdict = ns.locate(model, method=method)
+        verdict = ns.locate(model, method=method, quick=True)
     assert verdict.verdict == "faulty"
     assert [(s.site.place, s.site.operator, s.site.module) for s in verdict.suspects] == [(place, operator, module)]
     (note,) = arising(verdict)
@@ -104,7 +106,7 @@ OVERFLOWS = [
 @pytest.mark.parametrize(("make", "where"), OVERFLOWS, ids=["product", "gate x up", "sum inside", "sum"])
 def test_an_overflow_of_the_dtype_is_no_fault(make, where):
     """The host's own number lies beyond float16, in an operator or between two: reported, and nobody is a suspect."""
-    verdict = audit(make())
+    verdict = audit(make(), quick=True)
     assert verdict.verdict == "undecided" and not verdict.suspects  # nothing is known of what was given NaN
     (note,) = arising(verdict)
     assert where in note and "an overflow of float16, whose largest number is 65504, and no fault" in note
@@ -112,7 +114,7 @@ def test_an_overflow_of_the_dtype_is_no_fault(make, where):
 
 def test_auto_tells_of_the_overflow_as_well():
     """Relations can't judge NaN either: the audit's note says why."""
-    verdict = ns.locate(scaled(3e5, "mlp.up_proj"))
+    verdict = ns.locate(scaled(3e5, "mlp.up_proj"), quick=True)
     assert verdict.verdict == "undecided"
     assert "overflow of float16" in arising(verdict)[0]
 
@@ -128,33 +130,81 @@ def test_weights_that_are_not_finite_are_told_of():
     assert "(model.layers.2.mlp.down_proj): nor is the host's result finite: its weights are not" in note
 
 
+def call(module: str, x: torch.Tensor, y: torch.Tensor, operator: str = "linear") -> Node:
+    return Node(Unit(module, "module", 0, "", (operator,)), operator, nn.Linear(2, 2), 0, (x,), {}, y)
+
+
 def test_the_first_of_a_forward_counts():
     """Later ones in the same forward, and those of later forwards, are not asked for."""
     nonfinite, fine, bad = NonFiniteOrigin(), torch.ones(3), torch.tensor([1.0, NAN])
-    one, two = Site("linear", 0, "a"), Site("linear", 0, "b")
-    assert not nonfinite.arises(one, [fine], fine)
-    assert not nonfinite.arises(one, [fine, bad], bad)
+    nonfinite.see(call("a", fine, fine))
+    assert nonfinite.origin is None
+    nonfinite.see(call("a", bad, bad))
     assert nonfinite.origin is not None
-    assert (nonfinite.origin.site, nonfinite.origin.operand) == (Site("linear", 0, "a", tensor="input"), 1)
+    assert nonfinite.origin.site == Site("linear", 0, "a", tensor="input")
     for _ in range(2):
-        assert not nonfinite.arises(two, [fine], bad)
+        nonfinite.see(call("b", fine, bad))
         nonfinite.next_pass()
     assert nonfinite.origin.site.module == "a"
 
 
+def test_masks_are_not_where_infinity_comes_from():
+    """Attention is given -inf by design: only queries, keys and values count."""
+    nonfinite, fine, bad = NonFiniteOrigin(), torch.ones(2, 3), torch.full((2, 3), -INF)
+    unit = Unit("attn", "attention", 1, "attention", ("matmul",))
+    nonfinite.see(Node(unit, "attention", F.scaled_dot_product_attention, 0, (fine, fine, fine, bad), {}, fine * NAN))
+    assert nonfinite.origin is not None and nonfinite.origin.site.tensor == "output"
+
+
 def test_a_hint_counts_where_the_numbers_say_less():
     """What the data flow knows of a class is taken over an unknown pattern, not over a clear one."""
-    model = tiny_model("llama", layers=2)
     site = Site("linear", 0, "model.layers.0.mlp.up_proj")
     draw = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 8, 16, generator=draw), torch.randn(24, 16, generator=draw)
-    hint = Pattern("position", 0.8, "angles of another position")
+    about = About("keys of attn as Attention makes it", Pattern("position", 0.8, "angles of another position"))
     found = []
     for y in (torch.randn(2, 8, 24, generator=draw), F.linear(x, w) * 1.5):
-        log = AuditLog(dissect(model), rows=64, seed=0)
+        log = AuditLog(dissect(tiny_model("llama", layers=2)), rows=64, seed=0)
         log.begin(0)
-        log._judge(site, recompute("linear", F.linear, (x, w), {}, y, log.rows), 1, hint=hint)
+        log._judge(site, recompute("linear", F.linear, (x, w), {}, y, log.rows), 1, about=about)
         found.append(log.alarms[site].pattern)
     assert (found[0].fault_class, found[0].confidence) == ("position", 0.8)
-    assert found[0].text.startswith("angles of another position; ")
+    assert found[0].text == "angles of another position"
+    assert found[0].details["made_as"] == "keys of attn as Attention makes it"
     assert found[1].fault_class == "gain"
+
+
+def test_a_hook_that_makes_nan_is_a_fault_and_not_an_overflow():
+    """The module's own output is finite, and its parent's is not: the note says the same as the suspect."""
+
+    def spoil(module: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
+        y = y.clone()
+        y[0, 3, 2] = NAN
+        return y
+
+    model = tiny_model("llama", layers=3)
+    model.model.layers[1].mlp.register_forward_hook(spoil)
+    verdict = audit(model, quick=True)
+    assert [str(s.site) for s in verdict.suspects] == ["residual at block 1 (model.layers.1)"]
+    assert verdict.suspects[0].rows == ((0, 3),)
+    (note,) = arising(verdict)
+    assert "at residual at block 1 (model.layers.1): a fault, for from the same inputs" in note
+
+
+@pytest.mark.parametrize("module", ["mlp", "self_attn"])
+def test_nan_that_a_patched_forward_makes_is_a_fault(module):
+    """A module's output is altered behind the operator that gave it: the origin's words and the suspect agree."""
+    model = tiny_model("llama", layers=3)
+    patched = model.get_submodule(f"model.layers.1.{module}")
+    right = patched.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        y = right(*args, **kwargs)
+        (y[0] if isinstance(y, tuple) else y)[0, 3, 2] = NAN
+        return y
+
+    patched.forward = forward
+    verdict = audit(model, quick=True)
+    assert [(s.site.place, s.site.module) for s in verdict.suspects] == [(1, f"model.layers.1.{module}")]
+    (note,) = arising(verdict)
+    assert f"(model.layers.1.{module}): a fault, for" in note

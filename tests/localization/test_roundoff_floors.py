@@ -92,12 +92,11 @@ def test_rows_and_columns_of_a_reference_cut_every_part():
 
 def test_allowed_short_operands_widen_the_floor():
     """TF32, where the user has allowed it, is no fault; it must not be on by itself."""
-    y = torch.zeros(1)
-    assert shortened(y) == Shortening()
+    assert shortened(torch.float32, "cuda") == Shortening()
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert shortened(y) == Shortening(math.sqrt(2) * 2**-11, 2**-10)
+        assert shortened(torch.float32, "cuda") == Shortening(math.sqrt(2) * 2**-11, 2**-10)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert shortened(y.bfloat16()) == Shortening()  # split-K in 16 bits is a matter of CUDA
+    assert shortened(torch.bfloat16, "cpu") == Shortening()  # split-K in 16 bits is a matter of CUDA

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import types
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from noisescope.localization.audit import audit
+from noisescope.localization.audit import audit as full_audit
 from noisescope.localization.relations import relations
 from noisescope.localization.roundoff_floors import Shortening, operand_bits, product_roundoff, shortened
 from noisescope.testing import tiny_model
+
+audit = functools.partial(full_audit, quick=True)
 
 
 def cut(t: Tensor) -> Tensor:
@@ -111,6 +114,6 @@ def test_settings_by_backend_are_read(monkeypatch):
         monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(fp32_precision=setting))
         assert operand_bits() == bits
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(fp32_precision="tf32"))
-    assert shortened(torch.ones(1)) == Shortening(math.sqrt(2) * 2**-11, 2**-10)
+    assert shortened(torch.float32, "cuda") == Shortening(math.sqrt(2) * 2**-11, 2**-10)
     assert product_roundoff(torch.float32) == 2**-10
     assert product_roundoff(torch.bfloat16) == 2**-24

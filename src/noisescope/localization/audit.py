@@ -118,6 +118,10 @@ class Deferred:
     others: list[Node] = field(default_factory=list)  # of other shapes, judged as one call
     checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention taken apart
 
+    @property
+    def first(self) -> Node | None:
+        return next(iter((*self.apart, *self.again, *self.others, *self.checked)), None)
+
 
 class AuditRun:
     """The forwards of one audit."""
@@ -132,11 +136,12 @@ class AuditRun:
         self._deferred: dict[Site, Deferred] = {}
         self._deferred_bytes = 0
         self._twin: HostTwin | None = None
+        self._no_twin = ""
         try:
             with host_arithmetic():
                 self._twin = HostTwin(model)
-        except Exception as error:  # a module may hold what can't be copied
-            log.remarks.append(f"the code between operators was not judged: the model can't be copied ({error})")
+        except Exception as error:  # a module may refuse to be copied
+            self._no_twin = f"the model can't be copied ({type(error).__name__}: {str(error)[:80]})"
 
     def judged_model(self) -> JudgedModel:
         read = frozenset[str]() if self._twin is None else self._twin.read_directly()
@@ -179,7 +184,8 @@ class AuditRun:
     def judge_deferred(self) -> None:
         """The calls of each operator in all forwards: its weight comes to the host once."""
         for site, waiting in self._deferred.items():
-            self._judge_together(site, waiting)
+            if waiting.first is None or self.log.kept_its_weights(waiting.first):
+                self._judge_together(site, waiting)
         self._deferred.clear()
         self._deferred_bytes = 0
 
@@ -292,7 +298,11 @@ class AuditRun:
             unknown = {child.callee for child in node.children if not child.is_module and not child.by_formula}
             for child in node.children:
                 child.by_formula &= child.is_module or child.callee not in unknown
-        if self._twin is not None:
+        if self._twin is None:
+            for node in tree.nodes:
+                if node.is_module and not node.by_formula:
+                    self.log.judged.unknown(node, self._no_twin)
+        else:
             # Where attention was taken apart, its code did not run as it is written.
             written = [node for node in tree.nodes if not any(child.module in opened for child in node.children)]
             self._twin.follow(written, self.log.code)

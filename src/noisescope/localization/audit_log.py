@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.call_tree import Judged, Node, leaves_in, tensors_in
+from noisescope.localization.call_tree import Judged, Node, tensors_in
 from noisescope.localization.classify import classify, is_stale
 from noisescope.localization.data_flow import About, about_difference, as_recomputed, judge_within, same_difference
 from noisescope.localization.error_pattern import Evidence, Pattern
@@ -44,6 +44,7 @@ class AuditLog:
         self.rows = Rows(rows, seed, device)
         self.nonfinite = NonFiniteOrigin()
         self.alarms: dict[Site, Alarm] = {}
+        self.made: dict[Site, dict[str, str]] = {}  # of each tensor of a call that is wrong, how it should be made
         self.limits: dict[str, DetectionLimit] = {}
         self.unseen: dict[str, set[Site]] = {}
         self.judged = Judged()
@@ -127,6 +128,8 @@ class AuditLog:
             self.judged.add(node)
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
         self.tests += found.compared
+        for other in found.others:
+            self.leave_open(other.node.site(other.tensor), f"{other.words}: other code than its class's, or a fault")
         seen: list[Difference] = []
         # One tensor may enter several modules (q, k and v). Rotary embeddings only ask for its dtype.
         for difference in sorted(found.differences, key=lambda each: each.node.unit.place == "rotary"):
@@ -174,11 +177,23 @@ class AuditLog:
             return NEVER
         self.compared += 1
         if before.weights != now.weights:
-            weights = dataclasses.replace(site, tensor="weight")
-            self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
+            self._weights_changed(site)
         if before.output != now.output:
             self.unrepeatable.add(site)
         return IF_ALARMED if before.output == now.output else ALWAYS
+
+    def kept_its_weights(self, node: Node) -> bool:
+        """Whether a module's weights are those of the first forward: what it gave is judged by them later."""
+        site = node.site("output")
+        before = self.hashes.get((site, 1))
+        if before is None or before.weights == _weight_sums(node.callee):
+            return True
+        self._weights_changed(site)
+        return False
+
+    def _weights_changed(self, site: Site) -> None:
+        weights = dataclasses.replace(site, tensor="weight")
+        self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
 
     def _judge(
         self, site: Site, recomputed: Recomputed, order: int, *, node: Node | None = None, about: About | None = None
@@ -202,10 +217,13 @@ class AuditLog:
         before = self.alarms.get(site)
         if not judgement.alarm and before is None:
             return
-        operator = "residual" if site.tensor == "input" else site.operator
-        evidence = Evidence.of(operator, recomputed, judgement, None if node is None else node.shape)
+        evidence = Evidence.of(site.operator, recomputed, judgement, None if node is None else node.shape)
+        if site.tensor == "input":  # the operator tells heads from tokens, but has no part in what is wrong
+            evidence = dataclasses.replace(evidence, operator="residual")
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
+        if judgement.alarm and about is not None:
+            self.made.setdefault(site, {}).setdefault(about.made, judgement.words)
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
             return
         pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
@@ -363,7 +381,7 @@ class NonFiniteOrigin:
 
 
 def first_floating(value: Any) -> Tensor | None:
-    return next((x for x in leaves_in(value) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    return next((x for _, x in tensors_in(value) if x.is_floating_point()), None)
 
 
 def _inputs(node: Node) -> list[Tensor]:

@@ -23,6 +23,7 @@ _INSIDE = ("matmul", "bmm", "softmax")
 _PLACED = ("tile", "tail", "batch", "rows")  # classes that say which elements are wrong, whatever happens to them
 _NEARLY_ALL = 0.8  # of the places that have such an operator
 _FEWEST = 2
+_MOST_OTHERS = 2  # tensors of one call that are named beside the worst
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
 
 Kind = Callable[[Site], Hashable]
@@ -63,17 +64,20 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
     found = log.judged
     called = found.modules | found.reasons.keys() | judged.read_directly
     reasons = {name: found.reason(name) for name in names if found.reason(name)}
-    reasons |= {name: "not called in these forwards" for name in names if name not in called and own[name]}
+    judged_weights = {id(p) for name in names if name in called and name not in reasons for p in own[name]}
+    for name in names:  # weights that another module shares and uses are not left out
+        if name not in called and not all(id(p) in judged_weights for p in own[name]):
+            reasons[name] = "not called in these forwards"
     by_class: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         by_class.setdefault((type(modules[name]).__name__, reason), []).append(name)
     ran = [name for name in names if name in called or name in reasons]
-    weights = {id(p): (p.numel(), name not in reasons) for name in ran for p in own[name]}
+    weights = {id(p): p.numel() for name in ran for p in own[name]}
     return Coverage(
         phases=tuple(judged.phases),
         not_run=tuple(dict.fromkeys(judged.not_run)),
         modules=Share(len(ran) - len(reasons), len(ran)),
-        parameters=Share(sum(n for n, done in weights.values() if done), sum(n for n, _ in weights.values())),
+        parameters=Share(sum(n for p, n in weights.items() if p in judged_weights), sum(weights.values())),
         multiply_adds=Share(
             sum(found.work[key] for key, done in found.calls.items() if done), sum(found.work.values())
         ),
@@ -123,17 +127,11 @@ def _suspects(log: AuditLog) -> Iterator[Suspect]:
     fused = {site for site in log.alarms if site.operator == FUSED and site.tensor == "output"}
     alarms = [a for a in log.alarms.values() if a.site not in fused or a.site.module not in opened]
     alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
-    calls: dict[Site, list[Alarm]] = {}
-    for alarm in alarms:
-        # Queries, keys and values are inputs of one call: a cache that is wrong spoils both of the last.
-        shared = alarm.site.operator == FUSED and alarm.site.tensor == "input"
-        one = dataclasses.replace(alarm.site, occurrence=0) if shared else alarm.site
-        calls.setdefault(one, []).append(alarm)
-    for rank, (first, *others) in enumerate(calls.values()):
-        yield _suspect(log, first, others, rank)
+    for rank, alarm in enumerate(alarms):
+        yield _suspect(log, alarm, rank)
 
 
-def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Suspect:
+def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
     judgement, pattern = alarm.judgement, alarm.pattern
     name, confidence = pattern.fault_class, pattern.confidence
     unrepeatable = _unrepeatable(log, alarm.site)
@@ -151,8 +149,9 @@ def _suspect(log: AuditLog, alarm: Alarm, others: list[Alarm], rank: int) -> Sus
         evidence += "; not the same each time"
     if "made_as" in pattern.details:
         evidence += f"; should be {pattern.details['made_as']}"
-    for other in others:
-        evidence += f"; nor is {other.pattern.details['made_as']} ({other.judgement.words})"
+    others = [(made, words) for made, words in log.made.get(alarm.site, {}).items() if made not in evidence]
+    for made, words in others[:_MOST_OTHERS]:  # a wrong cache spoils keys and values
+        evidence += f"; nor is {made} ({words})"
     details = {
         "test": judgement.test,
         "strength": judgement.strength if math.isfinite(judgement.strength) else "exact",
@@ -284,6 +283,7 @@ def _notes(log: AuditLog) -> Iterator[str]:
 
 def _cause(log: AuditLog, origin: Origin) -> str:
     """Why it is not finite: a fault, an overflow, or open."""
-    if any(alarm.site == origin.site and alarm.judgement.nonfinite for alarm in log.alarms.values()):
+    here = (origin.site.place, origin.site.module)
+    if any((a.site.place, a.site.module) == here and a.judgement.nonfinite for a in log.alarms.values()):
         return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
     return origin.why or "how it is made is not known here, so that it may be an overflow or a fault"

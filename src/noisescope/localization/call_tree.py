@@ -51,6 +51,7 @@ class Node:
     phase: str = ""  # of the forward: "prefill 2 x 32 tokens"
     shape: tuple[int, int] | None = None  # sequences and tokens of the forward
     forward: int = 0  # its number in the audit
+    changed: dict[str, Tensor] = field(default_factory=dict)  # arguments that the call has written to, as they are then
 
     @property
     def is_module(self) -> bool:
@@ -75,6 +76,7 @@ class CallTree:
         self._shape: tuple[int, int] | None = None
         self.nodes: list[Node] = []  # in the order in which they ended
         self._open: list[Node] = []
+        self._versions: list[dict[str, int]] = []  # of the arguments of each open call
         self._events = 0
         self._states = states
 
@@ -95,6 +97,7 @@ class CallTree:
         if parent is not None:
             parent.children.append(node)
         self._open.append(node)
+        self._versions.append({path: _version(x) for path, x in tensors_in((call.args, call.kwargs))})
         self._events += 1
 
     def chosen(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -113,6 +116,10 @@ class CallTree:
     def end(self, call: RecordedCall) -> None:
         node = self._open.pop()
         node.output, node.ended = self._states.on_host(call.output), self._events
+        before = self._versions.pop()
+        for path, x in tensors_in((call.args, call.kwargs)):
+            if _version(x) != before.get(path):
+                node.changed[path] = _copied(x)
         self.nodes.append(node)
         self._events += 1
 
@@ -148,7 +155,7 @@ class HostStates:
         The copies may be used after `settle` only.
         """
         with torch._C.DisableTorchFunction():  # a function mode of the caller's is for the model
-            return mapped(value, self._copies.copy, self._counterpart)
+            return mapped(value, each_once(self._copies.copy), self._counterpart)
 
     def settle(self) -> None:
         self._copies.settle()
@@ -217,6 +224,23 @@ def _copied(x: Tensor) -> Tensor:
     return x.clone() if x.device.type == "cpu" else x.to("cpu")
 
 
+def _version(x: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+def each_once(copied: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A copy of each tensor, the same one where a tensor comes again: code asks `query is key`, or writes in place."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copy_of(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = (x, copied(x))  # the first is kept, so that its id stays its own
+        return made[id(x)][1]
+
+    return copy_of
+
+
 def is_state(value: Any) -> bool:
     """Whether a value is an object with attributes of its own that a model may change."""
     if isinstance(value, (type, nn.Module, torch.dtype, torch.device)) or callable(value):
@@ -240,28 +264,21 @@ def mapped(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], A
     return other(value)
 
 
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a tree, each with its path in it ("hidden_states", "0", "position_embeddings.1")."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, (tuple, list)):
+def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What a tree holds that is no tuple, list or mapping, each with its path ("0", "position_embeddings.1")."""
+    if isinstance(value, (tuple, list)):
         for at, each in enumerate(value):
-            yield from tensors_in(each, f"{path}.{at}".lstrip("."))
+            yield from leaves_in(each, f"{path}.{at}".lstrip("."))
     elif isinstance(value, dict):
         for key, each in value.items():
-            yield from tensors_in(each, f"{path}.{key}".lstrip("."))
-
-
-def leaves_in(value: Any) -> Iterator[Any]:
-    """What a tree holds that is no tuple, list or mapping."""
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from leaves_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from leaves_in(each)
+            yield from leaves_in(each, f"{path}.{key}".lstrip("."))
     else:
-        yield value
+        yield path, value
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree, each with its path in it."""
+    return ((path, leaf) for path, leaf in leaves_in(value) if isinstance(leaf, Tensor))
 
 
 def host_copy(value: Any) -> Any:

@@ -256,7 +256,8 @@ def _moved(e: Evidence) -> Pattern | None:
     if not found:
         return None
     here, there = (e.places[torch.tensor(list(rows))] for rows in (found, found.values()))
-    if not torch.equal(here.head, there.head):
+    other = here.head != there.head  # repeated heads are alike, so that some rows find themselves in another
+    if bool(other.all()) or (bool(other.any()) and torch.equal(here.token, there.token)):
         text = f"head {int(here.head[0])} holds what belongs to head {int(there.head[0])}"
         return Pattern("swapped channels", 0.8, text, row_words=row_words(wrong, e.places))
     unit = "token" if here.tokens else "row"

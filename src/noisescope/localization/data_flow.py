@@ -19,13 +19,16 @@ from noisescope.localization.host_twin import Comparison, Difference, HostTwin
 from noisescope.localization.judge import Judgement
 from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.localization.tensors import differing
-from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
 from noisescope.probe.watch import watch
 from noisescope.sites import FUSED
 
 _MOST_ELEMENTS = 1 << 23  # of a tensor that are judged; more rows than that are thinned out
 _PLACES_ONLY = ("tile", "tail", "batch", "rows", "unknown")  # classes that say where, and not what happened
-_ATTENTION_INPUTS = {"0.0": "queries", "0.1": "keys", "0.2": "values", "0.3": "mask", "1.attn_mask": "mask"}
+_FUSED_INPUTS = {"0.0": "queries", "0.1": "keys", "0.2": "values", "0.3": "mask"}
+# What the two products of attention get, where they are calls of their own: the number of the call, and the path.
+_PRODUCT_INPUTS = {(0, "0.0"): "queries", (0, "0.1"): "keys", (1, "0.0"): "probabilities", (1, "0.1"): "values"}
+_SHUT = 1e4  # what a mask adds is below the negative of it, in every dtype
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class About:
         found = pattern
         less = pattern.fault_class in _PLACES_ONLY
         if self.hint is not None and (less or self.hint.confidence > pattern.confidence):
-            text = f"{self.hint.text}; {pattern.text}" if pattern.text else self.hint.text
+            told = pattern.text and pattern.fault_class in _PLACES_ONLY[:-1] and self.hint.fault_class != "mask"
+            text = f"{self.hint.text}; {pattern.text}" if told else self.hint.text
             found = dataclasses.replace(
                 pattern, fault_class=self.hint.fault_class, confidence=self.hint.confidence, text=text
             )
@@ -49,35 +53,57 @@ class About:
 
 
 def about_difference(found: Difference) -> About:
-    node = found.node
-    what = _ATTENTION_INPUTS.get(found.path, "") if node.operator == FUSED else ""
+    node, what = found.node, _meaning(found)
     made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
     if found.source is not None:
         made += f", which is what {found.source.module} gave"
     elif found.before is not None and found.before is not node:
         made += f" after {found.before.module}"
     hint = None
-    if not found.got.is_floating_point() and what != "mask":
-        hint = Pattern("unknown", 1.0, "other indices than the code chooses")
-    elif what == "mask":
+    if what == "mask":
         hint = Pattern("mask", 0.95, "attention is given another mask than the model's code makes")
+    elif not found.got.is_floating_point():
+        hint = Pattern("unknown", 1.0, "other indices than the code chooses")
     elif what in ("keys", "queries") and _rotated(found):
         hint = Pattern("position", 0.8, f"{what} keep their length and point elsewhere, as with other angles")
-    elif what in ("keys", "values") and found.got.shape[-2] > _queries(node):
+    elif what in ("keys", "values") and _facing(found.got, found).shape[-2] > _queries(node):
         hint = Pattern("stale data", 0.7, f"cached {what} are not what was written")
     return About(made, hint)
 
 
+def _meaning(found: Difference) -> str:
+    """Queries, keys, values or the mask, where the tensor is one of them."""
+    node = found.node
+    if "mask" in found.path or (node.operator == "softmax" and _mask_differs(found)):
+        return "mask"
+    if found.tensor == "input" and node.operator == FUSED:
+        return _FUSED_INPUTS.get(found.path, "")
+    if found.tensor == "input" and node.operator in ("matmul", "bmm") and node.unit.kind == ATTENTION:
+        return _PRODUCT_INPUTS.get((node.occurrence, found.path), "")
+    return ""
+
+
+def _mask_differs(found: Difference) -> bool:
+    """Whether what enters a softmax differs only where one of both is shut out."""
+    off = differing(found.got, found.expected)
+    return bool((torch.minimum(found.got, found.expected)[off] < -_SHUT).all())
+
+
+def _facing(x: Tensor, found: Difference) -> Tensor:
+    """Keys as rows of their channels: a product gets them turned over."""
+    return x.transpose(-1, -2) if found.node.operator in ("matmul", "bmm") and _meaning(found) == "keys" else x
+
+
 def _queries(node: Node) -> int:
-    """How many tokens a fused attention call asks for."""
+    """How many tokens an attention call asks for."""
     query = next((x for _, x in tensors_in((node.args, node.kwargs))), None)
     return 0 if query is None else query.shape[-2]
 
 
 def _rotated(found: Difference) -> bool:
     """Whether the wrong rows have the norm that they should have."""
-    got, expected = found.got.double(), found.expected.double()
-    off = differing(found.got, found.expected).any(-1)
+    got, expected = _facing(found.got, found).double(), _facing(found.expected, found).double()
+    off = differing(got, expected).any(-1)
     a, b = got.norm(dim=-1)[off], expected.norm(dim=-1)[off]
     return bool(((a - b).abs() <= 0.02 * b).all()) if len(a) else False
 
@@ -89,7 +115,9 @@ def same_difference(one: Difference, other: Difference) -> bool:
 
 def as_recomputed(found: Difference) -> Recomputed:
     """The difference as rows and channels; masks of booleans and indices as numbers."""
-    got, expected, limit = found.got, found.expected.double(), found.limit
+    got, expected = _facing(found.got, found), _facing(found.expected, found).double()
+    limit = None if found.limit is None else _facing(found.limit, found)
+    lead = tuple(got.shape[:-1])
     if not got.is_floating_point() or got.dtype.itemsize < 2:
         got = got.float()
     if got.dim() == 0:
@@ -103,7 +131,6 @@ def as_recomputed(found: Difference) -> Recomputed:
         off = differing(got.double(), expected).any(-1).nonzero().flatten()[: _MOST_ELEMENTS // max(1, width)]
         chosen = torch.tensor(sorted({*off.tolist(), *range(0, len(got), step)}))
         got, expected, limit = got[chosen], expected[chosen], None if limit is None else limit[chosen]
-    lead = tuple(found.got.shape[:-1])
     reference = Reference(expected, (), exact=True)
     if limit is not None:
         reference = Reference(expected, (limit / 2,))  # the judge allows twice a bound
@@ -123,7 +150,8 @@ def judge_within(recomputed: Recomputed) -> Judgement:
     result.channels = set(beyond.any(0).nonzero().flatten().tolist())
     result.worst = float(torch.where(finite, error, 0.0).max())
     form = number_format(recomputed.y.dtype)
-    result.worst_ulp = float(torch.where(finite, error / form.ulp(reference.values.nan_to_num()), 0.0).max())
+    larger = torch.where(finite, torch.maximum(y.abs(), reference.values.abs()), 0.0)
+    result.worst_ulp = float(torch.where(finite, error / form.ulp(larger), 0.0).max())
     result.strengths["element"] = float(torch.where(finite, error / limit.clamp_min(1e-300), 0.0).max())
     result.strengths["non-finite"] = math.inf if result.nonfinite else 0.0
     return result

@@ -14,31 +14,28 @@ read again from disk, so that functions replaced in memory do not take part eith
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from noisescope.localization.call_tree import Node, host_copy, is_state, leaves_in, mapped, tensors_in
-from noisescope.localization.host_code import as_on_disk, is_exact
+from noisescope.localization.call_tree import Node, each_once, host_copy, is_state, leaves_in, mapped, tensors_in
+from noisescope.localization.host_code import is_exact
+from noisescope.localization.module_copies import copied_modules, own_state, set_state
 from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
 from noisescope.localization.tensors import same_numbers
 from noisescope.model.forwards import device_of
+from noisescope.probe.unfused_attention import multihead
 
 _RUNS = 8  # with random rounding
 _ULPS = 4  # that functions of float32 differ by between libraries; in 16 bits they round alike, or to the next number
 _UNITS = 2.0  # of round-off by which a result moves
 _SEED = 11
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
-_OWN_FORWARDS = ("forward", "_hf_hook", "_old_forward")  # the last two are accelerate's
 
 Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
 
@@ -58,6 +55,15 @@ class Difference:
     source: Node | None = None  # the call there that gave just what is expected
 
 
+@dataclass(frozen=True)
+class OtherValue:
+    """A number, a flag or nothing on the device where the host's code has another value, or a tensor."""
+
+    node: Node
+    tensor: str  # "input" or "output"
+    words: str
+
+
 @dataclass
 class Comparison:
     """What came of running one module's code."""
@@ -65,6 +71,7 @@ class Comparison:
     compared: int = 0  # tensors
     exact: bool = True  # no inexact function had a part in it
     differences: list[Difference] = field(default_factory=list)
+    others: list[OtherValue] = field(default_factory=list)
     problem: str = ""  # why the code could not be run to its end
 
 
@@ -72,7 +79,7 @@ class HostTwin:
     """The modules of a model, copied without their weights, whose calls are answered from a recorded tree."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = _copied_modules(model)
+        self._modules = copied_modules(model)
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
@@ -107,10 +114,11 @@ class HostTwin:
         twin = self._modules[node.module]
         result = Comparison()
         kind = (type(twin), node.phase, *((child.operator, child.by_formula) for child in node.children))
-        before = self._kept(node, needed=kind not in self._exact)
+        before, own = self._kept(node, needed=kind not in self._exact), own_state(twin)
         recorded = dict(_recorded(node))
         first = self._run(twin, node, (node.args, node.kwargs), recorded=recorded)
         result.compared, result.problem, result.exact = first.compared, first.problem, not first.was_inexact
+        result.others = [other for at, seen in first.forms.items() for other in _other_values(node, at, seen)]
         different = {key: (recorded[key], seen) for key, seen in first.seen.items() if key in recorded}
         limits: dict[Key, Tensor] = {}
         if not first.was_inexact and not first.problem:
@@ -119,7 +127,9 @@ class HostTwin:
             result.problem = "its code has inexact functions in some calls only"
             return result
         elif different and first.inexact:
-            limits = self._limits(twin, node, before, different)
+            after = own_state(twin)
+            limits = self._limits(twin, node, (before, own), different)
+            set_state(twin, after)
         for key, (got, expected) in different.items():
             limit = limits.get(key) if key in first.inexact else None
             if limit is None or _beyond(got, expected, limit):
@@ -133,18 +143,19 @@ class HostTwin:
         calls recorded in it, no copy of a cache is made, which holds what all layers wrote.
         """
         given = (node.args, node.kwargs)
-        if not any(map(is_state, leaves_in(given))):
+        if not any(is_state(leaf) for _, leaf in leaves_in(given)):
             return given
         return host_copy(given) if needed else None
 
     def _limits(
-        self, twin: nn.Module, node: Node, before: Any, different: dict[Key, tuple[Tensor, Tensor]]
+        self, twin: nn.Module, node: Node, before: tuple[Any, Any], different: dict[Key, tuple[Tensor, Tensor]]
     ) -> dict[Key, Tensor]:
         """7 standard deviations of the difference of two such runs, by element and by row, and some ulps."""
         runs = []
         for number in range(_RUNS):
             generator = torch.Generator("cpu").manual_seed(_SEED + number)
-            runs.append(self._run(twin, node, host_copy(before), generator=generator).seen)
+            set_state(twin, before[1])
+            runs.append(self._run(twin, node, host_copy(before[0]), generator=generator).seen)
         limits = {}
         for key, (got, expected) in different.items():
             found = [run[key].double() for run in runs if key in run and run[key].shape == expected.shape]
@@ -171,7 +182,7 @@ class HostTwin:
         recorded: dict[Key, Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> _Run:
-        args, kwargs = mapped(state, Tensor.clone)
+        args, kwargs = mapped(state, each_once(Tensor.clone))
         run = _Run(node, recorded, generator)
         outer, self._running = self._running, run
         try:
@@ -180,8 +191,8 @@ class HostTwin:
                 run,
                 torch.autocast("cpu", self._cast, enabled=self._cast is not None),
             ):
-                output = type(twin).forward(twin, *args, **kwargs)
-                run.see(-1, output)
+                output = _code_of(twin)(twin, *args, **kwargs)
+                run.see(-1, output, changed=_changed(node, (args, kwargs)))
         except Exception as error:  # a stranger's code may raise anything: then the rest of it is not judged
             run.problem = f"its code can't be run on the host ({type(error).__name__}: {str(error)[:80]})"
         finally:
@@ -192,15 +203,16 @@ class HostTwin:
         """A module that the running code calls: the device's result, or, where there is none, that of its code."""
         run = self._running
         if run is None:
-            return type(module).forward(module, *args, **kwargs)
+            return _code_of(module)(module, *args, **kwargs)
         at = run.next_call(lambda child: child.is_module and child.module == name)
         if at is None:
-            return type(module).forward(module, *args, **kwargs)
+            return _code_of(module)(module, *args, **kwargs)
         run.see(at, (args, kwargs))
         if run.first:
             with torch._C.DisableTorchFunction():
                 self._visit(run.node.children[at])
-        return run.answer(at)
+        with torch._C.DisableTorchFunction():
+            return run.answer(at, (args, kwargs))
 
 
 class _Run(TorchFunctionMode):
@@ -212,6 +224,7 @@ class _Run(TorchFunctionMode):
         self.compared = 0
         self.seen: dict[Key, Tensor] = {}  # but for what is as it was recorded
         self._recorded = recorded or {}
+        self.forms: dict[int, dict[str, Any]] = {}  # of each call, what it was given beside the numbers in tensors
         self.inexact: set[Key] = set()  # what was seen after an inexact function had been called
         self._generator = generator
         self.first = generator is None
@@ -226,9 +239,11 @@ class _Run(TorchFunctionMode):
                 return at
         return None
 
-    def see(self, at: int, value: Any) -> None:
+    def see(self, at: int, value: Any, changed: Any = ()) -> None:
         with torch._C.DisableTorchFunction():  # the comparison is no part of the code
-            for path, tensor in tensors_in(value):
+            if self.first:
+                self.forms[at] = _form(value)
+            for path, tensor in (*tensors_in(value), *changed):
                 self.compared += 1
                 recorded = self._recorded.get((at, path))
                 if recorded is not None and same_numbers(*_alike(recorded, tensor.detach())):
@@ -237,8 +252,14 @@ class _Run(TorchFunctionMode):
                 if self.was_inexact:
                     self.inexact.add((at, path))
 
-    def answer(self, at: int) -> Any:
-        return mapped(self.node.children[at].output, Tensor.clone)
+    def answer(self, at: int, given: Any) -> Any:
+        """What the device's call gave; what it wrote to its arguments is written here as well."""
+        child = self.node.children[at]
+        here = dict(tensors_in(given))
+        for path, value in child.changed.items():
+            if path in here and here[path].shape == value.shape:
+                here[path].copy_(value)
+        return mapped(child.output, Tensor.clone)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -246,22 +267,61 @@ class _Run(TorchFunctionMode):
             at = self.next_call(lambda child: child.by_formula and child.callee is func and _alike_call(child, args))
             if at is not None:
                 self.see(at, (args, kwargs))
-                return self.answer(at)
+                return self.answer(at, (args, kwargs))
+            if any(kind not in (Tensor, nn.Parameter) for kind in types):  # a packed weight does it in its own way
+                return self._of_subclass(func, args, kwargs)
             result = func(*args, **kwargs)
-            if is_exact(func, args):
+            if is_exact(func, args) or not _has_fractions((args, kwargs, result)):
                 return result
             self.was_inexact = True
             return result if self._generator is None else mapped(result, self._moved)
 
+    def _of_subclass(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of a tensor class: it may round what it is given, so that this is moved as well as its result."""
+        exact = is_exact(func, args)
+        if self._generator is not None and not exact:
+            args, kwargs = mapped((args, kwargs), self._moved)
+        with _no_modes():
+            result = func(*args, **kwargs)
+        self.was_inexact |= not exact
+        return result if exact or self._generator is None else mapped(result, self._moved)
+
     def _moved(self, y: Tensor) -> Tensor:
         """The tensor with each element moved by up to two units of round-off of its own, and of its row's rms."""
-        if not y.is_floating_point() or not y.numel() or y.dtype.itemsize < 2:
+        if type(y) is not Tensor or not y.is_floating_point() or not y.numel() or y.dtype.itemsize < 2:
             return y
         wide = y.double()
         finite = torch.where(wide.isfinite(), wide, 0.0)
         scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if y.dim() else 0.0) / 4
         steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         return (wide + _UNITS * number_format(_narrow(y)).u * scale * steps).to(y.dtype)
+
+
+@contextmanager
+def _no_modes() -> Iterator[None]:
+    """Tensor classes do their part, modes of the caller's (a simulated fault is one) do not."""
+    held = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        for mode in reversed(held):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def _has_fractions(value: Any) -> bool:
+    return any(x.is_floating_point() or x.is_complex() for _, x in tensors_in(value))
+
+
+def _changed(node: Node, given: Any) -> list[tuple[str, Tensor]]:
+    """The arguments that the device's call has written to, as the host's left them."""
+    here = dict(tensors_in(given))
+    return [(f"changed.{path}", here[path]) for path in node.changed if path in here]
+
+
+def _code_of(module: nn.Module) -> Callable[..., Any]:
+    """The forward that the device ran: nn.MultiheadAttention's, one function as a whole, runs taken apart."""
+    return multihead if isinstance(module, nn.MultiheadAttention) else type(module).forward
 
 
 def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:
@@ -280,6 +340,29 @@ def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
             yield (at, path), tensor
     for path, tensor in tensors_in(node.output):
         yield (-1, path), tensor
+    for path, tensor in node.changed.items():
+        yield (-1, f"changed.{path}"), tensor
+
+
+def _form(value: Any) -> dict[str, Any]:
+    """By path, numbers and flags as they are, and of anything else its kind."""
+    found: dict[str, Any] = {}
+    for path, leaf in leaves_in(value):
+        if isinstance(leaf, (bool, int, float)):
+            found[path] = leaf
+        elif leaf is not None and not isinstance(leaf, (str, torch.device)):  # names of devices are not the same
+            found[path] = "a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+    return found
+
+
+def _other_values(node: Node, at: int, expected: dict[str, Any]) -> Iterator[OtherValue]:
+    child = node if at < 0 else node.children[at]
+    got = _form(child.output if at < 0 else (child.args, child.kwargs))
+    for path in dict.fromkeys((*got, *expected)):
+        one, other = got.get(path), expected.get(path)
+        if one != other:
+            name = path.rpartition(".")[2]
+            yield OtherValue(child, "output" if at < 0 else "input", f"{name or 'it'} is {one}, and not {other}")
 
 
 def _alike(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,52 +390,3 @@ def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tens
 
 def _gave(child: Node, expected: Tensor) -> bool:
     return any(x.shape == expected.shape and torch.equal(x, expected) for _, x in tensors_in(child.output))
-
-
-# -- copies of modules
-
-
-class HostParameters(dict[str, Any]):
-    """Parameters by name, copied to the host when code asks for one; asked for all, it shows shapes and dtypes."""
-
-    was_read = False
-
-    def __getitem__(self, name: str) -> Any:
-        self.was_read = True
-        value = super().__getitem__(name)
-        return value if value is None or value.device.type == "cpu" else nn.Parameter(value.detach().to("cpu"), False)
-
-    def values(self) -> Any:
-        return [None if value is None else _hollow(value) for value in super().values()]
-
-    def items(self) -> Any:
-        return list(zip(self, self.values(), strict=True))
-
-
-def _hollow(value: Tensor) -> Tensor:
-    if value.device.type == "cpu":
-        return value
-    return torch.empty((), dtype=value.dtype).expand(value.shape)
-
-
-def _copied_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by name, without hooks and without forwards of its own, its buffers on the host."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        memo |= {id(p): p for p in module._parameters.values() if p is not None}
-        memo |= {id(b): b.detach().to("cpu", copy=True) for b in module._buffers.values() if b is not None}
-        attributes = vars(module)
-        memo |= {id(attributes[name]): type(attributes[name])() for name in _HOOKS if name in attributes}
-        memo |= {id(attributes[name]): None for name in _OWN_FORWARDS if name in attributes}
-    twin = copy.deepcopy(model, memo)
-    names = [name for name, _ in model.named_modules()]
-    found = dict(twin.named_modules())
-    for module in found.values():
-        own: dict[str, Any] = module.__dict__
-        own.pop("forward", None)
-        own["_parameters"] = HostParameters(own["_parameters"])
-        for name, value in own.items():
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                own[name] = value.detach().to("cpu")
-        module.__class__ = as_on_disk(type(module))
-    return {name: found[name] for name in names}

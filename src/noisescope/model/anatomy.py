@@ -24,16 +24,7 @@ from noisescope.sites import OPERATORS, Place, Site, place_order
 MODULE, ATTENTION, EXPERTS, ROUTER, ROTARY, CALLS = "module", "attention", "experts", "router", "rotary", "calls"
 
 # Roles of projections by the last part of their module's name.
-ROLES = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "gate_up_proj": "gate_up",
-    "down_proj": "down",
-}
+ROLES = {f"{role}_proj": role for role in ("q", "k", "v", "o", "gate", "up", "gate_up", "down")}
 
 _ATTENTION_CLASS = re.compile(r"attention|attn|multihead", re.IGNORECASE)
 _PACKED_LINEAR = re.compile(r"linear", re.IGNORECASE)  # QuantLinear, Linear4bit, WQLinear_GEMM ...
