@@ -107,7 +107,7 @@ class Checker:
             expected = expected + _blocks((added[here] * sign)[None]).sum(-1)
             variance += _rounding_variance((out - added[here]).float(), y.dtype)
             variance += per_sum * _blocks(added[here].float().square()[None]).sum(-1)
-        self._errors.append(_blocks(out.mul_(sign)).sum(-1) - expected)
+        self._errors.append(_blocks(out * sign).sum(-1) - expected)
         self._variances.append(variance.double())
 
     def found(self) -> Checksums:
