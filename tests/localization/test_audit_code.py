@@ -183,7 +183,11 @@ def test_code_that_writes_in_place_is_healthy(cls):
     block.__class__ = type("Block", (type(block),), {"forward": uses_what_was_written})
     verdict = audit(model, quick=True)
     assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
-    block.mlp.register_forward_hook(lambda module, args, y: [args[0].mul_(1.01)] and None)
+
+    def also_writes(module: nn.Module, args: Any, y: Tensor) -> None:
+        args[0].mul_(1.01)
+
+    block.mlp.register_forward_hook(also_writes)
     assert named(audit(model, quick=True)) == [(1, "model.layers.1", "output")]
 
 

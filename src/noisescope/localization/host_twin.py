@@ -199,7 +199,7 @@ class HostTwin:
             self._running = outer
         return run
 
-    def _called(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """A module that the running code calls: the device's result, or, where there is none, that of its code."""
         run = self._running
         if run is None:

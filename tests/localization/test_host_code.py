@@ -1,0 +1,180 @@
+"""Classes as they are on disk, and which functions give the same bits everywhere."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.cache_utils as caches
+import transformers.models.llama.modeling_llama as llama
+from torch import Tensor, nn
+
+from noisescope.localization import host_code
+from noisescope.localization.host_code import as_on_disk, is_exact, restore_code
+
+
+def test_a_class_of_transformers_is_read_again(monkeypatch):
+    """With the functions of its file, so that what was replaced in memory does not take part."""
+    monkeypatch.setattr(llama, "rotate_half", lambda x: x)
+    again = as_on_disk(llama.LlamaAttention)
+    assert again is not llama.LlamaAttention and again.__name__ == "LlamaAttention"
+    x = torch.arange(4.0)
+    assert sys.modules[again.__module__].rotate_half(x).tolist() == [-2, -3, 0, 1]
+    assert as_on_disk(llama.LlamaAttention) is again
+    assert llama.rotate_half(x) is x  # memory is left alone
+
+
+def test_classes_of_others_are_used_as_they_are():
+    class Local(llama.LlamaMLP):
+        pass
+
+    assert as_on_disk(nn.Linear) is nn.Linear and as_on_disk(Local) is Local
+    Local.__module__ = llama.__name__  # defined in a function: not to be found in a file
+    assert as_on_disk(Local) is Local
+    from transformers import PretrainedConfig
+
+    assert as_on_disk(PretrainedConfig) is PretrainedConfig  # in a file that is neither a model's nor of caches
+
+
+def test_a_class_that_the_file_does_not_have(monkeypatch):
+    made = type("MadeInMemory", (), {"__module__": llama.__name__})
+    assert as_on_disk(made) is made
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("class Made:\n    pass\n", True), ("raise RuntimeError('once only')\n", False), (None, False)]
+)
+def test_a_file_that_can_not_be_run_again(tmp_path, monkeypatch, text, found):
+    """Then its classes are used as they are in memory, and nothing stays in sys.modules."""
+    name = "transformers.models.made.modeling_made"
+    module = types.ModuleType(name)
+    if text is not None:
+        module.__file__ = str(tmp_path / "modeling_made.py")
+        (tmp_path / "modeling_made.py").write_text(text, encoding="utf-8")
+    monkeypatch.setitem(sys.modules, name, module)
+    host_code._read_again.cache_clear()
+    made = type("Made", (), {"__module__": name})
+    assert (as_on_disk(made) is not made) == found
+    assert (f"{name}_as_on_disk" in sys.modules) == found
+    sys.modules.pop(f"{name}_as_on_disk", None)
+    host_code._read_again.cache_clear()
+
+
+def test_a_cache_gets_the_methods_on_disk_and_keeps_its_class(monkeypatch):
+    """Deep inside as well, and new layers of it too."""
+    cache = caches.DynamicCache()
+    cache.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    monkeypatch.setattr(caches.DynamicLayer, "update", lambda self, keys, values, *args, **kwargs: (keys + 9, values))
+    restore_code(cache)
+    assert isinstance(cache, caches.DynamicCache) and isinstance(cache.layers[0], caches.DynamicLayer)
+    keys, _ = cache.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0)
+    assert keys[0, 0, :, 0].tolist() == [0, 0, 1]
+    keys, _ = cache.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 1)
+    assert keys.max() == 1 and isinstance(cache.layers[1], caches.DynamicLayer)
+
+
+def test_restoring_looks_into_containers_and_leaves_others_alone():
+    class Own:
+        pass
+
+    own = Own()
+    held: dict[str, Any] = {"cache": [caches.DynamicCache(), (caches.DynamicLayer(),)], "own": own, "number": 3}
+    restore_code(held)
+    assert type(held["cache"][0]) is not caches.DynamicCache and type(held["cache"][1][0]) is not caches.DynamicLayer
+    assert type(own) is Own
+    restore_code(caches.DynamicCache)  # a class is no object to be changed
+    assert caches.DynamicCache.__name__ == "DynamicCache"
+    deep: Any = caches.DynamicCache()
+    for _ in range(7):
+        deep = [deep]
+    restore_code(deep)  # too deep to be somebody's cache
+    assert host_code._restored(Own) is Own
+
+
+def test_bases_that_can_not_be_put_in_one_order(monkeypatch):
+    class Base:
+        pass
+
+    class Child(Base):
+        pass
+
+    monkeypatch.setattr(host_code, "as_on_disk", lambda cls: Base)  # a class before its own subclass
+    assert host_code._restored.__wrapped__(Child) is Child
+
+
+def test_tables_of_cache_layers_stay_as_they_are():
+    def tables() -> dict[str, Any]:
+        return {name: dict(value) for name, value in vars(caches).items() if name.isupper() and isinstance(value, dict)}
+
+    before = tables()
+    host_code._read_again.cache_clear()
+    host_code._restored.cache_clear()
+    restore_code(caches.DynamicCache())
+    assert tables() == before and before
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.add,
+        Tensor.__add__,
+        Tensor.transpose,
+        torch.cat,
+        torch.where,
+        Tensor.masked_fill,
+        F.pad,
+        torch.topk,
+        torch.sqrt,
+        Tensor.shape.__get__,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_functions_that_are_exact(function):
+    assert is_exact(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.exp,
+        torch.sum,
+        Tensor.mean,
+        torch.matmul,
+        F.linear,
+        F.softmax,
+        F.silu,
+        torch.rsqrt,
+        torch.cos,
+        torch.pow,
+        torch.cumsum,
+        F.layer_norm,
+        F.scaled_dot_product_attention,
+        torch.var,
+        torch.addcmul,
+        F.conv1d,
+        torch.einsum,
+        torch.sigmoid,
+        lambda x: x,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_functions_that_are_not(function):
+    """Sums, products, approximations, and whatever is not known."""
+    assert not is_exact(function)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_functions_depend_on_no_layout(dtype):
+    """The same numbers laid out otherwise, or in a part of a larger tensor, give the same bits."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(64, 48, generator=draw).to(dtype) for _ in range(2))
+    wide = torch.zeros(64, 99, dtype=dtype)
+    wide[:, 7:55] = x
+    for function in (torch.add, torch.mul, torch.div, torch.sub, torch.maximum):
+        assert torch.equal(function(x, y), function(x.T.contiguous().T, y))
+        assert torch.equal(function(x, y), function(wide[:, 7:55], y))
+    assert torch.equal(x.abs().sqrt(), wide[:, 7:55].abs().sqrt())
