@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import noisescope as ns
-from noisescope.localization.call_tree import CallTree, HostStates, with_whole_modules
+from noisescope.localization.call_tree import CallTree, with_whole_modules
+from noisescope.localization.host_copies import HostStates
 from noisescope.model.anatomy import dissect
 from noisescope.probe.watch import watch
 

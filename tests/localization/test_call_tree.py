@@ -13,19 +13,21 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from noisescope.localization.call_tree import (
     CallTree,
-    HostStates,
     Judged,
     Node,
     can_be_stacked,
+    multiply_adds,
+    stacked,
+    with_whole_modules,
+)
+from noisescope.localization.host_copies import (
+    HostStates,
     each_once,
     host_copy,
     is_state,
     leaves_in,
     mapped,
-    multiply_adds,
-    stacked,
     tensors_in,
-    with_whole_modules,
 )
 from noisescope.model.anatomy import Unit, dissect
 from noisescope.testing import tiny_model

@@ -1,4 +1,4 @@
-"""A tensor between modules that is not what it should be: judged by its limit, in words, with a class from its place."""
+"""A tensor between modules that is not what it should be: judged by its limit, in words, with a class by its place."""
 
 from __future__ import annotations
 

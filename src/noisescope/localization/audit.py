@@ -30,15 +30,14 @@ from noisescope.localization.call_tree import (
     CHOICE,
     CallTree,
     ChoiceCalls,
-    HostStates,
     Node,
     can_be_stacked,
     stacked,
-    tensors_in,
     with_whole_modules,
 )
 from noisescope.localization.coverage import Phase
 from noisescope.localization.host_code import is_valid_choice
+from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin

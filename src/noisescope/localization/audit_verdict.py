@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from noisescope.errors import NothingInjected
-from noisescope.localization.audit_log import Alarm, AuditLog, Origin
+from noisescope.localization.audit_log import Alarm, AuditLog
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, Share
+from noisescope.localization.data_flow import Origin
 from noisescope.localization.roundoff_floors import operand_bits
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy

@@ -6,9 +6,7 @@ is what the host twin (host_twin.py) is compared with.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from noisescope.localization.host_code import CHOICES, restore_code
-from noisescope.localization.tensors import INTEGERS, bits_of
+from noisescope.localization.host_code import CHOICES
+from noisescope.localization.host_copies import HostStates, copied, tensors_in
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
 
-_MOST_WAITING = 1 << 28  # bytes of locked memory
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -50,7 +47,7 @@ class Node:
     by_formula: bool = False  # judged as an operator, so that its result is answered for
     phase: str = ""  # of the forward: "prefill 2 x 32 tokens"
     shape: tuple[int, int] | None = None  # sequences and tokens of the forward
-    forward: int = 0  # its number in the audit
+    number: int = 0  # of the forward in its audit
     changed: dict[str, Tensor] = field(default_factory=dict)  # arguments that the call has written to, as they are then
 
     @property
@@ -71,8 +68,8 @@ class Node:
 class CallTree:
     """Collects the nodes of one forward, from `watch`'s reports before and after each call."""
 
-    def __init__(self, states: HostStates, phase: str = "", forward: int = 0) -> None:
-        self._phase, self._forward = phase, forward
+    def __init__(self, states: HostStates, phase: str = "", number: int = 0) -> None:
+        self._phase, self._number = phase, number
         self._shape: tuple[int, int] | None = None
         self.nodes: list[Node] = []  # in the order in which they ended
         self._open: list[Node] = []
@@ -93,7 +90,7 @@ class CallTree:
             main = next((x for _, x in tensors_in((args, kwargs)) if x.dim() > 1), None)
             self._shape = None if main is None else (main.shape[0], main.shape[1])
         node.occurrence, node.phase, node.shape = call.occurrence, self._phase, self._shape
-        node.forward = self._forward
+        node.number = self._number
         if parent is not None:
             parent.children.append(node)
         self._open.append(node)
@@ -119,7 +116,7 @@ class CallTree:
         before = self._versions.pop()
         for path, x in tensors_in((call.args, call.kwargs)):
             if _version(x) != before.get(path):
-                node.changed[path] = _copied(x)
+                node.changed[path] = copied(x)
         self.nodes.append(node)
         self._events += 1
 
@@ -138,172 +135,9 @@ class ChoiceCalls(TorchFunctionMode):
         return result
 
 
-class HostStates:
-    """What of a model's calls is on the host: copies of tensors, and one counterpart of each object that it changes.
-
-    The counterpart of a cache, say, is made when the object is seen for the first time, and from then on only the
-    host's own code changes it. So what a cache returns on the device later is compared with what was written into it.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}  # the device's object is kept, so that its id stays its own
-        self._copies = HostCopies()
-
-    def on_host(self, value: Any) -> Any:
-        """A tree of arguments with its tensors copied to the host and its objects replaced by their counterparts.
-
-        The copies may be used after `settle` only.
-        """
-        with torch._C.DisableTorchFunction():  # a function mode of the caller's is for the model
-            return mapped(value, each_once(self._copies.copy), self._counterpart)
-
-    def settle(self) -> None:
-        self._copies.settle()
-
-    def _counterpart(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if not is_state(value):
-            return value
-        if id(value) not in self._known:
-            counterpart = host_copy(value)
-            restore_code(counterpart)
-            self._known[id(value)] = (value, counterpart)
-        return self._known[id(value)][1]
-
-
-class HostCopies:
-    """Copies of the tensors of one forward. What one call gives and others get is held once, if its bits are the same.
-
-    From CUDA, tensors are copied into locked memory in the order of the stream, so that nothing waits until that memory
-    is to be used for others.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Tensor] = {}  # the last copy from a place in memory
-        self._waiting: list[tuple[tuple[Any, ...], Tensor]] = []
-        self._bytes = 0
-
-    def copy(self, x: Tensor) -> Tensor:
-        x = x.detach()
-        plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and x.dtype.itemsize in INTEGERS
-        if not plain or x.is_meta:
-            return _copied(x)
-        key = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride())
-        if x.device.type != "cuda":
-            return self._shared(key, x if x.device.type == "cpu" else x.to("cpu"))
-        copied = x.to("cpu", non_blocking=True)
-        self._waiting.append((key, copied))
-        self._bytes += copied.nbytes
-        if self._bytes > _MOST_WAITING:
-            self._fetch()
-        return copied
-
-    def settle(self) -> None:
-        """Waits until all copies are there, and forgets where they came from: that memory may hold anything next."""
-        self._fetch()
-        self._held.clear()
-
-    def _fetch(self) -> None:
-        for device in {key[0] for key, _ in self._waiting}:
-            torch.cuda.synchronize(device)
-        for key, copied in self._waiting:
-            copied.data = self._shared(key, copied)  # ordinary memory in place of the locked one
-        self._waiting.clear()
-        self._bytes = 0
-
-    def _shared(self, key: tuple[Any, ...], x: Tensor) -> Tensor:
-        held = self._held.get(key)
-        if held is None or not x.is_contiguous() or not torch.equal(bits_of(held), bits_of(x)):
-            held = self._held[key] = x.clone()
-        return held
-
-
-def _copied(x: Tensor) -> Tensor:
-    x = x.detach()
-    return x.clone() if x.device.type == "cpu" else x.to("cpu")
-
-
 def _version(x: Tensor) -> int:
     """How often a tensor was written to; tensors of inference mode do not count."""
     return 0 if x.is_inference() else x._version
-
-
-def each_once(copied: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A copy of each tensor, the same one where a tensor comes again: code asks `query is key`, or writes in place."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def copy_of(x: Tensor) -> Tensor:
-        if id(x) not in made:
-            made[id(x)] = (x, copied(x))  # the first is kept, so that its id stays its own
-        return made[id(x)][1]
-
-    return copy_of
-
-
-def is_state(value: Any) -> bool:
-    """Whether a value is an object with attributes of its own that a model may change."""
-    if isinstance(value, (type, nn.Module, torch.dtype, torch.device)) or callable(value):
-        return False
-    return hasattr(value, "__dict__") and type(value).__name__.lower().find("config") < 0
-
-
-def mapped(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A tree of tuples, lists and mappings with its tensors and its other leaves replaced."""
-    if isinstance(value, Tensor):
-        return tensor(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(each, tensor, other) for each in value))
-    if type(value) is list or isinstance(value, tuple):  # tuples of torch's own, as of a sort, too
-        return type(value)([mapped(each, tensor, other) for each in value])
-    if isinstance(value, Mapping) and isinstance(value, dict):
-        new = copy.copy(value)
-        for key, each in value.items():
-            new[key] = mapped(each, tensor, other)
-        return new
-    return other(value)
-
-
-def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a tree holds that is no tuple, list or mapping, each with its path ("0", "position_embeddings.1")."""
-    if isinstance(value, (tuple, list)):
-        for at, each in enumerate(value):
-            yield from leaves_in(each, f"{path}.{at}".lstrip("."))
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from leaves_in(each, f"{path}.{key}".lstrip("."))
-    else:
-        yield path, value
-
-
-def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a tree, each with its path in it."""
-    return ((path, leaf) for path, leaf in leaves_in(value) if isinstance(leaf, Tensor))
-
-
-def host_copy(value: Any) -> Any:
-    """A deep copy whose tensors are all on the host."""
-    memo: dict[int, Any] = {}
-    for x in _tensors_of(value, 8, set()):
-        memo[id(x)] = _copied(x)
-    return copy.deepcopy(value, memo)
-
-
-def _tensors_of(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors that an object holds, in its attributes and in theirs."""
-    if id(value) in seen or depth < 0:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, set)):
-        for each in value:
-            yield from _tensors_of(each, depth - 1, seen)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors_of(each, depth - 1, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from _tensors_of(vars(value), depth - 1, seen)
 
 
 def can_be_stacked(node: Node) -> bool:

@@ -1,4 +1,7 @@
-"""A tensor between modules that is not what the model's code makes of the operators' results: judged, and in words."""
+"""Tensors between modules that are not what the model's code makes of the operators' results: judged, and in words.
+
+Also where NaN and infinity come from: the first output of a forward that holds any.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.call_tree import CallTree, ChoiceCalls, HostStates, Node, tensors_in, with_whole_modules
+from noisescope.localization.call_tree import CallTree, ChoiceCalls, Node, with_whole_modules
 from noisescope.localization.error_pattern import Pattern
+from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import Comparison, Difference, HostTwin
@@ -21,7 +25,7 @@ from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.localization.tensors import differing
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
 from noisescope.probe.watch import watch
-from noisescope.sites import FUSED
+from noisescope.sites import FUSED, WHOLE, Site
 
 _MOST_ELEMENTS = 1 << 23  # of a tensor that are judged; more rows than that are thinned out
 _PLACES_ONLY = ("tile", "tail", "batch", "rows", "unknown")  # classes that say where, and not what happened
@@ -189,3 +193,93 @@ def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -
             node.by_formula = node.operator != "residual"
         HostTwin(model).follow(tree.nodes, report)
     return found
+
+
+# -- NaN and infinity
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first place where NaN or infinity is seen."""
+
+    site: Site
+    dtype: str
+    largest: float  # number of that dtype
+    why: str = ""  # what the host found; empty where nothing could be said
+
+    @property
+    def overflow(self) -> str:
+        return f"an overflow of {self.dtype}, whose largest number is {self.largest:.5g}, and no fault"
+
+
+class NonFiniteOrigin:
+    """Watches the outputs of one audit's forwards."""
+
+    def __init__(self) -> None:
+        self.origin: Origin | None = None
+        self._node: Node | None = None
+        self._seen = False  # in this forward
+
+    def next_pass(self) -> None:
+        self._seen = False
+
+    def see(self, node: Node) -> None:
+        """A call that has ended: is its output where they arise?"""
+        y = first_floating(node.output)
+        if self._seen or y is None or _all_finite(y):
+            return
+        self._seen = True
+        if self.origin is not None:
+            return
+        before = next((at for at, x in enumerate(_inputs(node)) if not _all_finite(x)), None)
+        made_here = before is None
+        dtype, largest = str(y.dtype).removeprefix("torch."), number_format(y.dtype).largest
+        self.origin = Origin(node.site("output" if made_here else "input"), dtype, largest)
+        self._node = node
+
+    def explain(self, node: Node, recomputed: Recomputed) -> None:
+        """By what the host computes from the same inputs. Where that fits the dtype, it is the judge's alarm."""
+        if self.origin is None or self._node is not node or self.origin.site.tensor != "output":
+            return
+        values = recomputed.reference.values[~recomputed.y.isfinite()]
+        if not len(values):
+            why = "not in the rows that the host computed again: give more rows="
+        elif bool(values.isfinite().all()):
+            why = f"the host's own result reaches {float(values.abs().max()):.4g}: {self.origin.overflow}"
+        else:
+            why = "nor is the host's result finite: its weights are not, or it has none"
+        self.origin = dataclasses.replace(self.origin, why=why)
+
+    def compared(self, node: Node, found: Comparison) -> None:
+        """The code that made the first such tensor was run on the host: does it make the same?"""
+        origin, at = self.origin, self._node
+        if origin is None or at is None or origin.why:
+            return
+        input_here = origin.site.tensor == "input" and any(child is at for child in node.children)
+        output_here = origin.site.tensor == "output" and node is at
+        if (input_here or output_here) and not found.problem:
+            tensor = origin.site.tensor
+            if not any(each.node is at and each.tensor == tensor for each in found.differences):
+                why = f"{origin.overflow}: the host makes the same of the finite numbers before it"
+                self.origin = dataclasses.replace(origin, why=why)
+
+
+def first_floating(value: Any) -> Tensor | None:
+    return next((x for _, x in tensors_in(value) if x.is_floating_point()), None)
+
+
+def _inputs(node: Node) -> list[Tensor]:
+    """What a call is given to compute with: no masks, which may hold -inf."""
+    given = [x for _, x in tensors_in((node.args, node.kwargs))]
+    if node.operator == FUSED:
+        return given[:3]
+    return given[:1] if node.operator == WHOLE or node.operator == "residual" else given
+
+
+def _all_finite(x: Tensor) -> bool:
+    """Of plain tensors; packed ones and those of eight bits can't be asked."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.dtype.itemsize > 1
+    if not plain or not x.numel():
+        return True
+    total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)  # finite only if all are
+    return bool(total.isfinite()) or bool(torch.isfinite(x).all())

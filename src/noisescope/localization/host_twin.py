@@ -24,9 +24,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from noisescope.localization.call_tree import Node, each_once, host_copy, is_state, leaves_in, mapped, tensors_in
+from noisescope.localization.call_tree import Node
 from noisescope.localization.host_code import is_exact
-from noisescope.localization.module_copies import copied_modules, own_state, set_state
+from noisescope.localization.host_copies import (
+    copied_modules,
+    each_once,
+    host_copy,
+    is_state,
+    leaves_in,
+    mapped,
+    own_state,
+    set_state,
+    tensors_in,
+)
 from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
 from noisescope.localization.tensors import same_numbers
 from noisescope.model.forwards import device_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.module_copies import HostParameters, copied_modules, own_state, set_state
+from noisescope.localization.host_copies import HostParameters, copied_modules, own_state, set_state
 from noisescope.testing import tiny_model
 
 

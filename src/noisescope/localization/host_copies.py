@@ -1,0 +1,264 @@
+"""Copies on the host: of the tensors and objects that a model passes along, and of its modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.host_code import as_on_disk, restore_code
+from noisescope.localization.tensors import INTEGERS, bits_of
+
+_MOST_WAITING = 1 << 28  # bytes of locked memory
+
+
+class HostStates:
+    """What of a model's calls is on the host: copies of tensors, and one counterpart of each object that it changes.
+
+    The counterpart of a cache, say, is made when the object is seen for the first time, and from then on only the
+    host's own code changes it. So what a cache returns on the device later is compared with what was written into it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}  # the device's object is kept, so that its id stays its own
+        self._copies = HostCopies()
+
+    def on_host(self, value: Any) -> Any:
+        """A tree of arguments with its tensors copied to the host and its objects replaced by their counterparts.
+
+        The copies may be used after `settle` only.
+        """
+        with torch._C.DisableTorchFunction():  # a function mode of the caller's is for the model
+            return mapped(value, each_once(self._copies.copy), self._counterpart)
+
+    def settle(self) -> None:
+        self._copies.settle()
+
+    def _counterpart(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not is_state(value):
+            return value
+        if id(value) not in self._known:
+            counterpart = host_copy(value)
+            restore_code(counterpart)
+            self._known[id(value)] = (value, counterpart)
+        return self._known[id(value)][1]
+
+
+class HostCopies:
+    """Copies of the tensors of one forward. What one call gives and others get is held once, if its bits are the same.
+
+    From CUDA, tensors are copied into locked memory in the order of the stream, so that nothing waits until that memory
+    is to be used for others.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], Tensor] = {}  # the last copy from a place in memory
+        self._waiting: list[tuple[tuple[Any, ...], Tensor]] = []
+        self._bytes = 0
+
+    def copy(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and x.dtype.itemsize in INTEGERS
+        if not plain or x.is_meta:
+            return copied(x)
+        key = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride())
+        if x.device.type != "cuda":
+            return self._shared(key, x if x.device.type == "cpu" else x.to("cpu"))
+        here = x.to("cpu", non_blocking=True)
+        self._waiting.append((key, here))
+        self._bytes += here.nbytes
+        if self._bytes > _MOST_WAITING:
+            self._fetch()
+        return here
+
+    def settle(self) -> None:
+        """Waits until all copies are there, and forgets where they came from: that memory may hold anything next."""
+        self._fetch()
+        self._held.clear()
+
+    def _fetch(self) -> None:
+        for device in {key[0] for key, _ in self._waiting}:
+            torch.cuda.synchronize(device)
+        for key, here in self._waiting:
+            here.data = self._shared(key, here)  # ordinary memory in place of the locked one
+        self._waiting.clear()
+        self._bytes = 0
+
+    def _shared(self, key: tuple[Any, ...], x: Tensor) -> Tensor:
+        held = self._held.get(key)
+        if held is None or not x.is_contiguous() or not torch.equal(bits_of(held), bits_of(x)):
+            held = self._held[key] = x.clone()
+        return held
+
+
+def copied(x: Tensor) -> Tensor:
+    """A tensor's copy on the host, at once."""
+    x = x.detach()
+    return x.clone() if x.device.type == "cpu" else x.to("cpu")
+
+
+def each_once(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A copy of each tensor, the same one where a tensor comes again: code asks `query is key`, or writes in place."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copy_of(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = (x, make(x))  # the first is kept, so that its id stays its own
+        return made[id(x)][1]
+
+    return copy_of
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is an object with attributes of its own that a model may change."""
+    if isinstance(value, (type, nn.Module, torch.dtype, torch.device)) or callable(value):
+        return False
+    return hasattr(value, "__dict__") and type(value).__name__.lower().find("config") < 0
+
+
+def mapped(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A tree of tuples, lists and mappings with its tensors and its other leaves replaced."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(each, tensor, other) for each in value))
+    if type(value) is list or isinstance(value, tuple):  # tuples of torch's own, as of a sort, too
+        return type(value)([mapped(each, tensor, other) for each in value])
+    if isinstance(value, Mapping) and isinstance(value, dict):
+        new = copy.copy(value)
+        for key, each in value.items():
+            new[key] = mapped(each, tensor, other)
+        return new
+    return other(value)
+
+
+def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What a tree holds that is no tuple, list or mapping, each with its path ("0", "position_embeddings.1")."""
+    if isinstance(value, (tuple, list)):
+        for at, each in enumerate(value):
+            yield from leaves_in(each, f"{path}.{at}".lstrip("."))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from leaves_in(each, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, value
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree, each with its path in it."""
+    return ((path, leaf) for path, leaf in leaves_in(value) if isinstance(leaf, Tensor))
+
+
+def host_copy(value: Any) -> Any:
+    """A deep copy whose tensors are all on the host."""
+    memo: dict[int, Any] = {}
+    for x in _tensors_of(value, 8, set()):
+        memo[id(x)] = copied(x)
+    return copy.deepcopy(value, memo)
+
+
+def _tensors_of(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors that an object holds, in its attributes and in theirs."""
+    if id(value) in seen or depth < 0:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, set)):
+        for each in value:
+            yield from _tensors_of(each, depth - 1, seen)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_of(each, depth - 1, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _tensors_of(vars(value), depth - 1, seen)
+
+
+# -- modules
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_OWN_FORWARDS = ("forward", "_hf_hook", "_old_forward")  # the last two are accelerate's
+
+
+def own_state(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a module's code may change in it: buffers, tensors, numbers."""
+    plain = (bool, int, float, Tensor)
+    own = {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, plain)}
+    found = {"own": own, "buffers": {name: value for name, value in module._buffers.items() if value is not None}}
+    return mapped(found, Tensor.clone)  # type: ignore[no-any-return]
+
+
+def set_state(module: nn.Module, state: dict[str, dict[str, Any]]) -> None:
+    state = mapped(state, Tensor.clone)
+    vars(module).update(state["own"])
+    module._buffers.update(state["buffers"])
+
+
+class HostParameters(dict[str, Any]):
+    """Parameters by name, copied to the host when code asks for one; asked for all, it shows shapes and dtypes."""
+
+    was_read = False
+
+    def __getitem__(self, name: str) -> Any:
+        self.was_read = True
+        value = super().__getitem__(name)
+        return value if value is None or value.device.type == "cpu" else nn.Parameter(value.detach().to("cpu"), False)
+
+    def values(self) -> Any:
+        return [None if value is None else _hollow(value) for value in super().values()]
+
+    def items(self) -> Any:
+        return list(zip(self, self.values(), strict=True))
+
+
+def _hollow(value: Tensor) -> Tensor:
+    if value.device.type == "cpu":
+        return value
+    return torch.empty((), dtype=value.dtype).expand(value.shape)
+
+
+def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by name, without hooks and without forwards of its own, its buffers on the host."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        memo |= {id(p): p for p in module._parameters.values() if p is not None}
+        memo |= {id(b): b.detach().to("cpu", copy=True) for b in module._buffers.values() if b is not None}
+        attributes = vars(module)
+        memo |= {id(attributes[name]): type(attributes[name])() for name in _HOOKS if name in attributes}
+        memo |= {id(attributes[name]): None for name in _OWN_FORWARDS if name in attributes}
+    try:
+        twin = copy.deepcopy(model, dict(memo))
+    except Exception:  # of a lock, a file, a handle: code that uses one can't be run on the host, other code can
+        memo |= {id(value): object() for module in model.modules() for value in _not_copied(module, memo)}
+        twin = copy.deepcopy(model, memo)
+    names = [name for name, _ in model.named_modules()]
+    found = dict(twin.named_modules())
+    for module in found.values():
+        own: dict[str, Any] = module.__dict__
+        own.pop("forward", None)
+        own["_parameters"] = HostParameters(own["_parameters"])
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                own[name] = value.detach().to("cpu")
+        module.__class__ = as_on_disk(type(module))
+    return {name: found[name] for name in names}
+
+
+def _not_copied(module: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
+    """The attributes of a module that can't be copied."""
+    for name, value in vars(module).items():
+        if name[0] == "_" or id(value) in memo:
+            continue
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:
+            yield value
