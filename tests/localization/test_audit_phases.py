@@ -102,7 +102,7 @@ def test_a_budget_ends_after_the_base_batches():
     """What was not run is named, and the verdict holds for what was."""
     found = audit(tiny_model("llama"), budget=1e-9)
     assert (found.verdict, found.forwards) == ("healthy", 4)
-    assert {str(phase) for phase in found.coverage.phases} == {"prefill 2 x 32 tokens"}
+    assert [str(phase) for phase in found.coverage.phases] == ["prefill 2 x 32 tokens, 4 forwards"]
     assert len(found.coverage.not_run) >= 6
     assert all("the budget of 1e-09 s was spent" in each or "positions" in each for each in found.coverage.not_run)
 
