@@ -273,6 +273,7 @@ class AuditRun:
         with host_arithmetic():
             self._states.settle()
             self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
+            self._states.adopt()
         return output
 
     def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool) -> None:

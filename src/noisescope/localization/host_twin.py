@@ -44,7 +44,8 @@ from noisescope.probe.unfused_attention import multihead
 
 _RUNS = 8  # with random rounding
 _ULPS = 4  # that functions of float32 differ by between libraries; in 16 bits they round alike, or to the next number
-_UNITS = 2.0  # of round-off by which a result moves
+# Units of round-off by which a result moves: 16-bit functions round once, those of float32 differ between libraries.
+_UNITS, _UNITS_FLOAT32 = 2.0, 8.0
 _SEED = 11
 
 Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
@@ -90,6 +91,7 @@ class HostTwin:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = copied_modules(model)
+        self._twins = {id(module): self._modules[name] for name, module in model.named_modules()}  # as arguments
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
@@ -123,7 +125,7 @@ class HostTwin:
         """Runs the code of a module that was called, and compares."""
         twin = self._modules[node.module]
         result = Comparison()
-        kind = (type(twin), node.phase, *((child.operator, child.by_formula) for child in node.children))
+        kind = (node.module, node.phase, *((child.operator, child.by_formula) for child in node.children))
         before, own = self._kept(node, needed=kind not in self._exact), own_state(twin)
         recorded = dict(_recorded(node))
         first = self._run(twin, node, (node.args, node.kwargs), recorded=recorded)
@@ -192,7 +194,7 @@ class HostTwin:
         recorded: dict[Key, Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> _Run:
-        args, kwargs = mapped(state, each_once(Tensor.clone))
+        args, kwargs = mapped(state, each_once(Tensor.clone), lambda value: self._twins.get(id(value), value))
         run = _Run(node, recorded, generator)
         outer, self._running = self._running, run
         try:
@@ -253,7 +255,7 @@ class _Run(TorchFunctionMode):
         with torch._C.DisableTorchFunction():  # the comparison is no part of the code
             if self.first:
                 self.forms[at] = _form(value)
-            for path, tensor in (*tensors_in(value), *changed):
+            for path, tensor in (*real_tensors_in(value), *changed):
                 self.compared += 1
                 recorded = self._recorded.get((at, path))
                 if recorded is not None and same_numbers(*_alike(recorded, tensor.detach())):
@@ -304,7 +306,8 @@ class _Run(TorchFunctionMode):
         finite = torch.where(wide.isfinite(), wide, 0.0)
         scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if y.dim() else 0.0) / 4
         steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-        return (wide + _UNITS * number_format(_narrow(y)).u * scale * steps).to(y.dtype)
+        form = number_format(_narrow(y))
+        return (wide + (_UNITS_FLOAT32 if form.bits > 20 else _UNITS) * form.u * scale * steps).to(y.dtype)
 
 
 @contextmanager
@@ -346,9 +349,9 @@ def _narrow(y: Tensor) -> torch.dtype:
 
 def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
     for at, child in enumerate(node.children):
-        for path, tensor in tensors_in((child.args, child.kwargs)):
+        for path, tensor in real_tensors_in((child.args, child.kwargs)):
             yield (at, path), tensor
-    for path, tensor in tensors_in(node.output):
+    for path, tensor in real_tensors_in(node.output):
         yield (-1, path), tensor
     for path, tensor in node.changed.items():
         yield (-1, f"changed.{path}"), tensor

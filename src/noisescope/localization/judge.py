@@ -34,7 +34,7 @@ from noisescope.localization.roundoff_floors import (
     number_format,
 )
 from noisescope.localization.stuck_bits import number_of_tests, stuck_channels
-from noisescope.localization.tensors import differing, distinct_rows
+from noisescope.localization.tensors import differing, distinct_rows, elements_at_a_time
 
 # Limit of mean (e / sigma)^2. Null: sigma is an upper limit, so the mean is expected to be 1 at most (one rounding:
 # exactly 1, uniform within half an ulp). Normal errors of n elements pass 1.5 + Z_MEAN sqrt(2 / n) with probability
@@ -43,7 +43,6 @@ from noisescope.localization.tensors import differing, distinct_rows
 RMS_LIMIT = 1.5
 MEAN_SHARE = 0.05  # ulp that the whole output's mean may be off; float32 sums: twice that
 CHANNEL_SHARE = 0.1  # ulp for the mean of one channel
-_PIECE = 1 << 18  # elements that are judged at a time: what is made of them stays in a processor's cache
 _MEAN_ROWS = 1024
 _MEDIAN_OF = 4096  # tolerances of a piece
 
@@ -182,7 +181,7 @@ class Means:
 
 
 def _pieces(y: Tensor, reference: Reference) -> Iterator[tuple[int, Tensor, Reference]]:
-    step = max(1, _PIECE // max(1, len(y)))
+    step = max(1, elements_at_a_time() // max(1, len(y)))
     for start in range(0, y.shape[1], step):
         yield start, y[:, start : start + step].double(), reference[:, start : start + step]
 

@@ -22,11 +22,10 @@ from scipy.special import gammaln
 from torch import Tensor
 
 from noisescope.localization.roundoff_floors import Reference, number_format
-from noisescope.localization.tensors import any_row_bits, bits_of
+from noisescope.localization.tensors import any_row_bits, bits_of, elements_at_a_time
 
 CHANCE = 8e-11  # of one test, as for means: for 10^7 tests (bits of the channels of all operators) 0.001 false alarms
 _MOST_ELEMENTS = 1 << 16  # examined of the output as a whole
-_PIECE = 1 << 18  # elements that are examined at a time: what is made of them stays in a processor's cache
 
 
 def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) -> tuple[bool, list[int]]:
@@ -41,7 +40,7 @@ def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) 
     some = slice(None, None, max(1, y.numel() // _MOST_ELEMENTS))
     whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one), offset=offset))
     found: list[int] = []
-    width = max(1, _PIECE // max(1, len(y)))
+    width = max(1, elements_at_a_time() // max(1, len(y)))
     enough = not below_one and _enough(len(y))
     for start in range(0, y.shape[1] if enough else 0, width):
         stuck = _stuck(*_bits(*(t[:, start : start + width] for t in tensors), below_one=below_one), offset=offset)
