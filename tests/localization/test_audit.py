@@ -68,7 +68,7 @@ SITES = [
 AT = [(*site, torch.bfloat16) for site in SITES] + [(*site, torch.float32) for site in SITES[2:8:2]]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 64])
+@pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert"])
 @pytest.mark.parametrize("size", [0.02, 0.5])
 def test_biases_are_part_of_the_sums(name, size, tokens):

@@ -44,7 +44,7 @@ def model() -> torch.nn.Module:
 def test_every_linear_is_one_suspect(model):
     """A kernel that all linears share, the head included."""
     with Intercepted(F.linear, lost_tail):
-        verdict = audit(model)
+        verdict = audit(model, quick=True)
     (only,) = verdict.suspects
     assert (only.site.place, only.site.operator, only.fault_class) == (0, "linear", "dead lane")
     assert len(only.also) == 4 * 7 and {site.place for site in only.also} == {0, 1, 2, 3, "lm_head"}
@@ -56,7 +56,7 @@ def test_one_role_in_every_layer(model):
     """Every q_proj, and no other linear."""
     for layer in model.model.layers:
         patched(layer.self_attn.q_proj, lambda y: y * 1.05)
-    (only,) = audit(model).suspects
+    (only,) = audit(model, quick=True).suspects
     assert (only.site.module, only.fault_class) == ("model.layers.0.self_attn.q_proj", "gain")
     assert [site.place for site in only.also] == [1, 2, 3] and only.evidence.endswith("the same in 3 other layers")
 
@@ -68,7 +68,7 @@ def test_a_fault_of_one_layer_stays_apart(model):
     patched(model.model.layers[2].input_layernorm, lambda y: y + 0.5)
     for number in (1, 2):
         patched(model.model.layers[number].mlp.up_proj, lambda y: y * 1.05)
-    found = {suspect.site.module: len(suspect.also) for suspect in audit(model).suspects}
+    found = {suspect.site.module: len(suspect.also) for suspect in audit(model, quick=True).suspects}
     assert found == {
         "model.layers.0.self_attn.q_proj": 3,
         "model.layers.2.input_layernorm": 0,
@@ -79,7 +79,7 @@ def test_a_fault_of_one_layer_stays_apart(model):
 
 def test_a_healthy_model_has_no_suspects(model):
     with Intercepted(F.linear, lambda y: y):
-        assert audit(model).verdict == "healthy"
+        assert audit(model, quick=True).verdict == "healthy"
 
 
 def test_rows_and_class_confidence_of_a_suspect(model):
@@ -91,7 +91,7 @@ def test_rows_and_class_confidence_of_a_suspect(model):
         return y
 
     patched(model.model.layers[1].mlp.up_proj, tile)
-    (only,) = audit(model).suspects
+    (only,) = audit(model, quick=True).suspects
     assert (only.site.place, only.fault_class, only.details["also"]) == (1, "tile", "gain")
     assert only.rows == ((0, 4), (0, 5), (0, 6), (0, 7)) and only.channels == tuple(range(8, 16))
     assert only.row_words.startswith("channels 8 to 15 of tokens 4 to 7 of sequence 0")
@@ -111,6 +111,6 @@ def test_stale_rows_name_the_earlier_call_and_the_rows(model):
         return new
 
     patched(model.model.layers[2].self_attn.o_proj, stale)
-    (only,) = audit(model).suspects
+    (only,) = audit(model, quick=True).suspects
     assert (only.site.place, only.fault_class) == (2, "stale data")
     assert "what belongs to another call" in only.evidence and {token for _, token in only.rows} == {3, 4, 5}

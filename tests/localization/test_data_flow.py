@@ -1,4 +1,4 @@
-"""A tensor between modules that is not what it should be: judged by its limit, in words, with a class by its place."""
+"""A tensor between modules that is not what it should be: judged by its limit, named, and with a class of its own."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_keys_that_keep_their_length_were_turned(operator, flip):
     recomputed = as_recomputed(found)
     assert recomputed.lead == (1, 2, 3) and torch.equal(recomputed.y, turned(keys).reshape(-1, 4))
     assert torch.equal(recomputed.reference.values, keys.reshape(-1, 4).double())
-    values = difference(*shown, operator="attention", path="0.2", kind=ATTENTION, args=(QUERY, QUERY))
+    values = difference(turned(keys), keys, operator="attention", path="0.2", kind=ATTENTION, args=(QUERY, keys))
     assert about_difference(values).hint is None
 
 

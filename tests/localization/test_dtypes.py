@@ -16,11 +16,17 @@ from noisescope.testing import tiny_inputs, tiny_model
 METHODS = ("audit", "relations", "auto")
 
 
+def locate(model, method, name):
+    return ns.locate(model, method=method, inputs=tiny_inputs(name, length=16), quick=method != "relations")
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_healthy_float64_model_is_no_alarm(name, method):
     """Norms that run in float32 whatever the dtype, and a host that has nothing wider."""
-    verdict = ns.locate(tiny_model(name).double(), method=method, inputs=tiny_inputs(name, length=16))
+    verdict = ns.locate(
+        tiny_model(name).double(), method=method, inputs=tiny_inputs(name, length=16), quick=method != "relations"
+    )
     assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
 
 
@@ -39,7 +45,9 @@ def test_a_fault_in_a_float64_model_is_found(name, module, fault, method):
     """Where it is and of what kind."""
     model = tiny_model(name).double()
     with faulty(model, fault, 1, operator="linear", module=module):
-        first = ns.locate(model, method=method, inputs=tiny_inputs(name, length=16)).suspects[0]
+        first = ns.locate(
+            model, method=method, inputs=tiny_inputs(name, length=16), quick=method != "relations"
+        ).suspects[0]
     assert (first.site.place, first.site.operator, first.fault_class) == (1, "linear", fault.fault_class)
 
 
@@ -56,7 +64,7 @@ def test_a_healthy_model_under_autocast_is_no_alarm(name, method, dtype):
     """Operands rounded on their way in, norms that mix two dtypes: each operator is judged by what it really did."""
     model = tiny_model(name)
     with torch.autocast("cpu", dtype=dtype):
-        verdict = ns.locate(model, method=method, inputs=tiny_inputs(name, length=16))
+        verdict = locate(model, method, name)
     assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
 
 

@@ -50,18 +50,16 @@ def test_a_class_that_the_file_does_not_have(monkeypatch):
 )
 def test_a_file_that_can_not_be_run_again(tmp_path, monkeypatch, text, found):
     """Then its classes are used as they are in memory, and nothing stays in sys.modules."""
-    name = "transformers.models.made.modeling_made"
+    name = f"transformers.models.made.modeling_made_{found}_{text is None}"  # each is read once in a process
     module = types.ModuleType(name)
     if text is not None:
         module.__file__ = str(tmp_path / "modeling_made.py")
         (tmp_path / "modeling_made.py").write_text(text, encoding="utf-8")
     monkeypatch.setitem(sys.modules, name, module)
-    host_code._read_again.cache_clear()
     made = type("Made", (), {"__module__": name})
     assert (as_on_disk(made) is not made) == found
     assert (f"{name}_as_on_disk" in sys.modules) == found
     sys.modules.pop(f"{name}_as_on_disk", None)
-    host_code._read_again.cache_clear()
 
 
 def test_a_cache_gets_the_methods_on_disk_and_keeps_its_class(monkeypatch):
@@ -106,15 +104,21 @@ def test_bases_that_can_not_be_put_in_one_order(monkeypatch):
     assert host_code._restored.__wrapped__(Child) is Child
 
 
-def test_tables_of_cache_layers_stay_as_they_are():
+def test_tables_of_cache_layers_stay_as_they_are(monkeypatch):
+    """Their classes enter themselves when they are defined: those that are read again do not."""
+
     def tables() -> dict[str, Any]:
         return {name: dict(value) for name, value in vars(caches).items() if name.isupper() and isinstance(value, dict)}
 
     before = tables()
-    host_code._read_again.cache_clear()
-    host_code._restored.cache_clear()
-    restore_code(caches.DynamicCache())
+    apart = f"{caches.__name__}_as_on_disk"
+    monkeypatch.setitem(sys.modules, apart, sys.modules.get(apart))  # what others have read stays theirs
+    again = host_code._read_again.__wrapped__(caches.__name__)
+    assert again is not None and again.DynamicLayer is not caches.DynamicLayer
     assert tables() == before and before
+    monkeypatch.setattr(host_code, "as_on_disk", lambda cls: getattr(again, cls.__name__))
+    assert issubclass(host_code._restored.__wrapped__(caches.DynamicLayer), caches.DynamicLayer)
+    assert tables() == before
 
 
 @pytest.mark.parametrize(

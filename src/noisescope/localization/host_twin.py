@@ -34,6 +34,7 @@ from noisescope.localization.host_copies import (
     leaves_in,
     mapped,
     own_state,
+    real_tensors_in,
     set_state,
     tensors_in,
 )
