@@ -12,7 +12,8 @@ from torch import nn
 import noisescope as ns
 from noisescope.localization.audit import audit
 from noisescope.localization.audit_log import AuditLog
-from noisescope.localization.call_tree import Node, NonFiniteOrigin
+from noisescope.localization.call_tree import Node
+from noisescope.localization.data_flow import NonFiniteOrigin
 from noisescope.localization.data_flow import About
 from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.host_operators import recompute

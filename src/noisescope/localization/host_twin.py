@@ -397,7 +397,7 @@ def _beyond(got: Tensor, expected: Tensor, limit: Tensor) -> bool:
 def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None) -> Difference:
     at, path = key
     earlier = node.children if at < 0 else node.children[:at]
-    source = next((child for child in reversed(earlier) if _gave(child, expected)), None)
+    source = next((child for child in reversed(earlier) if child.is_module and _gave(child, expected)), None)
     at_node, tensor = (node, "output") if at < 0 else (node.children[at], "input")
     return Difference(at_node, tensor, path, got, expected, limit, node, earlier[-1] if earlier else None, source)
 
