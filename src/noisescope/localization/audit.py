@@ -45,13 +45,14 @@ from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.tensors import host_memory
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
-from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
+from noisescope.model.anatomy import ATTENTION, Unit
 from noisescope.model.forwards import device_of, evaluating
 from noisescope.model.loading import Subject
 from noisescope.probe.watch import watch
 from noisescope.sites import FUSED, Site
 
 _MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
+_AGAIN = 6  # repetitions of the first batch: cheap, since only what changes is judged, and rare faults need forwards
 _TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
@@ -88,10 +89,11 @@ def audit(
     workloads, not_run = workloads_for(model, tokenizer, inputs, **shape, quick=quick, seed=seed)
     with evaluating(model), torch.no_grad():
         faults = self_test_of(model, seed=seed)
-        run = AuditRun(model, anatomy, AuditLog(anatomy, rows=rows, seed=seed, device=device_of(model).type), not_run)
+        log = AuditLog(anatomy, rows=rows, seed=seed, device=device_of(model).type)
+        run = AuditRun(model, log, not_run, again=(1 if quick else _AGAIN) + repeat)
         run.log.remarks += _remarks(subject, model, workloads)
         for workload in within_budget(workloads, budget, not_run):
-            run.base(workload, repeat) if workload.other is not None else run.workload(workload)
+            run.base(workload) if workload.other is not None else run.workload(workload)
         with host_arithmetic():
             run.judge_deferred()
         run.inside_attention()
@@ -125,8 +127,9 @@ class Deferred:
 class AuditRun:
     """The forwards of one audit."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, log: AuditLog, not_run: list[str]) -> None:
+    def __init__(self, model: nn.Module, log: AuditLog, not_run: list[str], *, again: int) -> None:
         self.model, self.log, self.not_run = model, log, not_run
+        anatomy, self._again = log.anatomy, again  # how often the first batch is run once more
         self.phases: list[Phase] = []
         self._anatomy = with_whole_modules(model, anatomy)
         self._attention = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
@@ -146,18 +149,18 @@ class AuditRun:
         read = frozenset[str]() if self._twin is None else self._twin.read_directly()
         return JudgedModel(self.model, self.phases, self.not_run, read)
 
-    def base(self, workload: Workload, repeat: int) -> None:
+    def base(self, workload: Workload) -> None:
         """Two batches of one shape, the first again after the second, and the second with attention taken apart."""
         first, other = workload.inputs, workload.other
         assert other is not None
         number = self.log.forwards
         self._forward(first, keep_hashes=True, base=True, phase=workload.phase)
         self._forward(other, base=True, phase=workload.phase)
-        for _ in range(1 + repeat):
+        for _ in range(self._again):
             self._forward(first, number=number, repeated=True, base=True, phase=workload.phase)
         if self._attention:
             self._forward(other, number=number + 1, opened=self._attention, base=True, phase=workload.phase)
-        self.phases.append(dataclasses.replace(workload.phase, steps=3 + repeat + bool(self._attention)))
+        self.phases.append(dataclasses.replace(workload.phase, steps=2 + self._again + bool(self._attention)))
 
     def workload(self, workload: Workload) -> None:
         """A prefill and its decode steps; what the model can't run is named, unless the caller asked for it."""

@@ -49,6 +49,7 @@ class Node:
     shape: tuple[int, int] | None = None  # sequences and tokens of the forward
     number: int = 0  # of the forward in its audit
     changed: dict[str, Tensor] = field(default_factory=dict)  # arguments that the call has written to, as they are then
+    passed: dict[str, str] = field(default_factory=dict)  # outputs that are arguments themselves, and which
 
     @property
     def is_module(self) -> bool:
@@ -114,6 +115,8 @@ class CallTree:
         node = self._open.pop()
         node.output, node.ended = self._states.on_host(call.output), self._events
         before = self._versions.pop()
+        given = {id(x): path for path, x in tensors_in((call.args, call.kwargs))}
+        node.passed = {path: given[id(x)] for path, x in tensors_in(call.output) if id(x) in given}
         for path, x in tensors_in((call.args, call.kwargs)):
             if _version(x) != before.get(path):
                 node.changed[path] = copied(x)

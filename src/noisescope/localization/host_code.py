@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _pop_mode, _push_mode
 
 from noisescope.localization.tensors import same_numbers
 
@@ -189,3 +190,15 @@ def _as_index(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:
     if dim is None:
         return indices.reshape(1)
     return indices if indices.dim() == x.dim() else indices.unsqueeze(dim)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Tensor classes do their part, modes of the caller's (a simulated fault is one) do not."""
+    held = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        for mode in reversed(held):
+            _push_mode(mode)  # type: ignore[no-untyped-call]

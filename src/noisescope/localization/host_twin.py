@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.call_tree import Node
-from noisescope.localization.host_code import is_exact
+from noisescope.localization.host_code import is_exact, without_modes
 from noisescope.localization.host_copies import (
     copied_modules,
     each_once,
@@ -272,7 +271,13 @@ class _Run(TorchFunctionMode):
         for path, value in child.changed.items():
             if path in here and here[path].shape == value.shape:
                 here[path].copy_(value)
-        return mapped(child.output, Tensor.clone)
+        passed = {id(x): here.get(child.passed.get(path, "")) for path, x in tensors_in(child.output)}
+
+        def result(x: Tensor) -> Tensor:
+            own = passed.get(id(x))  # an argument that is given back: who writes to one writes to both
+            return x.clone() if own is None or own.shape != x.shape else own.copy_(x)
+
+        return mapped(child.output, result)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -294,7 +299,7 @@ class _Run(TorchFunctionMode):
         exact = is_exact(func, args)
         if self._generator is not None and not exact:
             args, kwargs = mapped((args, kwargs), self._moved)
-        with _no_modes():
+        with without_modes():
             result = func(*args, **kwargs)
         self.was_inexact |= not exact
         return result if exact or self._generator is None else mapped(result, self._moved)
@@ -309,18 +314,6 @@ class _Run(TorchFunctionMode):
         steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         form = number_format(_narrow(y))
         return (wide + (_UNITS_FLOAT32 if form.bits > 20 else _UNITS) * form.u * scale * steps).to(y.dtype)
-
-
-@contextmanager
-def _no_modes() -> Iterator[None]:
-    """Tensor classes do their part, modes of the caller's (a simulated fault is one) do not."""
-    held = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
-    try:
-        with torch._C._EnableTorchFunction():
-            yield
-    finally:
-        for mode in reversed(held):
-            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def _has_fractions(value: Any) -> bool:
