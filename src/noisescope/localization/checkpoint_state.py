@@ -88,7 +88,10 @@ def compare_weights(model: Any, stored: Stored, *, loaded: bool) -> WeightsCompa
 
 def _no_comparison(model: Any, path: str, tensor: Tensor, stored: Tensor) -> str:
     """Why a tensor is not compared, or ""."""
-    if type(tensor) not in PLAIN or type(tensor.data) not in PLAIN or min(tensor.itemsize, stored.itemsize) < 2:
+    module = model.get_submodule(path.rpartition(".")[0])
+    replaced = not type(module).__module__.startswith(("torch.nn.", "transformers.models."))
+    plain = type(tensor) in PLAIN and type(tensor.data) in PLAIN and min(tensor.itemsize, stored.itemsize) > 1
+    if not plain or (replaced and vars(model.config).get("quantization_config") is not None):
         return "packed by a quantiser"
     if tensor.device.type == "meta":
         return "offloaded"
