@@ -165,13 +165,17 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
 
 
 def _layers_in_order(model: nn.Module) -> bool:
-    """Whether the layer indices of modules of one kind rise from block to block."""
-    roles: dict[str, list[int]] = {}
+    """Whether each block has one layer index, and they rise from block to block of a stack."""
+    stacks: dict[str, dict[str, set[int]]] = {}
     for path, module in model.named_modules():
         index = vars(module).get("layer_idx")
         if isinstance(index, int):
-            roles.setdefault(re.sub(r"[0-9]+", "0", path), []).append(index)
-    return all(one < other for indices in roles.values() for one, other in pairwise(indices))
+            stack, block = (*re.split(r"\.([0-9]+)", path, maxsplit=1), "")[:2]
+            stacks.setdefault(stack, {}).setdefault(block, set()).add(index)
+    blocks = [list(indices.values()) for indices in stacks.values()]
+    return all(len(each) == 1 for stack in blocks for each in stack) and all(
+        one < other for stack in blocks for (one,), (other,) in pairwise(stack)
+    )
 
 
 @functools.cache
