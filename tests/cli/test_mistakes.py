@@ -88,6 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("locate demo --inputs none.txt", "there is no file none.txt \\(--inputs\\)"),
         ("locate demo --inputs run.yaml", "unknown format of --inputs '.yaml'. Allowed: .txt, .jsonl"),
         ("locate demo --quick --decode 4", "--quick runs 2 x 32 tokens and no others: leave it out, or --decode"),
+        ("locate demo --method scans --no-state", "--state is for the audit.*got method scans"),
         ("locate demo --method scans --budget 9", "--budget is for the audit.*got method scans"),
         ("locate demo --tokens 0", "--tokens must be at least 1, got 0"),
         ("locate demo -o verdict.pdf", "unknown format of the verdict '.pdf'. Allowed: .json, .md, .html"),

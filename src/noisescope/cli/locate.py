@@ -40,6 +40,8 @@ def locate_fault(options: LocateOptions) -> None:
 
     Records are written by `noisescope record`.
 
+    The model's memory is compared with its checkpoint and its config first; --no-state leaves that out.
+
     No data and no second device is needed: the audit recomputes every operator on the host, in float64, from the
     inputs it really had; auto also tries relations where the audit could not look. It runs prefill at several lengths
     and batch sizes, with and without padding, and decode with the model's cache. The verdict says what ran, what was

@@ -82,6 +82,7 @@ class Coverage:
     multiply_adds: Share = Share(0, 0)
     not_judged: tuple[NotJudged, ...] = ()
     cells: tuple[Cell, ...] = ()
+    state: str = ""  # what was compared in the model's memory, and what was not
     repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
 
     @property
@@ -133,6 +134,7 @@ class Coverage:
                 {"place": each.place, "operator": each.operator, "judged": each.judged, "total": each.total}
                 for each in self.cells
             ],
+            "state": self.state,
             "excluded_rate_per_forward": self.excluded_rate,
         }
 

@@ -24,7 +24,8 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
 
     audit recomputes every operator on the host from its own inputs; relations calls modules again and checks the laws
     that healthy arithmetic obeys, without weights or a host; auto is the audit, and relations where there are operators
-    that it could not judge. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
+    that it could not judge. Both first compare the model's memory with its checkpoint and its config, unless `state` is
+    False. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
     each module that device's inputs and compares what comes out. scans (also srdd) are those of the original method
     notes, calibrated; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in
     this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given,
@@ -50,7 +51,9 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
 
         return relations(subject, inputs, seed=seed)
     from noisescope.localization.audit import audit
+    from noisescope.localization.state import check_state, with_state
 
+    state = check_state(subject) if options.state else None  # before anything runs
     found = audit(
         subject,
         inputs,
@@ -62,7 +65,9 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
         quick=options.quick,
         seed=seed,
     )
-    return found if method == "audit" else _with_relations(found, subject, inputs, seed)
+    if method != "audit":
+        found = _with_relations(found, subject, inputs, seed)
+    return found if state is None else with_state(found, state)
 
 
 def _with_relations(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:

@@ -221,6 +221,12 @@ def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: b
     return _Checkpoint(text, folder, None, trusted)
 
 
+def checkpoint_folder(source: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """The folder of a source's files, and the GGUF file or the state dict in it if that is what the source names."""
+    found = _find(source, revision, False)
+    return found.folder, found.gguf or found.state_dict
+
+
 def _cached(text: str, path: Path, revision: str | None) -> Path:
     """The snapshot of a hub id in the hub library's own cache."""
     refuse_missing_path(text)

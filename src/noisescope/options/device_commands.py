@@ -140,6 +140,11 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         None, "Start no further shapes after this time; the verdict names those left out.", above=0, unit="SECONDS"
     )
     repeat: int = option(0, "Run the base batch N more times, for a fault that comes and goes.", least=0)
+    state: bool = option(
+        True,
+        "Also compare weights, buffers and attributes in memory with the checkpoint and the config.",
+        negative="no-state",
+    )
     failure: Source = option(
         None,
         "With method fingerprint: the suspect system's record; a simulated fault makes its own.",
@@ -217,6 +222,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         if self.quick and one_shape:
             yield f"{named('quick')} runs 2 x 32 tokens and no others: leave it out, or {named(one_shape[0])}"
         shaped = [*one_shape, *(name for name in ("quick", "budget", "repeat") if vars(self)[name])]
+        shaped += [] if self.state else ["state"]
         if shaped and (self.method not in ("auto", "audit") or self.reference is not None):
             came = "a reference" if self.reference is not None else f"method {self.method}"
             yield f"{named(shaped[0])} is for the audit (method auto or audit without a reference), got {came}"

@@ -85,6 +85,7 @@ def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:
     is_said = not coverage.measured or coverage.shares in verdict.headline
     yield "judged", "Judged", [] if is_said else [coverage.shares]
     yield "not-judged", "Not judged", [str(each) for each in coverage.not_judged]
+    yield "state", "State", [coverage.state] if coverage.state else []
     yield "limits", "Detection limits", list(_limits(verdict.smallest_visible))
     yield "notes", "Notes", list(verdict.notes)
 

@@ -1,0 +1,235 @@
+"""A model's buffers and attributes against those that its own class makes anew from its config.
+
+The model is built again on the meta device, which costs no memory; buffers that no checkpoint holds (rotary
+frequencies, scales) are then computed on the host by the class's own initialisation. Models without a config are
+compared block by block instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import inspect
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.state_fault import ADAPTED, Compared, StateFault
+from noisescope.localization.weight_difference import same_bits
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_CHANGING = ("dynamic", "longrope")  # rotary frequencies that follow the length of the text
+# Set by users or while running, and of no effect on what a forward computes.
+_FREE = {
+    "training", "gradient_checkpointing", "padding_idx", "pad_token_id", "num_labels", "problem_type", "vocab_size",
+    "max_seq_len_cached", "name_or_path", "inplace", "in_features", "out_features", "num_embeddings", "embedding_dim",
+    "loss_type", "kernel_config", "router_aux_loss_coef", "jitter_noise", "scale_grad_by_freq", "sparse",
+}  # fmt: skip
+_CLASSES = {
+    "scaling": "gain", "scale": "gain", "scale_attn": "gain", "norm_factor": "gain", "inv_norm_factor": "gain",
+    "attention_scaling": "gain", "embed_scale": "gain", "sliding_window": "mask", "is_causal": "mask",
+    "layer_idx": "stale data", "num_key_value_groups": "swapped channels", "num_heads": "swapped channels",
+}  # fmt: skip
+
+
+def fresh_model(model: Any) -> tuple[Any, str]:
+    """The model that its config describes, on the meta device but for its buffers; the second is what went wrong."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.device("meta"):
+                fresh = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+        except Exception as error:  # a class may need more than a config
+            return None, f"{type(model).__name__} can't be built from its config ({type(error).__name__})"
+        for module in fresh.modules():
+            module._is_hf_initialized = False
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.full_like(buffer, _unset(buffer), device="cpu")
+        try:
+            fresh.initialize_weights()
+        except Exception as error:
+            return fresh, f"initialisation of {type(model).__name__} failed ({type(error).__name__})"
+    return fresh, ""
+
+
+def _unset(buffer: Tensor) -> float:
+    """What no initialisation leaves in a buffer; booleans have no such value, and are not compared."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return math.nan
+    return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max
+
+
+# -- buffers
+
+
+def compare_buffers(model: nn.Module, fresh: nn.Module, *, was_cast: Mapping[torch.dtype, bool]) -> Compared:
+    """Buffers that no checkpoint holds, each against the one computed on the host.
+
+    `was_cast`: dtypes that the whole model may have been cast to and back, so that rounded buffers are no fault.
+    """
+    others = dict(fresh.named_modules())
+    faults: list[StateFault] = []
+    skipped: list[tuple[str, str]] = []
+    compared = 0
+    for path, module in model.named_modules():
+        other = others.get(path.replace(ADAPTED, ""))
+        for name in sorted(module._non_persistent_buffers_set):
+            found = module._buffers.get(name)
+            if found is None:
+                continue
+            expected = None if other is None or type(other) is not type(module) else other._buffers.get(name)
+            reason = _no_comparison(module, found, expected)
+            if reason or expected is None:
+                skipped.append((f"{path}.{name}", reason))
+                continue
+            compared += 1
+            if not any(fault.module == path for fault in faults):  # one is enough: inv_freq has a copy beside it
+                faults += _buffer_faults(path, name, found.detach().cpu(), expected, was_cast)
+    return Compared(tuple(faults), compared, tuple(skipped))
+
+
+def _no_comparison(module: nn.Module, found: Tensor, expected: Tensor | None) -> str:
+    if expected is None:
+        return "not among the buffers that the config gives"
+    kinds: Any = vars(module).get("rope_type", "")
+    if any(kind in _CHANGING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+        return "follows the length of the text"
+    if found.shape != expected.shape or found.device.type == "meta":
+        return "of another shape or offloaded"
+    unset = expected.isnan() if expected.is_floating_point() or expected.is_complex() else expected == _unset(expected)
+    return "no code of the class computes it anew" if expected.dtype == torch.bool or bool(unset.any()) else ""
+
+
+def _buffer_faults(
+    path: str, name: str, found: Tensor, expected: Tensor, was_cast: Mapping[torch.dtype, bool]
+) -> Iterator[StateFault]:
+    wanted = expected.to(found.dtype)
+    if same_bits(found, wanted):
+        return
+    kind = "position" if "inv_freq" in name or "rotary" in path.lower() else "unknown"
+    if not found.is_floating_point():
+        yield StateFault(path, f"the buffer {name} is not the one that the config gives", kind)
+        return
+    # Devices compute powers and quotients to an ulp or two, and a cast to 16 bits may then go either way.
+    eps = torch.finfo(found.dtype).eps
+    gap = (found.double() - wanted.double()).abs()
+    if bool((gap <= (8 if eps < 1e-5 else 1) * eps * wanted.double().abs()).all()):
+        return
+    rounded = {kind: wanted.to(kind).to(found.dtype) for kind in was_cast if eps < 1e-5}
+    short = [kind for kind, value in rounded.items() if torch.allclose(found, value, rtol=8 * eps, atol=0)]
+    if short:
+        words = f"the buffer {name} is {found.dtype} with numbers rounded to {short[0]}".replace("torch.", "")
+        yield StateFault(path, words, "truncation", sure=not any(was_cast[kind] for kind in short))
+        return
+    worst = float((gap / wanted.double().abs().clamp_min(1e-30)).nan_to_num(torch.inf).max())
+    yield StateFault(path, f"the buffer {name} differs from the one that the config gives by up to {worst:.2g}", kind)
+
+
+# -- attributes
+
+
+def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
+    """Plain attributes and activation classes of each module against those that the config gives."""
+    others = dict(fresh.named_modules())
+    in_order = _layers_in_order(model)  # as they still are where layers were taken out
+    classes = {base for module in fresh.modules() for base in type(module).__mro__}
+    running = {name for each in classes for name in _set_while_running(each)}
+    faults: list[StateFault] = []
+    compared = 0
+    for path, module in model.named_modules():
+        other = others.get(path.replace(ADAPTED, ""))
+        if other is None:
+            continue
+        if type(module) is not type(other):
+            faults += _activation_fault(path, module, other)
+            continue
+        here, there = plain_attributes(module), plain_attributes(other)
+        common = (here.keys() & there.keys()) - running
+        compared += len(common)
+        for name in sorted(common):
+            if here[name] != there[name] and not _both_nan(here[name], there[name]):
+                sure = not _is_dropout(module, name) and not (name == "layer_idx" and in_order)
+                words = f"the attribute {name} is {here[name]!r}; the config gives {there[name]!r}"
+                faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=sure))
+    return Compared(tuple(faults), compared)
+
+
+def _layers_in_order(model: nn.Module) -> bool:
+    """Whether each block has one layer index, and they rise from block to block of a stack."""
+    stacks: dict[str, dict[str, set[int]]] = {}
+    for path, module in model.named_modules():
+        index = vars(module).get("layer_idx")
+        if isinstance(index, int):
+            stack, block = (*re.split(r"\.([0-9]+)", path, maxsplit=1), "")[:2]
+            stacks.setdefault(stack, {}).setdefault(block, set()).add(index)
+    blocks = [list(indices.values()) for indices in stacks.values()]
+    return all(len(each) == 1 for stack in blocks for each in stack) and all(
+        one < other for stack in blocks for (one,), (other,) in pairwise(stack)
+    )
+
+
+@functools.cache
+def _set_while_running(kind: type) -> frozenset[str]:
+    """Attributes that methods of a class other than its constructor set: what they hold depends on what ran."""
+    if kind.__module__.partition(".")[0] in ("torch", "builtins") or kind.__name__ == "PreTrainedModel":
+        return frozenset()
+    methods = [inspect.unwrap(each) for name, each in vars(kind).items() if callable(each) and name != "__init__"]
+    steps = (step for each in methods if isinstance(each, FunctionType) for step in dis.get_instructions(each))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's own numbers, words and dtypes, but for those of no effect."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) and not name.startswith("_") and name not in _FREE
+    }
+
+
+def _both_nan(one: Any, other: Any) -> bool:
+    return isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
+
+
+def _is_dropout(module: nn.Module, name: str) -> bool:
+    """Dropout is off in evaluation."""
+    return "drop" in name.lower() or "dropout" in type(module).__name__.lower()
+
+
+def _activation_fault(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
+    """Another function where the config names one; other classes are replaced on purpose (adapters, quantisers)."""
+    known = ("torch.nn.modules.activation", "transformers.activations")
+    if type(module).__module__ in known and type(other).__module__ in known:
+        words = f"the activation is {type(module).__name__}; the config gives {type(other).__name__}"
+        yield StateFault(path, words, "function table")
+
+
+def odd_ones_out(model: nn.Module, blocks: tuple[str, ...]) -> Compared:
+    """Attributes that one block alone has otherwise than all its fellows, of which there are at least 2."""
+    faults: list[StateFault] = []
+    compared = 0
+    modules = dict(model.named_modules())
+    groups: dict[tuple[str, type[nn.Module]], list[tuple[str, dict[str, Any]]]] = {}
+    for block in blocks:
+        for path, module in modules[block].named_modules(prefix=block):
+            groups.setdefault((path.removeprefix(block), type(module)), []).append((path, plain_attributes(module)))
+    for group in groups.values():
+        for name in group[0][1]:
+            having = [(path, held[name]) for path, held in group if name in held]
+            usual, count = Counter(value for _, value in having).most_common(1)[0]
+            compared += len(having)
+            if len(having) >= 3 and count == len(having) - 1:
+                path, value = next((path, value) for path, value in having if value != usual)
+                words = f"the attribute {name} is {value!r}; in the other {count} blocks {usual!r}"
+                faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=False))
+    return Compared(tuple(faults), compared)

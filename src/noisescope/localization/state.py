@@ -1,0 +1,217 @@
+"""What is wrong in a loaded model's memory, without running it: weights, buffers and attributes.
+
+An audit takes weights as they are: it finds what computes wrongly with them. Here they are compared with the file that
+they came from, bit for bit after the cast of loading; buffers and attributes with those that the config gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization.audit_verdict import in_all_layers
+from noisescope.localization.call_tree import with_whole_modules
+from noisescope.localization.checkpoint_state import PLAIN, Stored, WeightsCompared, compare_weights, held_tensors
+from noisescope.localization.config_state import compare_attributes, compare_buffers, fresh_model, odd_ones_out
+from noisescope.localization.inputs import parts_of
+from noisescope.localization.state_fault import Compared, StateFault
+from noisescope.localization.verdict import Suspect, Verdict, ranked
+from noisescope.localization.weight_difference import bits_of, same_bits
+from noisescope.model.anatomy import ATTENTION, Anatomy
+from noisescope.model.checkpoint_tensors import stored_tensors
+from noisescope.model.loading import Subject
+from noisescope.sites import FUSED, WHOLE, Site, place_order
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """Suspects are sure; what is doubtful is among the notes too, in words."""
+
+    suspects: tuple[Suspect, ...] = ()
+    doubtful: tuple[Suspect, ...] = ()
+    words: str = ""  # what was compared, and what was not
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    compared: int = 0  # tensors, buffers and attributes
+
+
+def check_state(subject: Subject | nn.Module) -> StateReport:
+    """What is wrong in a model's memory.
+
+        report = check_state(ns.load("path/to/model", device="cuda"))
+        report.suspects, report.words
+
+    Weights are compared with the checkpoint that the model was loaded from, if it is at hand; buffers and attributes
+    with those that the model's class makes from its config, or between blocks where there is none. Weights that are
+    all zero, constant or the same in two places are doubtful without a file. Nothing of the model runs or changes.
+    """
+    start = time.perf_counter()
+    model, _, anatomy = parts_of(subject)
+    path, root = _pretrained(model)
+    weights = WeightsCompared()
+    parts: dict[str, Compared] = {}
+    if root is not None:
+        loaded = isinstance(subject, Subject) and subject.loading is not None
+        stored = _checkpoint(subject, root)
+        weights = WeightsCompared() if stored is None else compare_weights(root, stored, loaded=loaded)
+        parts["tensors with the checkpoint"] = weights.result
+        parts |= _compare_with_config(root, as_stored=weights.as_stored)
+    parts = {name: _with_prefix(part, path) for name, part in parts.items()}
+    if "attributes with the config" not in parts:
+        parts["attributes between blocks"] = odd_ones_out(model, anatomy.blocks)
+    parts["tensors by themselves"] = suspicious_weights(model, weights)
+    return _report(model, anatomy, parts, time.perf_counter() - start)
+
+
+def _checkpoint(subject: Subject | nn.Module, root: Any) -> Stored | None:
+    """How the tensors are read that the model was loaded from; None where that is not known."""
+    source, revision = str(root.name_or_path), vars(root.config).get("_commit_hash")
+    if isinstance(subject, Subject) and subject.loading is not None:
+        source, revision = subject.source, subject.loading["revision"] or revision
+    if not source or source.startswith("tiny:"):
+        return None
+    if source == "demo" or Path(source).expanduser().exists():  # only a hub id has revisions
+        revision = None
+    return lambda: stored_tensors(root, source, revision, held_tensors(root))
+
+
+def _compare_with_config(root: Any, *, as_stored: bool) -> dict[str, Compared]:
+    fresh, problem = fresh_model(root)
+    if fresh is None:
+        return {"buffers with the config": Compared(notes=(problem,))}
+    cast = {kind: not as_stored and _fits(root, kind) for kind in (torch.bfloat16, torch.float16)}
+    buffers = compare_buffers(root, fresh, was_cast=cast)
+    return {
+        "buffers with the config": dataclasses.replace(buffers, notes=(problem,) if problem else ()),
+        "attributes with the config": compare_attributes(root, fresh),
+    }
+
+
+def _with_prefix(part: Compared, prefix: str) -> Compared:
+    faults = tuple(dataclasses.replace(fault, module=f"{prefix}{fault.module}".rstrip(".")) for fault in part.faults)
+    return dataclasses.replace(part, faults=faults)
+
+
+def with_state(found: Verdict, report: StateReport) -> Verdict:
+    """A verdict with what is wrong in memory: those suspects first, for they are no matter of round-off."""
+    notes = (*report.notes, f"state: {report.seconds:.1f} s")
+    return dataclasses.replace(
+        found,
+        verdict="faulty" if report.suspects else found.verdict,
+        suspects=ranked((*report.suspects, *found.suspects)),
+        checked=found.checked + report.compared,
+        notes=(*found.notes, *notes),
+        coverage=dataclasses.replace(found.coverage, state=report.words),
+    )
+
+
+def _pretrained(model: nn.Module) -> tuple[str, Any]:
+    """The outermost model of transformers, inside adapters and wrappers, with the prefix of its modules' names."""
+    from transformers import PreTrainedModel
+
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel))
+    name, module = next(found, ("", None))
+    return f"{name}." if name else "", module
+
+
+def _fits(model: nn.Module, kind: torch.dtype) -> bool:
+    """Whether all float32 matrices hold numbers of a shorter dtype alone, as after a cast there and back."""
+    matrices = [p for p in model.parameters() if p.dtype == torch.float32 and p.dim() > 1 and type(p) in PLAIN]
+    return bool(matrices) and all(p.device.type == "meta" or torch.equal(p, p.to(kind).float()) for p in matrices)
+
+
+# -- weights by themselves
+
+
+def suspicious_weights(model: nn.Module, judged: WeightsCompared) -> Compared:
+    """Parameters that are not finite, all zero, constant in rows, or the same in two places; biases may be anything.
+
+    What a checkpoint has like that is the model's own, but for numbers that are not finite.
+    """
+    faults: list[StateFault] = []
+    seen: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+    compared = 0
+    for path, tensor in model.named_parameters():
+        plain = type(tensor) in PLAIN and tensor.device.type != "meta" and tensor.numel() > 0
+        if not plain or id(tensor) in judged.wrong or not tensor.is_floating_point() or tensor.itemsize < 2:
+            continue
+        if id(tensor) in judged.same and bool(tensor.detach().isfinite().all()):  # the numbers were copied once already
+            continue
+        module, _, name = path.rpartition(".")
+        x = tensor.detach().cpu()
+        bad = int((~x.isfinite()).sum())
+        if bad:
+            faults.append(StateFault(module, f"{name} holds {bad} of {x.numel()} elements that are NaN or infinite"))
+            continue
+        compared += 1
+        if x.dim() > 1 and "lora_" not in path and "bias" not in name:
+            key = (x.shape, x.dtype, int(bits_of(x).sum(dtype=torch.int64)), float(x.reshape(-1)[0]))
+            other, first = seen.setdefault(key, (path, tensor))
+            odd = list(_odd_matrix(x, model.get_submodule(module)))
+            if not odd and first is not tensor and same_bits(x, first.detach().cpu()):
+                odd = [(f"holds the same numbers as {other}", "stale data")]
+            faults += [StateFault(module, f"{name} {words}", kind, sure=False) for words, kind in odd]
+    return Compared(tuple(faults), compared)
+
+
+def _odd_matrix(x: Tensor, module: nn.Module) -> Iterator[tuple[str, str]]:
+    if not x.any():
+        yield "is all zero", "dead lane"
+    elif x.dim() == 2 and x.shape[1] > 1 and not isinstance(module, nn.Embedding):
+        constant = int((x == x[:, :1]).all(1).sum())
+        if constant:
+            yield f"has {constant} of {len(x)} rows that hold one number throughout", "dead lane"
+
+
+# -- the report
+
+
+def _report(model: nn.Module, anatomy: Anatomy, parts: dict[str, Compared], seconds: float) -> StateReport:
+    sites = _sites(model, anatomy)
+    faults = [(fault, _site(sites, fault)) for part in parts.values() for fault in part.faults]
+    faults.sort(key=lambda entry: place_order(entry[1].place))
+    found = [(fault.sure, _suspect(site, fault, rank)) for rank, (fault, site) in enumerate(faults)]
+    suspects = ranked(in_all_layers([suspect for sure, suspect in found if sure], sites.values(), anatomy))
+    doubtful = tuple(suspect for sure, suspect in found if not sure)
+    notes = [note for part in parts.values() for note in part.notes]
+    notes += [f"doubtful: {suspect.site}: {suspect.evidence}" for suspect in doubtful[:_SHOWN]]
+    notes += [f"doubtful: {len(doubtful) - _SHOWN} more places"] * (len(doubtful) > _SHOWN)
+    words = ", ".join(f"{part.compared} {name}" for name, part in parts.items() if part.compared)
+    reasons = Counter(reason for part in parts.values() for _, reason in part.not_compared)
+    left = ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
+    words = f"compared: {words or 'nothing'}" + (f"; not compared: {left}" if left else "")
+    return StateReport(suspects, doubtful, words, tuple(notes), seconds, sum(part.compared for part in parts.values()))
+
+
+def _sites(model: nn.Module, anatomy: Anatomy) -> dict[str, Site]:
+    found: dict[str, Site] = {}
+    for unit in with_whole_modules(model, anatomy).units:
+        operator = FUSED if unit.kind == ATTENTION else unit.operators[0]
+        if unit.module not in found or unit.operators == ("residual",):
+            found[unit.module] = unit.site(operator, tensor="weight")
+    return found
+
+
+def _site(sites: dict[str, Site], fault: StateFault) -> Site:
+    """Of the module, or of the nearest one that holds it."""
+    name = fault.module
+    while name not in sites and name:
+        name = name.rpartition(".")[0]
+    return dataclasses.replace(sites.get(name, Site(WHOLE, "lm_head", "", tensor="weight")), module=fault.module)
+
+
+def _suspect(site: Site, fault: StateFault, rank: int) -> Suspect:
+    sure = 0.99 if fault.sure else 0.5
+    known = 0.9 if fault.fault_class != "unknown" else 0.0
+    score = (3.0 if fault.sure else 0.5) + 1 / (2 + rank)
+    return Suspect(site, fault.fault_class, sure, fault.words, score, fault.channels, class_confidence=known)
