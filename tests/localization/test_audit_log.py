@@ -13,8 +13,7 @@ import noisescope as ns
 from noisescope.localization.audit import audit
 from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.call_tree import Node
-from noisescope.localization.data_flow import NonFiniteOrigin
-from noisescope.localization.data_flow import About
+from noisescope.localization.data_flow import About, NonFiniteOrigin
 from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.host_operators import recompute
 from noisescope.localization.verdict import Verdict

@@ -179,7 +179,7 @@ def test_a_state_has_one_counterpart_that_only_the_host_changes():
         (len, False),
         (type("ModelConfig", (), {})(), False),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
 )
 def test_what_is_a_state(value, expected):
     assert is_state(value) == expected
