@@ -88,13 +88,16 @@ def test_a_folder_is_inspected_without_its_weights(tmp_path: Path) -> None:
 
 def test_packed_and_uncertain_parts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """A packed linear, and a call that a block may or may not make, are said."""
+    import torch
     from torch import nn
 
     from noisescope.api.inspection import anatomy_facts
     from noisescope.cli.inspect import print_anatomy
 
     class QuantLinear(nn.Module):
-        pass
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("qweight", torch.zeros(4, 8, dtype=torch.int32))
 
     class Block(nn.Module):
         def __init__(self) -> None:

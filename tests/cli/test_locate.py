@@ -39,7 +39,7 @@ def test_a_healthy_model_is_called_healthy() -> None:
 )
 def test_a_simulated_fault_is_found(fault: str, where: str, kind: str) -> None:
     """The layer, the operator, the module and the kind; exit code 0, for the search was right."""
-    output = call("demo", "--simulate", fault, code=0).output
+    output = call("demo", "--quick", "--simulate", fault, code=0).output
     first = output.splitlines()[1]
     assert output.startswith("faulty") and where in first and kind in first and "; found" in output
 
@@ -47,7 +47,9 @@ def test_a_simulated_fault_is_found(fault: str, where: str, kind: str) -> None:
 def test_the_machine_form(tmp_path: Path) -> None:
     """--json prints what -o writes, and nothing else."""
     file = tmp_path / "verdict.json"
-    printed = json.loads(call("demo", "--simulate", "gain:0.01@3/linear/q_proj", "--json", "-o", file, code=0).stdout)
+    printed = json.loads(
+        call("demo", "--quick", "--simulate", "gain:0.01@3/linear/q_proj", "--json", "-o", file, code=0).stdout
+    )
     assert printed == json.loads(file.read_text()) and printed["elements_changed"] > 0
     assert printed["suspects"][0]["module"] == "model.layers.3.self_attn.q_proj"
 

@@ -173,7 +173,7 @@ def test_a_replay_from_the_command_line(tmp_path: Path) -> None:
     """`locate --reference` gives modules the record's inputs."""
     folder = tmp_path / "good.record"
     call("record", "demo", "-o", folder, "--samples", 2, "--full-layers", "7")
-    assert call("locate", "demo", "--reference", folder).output.startswith("healthy (auto: replay")
+    assert call("locate", "demo", "--reference", folder).output.startswith("healthy: no fault in")
     fault = "gain:0.01@7/linear/down_proj"
     output = call("locate", "demo", "--reference", folder, "--simulate", fault).output
     assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "; found" in output

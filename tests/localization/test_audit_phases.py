@@ -95,14 +95,14 @@ def test_one_shape_that_is_asked_for():
         "prefill 1 x 6 tokens",
         "decode 1 x 3 tokens after 6",
     ]
-    assert found.forwards == 4 + 1 + 3
+    assert found.forwards == 9 + 1 + 3
 
 
 def test_a_budget_ends_after_the_base_batches():
     """What was not run is named, and the verdict holds for what was."""
     found = audit(tiny_model("llama"), budget=1e-9)
-    assert (found.verdict, found.forwards) == ("healthy", 4)
-    assert [str(phase) for phase in found.coverage.phases] == ["prefill 2 x 32 tokens, 4 forwards"]
+    assert (found.verdict, found.forwards) == ("healthy", 9)
+    assert [str(phase) for phase in found.coverage.phases] == ["prefill 2 x 32 tokens, 9 forwards"]
     assert len(found.coverage.not_run) >= 6
     assert all("the budget of 1e-09 s was spent" in each or "positions" in each for each in found.coverage.not_run)
 

@@ -55,7 +55,7 @@ def test_auto_goes_on_with_relations_where_the_audit_is_blind(packed):
     assert left_out.modules == tuple(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down"))
     assert "can't be run on the host" in left_out.reason
     assert (verdict.verdict, verdict.method) == ("undecided", "auto: audit, relations")  # laws have blind spots
-    assert audited.forwards < verdict.forwards <= 12
+    assert audited.forwards < verdict.forwards <= 18
     assert verdict.smallest_visible["linear, by relations"]["noise"]["size"] == 0
     assert verdict.smallest_visible["linear"] == audited.smallest_visible["linear"]
 

@@ -212,7 +212,11 @@ class AuditRun:
         for node in waiting.again if site in self.log.alarms else ():
             self.log.again(node)
         if others and found is not None:
-            self._judge_as_one(site, others, found.part(first, (sum(counts) - first,)))
+            if site in self.log.alarms:  # whole calls have shown it, and say more than samples of others
+                for node in others:
+                    self.log.judged.add(node)
+            else:
+                self._judge_as_one(site, others, found.part(first, (sum(counts) - first,)))
 
     def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed) -> None:
         before = self.log.alarms.get(site)
