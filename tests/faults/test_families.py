@@ -369,7 +369,7 @@ def test_the_table_of_families(family):
 
 
 def test_every_class_that_a_locator_can_name_has_a_family():
-    """Else a benchmark could not ask for it; classes of rows and of what lies between operators are field_faults.py's."""
+    """Else a benchmark could not ask for it; those of rows and of what lies between operators have another one."""
     elsewhere = {"unknown", "tile", "tail", "batch", "rows", "mask", "position"}
     assert {row.fault_class for row in FAMILIES.values()} == set(CLASSES) - elsewhere
 
