@@ -113,7 +113,7 @@ double half bfloat16 long int bool cpu cuda numpy item tolist size dim numel ndi
 is_contiguous data_ptr new_zeros new_ones new_full new_empty new_tensor zeros ones full empty zeros_like ones_like
 full_like empty_like arange tensor as_tensor from_numpy eye meshgrid get_device is_floating_point is_complex
 __getitem__ __setitem__ __len__ __contains__ requires_grad_ retain_grad set_ resize_ as_strided nonzero argwhere
-one_hot embedding real imag view_as_complex view_as_real complex polar_ dropout identity isin _set_grad_enabled
+one_hot embedding real imag view_as_complex view_as_real complex dropout isin _set_grad_enabled
 set_grad_enabled
 """
 _SINGLE = """
@@ -123,7 +123,7 @@ __mod__ neg __neg__ negative abs __abs__ absolute sign signbit square relu relu_
 clamp_max clamp_max_ clip maximum minimum max min amax amin argmax argmin topk sort argsort round floor ceil trunc
 sqrt eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ equal logical_and logical_or logical_not logical_xor
 bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ __xor__ any all isfinite isnan isinf nan_to_num bincount
-histc unique searchsorted bucketize count_nonzero leaky_relu hardtanh relu6 threshold lerp_
+histc unique searchsorted bucketize count_nonzero leaky_relu hardtanh relu6 threshold
 """
 _WITH_NUMBERS = frozenset({"add", "sub", "mul", "multiply", "subtract"})
 _EXACT = frozenset(_SHAPES.split()) | frozenset(_SINGLE.split())
