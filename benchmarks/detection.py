@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a fixed subset of the cells")
     parser.add_argument("--cells", type=int, help="at most so many of each part, spread over the part's axes")
     parser.add_argument("--limit", type=int, help="only the first cells")
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th on, for N processes at once")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of processor time, then print what there is")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -246,7 +247,8 @@ def main() -> None:
         _conclude(rows, list(dict.fromkeys(row["method"] for row in rows)), options)
         return
     methods = locators(options.methods.split(","))
-    cells = chosen(options)
+    first, step = map(int, options.shard.split("/"))
+    cells = chosen(options)[first::step]
     loaded: dict[tuple[str, str], Subject] = {}
 
     def load(model: str, dtype: str) -> Subject:

@@ -63,10 +63,10 @@ def located(model: nn.Module, method: str, tokenizer: Any = None) -> Row:
     return {"said": said, "error": error, "seconds": round(time.process_time() - start, 3)}
 
 
-def run_fault(case: FaultCase, methods: list[str]) -> Iterator[Row]:
+def run_fault(case: FaultCase, methods: list[str], device: str) -> Iterator[Row]:
     change = measure(case)
     for method in methods:
-        model = build(case.model, case.dtype)
+        model = build(case.model, case.dtype).to(device)
         kind = type(model.get_submodule(case.module)).__name__ if case.module else type(model).__name__
         row: Row = {"cell": case.name, "method": method, "change": dataclasses.asdict(change), "class": kind}
         if change.visible:
@@ -76,11 +76,11 @@ def run_fault(case: FaultCase, methods: list[str]) -> Iterator[Row]:
         yield row
 
 
-def run_healthy(case: HealthyModel, methods: list[str]) -> Iterator[Row]:
+def run_healthy(case: HealthyModel, methods: list[str], device: str) -> Iterator[Row]:
     for method in methods:
         row: Row = {"cell": case.name, "method": method}
         try:
-            model = case.build()
+            model = case.build().to(device)
         except Exception as problem:  # a package or architecture that can't be built here is no result of locate
             yield row | {"skipped": f"{type(problem).__name__}: {problem}"[:200]}
             continue
@@ -126,7 +126,14 @@ def chosen(half: str, part: str, count: int | None, only: str = "") -> list[Cell
 
 
 def run(
-    cells: list[Cell], methods: list[str], store: Path, tag: str, *, seconds: float = math.inf, stored: bool = False
+    cells: list[Cell],
+    methods: list[str],
+    store: Path,
+    tag: str,
+    *,
+    device: str = "cpu",
+    seconds: float = math.inf,
+    stored: bool = False,
 ) -> list[Row]:
     """Judged rows of these cells, from the store or run now; stops after `seconds` of this process."""
     known = read(store)
@@ -137,7 +144,10 @@ def run(
         for cell in cells:
             missing = [method for method in methods if (cell.name, method, tag) not in known]
             if missing and not stored and time.process_time() - start < seconds:
-                work = run_fault(cell, missing) if isinstance(cell, FaultCase) else run_healthy(cell, missing)
+                if isinstance(cell, FaultCase):
+                    work = run_fault(cell, missing, device)
+                else:
+                    work = run_healthy(cell, missing, device)
                 for row in work:
                     known[cell.name, row["method"], tag] = row = row | {"tag": tag}
                     lines.write(json.dumps(row) + "\n")
@@ -163,6 +173,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, help="at most so many faults and so many healthy models")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th on, for N processes at once")
+    parser.add_argument("--device", default="cpu", help="of locate; visibility is measured on the CPU")
     parser.add_argument("--methods", default="auto", help="methods of locate, with commas between")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of processor time, then print what there is")
     parser.add_argument("--store", type=Path, default=Path("scratch/field.jsonl"))
@@ -179,7 +190,8 @@ def main() -> None:
     first, step = map(int, options.shard.split("/"))
     cells = chosen(options.half, options.part, options.cells, options.only)[first::step]
     methods = options.methods.split(",")
-    rows = run(cells, methods, options.store, options.tag, seconds=options.seconds, stored=options.stored)
+    limits = {"seconds": options.seconds, "stored": options.stored}
+    rows = run(cells, methods, options.store, options.tag, device=options.device, **limits)
     print(f"half {options.half}, tag {options.tag}: {len(rows)} of {len(cells) * len(methods)} runs")
     for method in methods:
         show([row for row in rows if row["method"] == method], method)

@@ -1,10 +1,12 @@
 """What `locate` costs, and what it says of a healthy device: this one, in three number formats.
 
     python benchmarks/locate.py --device cuda --passport results/passport_cpu.json --json results/locate_h200.json
+    python benchmarks/locate.py --device cuda --shapes 1.5B,7B --seeds 0      # the cost alone
 
-Healthy runs differ in model, dtype and prompts; each must come out "healthy". Costs are of `auto` on Qwen2.5-1.5B's
-shape (random weights: what is timed and checked is arithmetic) on a GPU, on the model of --model otherwise. Passports
-are taken here and, with --passport, compared with another device's.
+Healthy runs differ in model, dtype and prompts; each must come out "healthy". Costs are of `auto` in bfloat16, the
+first call in this process and the next one, and of `--quick`; on a GPU on Qwen2.5's shapes (random weights: what is
+timed and checked is arithmetic), on the model of --model otherwise. Passports are taken here and, with --passport,
+compared with another device's.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from noisescope.passports.measure import take_passport
 from noisescope.testing import tiny_model
 
 DTYPES = ("float32", "bfloat16", "float16")
+SEVEN = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
 TINY = ("llama", "gpt2", "mixtral", "gemma2", "gpt_neox", "opt")
 
 
@@ -59,39 +62,42 @@ def _why(verdict: Any) -> str:
     return " ".join(verdict.notes) if first is None else f"{first.site}: {first.fault_class}: {first.evidence}"
 
 
-def cost(subject: ns.Subject, name: str, dtype: str) -> dict[str, Any]:
-    """Seconds and forward-equivalents of `auto`, the second time it is asked."""
-    ns.locate(subject, seed=1)
-    start = time.perf_counter()
-    verdict = ns.locate(subject)
-    found = {
-        "model": name,
-        "dtype": dtype,
-        "layers": len(subject.anatomy.blocks),
-        "seconds": time.perf_counter() - start,
-        "forwards": verdict.forwards,
-        "verdict": verdict.verdict,
-        "why": "" if verdict.verdict == "healthy" else _why(verdict),
-    }
-    print(json.dumps(found), flush=True)
+def cost(subject: ns.Subject, name: str) -> list[dict[str, Any]]:
+    """Seconds and forwards of `auto`: its first call, the next one, and the quick one."""
+    found = []
+    for run, quick in (("first", False), ("warm", False), ("quick", True)):
+        start, used = time.perf_counter(), time.process_time()
+        verdict = ns.locate(subject, quick=quick)
+        row = {
+            "model": name,
+            "run": run,
+            "seconds": round(time.perf_counter() - start, 2),
+            "processor_seconds": round(time.process_time() - used, 2),
+            "forwards": verdict.forwards,
+            "headline": verdict.headline,
+            "why": "" if verdict.verdict == "healthy" else _why(verdict),
+        }
+        print(json.dumps(row), flush=True)
+        found.append(row)
     return found
 
 
 def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.device == "cpu":
-        return [cost(ns.load(options.model, dtype="bfloat16"), Path(options.model).name, "bfloat16")]
-    found = []
-    for dtype in DTYPES:
-        subject = qwen(options.device)
-        subject.model.to(getattr(torch, dtype))
-        found.append(cost(ns.wrap(subject.model), "Qwen2.5-1.5B's shape", dtype))
-    return found
+        return cost(ns.load(options.model, dtype="bfloat16"), Path(options.model).name)
+    shapes = {"1.5B": {}, "7B": SEVEN}
+    return [
+        row
+        for shape in options.shapes.split(",")
+        for row in cost(qwen(options.device, **shapes[shape]), f"Qwen2.5-{shape}'s shape")
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="demo", help="whose cost is measured on a CPU")
+    parser.add_argument("--shapes", default="1.5B", help="1.5B, 7B: whose cost is measured on a GPU")
     parser.add_argument("--seeds", type=int, default=10, help="prompts of each healthy model")
     parser.add_argument("--methods", default="auto", help="with commas")
     parser.add_argument("--passport", type=Path, help="another device's passport, to compare with")

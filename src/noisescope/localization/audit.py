@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass, field
+import functools
 from typing import Any
 
 import torch
@@ -36,12 +36,14 @@ from noisescope.localization.call_tree import (
     with_whole_modules,
 )
 from noisescope.localization.coverage import Phase
+from noisescope.localization.deferred_calls import Computed, Deferred, side_by_side
 from noisescope.localization.host_code import is_valid_choice
 from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
+from noisescope.localization.judge import Judgement
 from noisescope.localization.tensors import host_memory
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
@@ -110,20 +112,6 @@ def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Wor
     return found
 
 
-@dataclass
-class Deferred:
-    """Calls of one operator that wait to be judged, so that its weight is needed once."""
-
-    apart: list[Node] = field(default_factory=list)  # each is judged by itself
-    again: list[Node] = field(default_factory=list)  # repetitions with the same bits, which count where one was wrong
-    others: list[Node] = field(default_factory=list)  # of other shapes, judged as one call
-    checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention taken apart
-
-    @property
-    def first(self) -> Node | None:
-        return next(iter((*self.apart, *self.again, *self.others, *self.checked)), None)
-
-
 class AuditRun:
     """The forwards of one audit."""
 
@@ -185,42 +173,37 @@ class AuditRun:
 
     def judge_deferred(self) -> None:
         """The calls of each operator in all forwards: its weight comes to the host once."""
-        for site, waiting in self._deferred.items():
-            if waiting.first is None or self.log.kept_its_weights(waiting.first):
-                self._judge_together(site, waiting)
+        every = self._deferred.items()
+        kept = [each for each in every if each[1].first is None or self.log.kept_its_weights(each[1].first)]
+        tasks = [functools.partial(waiting.computed, self.log.rows.around(*waiting.ends)) for _, waiting in kept]
+        for (site, waiting), found in zip(kept, side_by_side(tasks), strict=True):
+            self._judge_together(site, waiting, found)
         self._deferred.clear()
         self._deferred_bytes = 0
 
-    def _judge_together(self, site: Site, waiting: Deferred) -> None:
-        others = [*waiting.others, *waiting.checked]
-        nodes = [*waiting.apart, *others]
-        counts = [node.output.shape[:-1].numel() for node in nodes]
-        found, first = None, 0
-        if nodes:
-            checked = sum(counts[len(nodes) - len(waiting.checked) :])
-            rows = self.log.rows.around(sum(counts[: len(waiting.apart)]), checked)
-            found = self.log.recomputed(stacked(nodes), nodes, rows)
-            if found is None:
+    def _judge_together(self, site: Site, waiting: Deferred, computed: Computed) -> None:
+        if computed.unseen:
+            for node in waiting.nodes:
+                self.log.judged.unknown(node, computed.unseen)
                 if self._twin is not None:
-                    for node in nodes:
-                        self.log.code(node, self._twin.compare(node))
-                return
-        for node, count in zip(waiting.apart, counts, strict=False):
-            assert found is not None
-            self.log.judge_call(node, found.part(first, tuple(node.output.shape[:-1])))
-            first += count
+                    self.log.code(node, self._twin.compare(node))
+            return
+        self.log.checksums += computed.checksums
+        for node, (found, judgement) in zip(waiting.apart, computed.apart, strict=True):
+            self.log.judge_call(node, found, judgement)
         for node in waiting.again if site in self.log.alarms else ():
             self.log.again(node)
-        if others and found is not None:
+        others = waiting.as_one
+        if computed.as_one is not None:
             if site in self.log.alarms:  # whole calls have shown it, and say more than samples of others
                 for node in others:
                     self.log.judged.add(node)
             else:
-                self._judge_as_one(site, others, found.part(first, (sum(counts) - first,)))
+                self._judge_as_one(site, others, *computed.as_one)
 
-    def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed) -> None:
+    def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed, judgement: Judgement) -> None:
         before = self.log.alarms.get(site)
-        self.log.judge_call(stacked(nodes), found)
+        self.log.judge_call(stacked(nodes), found, judgement)
         alarm = self.log.alarms.get(site)
         if alarm is before:
             for node in nodes:

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,7 @@ class AuditLog:
         self._count = 0
         self._patterns: Counter[int] = Counter()  # by forward
         self._calls: dict[Site, int] = {}  # of each site, in this forward
+        self._between: dict[tuple[Site, str, bytes], bytes] = {}  # what came where something else should have come
 
     # -- forwards
 
@@ -100,23 +101,17 @@ class AuditLog:
         if isinstance(node.output, Tensor) and node.output.numel() == 0:  # an expert without tokens
             self.judged.add(node)
             return True
-        found = self.recomputed(node, [node], self.rows)
-        if found is not None:
-            self.judge_call(node, found)
-        return found is not None
-
-    def recomputed(self, node: Node, calls: Sequence[Node], rows: Rows) -> Recomputed | None:
-        """The operator of a call computed again, which stands for several; None where no formula is known."""
         try:
-            found = recompute(node.operator, node.callee, node.args, node.kwargs, node.output, rows)
+            found = recompute(node.operator, node.callee, node.args, node.kwargs, node.output, self.rows)
         except Unseen as reason:
-            for each in calls:
-                self.judged.unknown(each, str(reason))
-            return None
+            self.judged.unknown(node, str(reason))
+            return False
         self.checksums += found.checksums
-        return found
+        self.judge_call(node, found)
+        return True
 
-    def judge_call(self, node: Node, recomputed: Recomputed) -> None:
+    def judge_call(self, node: Node, recomputed: Recomputed, judgement: Judgement | None = None) -> None:
+        """One call that was computed again, and, where that is given, judged."""
         self._count = node.order
         self.nonfinite.explain(node, recomputed)
         if not _any_finite(recomputed.y) and not _any_finite(recomputed.reference.values):
@@ -124,7 +119,7 @@ class AuditLog:
             self.leave_open(node.site("output"), reason)
             return
         self.judged.add(node)
-        self._judge(node.site("output"), recomputed, node.order, node=node)
+        self._judge(node.site("output"), recomputed, node.order, node=node, judgement=judgement)
 
     def code(self, node: Node, found: Comparison) -> None:
         """What came of running a module's code on the host."""
@@ -163,6 +158,9 @@ class AuditLog:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
             self.leave_open(site, f"its shape is {shapes}: other code than its class's, or a fault")
             return
+        given = (site, found.path, _hash([found.expected]))
+        if self._between.setdefault(given, now := _hash([found.got])) != now:
+            self.unrepeatable.add(site)
         recomputed, about = as_recomputed(found), about_difference(found)
         if found.limit is None:
             self._judge(site, recomputed, order, node=node, about=about)
@@ -203,9 +201,17 @@ class AuditLog:
         self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
 
     def _judge(
-        self, site: Site, recomputed: Recomputed, order: int, *, node: Node | None = None, about: About | None = None
+        self,
+        site: Site,
+        recomputed: Recomputed,
+        order: int,
+        *,
+        node: Node | None = None,
+        about: About | None = None,
+        judgement: Judgement | None = None,
     ) -> None:
-        judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
+        if judgement is None:
+            judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.tests += judgement.tests
         if not recomputed.reference.exact or site.operator == "embedding":
             self.limits.setdefault(site.operator, DetectionLimit()).add(site, judgement)

@@ -22,9 +22,11 @@ class Phase:
     tokens: int  # of each sequence; in decode those in the cache before the first step
     steps: int = 1  # forwards
     padding: str = ""  # "left" or "right"
+    encoded: bool = False  # with made-up states of an encoder, which cross attention reads
 
     def __str__(self) -> str:
         padded = f", {self.padding} padding" if self.padding else ""
+        padded += ", with encoder states" if self.encoded else ""
         if self.kind == "decode":
             return f"decode {self.batch} x {self.steps} tokens after {self.tokens}{padded}"
         if self.kind == "images":

@@ -126,7 +126,8 @@ bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ __xor__ any all isf
 histc unique searchsorted bucketize count_nonzero leaky_relu hardtanh relu6 threshold
 """
 _WITH_NUMBERS = frozenset({"add", "sub", "mul", "multiply", "subtract"})
-_EXACT = frozenset(_SHAPES.split()) | frozenset(_SINGLE.split())
+_SINGLE_NAMES = frozenset(_SINGLE.split())
+_EXACT = frozenset(_SHAPES.split()) | _SINGLE_NAMES
 
 
 def is_exact(function: Any, args: tuple[Any, ...]) -> bool:
@@ -139,6 +140,8 @@ def is_exact(function: Any, args: tuple[Any, ...]) -> bool:
         return True
     if name not in _EXACT:
         return False
+    if name in _SINGLE_NAMES and any(isinstance(arg, Tensor) and arg.is_complex() for arg in args):
+        return False  # two products and a sum, which one device fuses and another does not
     numbers = [arg for arg in args if isinstance(arg, float)]
     short = any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype.itemsize == 2 for arg in args)
     if numbers and "div" in name:

@@ -60,21 +60,31 @@ class HostStates:
 
 def _adopt(value: Any, counterpart: Any, depth: int) -> None:
     """Keys and values are copied and never computed on: those must be what was written."""
-    if depth < 0:
+    theirs, mine = _slots(value), _slots(counterpart)
+    if depth < 0 or theirs is None or mine is None:
         return
-    if isinstance(value, (list, tuple)) and isinstance(counterpart, (list, tuple)):
-        for mine, its in zip(counterpart, value, strict=False):
-            _adopt(its, mine, depth - 1)
-    elif hasattr(value, "__dict__") and hasattr(counterpart, "__dict__"):
-        for name, its in vars(value).items():
-            mine = vars(counterpart).get(name)
-            if not isinstance(its, Tensor) or not isinstance(mine, Tensor):
-                _adopt(its, mine, depth - 1)
-            elif name not in ("keys", "values") and its.is_floating_point() and its.shape == mine.shape:
-                here = copied(its)
-                error, size = (here.double() - mine.double()).abs(), mine.double().square().mean().sqrt()
-                if bool((error <= math.sqrt(torch.finfo(mine.dtype).eps) * size).all()):
-                    vars(counterpart)[name] = here
+    for name, its in theirs:
+        own = dict(mine).get(name)
+        if "key" in str(name) or "value" in str(name):
+            continue
+        if not isinstance(its, Tensor) or not isinstance(own, Tensor):
+            _adopt(its, own, depth - 1)
+        elif its.is_floating_point() and its.shape == own.shape and not isinstance(counterpart, tuple):
+            here = copied(its)
+            error, size = (here.double() - own.double()).abs(), own.double().square().mean().sqrt()
+            if bool((error <= math.sqrt(torch.finfo(own.dtype).eps) * size).all()):
+                (counterpart if isinstance(counterpart, (list, dict)) else vars(counterpart))[name] = here
+
+
+def _slots(value: Any) -> list[tuple[Any, Any]] | None:
+    """What a list, a mapping or an object holds, by index, key or attribute."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(vars(value).items()) if hasattr(value, "__dict__") else None
 
 
 class HostCopies:

@@ -79,6 +79,8 @@ class Rows:
         """The same, with all of so many rows at the beginning, and one of so many at the end."""
         found = copy.copy(self)
         found._first, found._last = first, last
+        seed = torch.randint(1 << 40, (), generator=self._generator, device="cpu")
+        found._generator = torch.Generator("cpu").manual_seed(int(seed))  # its own: several are used side by side
         return found
 
     def choose(self, total: int) -> Tensor | None:

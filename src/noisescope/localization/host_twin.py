@@ -37,15 +37,14 @@ from noisescope.localization.host_copies import (
     set_state,
     tensors_in,
 )
-from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
+from noisescope.localization.random_rounding import RandomRounding, narrow
+from noisescope.localization.roundoff_floors import Z_ELEMENT, convolution_bits, number_format
 from noisescope.localization.tensors import same_numbers
 from noisescope.model.forwards import device_of
 from noisescope.probe.unfused_attention import multihead
 
 _RUNS = 8  # with random rounding
 _ULPS = 4  # that functions of float32 differ by between libraries; in 16 bits they round alike, or to the next number
-# Units of round-off by which a result moves: 16-bit functions round once, those of float32 differ between libraries.
-_UNITS, _UNITS_FLOAT32 = 2.0, 8.0
 _SEED = 11
 
 Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
@@ -99,6 +98,7 @@ class HostTwin:
         self._visit: Callable[[Node], None] = lambda node: None
         kind = device_of(model).type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._convolved = convolution_bits(kind)
 
     def follow(self, nodes: list[Node], report: Callable[[Node, Comparison], None]) -> None:
         """Compares the modules among these calls of one forward, in the order in which their code runs.
@@ -165,9 +165,9 @@ class HostTwin:
         """7 standard deviations of the difference of two such runs, by element and by row, and some ulps."""
         runs = []
         for number in range(_RUNS):
-            generator = torch.Generator("cpu").manual_seed(_SEED + number)
             set_state(twin, before[1])
-            runs.append(self._run(twin, node, host_copy(before[0]), generator=generator).seen)
+            rounding = RandomRounding(_SEED + number, self._convolved)
+            runs.append(self._run(twin, node, host_copy(before[0]), rounding=rounding).seen)
         limits = {}
         for key, (got, expected) in different.items():
             found = [run[key].double() for run in runs if key in run and run[key].shape == expected.shape]
@@ -180,7 +180,7 @@ class HostTwin:
                 continue
             variance = torch.where(wide.isfinite(), wide, 0.0).square().mean(0)
             pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
-            form = number_format(_narrow(got))
+            form = number_format(narrow(got))
             ulp = form.ulp(torch.where(expected.isfinite(), expected, 0.0).double())
             limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS if form.bits > 20 else 1) * ulp
         return limits
@@ -192,10 +192,10 @@ class HostTwin:
         state: Any,
         *,
         recorded: dict[Key, Tensor] | None = None,
-        generator: torch.Generator | None = None,
+        rounding: RandomRounding | None = None,
     ) -> _Run:
         args, kwargs = mapped(state, each_once(Tensor.clone), lambda value: self._twins.get(id(value), value))
-        run = _Run(node, recorded, generator)
+        run = _Run(node, recorded, rounding)
         outer, self._running = self._running, run
         try:
             with (
@@ -216,7 +216,10 @@ class HostTwin:
         run = self._running
         if run is None:
             return _code_of(module)(module, *args, **kwargs)
-        at = run.next_call(lambda child: child.is_module and child.module == name)
+        words = _words((args, kwargs))  # "sliding_attention", say: code may go through a set in another order
+        at = run.next_call(lambda child: child.is_module and child.module == name and _words_of(child) == words)
+        if at is None:
+            at = run.next_call(lambda child: child.is_module and child.module == name)
         if at is None:
             return _code_of(module)(module, *args, **kwargs)
         run.see(at, (args, kwargs))
@@ -230,7 +233,7 @@ class HostTwin:
 class _Run(TorchFunctionMode):
     """One run of a module's code: answers recorded functions, moves the results of inexact ones if asked to."""
 
-    def __init__(self, node: Node, recorded: dict[Key, Tensor] | None, generator: torch.Generator | None) -> None:
+    def __init__(self, node: Node, recorded: dict[Key, Tensor] | None, rounding: RandomRounding | None) -> None:
         super().__init__()
         self.node, self.problem = node, ""
         self.compared = 0
@@ -238,8 +241,8 @@ class _Run(TorchFunctionMode):
         self._recorded = recorded or {}
         self.forms: dict[int, dict[str, Any]] = {}  # of each call, what it was given beside the numbers in tensors
         self.inexact: set[Key] = set()  # what was seen after an inexact function had been called
-        self._generator = generator
-        self.first = generator is None
+        self._rounding = rounding
+        self.first = rounding is None
         self._taken: set[int] = set()
         self.was_inexact = False
 
@@ -292,28 +295,22 @@ class _Run(TorchFunctionMode):
             if is_exact(func, args) or not _has_fractions((args, kwargs, result)):
                 return result
             self.was_inexact = True
-            return result if self._generator is None else mapped(result, self._moved)
+            if self._rounding is None:
+                return result
+            if self._rounding.shortens(func):
+                args, kwargs = mapped((args, kwargs), self._rounding.cut)
+                result = func(*args, **kwargs)
+            return mapped(result, self._rounding.moved)
 
     def _of_subclass(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A function of a tensor class: it may round what it is given, so that this is moved as well as its result."""
         exact = is_exact(func, args)
-        if self._generator is not None and not exact:
-            args, kwargs = mapped((args, kwargs), self._moved)
+        if self._rounding is not None and not exact:
+            args, kwargs = mapped((args, kwargs), self._rounding.moved)
         with without_modes():
             result = func(*args, **kwargs)
         self.was_inexact |= not exact
-        return result if exact or self._generator is None else mapped(result, self._moved)
-
-    def _moved(self, y: Tensor) -> Tensor:
-        """The tensor with each element moved by up to two units of round-off of its own, and of its row's rms."""
-        if type(y) is not Tensor or not y.is_floating_point() or not y.numel() or y.dtype.itemsize < 2:
-            return y
-        wide = y.double()
-        finite = torch.where(wide.isfinite(), wide, 0.0)
-        scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if y.dim() else 0.0) / 4
-        steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-        form = number_format(_narrow(y))
-        return (wide + (_UNITS_FLOAT32 if form.bits > 20 else _UNITS) * form.u * scale * steps).to(y.dtype)
+        return result if exact or self._rounding is None else mapped(result, self._rounding.moved)
 
 
 def _has_fractions(value: Any) -> bool:
@@ -333,12 +330,15 @@ def _code_of(module: nn.Module) -> Callable[..., Any]:
 
 def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:
     """Whether a call of the same function has as many tensors, and the same words (an einsum's equation)."""
-    words = [arg for arg in args if isinstance(arg, str)], [arg for arg in child.args if isinstance(arg, str)]
-    return words[0] == words[1] and len(list(tensors_in(args))) == len(list(tensors_in(child.args)))
+    return _words(args) == _words(child.args) and len(list(tensors_in(args))) == len(list(tensors_in(child.args)))
 
 
-def _narrow(y: Tensor) -> torch.dtype:
-    return y.dtype if y.is_floating_point() and y.dtype.itemsize > 1 else torch.float32
+def _words(given: Any) -> list[str]:
+    return [leaf for _, leaf in leaves_in(given) if isinstance(leaf, str)]
+
+
+def _words_of(child: Node) -> list[str]:
+    return _words((child.args, child.kwargs))
 
 
 def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:

@@ -44,6 +44,7 @@ from noisescope.model.loading import Subject
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Place, Site
 
+_LOOKS = 6  # more, between modules, at a model that does not repeat itself
 _CACHE_LAWS = f"{' and '.join(whole_model.CACHE_LAWS)} of the whole model"
 
 
@@ -126,9 +127,13 @@ class Search:
             self.results.forgive_the_stack()
         self._self_test(repeats)
         if any(result.broken for result in repeats.values()) and not self.results.suspects():
+            # Where kernels themselves do not repeat, modules were seen to; where they do, the model must as well.
+            alone = repeats[Law.REPEAT].broken and not self.results.forgiven
             answers = (flipped.flip(0), again)
-            if any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
+            if alone or any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
                 forwards += self._search_for_old_data()
+                forwards += self._look_between_again()
+                self.results.unexplained = alone and not self.results.suspects()
         if not self.narrowed:
             forwards += self._cache(first)
         with host_arithmetic():
@@ -167,6 +172,13 @@ class Search:
                     result = replace(result, words=f"what enters {difference.node.module} is off")
                 facts = replace(self.dispatcher.block_facts(flow.unit.place), expected=recomputed)
                 self.results.add(site, LawEvidence([result], facts), kind="residual", width=width)
+
+    def _look_between_again(self) -> float:
+        for look in range(_LOOKS):
+            if self.results.suspects():
+                return float(look)
+            self._block_sums()
+        return float(_LOOKS)
 
     def _cache(self, logits: Tensor) -> float:
         """Causality and the cache of the whole model; the cost in forwards."""

@@ -175,6 +175,17 @@ def operand_bits() -> int:
         return 8 if "bf16" in found else 11 if "tf32" in found else 24
 
 
+def convolution_bits(device: str) -> int:
+    """The same of a convolution: cuDNN takes TF32 unless it is forbidden."""
+    if device != "cuda":
+        return operand_bits()
+    try:
+        allowed = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # set in the newer way
+        allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return 11 if allowed else 24
+
+
 def product_roundoff(dtype: torch.dtype) -> float:
     """u of the arithmetic inside a product of numbers of this dtype; a cut operand is off by up to twice its own."""
     bits = operand_bits() if dtype == torch.float32 else 24

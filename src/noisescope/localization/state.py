@@ -136,7 +136,8 @@ def _fits(model: nn.Module, kind: torch.dtype) -> bool:
 def suspicious_weights(model: nn.Module, judged: WeightsCompared) -> Compared:
     """Parameters that are not finite, all zero, constant in rows, or the same in two places; biases may be anything.
 
-    What a checkpoint has like that is the model's own, but for numbers that are not finite.
+    What a checkpoint has like that is the model's own, but for numbers that are not finite. The device looks first, and
+    the host again where it sees something.
     """
     faults: list[StateFault] = []
     seen: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
@@ -148,20 +149,33 @@ def suspicious_weights(model: nn.Module, judged: WeightsCompared) -> Compared:
         if id(tensor) in judged.same and bool(tensor.detach().isfinite().all()):  # the numbers were copied once already
             continue
         module, _, name = path.rpartition(".")
-        x = tensor.detach().cpu()
-        bad = int((~x.isfinite()).sum())
-        if bad:
-            faults.append(StateFault(module, f"{name} holds {bad} of {x.numel()} elements that are NaN or infinite"))
-            continue
-        compared += 1
+        x, alike, owner = tensor.detach(), None, None
         if x.dim() > 1 and "lora_" not in path and "bias" not in name:
-            key = (x.shape, x.dtype, int(bits_of(x).sum(dtype=torch.int64)), float(x.reshape(-1)[0]))
-            other, first = seen.setdefault(key, (path, tensor))
-            odd = list(_odd_matrix(x, model.get_submodule(module)))
-            if not odd and first is not tensor and same_bits(x, first.detach().cpu()):
-                odd = [(f"holds the same numbers as {other}", "stale data")]
-            faults += [StateFault(module, f"{name} {words}", kind, sure=False) for words, kind in odd]
+            owner = model.get_submodule(module)
+            key = (x.shape, x.dtype, x.device, int(bits_of(x).sum(dtype=torch.int64)), float(x.reshape(-1)[0]))
+            earlier = seen.setdefault(key, (path, tensor))
+            alike = None if earlier[1] is tensor else earlier
+        found = list(_oddities(x, owner, alike))
+        if found and x.device.type != "cpu":
+            found = list(_oddities(x.cpu(), owner, alike))
+        faults += [StateFault(module, f"{name} {words}", kind, sure=sure) for words, kind, sure in found]
+        compared += not any(sure for _, _, sure in found)
     return Compared(tuple(faults), compared)
+
+
+def _oddities(x: Tensor, owner: nn.Module | None, alike: tuple[str, Tensor] | None) -> Iterator[tuple[str, str, bool]]:
+    """What is wrong with a weight in words, with its class, and whether no healthy model has it.
+
+    `owner` is None for biases; `alike` is an earlier weight of the same shape and sum.
+    """
+    bad = int((~x.isfinite()).sum())
+    if bad:
+        yield f"holds {bad} of {x.numel()} elements that are NaN or infinite", "unknown", True
+        return
+    odd = [] if owner is None else list(_odd_matrix(x, owner))
+    if not odd and alike is not None and same_bits(x, alike[1].detach().to(x.device)):
+        odd = [(f"holds the same numbers as {alike[0]}", "stale data")]
+    yield from ((words, kind, False) for words, kind in odd)
 
 
 def _odd_matrix(x: Tensor, module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -51,6 +51,9 @@ DESIGN = (
 )
 MARGIN = 2  # positions left at the end of a sequence: some models look up one or two more than they have tokens
 _OF_TOKENS = re.compile(r"tok|word|wte|vocab")  # in names of embeddings that are not of positions
+_CROSS = re.compile(r"cross|encoder_attn")  # in names of attention that reads an encoder's states
+_ENCODED = Phase("prefill", 2, 17, encoded=True)
+_STATES = 9  # of an encoder, for each sequence
 _CACHES = ("past_key_values", "cache_params", "state")  # the names that models have for what they keep
 
 
@@ -201,6 +204,20 @@ class _Maker:
             if tokens > 0 and (key not in seen or steps):
                 seen.add(key)
                 yield self._made(dataclasses.replace(phase, tokens=tokens), steps, number)
+        if self._reads_an_encoder():
+            yield self._made(_ENCODED, self._steps(2), len(DESIGN) + 1)
+
+    def _reads_an_encoder(self) -> bool:
+        """A decoder with cross attention that no forward on tokens alone would reach."""
+        crosses = any(_CROSS.search(name) for name, _ in self.model.named_modules())
+        return crosses and "encoder_hidden_states" in self.arguments and not self.two_stacks
+
+    def _encoder_states(self, batch: int) -> Tensor:
+        sizes = (vars(self.config).get("cross_attention_hidden_size"), getattr(self.config, "hidden_size", None))
+        width = next(size for size in sizes if isinstance(size, int))
+        draw = torch.Generator("cpu").manual_seed(self.seed)
+        states = torch.randn(batch, _STATES, width, generator=draw)
+        return states.to(next(p.dtype for p in self.model.parameters() if p.is_floating_point()))
 
     def _check_arguments(self) -> None:
         if "attention_mask" not in self.arguments:
@@ -255,6 +272,8 @@ class _Maker:
                 batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate() makes them
         if self.two_stacks:
             batch["decoder_input_ids"] = ids.flip(-1)
+        if phase.encoded:
+            batch["encoder_hidden_states"] = self._encoder_states(phase.batch)
         if decode:
             batch["use_cache"] = True
         return Workload(phase, on_device(self.model, batch), decode)
@@ -322,6 +341,8 @@ def decode_inputs(model: nn.Module, given: Batch, output: Any) -> tuple[Batch | 
     following["input_ids"] = token
     if mask is not None:
         following["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+    if "encoder_hidden_states" in given:
+        following["encoder_hidden_states"] = given["encoder_hidden_states"]
     if given.get("position_ids") is not None:
         following["position_ids"] = given["position_ids"][:, -1:] + 1
     return following, ""

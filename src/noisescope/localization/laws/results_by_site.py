@@ -46,6 +46,8 @@ class RelationResults:
         self.skipped: dict[str, int] = {}
         self.notes: list[str] = []
         self.elements = 0
+        self.forgiven = False  # modules that differ from run to run within round-off
+        self.unexplained = False  # other answers each time, from modules that repeat themselves
 
     def add(self, site: Site, found: LawEvidence, *, level: int = OPERATOR, kind: str = "", width: int = 0) -> None:
         key = (site.operator, site.place, site.module, site.occurrence)
@@ -86,6 +88,7 @@ class RelationResults:
                 for law, result in entry.results.items():
                     if result.within_round_off:
                         entry.results[law] = replace(result, strength=1.0)
+            self.forgiven = True
             self.notes.append(
                 f"{len(loose)} of {len(alike)} modules alike ({kind}) differ from run to run within round-off: this "
                 "stack does not repeat itself, so laws that rest on that were judged within round-off"
@@ -114,7 +117,10 @@ class RelationResults:
         untried = [entry.site for entry in operators if not entry.results.keys() - {Law.REPEAT}]
         untried += [site for site in asked if site.module not in judged]
         unseen = tuple(dict.fromkeys(site for site in untried if site.component != "router"))
-        outcome = "faulty" if suspects else ("healthy" if tried and not unseen else "undecided")
+        complete = tried and not unseen and not self.unexplained
+        outcome = "faulty" if suspects else ("healthy" if complete else "undecided")
+        if self.unexplained:
+            self.notes.append("the model gives other answers each time, and no module was seen to: repeat, or audit it")
         notes = [*self.notes, *(f"{text} ({count} x)" for text, count in sorted(self.skipped.items()))]
         notes.append(
             f"{tried} laws tried at {len(self.sites)} places on {self.elements:,} numbers; limits of floored laws "
