@@ -17,6 +17,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.judge import Judgement
+from noisescope.localization.shipped_functions import ShippedFunctions
 from noisescope.localization.tensors import host_memory
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
@@ -96,7 +99,7 @@ def audit(
         run.log.remarks += _remarks(subject, model, workloads)
         for workload in within_budget(workloads, budget, not_run):
             run.base(workload) if workload.other is not None else run.workload(workload)
-        with host_arithmetic():
+        with run.on_host():
             run.judge_deferred()
         run.inside_attention()
     found = conclude(run.log, run.judged_model())
@@ -123,15 +126,24 @@ class AuditRun:
         self._attention = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         self._batches: dict[int, Batch] = {}
         self._states = HostStates()
+        self._shipped = ShippedFunctions()
         self._deferred: dict[Site, Deferred] = {}
         self._deferred_bytes = 0
         self._twin: HostTwin | None = None
         self._no_twin = ""
+        words = ", ".join(map(str, self._shipped.replaced))
+        log.remarks += [f"not as shipped, so that the host used the packages' own: {words}"] * bool(words)
         try:
-            with host_arithmetic():
+            with self.on_host():
                 self._twin = HostTwin(model)
         except Exception as error:  # a module may refuse to be copied
             self._no_twin = f"the model can't be copied ({type(error).__name__}: {str(error)[:80]})"
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Plain torch, as it was shipped."""
+        with host_arithmetic(), self._shipped.in_place():
+            yield
 
     def judged_model(self) -> JudgedModel:
         read = frozenset[str]() if self._twin is None else self._twin.read_directly()
@@ -232,7 +244,7 @@ class AuditRun:
         inside = suspects_inside_attention(log)
         if inside and 0 in self._batches:  # old data of the first batch? All before them must be as it was
             self._forward(self._batches[0], number=0, opened=inside)
-        with host_arithmetic():
+        with self.on_host():
             self.judge_deferred()
 
     def _forward(
@@ -260,7 +272,7 @@ class AuditRun:
 
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy), ChoiceCalls(tree):
             output = self.model(**inputs)
-        with host_arithmetic():
+        with self.on_host():
             self._states.settle()
             self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
             self._states.adopt()

@@ -29,7 +29,7 @@ def as_on_disk(cls: type) -> type:
     """The class of the same name from its file, read again; the class itself where the file may not be run again."""
     if not cls.__module__.startswith(_PACKAGE) or "<locals>" in cls.__qualname__:
         return cls
-    module = _read_again(cls.__module__)
+    module = read_again(cls.__module__)
     found = None if module is None else getattr(module, cls.__name__, None)
     return found if isinstance(found, type) else cls
 
@@ -82,9 +82,10 @@ def _registries_kept() -> Iterator[None]:
 
 
 @functools.cache
-def _read_again(name: str) -> ModuleType | None:
+def read_again(name: str, files: tuple[str, ...] = _FILES) -> ModuleType | None:
+    """A module run once more from its file, under another name; None if its file is called otherwise, or can't be."""
     path = getattr(sys.modules.get(name), "__file__", None)
-    if path is None or not name.rpartition(".")[2].startswith(_FILES):
+    if path is None or not name.rpartition(".")[2].startswith(files):
         return None
     apart = f"{name}_as_on_disk"
     spec = importlib.util.spec_from_file_location(apart, path)

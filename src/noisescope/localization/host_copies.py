@@ -287,13 +287,18 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
     found = dict(twin.named_modules())
     for module in found.values():
         own: dict[str, Any] = module.__dict__
-        own.pop("forward", None)
+        for name in [name for name, value in own.items() if _shadows(type(module), name, value)]:
+            del own[name]  # a method that was put on the instance
         own["_parameters"] = HostParameters(own["_parameters"])
         for name, value in own.items():
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 own[name] = value.detach().to("cpu")
         module.__class__ = as_on_disk(type(module))
     return {name: found[name] for name in names}
+
+
+def _shadows(cls: type, name: str, value: Any) -> bool:
+    return name == "forward" or (callable(value) and not isinstance(value, type) and callable(getattr(cls, name, None)))
 
 
 def _not_copied(module: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:

@@ -331,7 +331,7 @@ _MODULES: dict[str, Again] = {
     "embedding": _embedding_module,
 }
 _FUNCTIONS: dict[Any, Again] = {
-    F.scaled_dot_product_attention: _fused_attention,
+    torch._C._nn.scaled_dot_product_attention: _fused_attention,
     F.linear: _linear_function,
     **dict.fromkeys(ADDED, _added_function),
 }

@@ -100,7 +100,9 @@ def _check_ids(batch: Batch, vocabulary: int | None) -> None:
 
 def arguments_of(model: nn.Module) -> tuple[list[str], list[str], bool]:
     """Names that the model's forward has, names that its `**kwargs` lists, and whether it takes any other name."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    # The class's: one that was put on the instance may take anything and pass it on.
+    bound = type(model).forward.__get__(model)
+    parameters = inspect.signature(bound).parameters.values()
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     wild = next((p for p in parameters if p.kind == p.VAR_KEYWORD), None)
     # Names in the dict type of `**kwargs: Unpack[...]`, as transformers has it.

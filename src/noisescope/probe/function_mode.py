@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +17,7 @@ from noisescope.sites import FUSED
 if TYPE_CHECKING:
     from noisescope.probe.forward_patching import ModelScope
 
-_FUSED = F.scaled_dot_product_attention
+_FUSED = torch._C._nn.scaled_dot_product_attention
 
 
 def _by_name(func: Function) -> str:

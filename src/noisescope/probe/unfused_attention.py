@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INTERFACE_NAME = "noisescope_decomposed"
-_FUSED_BY_FUNCTION = ("sdpa", "eager", None)  # reached by watching functions; others go through the interface
+_NATIVE_ATTENTION = torch._C._nn.scaled_dot_product_attention  # F's, unless somebody has replaced that
+_HIDDEN = ("flash", "flex", "paged")  # kernels behind no function of torch's: these go through the interface
 
 
 def is_fused_attention(function: Any) -> bool:
-    return function is F.scaled_dot_product_attention
+    return function is _NATIVE_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,9 @@ def _dense_mask(mask: Any, query: Tensor, key: Tensor, *, causal: bool, window: 
 def decomposed_config(module: nn.Module) -> Any | None:
     """A copy of the attention module's config that routes it to `interface_attention`, or None where not needed."""
     config: Any = getattr(module, "config", None)
-    if not hasattr(config, "_attn_implementation") or config._attn_implementation in _FUSED_BY_FUNCTION:
-        return None
+    name = str(getattr(config, "_attn_implementation", ""))
+    if not name.startswith(_HIDDEN) and "/" not in name:  # a slash: a kernel from a hub
+        return None  # what a user has registered under a name of his own is his model
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(INTERFACE_NAME, interface_attention)  # one more name in a registry made for that

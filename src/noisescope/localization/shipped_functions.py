@@ -1,0 +1,127 @@
+"""Functions of torch and transformers that somebody has replaced in memory, and what the packages ship instead.
+
+A device's plug-in may put its own F.silu in place, and so may a fault. The host must not take such a function for its
+reference: while the host computes, the packages' own functions are back in their places.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from noisescope.localization.host_code import read_again
+
+_TORCH = str(Path(torch.__file__).parent)
+_NATIVE: dict[Any, Any] = {torch: torch._C._VariableFunctions, torch.Tensor: torch._C.TensorBase, F: torch._C._nn}
+_REGISTRY = {"sdpa": ("transformers.integrations.sdpa_attention", "sdpa_attention_forward")}
+
+
+def _owners() -> list[Any]:
+    layers = [each for each in vars(nn.modules).values() if isinstance(each, type)]
+    return [F, torch, torch.Tensor, nn.Module, *dict.fromkeys(layers)]
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, (FunctionType, BuiltinFunctionType)) or hasattr(value, "__objclass__")
+
+
+def _foreign(value: Any) -> bool:
+    """Whether its code lies outside torch; what is neither Python code nor torch's own is."""
+    if isinstance(value, FunctionType):
+        return not value.__code__.co_filename.startswith((_TORCH, "<"))  # "<string>": made by dataclasses and the like
+    return not (_is_function(value) or isinstance(value, type))
+
+
+# What was there when noisescope was imported: mostly before anything is replaced.
+_AT_IMPORT = {owner: {name: f for name, f in vars(owner).items() if _is_function(f)} for owner in _owners()}
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A function that is not its package's own."""
+
+    owner: Any  # a module, a class or a mapping
+    name: str
+    shipped: Any
+
+    def __str__(self) -> str:
+        home = "attention" if isinstance(self.owner, dict) else self.owner.__name__
+        return f"{home}.{self.name}"
+
+
+def replaced_functions() -> list[Replaced]:
+    """All of them that have a known original."""
+    found = []
+    for owner, before in _AT_IMPORT.items():
+        for name, was in before.items():
+            now = vars(owner).get(name)
+            if now is was and not _foreign(was):
+                continue
+            shipped = was if not _foreign(was) else _from_package(owner, name)
+            if callable(now) and _foreign(now) and shipped is not None:
+                found.append(Replaced(owner, name, shipped))
+    return found + list(_attention_functions())
+
+
+def _from_package(owner: Any, name: str) -> Any:
+    """The function of that name in torch's native code or in its file, for what was replaced before the import."""
+    native = getattr(_NATIVE.get(owner), name, None)
+    if native is not None or owner in (torch, torch.Tensor):
+        return native
+    home = read_again(owner.__name__ if owner is F else owner.__module__, files=("functional", ""))
+    return vars(home if owner is F else getattr(home, owner.__name__)).get(name) if home is not None else None
+
+
+def _attention_functions() -> Iterator[Replaced]:
+    """Names in transformers' registry that are its own: others are the user's to define."""
+    home = sys.modules.get("transformers.modeling_utils")
+    table = None if home is None else home.AttentionInterface._global_mapping
+    for name, (module, function) in _REGISTRY.items() if table is not None else ():
+        shipped = vars(sys.modules[module])[function] if module in sys.modules else None
+        if table is not None and name in table and shipped is not None and table[name] is not shipped:
+            yield Replaced(table, name, shipped)
+
+
+class ShippedFunctions:
+    """Puts the packages' own functions in place for a while; may be entered again while it is open."""
+
+    def __init__(self) -> None:
+        self.replaced = replaced_functions()
+        self._open = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with self._lock:
+            self._open += 1
+            before = [_get(each) for each in self.replaced] if self._open == 1 else []
+            for each in self.replaced if self._open == 1 else ():
+                _set(each, each.shipped)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                for each, value in zip(self.replaced, before, strict=False):
+                    _set(each, value)
+
+
+def _get(each: Replaced) -> Any:
+    return each.owner[each.name] if isinstance(each.owner, dict) else vars(each.owner)[each.name]
+
+
+def _set(each: Replaced, value: Any) -> None:
+    if isinstance(each.owner, dict):
+        each.owner[each.name] = value
+    else:
+        setattr(each.owner, each.name, value)
