@@ -275,7 +275,6 @@ class Prepared:
         with Store(options.output) as store:
             if options.retry_failed:
                 store.forget_failures()
-            before = len(store)
             store.note(asked=to_json(self.facts), **({} if options.repeat is None else {"command": options.repeat}))
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
@@ -285,8 +284,8 @@ class Prepared:
             found = question.conclude(self.context, store, self.notes)
             spent = RunCost(
                 seconds=time.perf_counter() - started,
-                trials=len(store),
-                trials_run_now=len(store) - before,
+                trials=store.counts().trials,
+                trials_run_now=store.added,
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
             folder = None if options.output is None else str(options.output)

@@ -6,12 +6,12 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
+from noisescope.atomic_write import write_file as write_file
 from noisescope.diagnosis.changes import compare_runs
 from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
 from noisescope.errors import InvalidInput
@@ -35,7 +35,7 @@ from noisescope.reports.report_file import Report as Report
 from noisescope.reports.report_file import read_report
 from noisescope.reports.report_file import schema as schema
 from noisescope.reports.run_changes import Comparison
-from noisescope.runs.store import FILE, Store
+from noisescope.runs.store import FILE, Store, StoreCheck
 from noisescope.sites import OPERATORS as OPERATORS
 
 
@@ -128,27 +128,31 @@ def read_run(folder: Path) -> StoredRun:
         return stored_run(str(folder), store.fact("asked"), trials)
 
 
-def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
-    """A store in numbers; the whole of it with its errors and settings."""
+def check_run(folder: Path) -> StoreCheck:
+    """Every row of a store verified: what a disk or a copy damaged."""
     with Store(folder, create=False) as store:
-        about, gates = store.about(), store.gates()
+        return store.check()
+
+
+def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
+    """A store in numbers; the whole of it with its errors and settings. No trial is read."""
+    with Store(folder, create=False) as store:
+        about, gates, counts = store.about(), store.gates(), store.counts()
         asked = about.get("asked", {})
-        failures = Counter(result.error for result in store.values() if result.failed)
         history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
         row: dict[str, Any] = {
             "command": "gate history" if history else (about.get("command") or {}).get("name", "a call from Python"),
             "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
             "data": asked.get("data", {}).get("source", "?"),
             "state": counted(len(gates), "verdict") if history else state_of(folder, about),
-            "trials": len(store),
+            "trials": counts.trials,
             "gates": len(gates),
-            "failed": sum(failures.values()),
-            "damaged": store.damaged,
-            "seconds": sum(store.seconds.values()),
-            "measures": store.measures(),
+            "failed": counts.failed,
+            "seconds": counts.seconds,
+            "measures": dict(counts.measures),
         }
         if whole:
-            row |= {"errors": dict(failures), "settings": _settings(asked)}
+            row |= {"errors": dict(counts.errors), "settings": _settings(asked)}
         return row
 
 

@@ -11,6 +11,7 @@ from noisescope.cli.command_builder import COMMANDS, add_command
 from noisescope.cli.output import print_each
 from noisescope.errors import InvalidInput
 from noisescope.options.experiment_and_run_commands import (
+    CheckRunOptions,
     CompareRunsOptions,
     DrawOptions,
     ListOptions,
@@ -72,13 +73,37 @@ def show_run(options: ShowOptions) -> None:
     for measure, count in row["measures"].items():
         typer.echo(f"  {measure}: {count} trials")
     typer.echo(f"  {row['seconds']:.1f} s measured")
-    if row["damaged"]:
-        typer.echo(f"  damaged: {row['damaged']} (failed the checksum; running again measures what is needed of them)")
     for error, count in row["errors"].items():
         typer.echo(f"  failed {count} x: {error}")
     typer.echo("settings")
     for name, value in row["settings"].items():
         typer.echo(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+
+
+def check_run(options: CheckRunOptions) -> None:
+    """Verify the checksum of everything a run stored.
+
+    Exit code 1 where something is damaged. Nothing is changed: resuming the run drops damaged trials and measures them
+    again.
+
+    \b
+    noisescope runs check out
+    """
+    found = api.reports.check_run(options.folder)
+    if options.json:
+        typer.echo(api.reports.as_json(found), nl=False)
+    else:
+        typer.echo(f"{found.trials} trials, {found.damaged} damaged")
+        if found.damaged_gates:
+            typer.echo(f"{found.damaged_gates} gate verdicts damaged: they are left out of the history")
+        for name in found.damaged_notes:
+            typer.echo(f"damaged: {name!r}, written anew when the same command runs again")
+        if found.structure != "ok":
+            typer.echo(f"damaged: pages or indexes of {options.folder / api.reports.FILE} ({found.structure})")
+        if not found.sound:
+            typer.echo(f"measure what is damaged again: noisescope runs resume {options.folder}")
+    if not found.sound:
+        raise typer.Exit(1)
 
 
 def resume_run(options: ResumeOptions) -> None:
@@ -121,5 +146,6 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
 
 add_command(runs, list_runs)
 add_command(runs, show_run)
+add_command(runs, check_run)
 add_command(runs, resume_run)
 add_command(runs, compare_two_runs)

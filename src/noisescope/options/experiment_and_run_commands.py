@@ -97,6 +97,11 @@ class ShowOptions(FolderOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckRunOptions(FolderOptions, PrintingOptions):
+    command: ClassVar[str] = "runs check"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumeOptions(FolderOptions):
     command: ClassVar[str] = "runs resume"
 
