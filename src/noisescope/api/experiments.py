@@ -54,6 +54,8 @@ def phases(options: PhasesOptions) -> PhasesReport:
     chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)
     started = time.time()
     with Store(options.output) as store, _work_folder(options.output) as folder:
+        if options.resumes is not None:
+            store.mend()
         if options.retry_failed:
             store.forget_failures()
         design = Design(

@@ -6,7 +6,8 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from noisescope.findings import pass_fail as pass_fail
 from noisescope.findings import percent as percent
 from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better
-from noisescope.jsonform import Json, to_json
+from noisescope.jsonform import Json, from_json, to_json
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
@@ -82,10 +83,25 @@ def compare_stored(a: Path, b: Path) -> Comparison:
     return Comparison(compare_runs(read_run(a), read_run(b)))
 
 
-def stored_command(folder: Path) -> dict[str, Any] | None:
-    """The command that a run was made by; None for a call from Python."""
-    command: dict[str, Any] | None = _stored(folder, "command")
-    return command
+@dataclass(frozen=True)
+class StoredCommand:
+    """The command that a run was made by, as its store has it: data from wherever the folder came from."""
+
+    name: str
+    options: Mapping[str, Json]
+    again: tuple[str, ...]  # options that were given and are never stored
+
+
+def stored_command(folder: Path) -> tuple[StoredCommand | None, str]:
+    """The command that a run was made by (None for a call from Python), and its model's fingerprint."""
+    with Store(folder, create=False) as store:
+        command, asked = store.fact("command"), store.fact("asked")
+    model = asked.get("model") if isinstance(asked, dict) else None
+    fingerprint = model.get("fingerprint") if isinstance(model, dict) else None
+    if isinstance(command, dict):
+        command = {"again": [], **command}  # runs of versions that stored every option have none
+    found = None if command is None else from_json(StoredCommand, command, f"the command stored in {folder}")
+    return found, fingerprint if isinstance(fingerprint, str) else ""
 
 
 def load_report(run: Path) -> Report:
