@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+_DEVICES = (Path("/dev"), Path("/dev/fd"))
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
@@ -21,7 +23,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     A device or a pipe (`-o /dev/stdout`) has no contents to keep whole: it is written as it is.
     """
-    if Path("/dev") in path.absolute().parents:
+    if path.absolute().parent in _DEVICES:
         with path.open("wb") as file:
             yield file
         return
