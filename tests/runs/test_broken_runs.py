@@ -1,4 +1,4 @@
-"""Runs that are broken in every way: each call to the disk fails once, runs are killed, writers meet. No torch in them."""
+"""Runs broken in every way: each call to the disk fails once, runs are killed, writers meet. No torch in them."""
 
 from __future__ import annotations
 
