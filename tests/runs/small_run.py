@@ -1,7 +1,7 @@
 """A small run without torch, and what tests do to it: a few trials in two waves, a report, its files.
 
-`python small_run.py WHAT FOLDER [N]` prints what came of it as JSON. WHAT is `fail` (with failing_calls.c preloaded each
-call fails in a run of its own), `kill` (N runs are killed at random) or `contest` (N times a lock is held).
+`python small_run.py WHAT FOLDER [N]` prints what came of it as JSON. WHAT is `fail` (with failing_calls.c preloaded,
+each call fails in a run of its own), `kill` (N runs are killed at random) or `contest` (N times a lock is held).
 """
 
 from __future__ import annotations

@@ -198,15 +198,8 @@ def concluded(folder: Path) -> Any:
 
 
 def fill_up(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A disk that is full after some pages, by SQLite's own limit."""
-    connect = store_file.connect
-
-    def small(path: Path | None, *, write: bool) -> sqlite3.Connection:
-        db = connect(path, write=write)
-        db.execute("PRAGMA max_page_count=11")
-        return db
-
-    monkeypatch.setattr(store_file, "connect", small)
+    """By SQLite's own limit, which it raises to what the file has: not one more page."""
+    after(monkeypatch, 2, lambda store: store._db.execute("PRAGMA max_page_count=1"))
 
 
 def turn_read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -231,7 +224,7 @@ def after(monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Store], A
 @pytest.mark.parametrize(
     ("breaks", "words", "kept"),
     [
-        (fill_up, "database or disk is full. Trials stored before are kept: run the same command again", 1),
+        (fill_up, "database or disk is full. Trials stored before are kept: run the same command again", 2),
         (turn_read_only, "attempt to write a readonly database. Trials stored before are kept", 2),
         (go_away, "was removed or replaced while this run was writing into it, so its results are lost", 0),
     ],
