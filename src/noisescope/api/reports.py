@@ -36,7 +36,8 @@ from noisescope.reports.report_file import Report as Report
 from noisescope.reports.report_file import read_report
 from noisescope.reports.report_file import schema as schema
 from noisescope.reports.run_changes import Comparison
-from noisescope.runs.store import FILE, Store, StoreCheck
+from noisescope.runs.store import FILE as FILE
+from noisescope.runs.store import Store, StoreCheck
 from noisescope.sites import OPERATORS as OPERATORS
 
 

@@ -177,12 +177,11 @@ def resumable_options(options: E, progress: Any) -> E:
     return dataclasses.replace(options, progress=progress, repeat=repeat)
 
 
-def load_named_subject(report: api.reports.Report, options: ReportModelOptions) -> api.preparation.Subject:
-    """The model of a report. Where the report names it, wherever that came from, the name is shown first."""
+def show_named_model(report: api.reports.Report, options: ReportModelOptions) -> None:
+    """The model that is about to be loaded where the report names it: the report may be anybody's."""
     source = report["run"]["model"]["source"]
     if options.model is None and source != "demo":
         typer.echo(f"model, as the report names it: {json.dumps(source)}", err=True)
-    return api.preparation.load_report_subject(report, options)
 
 
 def exit_by(verdict: api.reports.pass_fail.Verdict, options: CheckingOptions) -> NoReturn:
