@@ -360,7 +360,8 @@ class ModelScope:
 
     def recalled(self, wrapper: ForwardWrapper, x: Any) -> Context:
         """The forward that autograd recomputes now (gradient checkpointing): the same rows, and no tally."""
-        known = wrapper.knows(x) or self.any_thread or not self.held_elsewhere or _is_autograds_thread()
+        ours = self.any_thread or not self.held_elsewhere or (_is_autograds_thread() and not wrapper.root)
+        known = ours or wrapper.knows(x)  # a whole forward is recomputed from the very tensors it had
         rows = wrapper.recall(x, None if self._recalled is None else self._recalled.rows) if known else None
         if rows is None:  # a module that ran in no forward of this scope: nothing to repeat
             return self.new_context()
