@@ -15,7 +15,7 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"errors", "estimate", "trial_id_names", "jsonform", "sites", "injection", "trials", "options"}
+VALUES = {"atomic_write", "errors", "estimate", "trial_id_names", "jsonform", "sites", "injection", "trials", "options"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "faults": VALUES | {"model", "probe"},
     "measures": VALUES | {"model", "probe"},
     "runs": VALUES | {"comparison", "data", "measures", "model", "probe"},
-    "passports": {"errors", "estimate", "jsonform", "model"},
+    "passports": {"atomic_write", "errors", "estimate", "jsonform", "model"},
     "localization": TORCHLESS - {"findings"} | MEASURING | {"comparison"},
     "training": TORCHLESS | MEASURING | {"diagnosis", "reports", "runs"},
     "compat": BELOW_CLI | {"noisy_ops"},

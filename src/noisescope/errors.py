@@ -21,7 +21,7 @@ class UnsupportedModel(NoisescopeError):
 
 
 class ModelHeld(NoisescopeError):
-    """Another thread holds a scope on this model, or the model was copied while one was open."""
+    """A scope on this model belongs to another thread or coroutine, or can't be opened or left now."""
 
 
 class MissingExtra(NoisescopeError):

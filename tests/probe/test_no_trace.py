@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import noisescope as ns
 from noisescope.errors import InvalidInput, ModelHeld, NoisescopeError, NothingInjected
+from noisescope.model.fingerprint import _alteration
+from noisescope.probe.forward_wrapper import ForwardWrapper
 from noisescope.testing import tiny_model
 
 # Formats that take the same branches as bf16 and fp8_e4m3 (fp16, fp8_e5m2) are left to test_formats.py.
@@ -229,7 +231,7 @@ def test_a_second_thread_on_a_held_model_raises(llama, tokens, logits):
         thread = threading.Thread(target=intrude)
         thread.start()
         thread.join()
-    assert len(said) == 2 and "another thread holds a scope" in said[0] and "own copy" in said[1]
+    assert len(said) == 2 and "another thread or coroutine holds a scope" in said[0] and "own copy" in said[1]
 
 
 def test_a_second_thread_inside_a_running_forward_raises(llama, tokens, logits):
@@ -284,19 +286,28 @@ def test_two_threads_on_two_models_do_not_meet(tokens, logits):
         assert all(torch.equal(a, b) for a, b in zip(alone[index][0], together[index][0], strict=True))
 
 
-def test_copies_are_refused_and_saving_is_fine(llama, tokens, logits, tmp_path):
-    """deepcopy and pickle raise inside a scope; save_pretrained writes the clean weights."""
-    before = {k: v.clone() for k, v in llama.state_dict().items()}
-    with ns.inject(llama, ns.Injection(ns.Gaussian(0.05))):
-        logits(llama, tokens)
-        with pytest.raises(ModelHeld, match="can't be copied or pickled"):
-            copy.deepcopy(llama)
-        with pytest.raises(ModelHeld, match="can't be copied or pickled"):
-            pickle.dumps(llama)
+@pytest.mark.parametrize("nested", [1, 3])
+def test_copies_and_files_made_inside_a_scope_are_clean(llama, tokens, logits, tmp_path, nested):
+    """State dicts, pickles, deep copies and checkpoints: the weights, and forwards of their own without noise."""
+    clean, before = logits(llama, tokens), {k: v.clone() for k, v in llama.state_dict().items()}
+    with ExitStack() as scopes:
+        for seed in range(nested):
+            scopes.enter_context(ns.inject(llama, ns.Injection(ns.Gaussian(0.05), seed=seed)))
+        noisy = logits(llama, tokens)
+        states = [llama.state_dict(), copy.deepcopy(llama).state_dict()]
+        pickled, twins = pickle.dumps(llama), [copy.deepcopy(llama)]
         llama.save_pretrained(tmp_path)
-    loaded = type(llama).from_pretrained(tmp_path)
-    assert all(torch.equal(before[k], v) for k, v in loaded.state_dict().items())
-    copy.deepcopy(llama)
+    assert b"noisescope" not in pickled
+    twins += [pickle.loads(pickled), copy.deepcopy(twins[0]), type(llama).from_pretrained(tmp_path).eval()]
+    states += [twin.state_dict() for twin in twins]
+    assert all(state.keys() == before.keys() for state in states)
+    assert all(torch.equal(before[k], v) for state in states for k, v in state.items())
+    for twin in twins:
+        assert torch.equal(logits(twin, tokens), clean) and not torch.equal(noisy, clean)
+        assert not any(isinstance(m.__dict__.get("forward"), ForwardWrapper) for m in twin.modules())
+        with ns.inject(twin, ns.Injection(ns.Gaussian(0.05), seed=0)):
+            assert not torch.equal(logits(twin, tokens), clean)
+    assert not _alteration(twins[0])
 
 
 def test_a_forward_that_stood_in_the_dict_before_is_put_back(llama, tokens, logits):

@@ -18,7 +18,7 @@ from noisescope.cli import app
 from noisescope.errors import InvalidInput
 from noisescope.model.loading import wrap
 from noisescope.options.shared import Options
-from noisescope.runs.store import FILE, Store
+from noisescope.runs.store import FILE, Store, StoreCheck
 from noisescope.testing import tiny_model
 from noisescope.trials import Conditions, Result, Slice, Trial
 
@@ -45,7 +45,7 @@ def filled(folder: Path) -> Path:
     return folder / FILE
 
 
-def believed(folder: Path) -> Store:
+def believed(folder: Path) -> StoreCheck:
     """Whatever a store gives is what was put into it; raises InvalidInput where it is refused."""
     with Store(folder, create=False) as store:
         for number, trial in enumerate(TRIALS):
@@ -53,9 +53,8 @@ def believed(folder: Path) -> Store:
                 found, put = store[trial.id], result_of(number)
                 assert (found.samples, found.values, found.facts) == (put.samples, put.values, put.facts)
                 assert np.array_equal(found.arrays["sums"], put.arrays["sums"])
-                assert not found.error and store.seconds[trial.id] == 1.5 + number
-        assert set(store) <= {trial.id for trial in TRIALS}
-        assert sum(store.measures().values()) == len(store) == len(store.contents())
+                assert not found.error
+        assert set(store.contents()) <= {trial.id for trial in TRIALS}
         gates = store.gates()
         assert [gate for gate in GATES if gate in gates] == gates
         try:
@@ -64,7 +63,7 @@ def believed(folder: Path) -> Store:
             assert about.get("asked") in (None, {"samples": 32})
         except InvalidInput as error:
             assert "\n" not in str(error)
-        return store
+        return store.check()
 
 
 def flip(file: Path, position: int, bit: int) -> None:
@@ -97,8 +96,8 @@ def test_one_flipped_bit_in_stored_numbers_is_never_believed(tmp_path: Path) -> 
     for position in drawn.sample(where, 200):
         file.write_bytes(raw)
         flip(file, position, drawn.randrange(8))
-        store = believed(tmp_path)
-        assert store.damaged == 1 and len(store) == len(TRIALS) - 1, position
+        found = believed(tmp_path)
+        assert found.damaged == 1 and found.trials == len(TRIALS) and not found.sound, position
 
 
 def test_one_flipped_bit_anywhere_is_never_believed(tmp_path: Path) -> None:
@@ -113,12 +112,12 @@ def test_one_flipped_bit_anywhere_is_never_believed(tmp_path: Path) -> None:
         file.write_bytes(raw)
         flip(file, drawn.randrange(len(raw)), drawn.randrange(8))
         try:
-            store = believed(tmp_path)
+            found = believed(tmp_path)
         except InvalidInput as error:
             outcomes["refused"] += 1
             assert "\n" not in str(error)
         else:
-            outcomes["whole" if len(store) == len(TRIALS) else "fewer"] += 1
+            outcomes["whole" if found.trials - found.damaged == len(TRIALS) else "fewer"] += 1
     assert outcomes["fewer"] > 20 and outcomes["whole"] > 20, outcomes
 
 
@@ -134,12 +133,13 @@ def test_a_writer_mends_a_row_whose_id_was_hit(tmp_path: Path) -> None:
         file.write_bytes(raw)
         flip(file, place + 5, 0)
         with Store(tmp_path) as store:
-            lost += store.damaged
             for number, trial in enumerate(TRIALS):
                 if trial.id not in store:
                     store.put(trial, result_of(number), 1.5 + number)
-        assert len(believed(tmp_path)) == len(TRIALS)
-    assert lost == 1
+            lost += store.added
+            store.mend()
+        assert believed(tmp_path) == StoreCheck(len(TRIALS), 0, 0, (), "ok")
+    assert lost == 2  # by the table it is damaged, by the index it is not there
     with sqlite3.connect(file) as db:
         assert db.execute("SELECT COUNT(*) FROM trials").fetchone() == (len(TRIALS),)
     db.close()
@@ -164,8 +164,9 @@ def test_every_column_is_under_the_checksum(tmp_path: Path, column: str) -> None
     file = filled(tmp_path)
     change(file, CHANGES[column], TRIALS[1].id)
     with Store(tmp_path, create=False) as store:
-        assert store.damaged == 1 and TRIALS[1].id not in store and len(store) == 3
+        assert TRIALS[1].id not in store and len(store) == 3 and store.check().damaged == 1
     with Store(tmp_path) as store:
+        store.mend()
         assert store.damaged == 1
         assert store.damage() == [
             "1 stored trial in run.sqlite failed the checksum: discarded, and measured again where this run needed the "
@@ -173,7 +174,7 @@ def test_every_column_is_under_the_checksum(tmp_path: Path, column: str) -> None
         ]
         store.put(TRIALS[1], result_of(1), 2.5)
     with Store(tmp_path) as store:
-        assert (store.damaged, store.damage(), len(store)) == (0, [], 4)
+        assert (store.check().sound, store.damage(), len(store)) == (True, [], 4)
     believed(tmp_path)
 
 
@@ -185,7 +186,7 @@ def change(file: Path, statement: str, *values: Any) -> None:
 
 def test_an_id_that_is_not_the_hash_of_its_content_is_refused(tmp_path: Path) -> None:
     """Also where somebody made the checksum fit: an answer stands under the question it belongs to."""
-    from noisescope.runs.store import checksum
+    from noisescope.runs.store_rows import checksum
 
     file = filled(tmp_path)
     with sqlite3.connect(file) as db:
@@ -199,7 +200,7 @@ def test_an_id_that_is_not_the_hash_of_its_content_is_refused(tmp_path: Path) ->
         )
     db.close()
     with Store(tmp_path, create=False) as store:
-        assert store.damaged == 1 and stranger not in store
+        assert stranger not in store and store.damaged == 1 and store.check().damaged == 1
 
 
 def test_a_damaged_note_is_refused_and_written_anew(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def flat(text: str) -> str:
 
 
 def test_a_resumed_run_measures_damaged_trials_again_and_says_so(tmp_path: Path) -> None:
-    """The report is that of an unbroken run, and a note says what happened; `runs show` counts it before."""
+    """The report is that of an unbroken run, and a note says what happened; `runs check` counts it before."""
     import torch
 
     asked: dict[str, Any] = {"samples": 2, "seeds": 1, "levels": ("operator",), "calibration_samples": 0}
@@ -293,8 +294,8 @@ def test_a_resumed_run_measures_damaged_trials_again_and_says_so(tmp_path: Path)
         numbers = "UPDATE trials SET result = replace(result, '0.', '0.0') WHERE rowid <= 2"
         assert db.execute(numbers).rowcount == 2
     db.close()
-    shown = CliRunner().invoke(app, ["runs", "show", str(tmp_path)])
-    assert shown.exit_code == 0 and "damaged: 2" in shown.output
+    shown = CliRunner().invoke(app, ["runs", "check", str(tmp_path)])
+    assert shown.exit_code == 1 and f"{count} trials, 2 damaged" in shown.output
     again = run()
     assert again["run"]["cost"]["trials_run_now"] == 2 and again["run"]["cost"]["trials"] == count
     assert again["run"]["notes"][0].startswith("2 stored trials in run.sqlite failed the checksum: discarded")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from noisescope.errors import InvalidInput
-from noisescope.runs.store import FILE, Store
+from noisescope.runs.store import FILE, Store, StoreCounts
 from noisescope.trials import Conditions, Result, Slice, Trial
 
 TRIAL = Trial(Conditions("m", "float32", "cpu", "sdpa", 1), "score", Slice("d", 0, 2))
@@ -27,8 +27,8 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
         found = again[TRIAL.id]
         assert found.samples == (0, 1) and found.values == RESULT.values and found.facts == RESULT.facts
         assert np.array_equal(found.arrays["sums"], np.arange(3.0))
-        assert again.seconds[TRIAL.id] == 1.5 and again.about() == {"asked": {"samples": 2}}
-        assert again.measures() == {"score": 1} and list(again) == [TRIAL.id] and len(again) == 1
+        assert again.counts() == StoreCounts(1, 1.5, {"score": 1}, {}) and again.about() == {"asked": {"samples": 2}}
+        assert list(again) == [TRIAL.id] and len(again) == 1
 
 
 def test_a_fresh_result_reads_as_a_resumed_one(tmp_path: Path) -> None:

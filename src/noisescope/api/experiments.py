@@ -54,6 +54,8 @@ def phases(options: PhasesOptions) -> PhasesReport:
     chosen = tuple(Arm.of(text, options.noise_scale) for text in options.arms)
     started = time.time()
     with Store(options.output) as store, _work_folder(options.output) as folder:
+        if options.resumes is not None:
+            store.mend()
         if options.retry_failed:
             store.forget_failures()
         design = Design(
@@ -71,7 +73,8 @@ def phases(options: PhasesOptions) -> PhasesReport:
         _settle(
             design, store, folder, options, deadline=math.inf if options.seconds is None else started + options.seconds
         )
-        cost = report_rows.PhasesCost(time.time() - started, sum(store.seconds.values()), len(store))
+        kept = store.counts()
+        cost = report_rows.PhasesCost(time.time() - started, kept.seconds, kept.trials)
         run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **end_facts())
         report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
         if options.output is not None:

@@ -272,10 +272,12 @@ class Prepared:
         """Settle all trials of a question; the facts of the run, and what the question concludes."""
         started = time.perf_counter()
         progress = progress_of(options)
+        self._refuse_another_model(options)
         with Store(options.output) as store:
+            if options.resumes is not None:
+                store.mend()
             if options.retry_failed:
                 store.forget_failures()
-            before = len(store)
             store.note(asked=to_json(self.facts), **({} if options.repeat is None else {"command": options.repeat}))
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
@@ -285,13 +287,23 @@ class Prepared:
             found = question.conclude(self.context, store, self.notes)
             spent = RunCost(
                 seconds=time.perf_counter() - started,
-                trials=len(store),
-                trials_run_now=len(store) - before,
+                trials=store.counts().trials,
+                trials_run_now=store.added,
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
             folder = None if options.output is None else str(options.output)
             run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **end_facts(), store=folder)
         return run, found
+
+    def _refuse_another_model(self, options: ExecutionOptions) -> None:
+        """A resumed run is of the model it was of, or it is another run."""
+        model = self.facts.model
+        if options.resumes and options.resumes != model.fingerprint:
+            raise InvalidInput(
+                f"{model.source} is not the model that the run in {options.output} measured (fingerprint "
+                f"{model.fingerprint[:12]}, and that one had {options.resumes[:12]}): put the model back, or measure "
+                "this one into another folder (-o)"
+            )
 
     @contextmanager
     def _executor(self, options: ExecutionOptions) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from noisescope.api.preparation import encode_data
 from noisescope.api.reports import now, versions
+from noisescope.atomic_write import write_file
 from noisescope.comparison.records import Batch, Record, read_record
 from noisescope.comparison.records import is_unfinished as is_unfinished
 from noisescope.comparison.safetensors_reader import Numbers
@@ -126,7 +127,7 @@ def save_activations(
         save_file({**tensors, "samples": torch.tensor(chosen)}, file)
         files.append({"file": file.name, "samples": chosen, "tokens": len(ids[chosen[0]])})
     index = {"model": subject.source, "dtype": dtype_of(subject.model), "modules": modules, "files": files}
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    write_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return folder
 
 

@@ -6,12 +6,13 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
+from noisescope.atomic_write import write_file as write_file
 from noisescope.diagnosis.changes import compare_runs
 from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
 from noisescope.errors import InvalidInput
@@ -19,7 +20,7 @@ from noisescope.findings import pass_fail as pass_fail
 from noisescope.findings import percent as percent
 from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better
-from noisescope.jsonform import Json, to_json
+from noisescope.jsonform import Json, from_json, to_json
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
@@ -35,7 +36,8 @@ from noisescope.reports.report_file import Report as Report
 from noisescope.reports.report_file import read_report
 from noisescope.reports.report_file import schema as schema
 from noisescope.reports.run_changes import Comparison
-from noisescope.runs.store import FILE, Store
+from noisescope.runs.store import FILE as FILE
+from noisescope.runs.store import Store, StoreCheck
 from noisescope.sites import OPERATORS as OPERATORS
 
 
@@ -82,10 +84,25 @@ def compare_stored(a: Path, b: Path) -> Comparison:
     return Comparison(compare_runs(read_run(a), read_run(b)))
 
 
-def stored_command(folder: Path) -> dict[str, Any] | None:
-    """The command that a run was made by; None for a call from Python."""
-    command: dict[str, Any] | None = _stored(folder, "command")
-    return command
+@dataclass(frozen=True)
+class StoredCommand:
+    """The command that a run was made by, as its store has it: data from wherever the folder came from."""
+
+    name: str
+    options: Mapping[str, Json]
+    again: tuple[str, ...]  # options that were given and are never stored
+
+
+def stored_command(folder: Path) -> tuple[StoredCommand | None, str]:
+    """The command that a run was made by (None for a call from Python), and its model's fingerprint."""
+    with Store(folder, create=False) as store:
+        command, asked = store.fact("command"), store.fact("asked")
+    model = asked.get("model") if isinstance(asked, dict) else None
+    fingerprint = model.get("fingerprint") if isinstance(model, dict) else None
+    if isinstance(command, dict):
+        command = {"again": [], **command}  # runs of versions that stored every option have none
+    found = None if command is None else from_json(StoredCommand, command, f"the command stored in {folder}")
+    return found, fingerprint if isinstance(fingerprint, str) else ""
 
 
 def load_report(run: Path) -> Report:
@@ -128,27 +145,31 @@ def read_run(folder: Path) -> StoredRun:
         return stored_run(str(folder), store.fact("asked"), trials)
 
 
-def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
-    """A store in numbers; the whole of it with its errors and settings."""
+def check_run(folder: Path) -> StoreCheck:
+    """Every row of a store verified: what a disk or a copy damaged."""
     with Store(folder, create=False) as store:
-        about, gates = store.about(), store.gates()
+        return store.check()
+
+
+def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
+    """A store in numbers; the whole of it with its errors and settings. No trial is read."""
+    with Store(folder, create=False) as store:
+        about, gates, counts = store.about(), store.gates(), store.counts()
         asked = about.get("asked", {})
-        failures = Counter(result.error for result in store.values() if result.failed)
         history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
         row: dict[str, Any] = {
             "command": "gate history" if history else (about.get("command") or {}).get("name", "a call from Python"),
             "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
             "data": asked.get("data", {}).get("source", "?"),
             "state": counted(len(gates), "verdict") if history else state_of(folder, about),
-            "trials": len(store),
+            "trials": counts.trials,
             "gates": len(gates),
-            "failed": sum(failures.values()),
-            "damaged": store.damaged,
-            "seconds": sum(store.seconds.values()),
-            "measures": store.measures(),
+            "failed": counts.failed,
+            "seconds": counts.seconds,
+            "measures": dict(counts.measures),
         }
         if whole:
-            row |= {"errors": dict(failures), "settings": _settings(asked)}
+            row |= {"errors": dict(counts.errors), "settings": _settings(asked)}
         return row
 
 

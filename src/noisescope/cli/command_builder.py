@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 import logging
 import re
 import warnings
@@ -24,7 +25,7 @@ from noisescope.errors import InvalidInput
 from noisescope.options.base import CommandOptions
 from noisescope.options.fields import Option, options_of
 from noisescope.options.files import read_file
-from noisescope.options.shared import CheckingOptions, ExecutionOptions
+from noisescope.options.shared import CheckingOptions, ExecutionOptions, ReportModelOptions
 
 E = TypeVar("E", bound=ExecutionOptions)
 COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any], None]]] = {}  # all that were added, by name
@@ -167,12 +168,20 @@ def explain_resuming(output: Path | None) -> Iterator[None]:
 
 def resumable_options(options: E, progress: Any) -> E:
     """The options of a run that is shown as it goes, and that `runs resume` can repeat from any folder."""
-    stored = {name: value for name, value in options.plain().items() if name not in ("config", "json")}
+    stored = {name: value for name, value in options.plain().items() if name not in ("config", "json", "output")}
     for key in ("model", "data", "calibration", "baseline"):
         path = stored.get(key)
         if isinstance(path, str) and path != "demo" and Path(path).exists():
             stored[key] = str(Path(path).absolute())  # a hub id or a name stays what it is
-    return dataclasses.replace(options, progress=progress, repeat={"name": options.command, "options": stored})
+    repeat = {"name": options.command, "options": stored, "again": list(options.not_stored())}
+    return dataclasses.replace(options, progress=progress, repeat=repeat)
+
+
+def show_named_model(report: api.reports.Report, options: ReportModelOptions) -> None:
+    """The model that is about to be loaded where the report names it: the report may be anybody's."""
+    source = report["run"]["model"]["source"]
+    if options.model is None and source != "demo":
+        typer.echo(f"model, as the report names it: {json.dumps(source)}", err=True)
 
 
 def exit_by(verdict: api.reports.pass_fail.Verdict, options: CheckingOptions) -> NoReturn:

@@ -39,11 +39,9 @@ def emit(text: str, options: Any, show: Callable[[], None]) -> None:
 def write_text(path: Path, text: str) -> Path:
     """Write a text file, and make its folder where there is none; its path."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
+        return api.reports.write_file(path, text)
     except OSError as error:
         raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
-    return path
 
 
 def print_each(values: Iterable[object], prefix: str = "  ") -> None:

@@ -34,6 +34,7 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     if options.run:
         with command_builder.plain_warnings():
             show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
+            command_builder.show_named_model(report, options)
             subject = api.preparation.load_report_subject(report, options)
             results = api.fault_tests.run_report_tests(subject, report, tests, options, on_result=show)
     elif not options.json:
@@ -128,6 +129,7 @@ def plan_precision(options: PrecisionOptions) -> None:
     export = None if options.export is None else api.plans.export_precision(report, plan, options)
     if options.verify:
         with command_builder.plain_warnings():
+            command_builder.show_named_model(report, options)
             subject = api.preparation.load_report_subject(report, options)
             result = api.verify_precision(subject, report, plan, options=options)
     if options.output is not None and export is not None:
@@ -191,6 +193,7 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
     """
     found = api.reports.load_report(options.report)
     with command_builder.plain_warnings():
+        command_builder.show_named_model(found, options)
         subject = api.preparation.load_report_subject(found, options)
         result = api.plan_smoothquant(subject, found, options=options)
     output.emit(api.reports.as_json(result), options, lambda: print_smoothing(result))

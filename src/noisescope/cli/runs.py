@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import typer
 
@@ -10,13 +12,16 @@ from noisescope import api
 from noisescope.cli.command_builder import COMMANDS, add_command
 from noisescope.cli.output import print_each
 from noisescope.errors import InvalidInput
+from noisescope.options.base import unlike_default
 from noisescope.options.experiment_and_run_commands import (
+    CheckRunOptions,
     CompareRunsOptions,
     DrawOptions,
     ListOptions,
     ResumeOptions,
     ShowOptions,
 )
+from noisescope.options.fields import options_of
 from noisescope.options.sensitivity import DemoOptions
 from noisescope.options.shared import ExecutionOptions
 
@@ -72,8 +77,6 @@ def show_run(options: ShowOptions) -> None:
     for measure, count in row["measures"].items():
         typer.echo(f"  {measure}: {count} trials")
     typer.echo(f"  {row['seconds']:.1f} s measured")
-    if row["damaged"]:
-        typer.echo(f"  damaged: {row['damaged']} (failed the checksum; running again measures what is needed of them)")
     for error, count in row["errors"].items():
         typer.echo(f"  failed {count} x: {error}")
     typer.echo("settings")
@@ -81,16 +84,84 @@ def show_run(options: ShowOptions) -> None:
         typer.echo(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
 
 
+def check_run(options: CheckRunOptions) -> None:
+    """Verify the checksum of everything a run stored.
+
+    Exit code 1 where something is damaged. Nothing is changed: resuming the run drops damaged trials and measures them
+    again.
+
+    \b
+    noisescope runs check out
+    """
+    found = api.reports.check_run(options.folder)
+    if options.json:
+        typer.echo(api.reports.as_json(found), nl=False)
+    else:
+        typer.echo(f"{found.trials} trials, {found.damaged} damaged")
+        if found.damaged_gates:
+            typer.echo(f"{found.damaged_gates} gate verdicts damaged: they are left out of the history")
+        for name in found.damaged_notes:
+            typer.echo(f"damaged: {name!r}, written anew when the same command runs again")
+        if found.structure != "ok":
+            typer.echo(f"damaged: pages or indexes of {options.folder / api.reports.FILE} ({found.structure})")
+        if not found.sound:
+            typer.echo(f"measure what is damaged again: noisescope runs resume {options.folder}")
+    if not found.sound:
+        raise typer.Exit(1)
+
+
 def resume_run(options: ResumeOptions) -> None:
-    """Go on with a run that was interrupted: the same command again."""
-    command = api.reports.stored_command(options.folder) or {}
-    cls, run = COMMANDS.get(command.get("name", ""), (None, None))
-    if cls is None or run is None or not issubclass(cls, (ExecutionOptions, DemoOptions)):
+    """Go on with a run that was interrupted: the same command again.
+
+    Its model and options are printed first: they are those of the folder, wherever it came from. What widens trust is
+    never stored, so it has to be given again.
+
+    \b
+    noisescope runs resume out
+    noisescope runs resume out --trust-remote-code
+    """
+    command, fingerprint = api.reports.stored_command(options.folder)
+    cls, run = (None, None) if command is None else COMMANDS.get(command.name, (None, None))
+    if command is None or cls is None or run is None or not issubclass(cls, (ExecutionOptions, DemoOptions)):
         raise InvalidInput(
             f"{options.folder} was made from Python, not by a command: call the same function again with "
             f"output={str(options.folder)!r}"
         )
-    run(cls.from_stored({**command["options"], "output": options.folder}))
+    given = {name: value for name, value in options.pick("trust_remote_code", "address").items() if value}
+    known = options_of(cls, "command")
+    for name in given:
+        if name not in known:
+            raise InvalidInput(f"{options_of(ResumeOptions)[name].flag} is no option of noisescope {cls.command}")
+    left_out = [name for name in command.again if name in known and name not in given]
+    found = cls.from_stored(command.options, output=options.folder, **given)
+    typer.echo(f"resuming {options.folder}: noisescope {cls.command}", err=True)
+    for name, value in unlike_default(found).items():
+        typer.echo(f"  {name}: {_shown(name, value)}", err=True)
+    _refuse_another_place(command.options.get("model"))
+    for name in left_out:
+        if name in options_of(ResumeOptions):
+            raise InvalidInput(
+                f"this run was started with {known[name].flag}, which is never stored: if you trust its model and "
+                f"folder, give it again: noisescope runs resume {options.folder} {known[name].flag}"
+            )
+        typer.echo(f"not repeated: {known[name].flag} (it writes outside the run's folder)", err=True)
+    run(dataclasses.replace(found, resumes=fingerprint) if isinstance(found, ExecutionOptions) else found)
+
+
+def _shown(name: str, value: object) -> str:
+    """A value from a store for a terminal: control characters as escapes, and where a model's path leads."""
+    real = Path(str(value)).resolve() if name == "model" and Path(str(value)).is_absolute() else None
+    leads = "" if real is None or str(real) == str(value) else f" (leads to {json.dumps(str(real))})"
+    return json.dumps(value, default=str) + leads
+
+
+def _refuse_another_place(model: object) -> None:
+    """A stored model is an absolute path or a name. A name that is a folder here is not what the run had."""
+    if isinstance(model, str) and model != "demo" and not Path(model).is_absolute() and Path(model).exists():
+        raise InvalidInput(
+            f"the run's model was {json.dumps(model)} by name, and {Path(model).absolute()} is a file or folder of "
+            "that name: resume from another folder, or run the whole command again with the model you mean"
+        )
 
 
 def compare_two_runs(options: CompareRunsOptions) -> None:
@@ -121,5 +192,6 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
 
 add_command(runs, list_runs)
 add_command(runs, show_run)
+add_command(runs, check_run)
 add_command(runs, resume_run)
 add_command(runs, compare_two_runs)

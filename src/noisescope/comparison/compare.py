@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from noisescope.atomic_write import write_file
 from noisescope.comparison.measures import Array, ErrorSums
 from noisescope.comparison.priorities import DifferenceCosts, difference_costs
 from noisescope.comparison.records import Record, check_comparable
@@ -78,10 +79,7 @@ class Comparison:
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON; its folder is made where there is none."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(self.to_json(), encoding="utf-8")
-        return target
+        return write_file(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:

@@ -25,8 +25,8 @@ from noisescope.sites import Place, Site
 FORMAT = "noisescope record"
 VERSION = 2  # 2: prompts have a checksum
 DESCRIPTION = "record.json"
-UNFINISHED = "record.json.unfinished"  # while it is written
 # 0003.safetensors: the sketches of batch 3; 0003-012-7.safetensors: its thirteenth file of whole tensors, of block 7
+_BEING_WRITTEN = re.compile(r"\.tmp.*|\.record\.json\..*\.part")  # by safetensors, by atomic_write
 TENSORS = re.compile(r"(?P<batch>\d{4,})(?:-\d{3,}-(?P<place>\w+))?\.safetensors")
 
 
@@ -38,8 +38,8 @@ def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
 def is_unfinished(folder: Path) -> bool:
     """Whether a folder holds files of a record that was never finished, and nothing else."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    ours = [name for name in names if not name.startswith(".tmp")]  # as safetensors calls a file while it writes it
-    return bool(ours) and all(name == UNFINISHED or TENSORS.fullmatch(name) for name in ours)
+    ours = [name for name in names if not _BEING_WRITTEN.fullmatch(name)]
+    return bool(ours) and all(TENSORS.fullmatch(name) for name in ours)
 
 
 # -- record.json

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from noisescope.atomic_write import replacing
 from noisescope.demo import folder, problems, train, training_data
 from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.model.forwards import evaluating
@@ -69,10 +70,8 @@ class Arithmetic:
             calibration = problems.held_out(HELD_OUT, train.CALIBRATION_SEED)
             without = frozenset(item.prompt for item in [*tests, *calibration])
             data = training_data.training_set(self.settings.examples, without, workers=workers)
-            part = cache.with_suffix(".part")
-            with part.open("wb") as file:
+            with replacing(cache) as file:
                 np.savez_compressed(file, tokens=data.tokens, ends=data.ends, values=data.values)
-            part.replace(cache)
 
     def begin(self, seed: int, *, device: str, cache: Path) -> train.TrainingLoop:
         """A model before its first step: weights (from scratch) and the order of problems are those of the seed."""

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -121,6 +122,8 @@ def _alteration(model: nn.Module) -> str:
         if any(not maker.startswith(("transformers.", "accelerate.")) for maker in makers):
             return f"hooks are registered on {where}, and no file holds them: remove them first"
         forward = vars(module).get("forward")
+        if forward == MethodType(type(module).forward, module):  # a copy that was made inside a scope
+            continue
         if forward is not None and not (hasattr(module, "_hf_hook") and isinstance(forward, functools.partial)):
             return f"the forward of {where} is replaced (by an open noisescope scope?), and no file holds that: undo it"
     return ""

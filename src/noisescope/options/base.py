@@ -50,19 +50,28 @@ class CommandOptions:
         return cls(**values, naming=lambda name: from_file.get(name) or known[name].typed)
 
     @classmethod
-    def from_stored(cls, stored: Mapping[str, Any]) -> Self:
-        """From what `plain` gave; names of earlier versions are understood, options that are gone are left out."""
-        names = canonical_names(options_of(cls).values())
-        return cls(**{names[name]: value for name, value in stored.items() if name in names and value is not None})
+    def from_stored(cls, stored: Mapping[str, Any], **given: Any) -> Self:
+        """From what `plain` gave; names of earlier versions are understood, options that are gone are left out.
+
+        So is what no run stores: it was put there by somebody else.
+        """
+        names = canonical_names(option for option in options_of(cls, "command").values() if option.stored)
+        found = {names[name]: value for name, value in stored.items() if name in names and value is not None}
+        return cls(**{**found, **given})
 
     def pick(self, *names: str) -> dict[str, Any]:
         """These options as keywords for a call."""
         return {name: vars(self)[name] for name in names}
 
     def plain(self) -> dict[str, Any]:
-        """JSON values of all that a command line can give."""
+        """JSON values of all that a command line can give and a run may store."""
         known = options_of(type(self), "command")
-        return {name: _plain(value) for name, value in vars(self).items() if name in known}
+        return {name: _plain(value) for name, value in vars(self).items() if name in known and known[name].stored}
+
+    def not_stored(self) -> tuple[str, ...]:
+        """Names of the options that were given and that `plain` leaves out."""
+        known = options_of(type(self), "command")
+        return tuple(name for name in unlike_default(self) if name in known and not known[name].stored)
 
 
 def _plain(value: Any) -> Any:

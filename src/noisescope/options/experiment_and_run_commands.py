@@ -97,8 +97,24 @@ class ShowOptions(FolderOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckRunOptions(FolderOptions, PrintingOptions):
+    command: ClassVar[str] = "runs check"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumeOptions(FolderOptions):
     command: ClassVar[str] = "runs resume"
+
+    trust_remote_code: bool = changed(
+        DeviceOptions, "trust_remote_code", help="Run Python code that comes with the model; never stored with a run."
+    )
+    address: str | None = changed(
+        ExecutionOptions,
+        "address",
+        help="With executor ray: address of the cluster, or local; never stored with a run.",
+        surface="command",
+        default_text="",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

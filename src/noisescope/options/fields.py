@@ -82,6 +82,7 @@ class Option:
     negative: str = ""  # the flag that turns it off, such as no-inputs
     surface: str = "both"  # "both", "command", "python" or "none" (set by noisescope itself)
     hidden: bool = False  # understood on the command line and in files, and not shown in help and tables
+    stored: bool = True  # whether a run keeps it to be resumed; never what widens trust or writes outside its folder
     command_default: Any = None  # where a command has a default that Python has not
     # read from the class
     name: str = ""

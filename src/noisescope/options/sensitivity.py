@@ -122,9 +122,9 @@ class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOpt
         choices=GATE_EFFORTS,
     )
     slice: int = changed(ScoringOptions, "slice")
-    junit: Path | None = command_option(None, "Write the checks there as JUnit XML.")
+    junit: Path | None = command_option(None, "Write the checks there as JUnit XML.", stored=False)
     history: Path | None = command_option(
-        None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR"
+        None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR", stored=False
     )
     step: int | None = option(None, "The checkpoint's step, for the trend.")
     template: str | None = command_option(None, "Print a CI job and stop.", choices=TEMPLATES, stops=True)

@@ -137,7 +137,7 @@ class DeviceOptions(CommandOptions):
         None, "Number format of the weights.", unit="T", choices=DTYPES, default_text="as stored"
     )
     revision: str | None = command_option(None, "Version of a hub id.", unit="R")
-    trust_remote_code: bool = command_option(False, "Run Python code that comes with the model.")
+    trust_remote_code: bool = command_option(False, "Run Python code that comes with the model.", stored=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,12 +238,13 @@ class ExecutionOptions(CommandOptions):
     executor: str = option("local", "Where trials run.", choices=EXECUTORS)
     workers: int = option(2, "With executor ray: number of workers.", least=1, aliases=("processes",))
     address: str | None = option(
-        None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster"
+        None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster", stored=False
     )
     retry_failed: bool = option(False, "Run trials again that failed before.")
     progress: Any = option(None, "An object with wave(trials) and step(trial, result, seconds).", surface="python",
                               open=True)  # fmt: skip
     repeat: Any = option(None, "How to repeat this, for `noisescope runs resume`.", surface="none", open=True)
+    resumes: str | None = option(None, "Fingerprint of the model that the run was of; empty: unknown.", surface="none")
 
 
 Options = ExecutionOptions  # its public name: ns.Options

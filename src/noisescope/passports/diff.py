@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput
 from noisescope.passports.words import ATTENTION_ERRORS, FACTS, NAMES, RULES, accumulation_switch, operand_switch, shown
 
@@ -241,8 +242,7 @@ def _facts(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
 def write_passport(passport: dict[str, Any], path: str | Path) -> None:
     """Into a file; folders on the way to it are made."""
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(passport, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_file(Path(path), json.dumps(passport, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another place with -o") from error
 

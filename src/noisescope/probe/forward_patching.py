@@ -3,12 +3,15 @@
 An instance attribute `forward` is what works everywhere: forward hooks are ignored by already compiled code and have no
 say over what a module's functions do. What stood in `module.__dict__` before (accelerate keeps its own forward there)
 is called by the wrapper and put back on leaving. State hangs on the scope and its wrappers, never in a thread-local:
-on a GPU, backward passes and recomputations run in autograd's own threads. A forward belongs to the thread that started
-it; a recomputation belongs to the forward it repeats, whatever thread it runs in.
+on a GPU, backward passes and recomputations run in autograd's own threads. A scope has one owner: the thread, and in it
+the asyncio task, that opened it; all others are refused. A recomputation belongs to the forward it repeats, whatever
+thread it runs in.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
@@ -20,13 +23,22 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput, ModelHeld
 from noisescope.model.anatomy import ATTENTION, CALLS, MODULE, Anatomy, Unit, dissect
 from noisescope.probe.draws import Rows
-from noisescope.probe.forward_wrapper import RUN, ForwardWrapper, in_backward
+from noisescope.probe.forward_wrapper import RUN, ForwardWrapper, in_backward, scopes_on
 from noisescope.probe.function_mode import DeviceCallMode, OperatorCalls
 from noisescope.probe.operator_target import Context, Target
 from noisescope.sites import FUSED, Place
 
 _entering = threading.Lock()  # two threads must not both find a model free
 _claiming = threading.Lock()  # nor both find that no other is in it
+_MOST_NESTED = 16  # a scope takes up to 25 frames of a forward's stack, and Python's limit is 1000
+
+Caller = tuple[int, "asyncio.Task[Any] | None"]
+
+
+def caller() -> Caller:
+    """This thread, and the coroutine that it runs now (an asyncio task), if any."""
+    running = asyncio._get_running_loop() is not None
+    return get_ident(), asyncio.current_task() if running else None
 
 
 def unwrap(model: Any) -> nn.Module:
@@ -51,14 +63,14 @@ class ModelScope:
 
     acts_as_device = False  # whether scopes opened later see what this one does to functions: see DeviceCallMode
     any_order = False  # whether it may be left before scopes opened inside it; its wrappers pass everything on then
-    any_thread = False  # whether other threads than the one that opened it may call the model, one at a time
+    any_thread = False  # whether others than its owner may call the model, one thread at a time
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         self.model = unwrap(model)
         self.mode: DeviceCallMode | None = None
         self.anatomy = anatomy or dissect(self.model)
         self._running: dict[int, _Running] = {}  # by thread
-        self.thread: int | None = None
+        self.owned_by: Caller | None = None
         self.compiled = False
         self._wrappers: dict[nn.Module, ForwardWrapper] = {}
         self.forwards = 0  # calls of the model so far; unnamed rows are keyed by it
@@ -116,8 +128,22 @@ class ModelScope:
 
     @property
     def held_elsewhere(self) -> bool:
-        """Whether another thread holds the model, so that this one can neither open nor call it."""
-        return bool(self._others()) if self.any_thread else self.thread != get_ident()
+        """Whether another thread or coroutine holds the model, so that this one can neither open nor call it."""
+        return bool(self._others()) if self.any_thread else self.owned_by != caller()
+
+    def check_caller(self) -> None:
+        """Raise unless the scope's owner calls, or autograd, which repeats a part of the owner's forward."""
+        if not self.any_thread and self.owned_by != caller() and not in_backward():
+            raise self._not_the_owner()
+
+    def _not_the_owner(self) -> ModelHeld:
+        if self.owned_by is not None and self.owned_by[0] == get_ident():
+            who, cure = "coroutine", "open the scope in the coroutine (asyncio task) that calls the model"
+        else:
+            who, cure = "thread (nn.DataParallel calls replicas that way)", "run it in the thread that opened the scope"
+        return ModelHeld(
+            f"this model is held by a noisescope scope of another {who}: {cure}, or give each its own copy"
+        )
 
     def _others(self) -> list[_Running]:
         """What other threads that are inside the model run there."""
@@ -145,16 +171,22 @@ class ModelScope:
     def _open(self) -> None:
         modules = dict(self.model.named_modules(remove_duplicate=False))
         with _entering:
-            if self.thread is not None:
+            if self.owned_by is not None:
                 raise ModelHeld("this scope is open already; make a new one for each `with`")
+            name = type(self.model).__name__
             for module in self.model.modules():
-                held = module.__dict__.get("forward")
-                if isinstance(held, ForwardWrapper) and held.scope.held_elsewhere:
+                held = scopes_on(module)
+                if held and held[0].held_elsewhere:
                     raise ModelHeld(
-                        f"another thread holds a scope on this {type(self.model).__name__}. "
-                        "Give each thread its own copy of the model, or wait until that scope is left."
+                        f"another thread or coroutine holds a scope on this {name}. "
+                        "Give each its own copy of the model, or wait until that scope is left."
                     )
-            self.thread = get_ident()
+                if len(held) >= _MOST_NESTED:
+                    raise ModelHeld(
+                        f"{len(held)} noisescope scopes are open on this {name} already, and a forward through more "
+                        f"would pass Python's recursion limit ({sys.getrecursionlimit()}): leave some of them first"
+                    )
+            self.owned_by = caller()
             self._devices = None
             try:
                 self._install(modules)
@@ -237,7 +269,7 @@ class ModelScope:
             wrapper.retire()
         self._wrappers.clear()
         self._running = {at: running for at, running in self._running.items() if running.inside}
-        self.thread = None
+        self.owned_by = None
         if strangers and not self.any_order:
             raise ModelHeld(
                 "scopes must be left in the reverse order of entering: another wrapper was put on "
@@ -282,10 +314,7 @@ class ModelScope:
 
     def new_context(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Context:
         if not self.any_thread and self.held_elsewhere:
-            raise ModelHeld(
-                "this model is held by a noisescope scope of another thread (nn.DataParallel calls replicas that way): "
-                "run it in the thread that opened the scope, or give each thread its own copy"
-            )
+            raise self._not_the_owner()
         self._claim(forward=True)
         self.forwards += 1
         self._recalled = None
@@ -331,7 +360,9 @@ class ModelScope:
 
     def recalled(self, wrapper: ForwardWrapper, x: Any) -> Context:
         """The forward that autograd recomputes now (gradient checkpointing): the same rows, and no tally."""
-        rows = wrapper.recall(x, None if self._recalled is None else self._recalled.rows)
+        ours = self.any_thread or not self.held_elsewhere or (_is_autograds_thread() and not wrapper.root)
+        known = ours or wrapper.knows(x)  # a whole forward is recomputed from the very tensors it had
+        rows = wrapper.recall(x, None if self._recalled is None else self._recalled.rows) if known else None
         if rows is None:  # a module that ran in no forward of this scope: nothing to repeat
             return self.new_context()
         self._claim(forward=False)
@@ -343,14 +374,13 @@ class ModelScope:
 
 def _device_scopes(model: nn.Module) -> list[ModelScope]:
     """The scopes open on a model that act before all others, as a broken device does: simulated faults."""
-    found: dict[int, ModelScope] = {}
-    for module in model.modules():
-        held = module.__dict__.get("forward")
-        while isinstance(held, ForwardWrapper):
-            if held.scope.acts_as_device and not held.retired:
-                found[id(held.scope)] = held.scope
-            held = held.replaced
-    return list(found.values())
+    open_scopes = {id(scope): scope for module in model.modules() for scope in scopes_on(module)}
+    return [scope for scope in open_scopes.values() if scope.acts_as_device]
+
+
+def _is_autograds_thread() -> bool:
+    """Whether nobody started this thread from Python: autograd has one for each device, and others in nested calls."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _parents(name: str) -> Iterator[str]:

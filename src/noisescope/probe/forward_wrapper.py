@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from noisescope.errors import ModelHeld, UnsupportedModel
+from noisescope.errors import UnsupportedModel
 from noisescope.model.anatomy import ATTENTION, MODULE, keeps_weight_transposed
 from noisescope.probe.draws import Rows
 from noisescope.probe.function_mode import OperatorCalls, WeightUse
@@ -54,13 +57,23 @@ class ForwardWrapper:
         return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ModelHeld(
-            "the model can't be copied or pickled inside a noisescope scope: the copy would call into the original. "
-            "Leave the scope first. (save_pretrained and state_dict are fine.)"
-        )
+        clean = self._beneath()
+        if clean is not ABSENT:
+            return copy.deepcopy(clean, memo)
+        copied = copy.deepcopy(self.module, memo)  # which is being copied: this is an attribute of it
+        return MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
-        return self.__deepcopy__(None)
+        """A copy of the model is clean: it has the forward that stood here, or that of its class, and none of ours."""
+        clean = self._beneath()
+        return (getattr, (self.module, "forward")) if clean is ABSENT else (operator.getitem, ((clean,), 0))
+
+    def _beneath(self) -> Any:
+        """What stood here before any scope was opened."""
+        replaced = self.replaced
+        while isinstance(replaced, ForwardWrapper):
+            replaced = replaced.replaced
+        return replaced
 
     def watch(self, kind: str) -> None:
         """This module's own function calls are operators."""
@@ -92,6 +105,7 @@ class ForwardWrapper:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.scope.check_caller()
         if self.scope.sleeps():
             return self.original(*args, **kwargs)
         if self.root:
@@ -246,6 +260,11 @@ class ForwardWrapper:
     def _remember(self, x: Any, context: Context) -> None:
         self._remembered.append((_identity(x), context.rows))
 
+    def knows(self, x: Any) -> bool:
+        """Whether this very tensor was the input of a forward."""
+        identity = _identity(x)
+        return identity is not None and any(identity == known for known, _ in list(self._remembered))
+
     def recall(self, x: Any, preferred: Rows | None) -> Rows | None:
         """The rows of the forward that had this very tensor as input; it is alive while its graph is.
 
@@ -266,6 +285,16 @@ def _identity(x: Any) -> tuple[Any, ...] | None:
         return (x.data_ptr(), x.shape)
     except (AttributeError, RuntimeError):
         return None
+
+
+def scopes_on(module: nn.Module) -> list[ModelScope]:
+    """The scopes that are open on a module, the innermost first."""
+    found, held = [], module.__dict__.get("forward")
+    while isinstance(held, ForwardWrapper):
+        if not held.retired:
+            found.append(held.scope)
+        held = held.replaced
+    return found
 
 
 def in_backward() -> bool:

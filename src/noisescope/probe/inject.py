@@ -80,7 +80,7 @@ class Probe(ModelScope):
         try:
             self._check_targets()
             self.tally.look_again()
-            if self.thread is not None:
+            if self.owned_by is not None:
                 self._install(dict(self.model.named_modules(remove_duplicate=False)))
         except BaseException:
             self.injection = previous

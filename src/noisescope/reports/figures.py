@@ -26,6 +26,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from noisescope.atomic_write import replacing
 from noisescope.reports.document import TONES, Bar, Chart, Curve, Document, HeatMap
 from noisescope.reports.text_layout import INK, QUIET, foreign, printable
 
@@ -92,7 +93,8 @@ def save_figures(document: Document, folder: Path) -> list[Path]:
         figure = figure_of(block)
         for form in ("png", "svg"):
             paths.append(folder / f"{block.key}.{form}")
-            save(figure, paths[-1], form)
+            with replacing(paths[-1]) as file:
+                save(figure, file, form)
     return paths
 
 

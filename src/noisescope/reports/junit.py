@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings.pass_fail import VERDICTS, Verdict, headline, overall
 
@@ -57,8 +58,7 @@ def to_junit(suite: str, cases: Sequence[Case], summary: str = "") -> str:
 def write_junit(path: Path, suite: str, cases: Sequence[Case], summary: str = "") -> Path:
     """The cases as a file; its path."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_junit(suite, cases, summary), encoding="utf-8")
+        write_file(path, to_junit(suite, cases, summary))
     except OSError as error:
         raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another with --junit") from error
     return path

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, Literal, Self, TypeVar
 
+from noisescope.atomic_write import write_file
 from noisescope.diagnosis.findings_check import CheckResult
 from noisescope.diagnosis.report import SCHEMA_VERSION, Diagnosis, Robustness
 from noisescope.errors import InvalidInput, MissingExtra, unknown
@@ -169,7 +170,7 @@ class SavedReport(Mapping[str, Json], Generic[V]):
             paths = []
             for form in wanted:
                 try:
-                    paths.append(_write(target / f"{name}.{form}", draw[form]()))
+                    paths.append(write_file(target / f"{name}.{form}", draw[form]()))
                 except MissingExtra as missing:
                     if formats is not None:
                         raise
@@ -189,13 +190,6 @@ class SavedReport(Mapping[str, Json], Generic[V]):
     def from_data(cls, data: Json, where: str) -> Self:
         """A report from elsewhere: refused in one line where any part of it does not fit."""
         return cls(read_value(data, cls.kinds, where, command=cls.command))
-
-
-def _write(path: Path, content: str | bytes) -> Path:
-    """Whole or not at all: a reader never meets half a file."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-    return part.replace(path)
 
 
 class Report(SavedReport[DiagnosisReport | Robustness]):

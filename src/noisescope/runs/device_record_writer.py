@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from noisescope.comparison.records import DESCRIPTION, FORMAT, UNFINISHED, VERSION, is_unfinished, prompts_digest
+from noisescope.atomic_write import write_file
+from noisescope.comparison.records import DESCRIPTION, FORMAT, VERSION, is_unfinished, prompts_digest
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.measures import sketches
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit
@@ -264,9 +265,7 @@ def write_record(
         "notes": sorted(notes.union(about.get("notes", ()))),
     }
     with writing_into(target):
-        unfinished = target / UNFINISHED
-        unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        unfinished.replace(target / DESCRIPTION)
+        write_file(target / DESCRIPTION, json.dumps(record) + "\n")
     return target
 
 

@@ -2,223 +2,231 @@
 
 A killed run loses at most the trial it was in. Only the driver writes. A row holds the result as JSON text, its arrays
 as .npz bytes without pickles, and a SHA-256 of its own, verified on reading: what a disk or a copy damaged is measured
-again and never believed.
+again and never believed. Opening reads no trials; each is read when it is asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import json
-import math
 import sqlite3
-from collections import Counter
+import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from noisescope.errors import InvalidInput
+from noisescope.runs import store_file
+from noisescope.runs.store_file import FILE as FILE
+from noisescope.runs.store_file import LOCK, VERSION
+from noisescope.runs.store_rows import Cell, checksum, decode, encode, is_intact
 from noisescope.trials import Result, Trial
 
-Cell = str | bytes | float | int | None  # what SQLite gives back
-
-SCHEMA_VERSION = 2
-FILE = "run.sqlite"
-_VERSION = "schema_version"
+_ROW = "SELECT checksum, id, content, measure, result, arrays, error, seconds FROM trials"
 
 
-def checksum(*cells: Cell) -> str:
-    """SHA-256 over the cells of a row, each with its kind and length, so that no two rows share their bytes."""
-    digest = hashlib.sha256()
-    for cell in cells:
-        if isinstance(cell, bytes):
-            raw = cell
-        elif isinstance(cell, str):
-            raw = cell.encode("utf-8", "surrogatepass")
-        else:
-            raw = (cell.hex() if isinstance(cell, float) else str(cell)).encode()
-        digest.update(f"{type(cell).__name__} {len(raw)}:".encode())
-        digest.update(raw)
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class StoreCounts:
+    """A store in numbers, as its index has them: no trial is read for them, and none is verified."""
+
+    trials: int
+    seconds: float
+    measures: Mapping[str, int]
+    errors: Mapping[str, int]  # of failed trials: how many have this message
+
+    @property
+    def failed(self) -> int:
+        return sum(self.errors.values())
 
 
-_TABLES = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS trials (
-    id TEXT PRIMARY KEY,
-    content TEXT NOT NULL,
-    measure TEXT NOT NULL,
-    result TEXT NOT NULL,
-    arrays BLOB,
-    error TEXT NOT NULL,
-    seconds REAL NOT NULL,
-    finished TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP,
-    checksum TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS gates (number INTEGER PRIMARY KEY, result TEXT NOT NULL, checksum TEXT NOT NULL);
-INSERT OR IGNORE INTO about VALUES
-    ('{_VERSION}', '{SCHEMA_VERSION}', '{checksum(_VERSION, str(SCHEMA_VERSION))}');
-COMMIT;
-"""
+@dataclass(frozen=True)
+class StoreCheck:
+    """What a look at every row found."""
+
+    trials: int
+    damaged: int  # trials that are no results any more
+    damaged_gates: int
+    damaged_notes: tuple[str, ...]
+    structure: str  # what SQLite says of pages and indexes; "ok"
+
+    @property
+    def sound(self) -> bool:
+        return not (self.damaged or self.damaged_gates or self.damaged_notes) and self.structure == "ok"
 
 
 class Store(Mapping[str, Result]):
-    """The results of a run by trial id; reads come from memory, writes go to the file at once.
+    """The results of a run by trial id; a trial is read and verified when first asked for, writes go to the file.
 
-    `folder=None` keeps everything in memory. `damaged` counts the trials whose row failed its checksum: they are no
-    results here, so they are measured again. A store that is opened to write drops such rows from the file.
+    `folder=None` keeps everything in memory. A trial whose row fails its checksum is no result here, so it is measured
+    again; `damaged` counts those met so far. A store that is opened to write drops all such rows when it meets one.
     """
 
     def __init__(self, folder: str | Path | None, *, create: bool = True) -> None:
         self.path = None if folder is None else Path(folder) / FILE
-        if self.path is not None:
-            if not create and not self.path.exists():
+        self._write = create
+        self._known: dict[str, Result] = {}
+        self._damaged: set[str] = set()
+        self.added = 0  # trials put since it was opened
+        self._dropped = self.damaged_gates = 0  # the second is of the last gates()
+        with contextlib.ExitStack() as opened:
+            self._lock = None if self.path is None else self._prepare(self.path.parent)
+            if self._lock is not None:
+                opened.callback(store_file.release_lock, self._lock)
+            self._db = store_file.connect(self.path, write=create)
+            self._number = None if self.path is None else store_file.file_number(self.path)
+            opened.pop_all()
+
+    def _prepare(self, folder: Path) -> int | None:
+        """The folder of a writer, made and locked; that of a reader, with a run in it."""
+        if not self._write:
+            store_file.refuse_links(folder)
+            if not (folder / FILE).exists():
                 raise InvalidInput(
                     f"{folder} holds no run (no {FILE} in it). `noisescope runs list` shows where some are"
                 )
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InvalidInput(
-                    f"can't write into {folder}: {error.strerror or error}. Choose another with -o"
-                ) from error
-        self._results: dict[str, Result] = {}
-        self._measures: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}
-        self.damaged = self.damaged_gates = 0  # the second is of the last gates()
-        with contextlib.ExitStack() as opened:
-            self._lock = self._hold() if create and self.path is not None else None
-            if self._lock is not None:
-                opened.callback(self._lock.close)
-            self._db = self._connect()
-            opened.callback(self._db.close)
-            self._read(drop_damaged=create)
-            opened.pop_all()
-
-    def _hold(self) -> Any:
-        """One writer a folder: two would measure everything twice. The lock goes with the process, however it ends."""
-        assert self.path is not None
-        try:
-            import fcntl
-        except ImportError:  # not on this system: two writers are the user's care
             return None
-        lock = self.path.with_suffix(".lock").open("w")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
+            folder.mkdir(parents=True, exist_ok=True)
+            store_file.refuse_links(folder)
+            return store_file.hold_lock(folder / LOCK)
+        except OSError as error:
             raise InvalidInput(
-                f"another process is writing into {self.path.parent}: wait for it, or use another folder (-o)"
-            ) from None
-        return lock
+                f"can't write into {folder}: {error.strerror or error}. Choose another with -o"
+            ) from error
 
     @property
     def _name(self) -> str:
         return ":memory:" if self.path is None else str(self.path)
 
-    def _connect(self) -> sqlite3.Connection:
-        """The open database, of this version; another one is refused before anything is written into it."""
-        with contextlib.ExitStack() as opened:
-            try:
-                db = sqlite3.connect(self._name, timeout=30, isolation_level=None)
-                opened.callback(db.close)
-                db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # its checksum shows damaged text
-                db.execute("PRAGMA journal_mode=WAL")
-                db.execute("PRAGMA synchronous=NORMAL")  # in WAL mode a killed process loses nothing that was committed
-                if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() == (0,):
-                    db.executescript(_TABLES)
-                found = db.execute("SELECT value FROM about WHERE key = ?", (_VERSION,)).fetchone()
-            except sqlite3.DatabaseError as error:
-                raise InvalidInput(
-                    f"{self._name} can't be used as a run's store: {error}. Use another folder (-o)"
-                ) from error
-            if found != (str(SCHEMA_VERSION),):
-                has = "no schema version" if found is None else f"schema version {found[0]}"
-                raise InvalidInput(
-                    f"{self._name} has {has}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
-                    "command again into another folder (-o), or open this one with the noisescope that wrote it"
-                )
-            opened.pop_all()
-        return db
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        return store_file.reading(self._name)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """What SQLite itself can't read is refused in one line."""
-        try:
+    def _writing(self) -> Iterator[None]:
+        """Around each change: SQLite would go on writing into a file that is deleted, and all of it would be lost."""
+        with store_file.writing(self._name):
             yield
-        except sqlite3.DatabaseError as error:
+        self._require_file()
+
+    def _require_file(self) -> None:
+        if self.path is not None and store_file.file_number(self.path) != self._number:
             raise InvalidInput(
-                f"{self._name} is damaged ({error}): restore it from a copy, or run the command again into another "
-                "folder (-o)"
-            ) from error
-
-    def _read(self, *, drop_damaged: bool) -> None:
-        """Every row that is intact; the others are counted."""
-        damaged: list[tuple[int]] = []
-        with self._reading():
-            rows = self._db.execute(
-                "SELECT rowid, checksum, id, content, measure, result, arrays, error, seconds FROM trials"
+                f"{self.path} was removed or replaced while this run was writing into it, so its results are lost: run "
+                "the same command again, or into another folder (-o)"
             )
-            for number, seal, identity, content, measure, result, arrays, error, seconds in rows:
-                cells = (identity, content, measure, result, arrays, error, seconds)
-                if checksum(*cells) != seal or not is_content_of(identity, content):
-                    damaged.append((number,))
-                    continue
-                self._results[identity] = decode(result, arrays, error)
-                self._measures[identity] = measure
-                self.seconds[identity] = seconds
-            if damaged and drop_damaged:
-                self._drop(damaged)
-        self.damaged = len(damaged)
 
-    def _drop(self, rows: list[tuple[int]]) -> None:
-        """Delete trials by row number; refused where more than single rows is damaged."""
-        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise sqlite3.DatabaseError(found)
-        self._db.execute("REINDEX trials")  # where an id was damaged, the index does not know it
-        self._db.executemany("DELETE FROM trials WHERE rowid = ?", rows)
+    # -- trials
 
     def __getitem__(self, identity: str) -> Result:
-        return self._results[identity]
+        if identity not in self._known:
+            found = self._read(identity)
+            if found is None:
+                raise KeyError(identity)
+            self._known[identity] = found
+        return self._known[identity]
+
+    def _read(self, identity: str, *, again: bool = False) -> Result | None:
+        """A trial from the file; None where it is not there, or damaged."""
+        with self._reading():
+            # by way of the row's number: the id is to be the table's, and not the index's
+            one = f"{_ROW} WHERE rowid = (SELECT rowid FROM trials WHERE id = ?)"
+            row = self._db.execute(one, (identity,)).fetchone()
+        if row is None:
+            return None
+        found = _result(row)
+        if found is not None and row[1] == identity:
+            return found
+        self._damaged.add(identity)
+        if not self._write or again:
+            return None
+        self._drop_damaged()
+        return self._read(identity, again=True)
+
+    def _rows(self) -> Iterator[tuple[int, tuple[Cell, ...], Result | None]]:
+        """Every row of the table with its number, and what it holds: None where it is damaged."""
+        with self._reading():
+            for number, *row in self._db.execute(f"{_ROW.replace('checksum', 'rowid, checksum', 1)} NOT INDEXED"):
+                yield number, tuple(row), _result(row)
+
+    def _drop_damaged(self) -> None:
+        """Write intact rows anew, and no others; refused where more than single rows is damaged.
+
+        Deleting rows one by one would need an index that still fits: where an id was hit it does not.
+        """
+        with self._reading():
+            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(found)
+        damaged = [(number,) for number, _, result in self._rows() if result is None]
+        with self._writing(), self._db:  # the connection commits, or rolls back
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("CREATE TEMP TABLE damaged (number INTEGER PRIMARY KEY)")
+            self._db.executemany("INSERT INTO damaged VALUES (?)", damaged)
+            self._db.execute(
+                "CREATE TEMP TABLE intact AS SELECT * FROM trials NOT INDEXED WHERE rowid NOT IN damaged ORDER BY rowid"
+            )
+            self._db.execute("DELETE FROM trials")
+            self._db.execute("INSERT OR REPLACE INTO trials SELECT * FROM intact")
+            self._db.execute("DROP TABLE temp.intact")
+            self._db.execute("DROP TABLE temp.damaged")
+        self._dropped += len(damaged)
+        self._damaged.clear()
+
+    def mend(self) -> None:
+        """Look at every row, and write the intact ones anew where one is damaged or an index does not fit."""
+        found = self.check()
+        if found.damaged or found.structure != "ok":
+            self._drop_damaged()
+
+    @property
+    def damaged(self) -> int:
+        """Damaged trials met so far."""
+        return self._dropped + len(self._damaged)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._results)
+        return iter(dict.fromkeys(str(row[1]) for _, row, result in self._rows() if result is not None))
 
     def __len__(self) -> int:
-        return len(self._results)
+        return sum(1 for _ in self)
 
     def put(self, trial: Trial, result: Result, seconds: float) -> None:
         """Keep a result; a second one for the same trial is refused, for nothing may be measured twice."""
-        if trial.id in self._results and not self._results[trial.id].failed:
+        before = self.get(trial.id)
+        if before is not None and not before.failed:
             raise AssertionError(f"trial {trial.id} is stored already")
         text, arrays = encode(result)
         cells = (trial.id, trial.content(), trial.measure, text, arrays, result.error, float(seconds))
-        self._db.execute(
-            "INSERT OR REPLACE INTO trials (id, content, measure, result, arrays, error, seconds, checksum) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*cells, checksum(*cells)),
-        )
-        self._results[trial.id] = decode(text, arrays, result.error)  # as a resumed run would read it
-        self._measures[trial.id] = trial.measure
-        self.seconds[trial.id] = seconds
+        with self._writing():
+            self._db.execute(
+                "INSERT OR REPLACE INTO trials (id, content, measure, result, arrays, error, seconds, checksum) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (*cells, checksum(*cells)),
+            )
+        self._known[trial.id] = decode(text, arrays, result.error)  # as a resumed run would read it
+        self.added += 1
 
     def forget_failures(self) -> int:
         """Failed rows go, so that they run again."""
-        failed = [identity for identity, result in self._results.items() if result.failed]
+        with self._reading():
+            found = self._db.execute("SELECT id FROM trials WHERE error != ''").fetchall()
+        failed = [identity for (identity,) in found if identity in self]
         for identity in failed:
-            self._db.execute("DELETE FROM trials WHERE id = ?", (identity,))
-            del self._results[identity], self._measures[identity], self.seconds[identity]
+            with self._writing():
+                self._db.execute("DELETE FROM trials WHERE id = ?", (identity,))
+            del self._known[identity]
         return len(failed)
+
+    def contents(self) -> dict[str, str]:
+        """The canonical JSON of every trial that is kept, by id."""
+        return {str(row[1]): str(row[2]) for _, row, result in self._rows() if result is not None}
+
+    # -- the run itself
 
     def about(self) -> dict[str, Any]:
         """Everything that was noted."""
         with self._reading():
-            rows = self._db.execute("SELECT key, value, checksum FROM about WHERE key != ?", (_VERSION,)).fetchall()
+            rows = self._db.execute("SELECT key, value, checksum FROM about WHERE key != ?", (VERSION,)).fetchall()
         return {key: self._noted(key, value, seal) for key, value, seal in rows}
 
     def fact(self, name: str) -> Any:
@@ -236,15 +244,31 @@ class Store(Mapping[str, Result]):
             )
         return json.loads(value)
 
-    def measures(self) -> dict[str, int]:
-        """How many trials of each kind are kept."""
-        return dict(sorted(Counter(self._measures.values()).items()))
-
-    def contents(self) -> dict[str, str]:
-        """The canonical JSON of every trial that is kept, by id."""
+    def counts(self) -> StoreCounts:
+        """How many trials of each kind there are, how many failed and why, and what they took."""
+        measures: dict[str, int] = {}
+        errors: dict[str, int] = {}
+        spent = 0.0
         with self._reading():
-            rows = self._db.execute("SELECT id, content FROM trials").fetchall()
-        return {identity: text for identity, text in rows if identity in self and is_content_of(identity, text)}
+            rows = self._db.execute(
+                "SELECT measure, error, COUNT(*), SUM(seconds) FROM trials GROUP BY 1, 2"
+            ).fetchall()
+        for measure, error, count, seconds in rows:
+            measures[measure] = measures.get(measure, 0) + count
+            spent += seconds
+            if error:
+                errors[error] = errors.get(error, 0) + count
+        return StoreCounts(sum(measures.values()), spent, measures, errors)
+
+    def check(self) -> StoreCheck:
+        """Look at every row and page of the file; nothing is changed."""
+        with self._reading():
+            (structure,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+            notes = self._db.execute("SELECT key, value, checksum FROM about").fetchall()
+        whole = [result is not None for _, _, result in self._rows()]
+        self.gates()
+        wrong = tuple(str(key) for key, value, seal in notes if checksum(key, value) != seal)
+        return StoreCheck(len(whole), whole.count(False), self.damaged_gates, wrong, structure)
 
     def damage(self) -> list[str]:
         """For the notes of a report: what was found damaged, in a sentence."""
@@ -257,13 +281,15 @@ class Store(Mapping[str, Result]):
         """Keep facts about the run itself: the command's settings, versions, dates."""
         for key, value in facts.items():
             text = json.dumps(value)
-            self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?)", (key, text, checksum(key, text)))
+            with self._writing():
+                self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?)", (key, text, checksum(key, text)))
 
     def add_gate(self, result: Mapping[str, Any]) -> None:
         """Keep a gate's result, after those before it."""
         text = json.dumps(result, allow_nan=False)
-        (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM gates").fetchone()
-        self._db.execute("INSERT INTO gates VALUES (?, ?, ?)", (number, text, checksum(number, text)))
+        with self._writing():
+            (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM gates").fetchone()
+            self._db.execute("INSERT INTO gates VALUES (?, ?, ?)", (number, text, checksum(number, text)))
 
     def gates(self) -> list[dict[str, Any]]:
         """Results of gates, the oldest first; damaged ones are left out and counted in `damaged_gates`."""
@@ -275,57 +301,25 @@ class Store(Mapping[str, Result]):
 
     def close(self) -> None:
         self._db.close()
-        if self._lock is not None and self.path is not None:
-            self.path.with_suffix(".lock").unlink(missing_ok=True)
-            self._lock.close()
+        if self._lock is not None:
+            store_file.release_lock(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self.close()
+        if kind is None and self._write:
+            self._require_file()
 
 
-def is_content_of(identity: Cell, content: Cell) -> bool:
-    """Whether a trial's id is the hash of its content (trials.content_id)."""
-    return isinstance(content, str) and hashlib.sha256(content.encode("utf-8", "replace")).hexdigest() == identity
-
-
-def encode(result: Result) -> tuple[str, bytes | None]:
-    """JSON text, and the arrays as .npz bytes."""
-    values = {name: [_number(v) for v in column] for name, column in result.values.items()}
-    text = json.dumps(
-        {"samples": list(result.samples), "values": values, "facts": _finite(dict(result.facts))},
-        allow_nan=False,
-        sort_keys=True,
-    )
-    if not result.arrays:
-        return text, None
-    buffer = io.BytesIO()
-    plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
-    np.savez(buffer, **plain)
-    return text, buffer.getvalue()
-
-
-def decode(text: str, arrays: bytes | None, error: str) -> Result:
-    """The result that `encode` wrote."""
-    data = json.loads(text)
-    loaded: dict[str, Any] = {}
-    if arrays:
-        with np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
-            loaded = {name: archive[name] for name in archive.files}
-    values = {name: tuple(column) for name, column in data["values"].items()}
-    return Result(tuple(data["samples"]), values, data["facts"], loaded, error)
-
-
-def _finite(value: Any) -> Any:
-    """Facts with None where a number is not finite: JSON has no NaN."""
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, dict):
-        return {name: _finite(member) for name, member in value.items()}
-    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
+def _result(row: Any) -> Result | None:
+    """What a row (checksum, id, content, measure, result, arrays, error, seconds) holds; None where it is damaged."""
+    seal, identity, content, measure, result, arrays, error, seconds = row
+    if not is_intact(seal, identity, content, measure, result, arrays, error, seconds):
+        return None
+    try:
+        return decode(result, arrays, error)
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):  # somebody made it fit
+        return None

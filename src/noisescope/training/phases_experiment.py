@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope import stats
+from noisescope.atomic_write import replacing
 from noisescope.errors import InvalidInput, NoiseRoundsAway, unknown
 from noisescope.findings import band
 from noisescope.injection import Injection, checked_scale
@@ -228,9 +229,8 @@ def train(job: Job) -> Trained | None:
                     "injections": _added(before, scoped),
                     "seconds": time.perf_counter() - started,
                 }
-                part = job.checkpoint.with_suffix(".part")
-                torch.save(state, part)
-                part.replace(job.checkpoint)
+                with replacing(job.checkpoint) as file:
+                    torch.save(state, file)
                 if late:
                     break
     if loop.step < task.steps:

@@ -136,7 +136,10 @@ def test_scopes_and_threads(model):
             elsewhere(lambda: logits(model))
     assert tally.forward == 2 and no.disable_noisy_ops()["total_forward"] == 2 * 19
     no.enable_noisy_ops()
-    with stopped_inside(model, lambda: logits(model)), pytest.raises(ModelHeld, match="another thread holds a scope"):
+    with (
+        stopped_inside(model, lambda: logits(model)),
+        pytest.raises(ModelHeld, match="another thread or coroutine holds a scope"),
+    ):
         ns.inject(model, ns.Injection(ns.Gaussian(0.1))).__enter__()
 
 

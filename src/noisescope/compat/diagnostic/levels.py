@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from noisescope import api
+from noisescope.atomic_write import write_file
 from noisescope.compat.diagnostic.adapter import (
     Question,
     Row,
@@ -211,11 +212,8 @@ class IntegratedDiagnostic:
         full, name = self._full(), str(output_path)
         for ending in (".json", ".md"):
             name = name.removesuffix(ending)
-        paths = [Path(f"{name}.json"), Path(f"{name}.md")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(json.dumps(self.generate_report(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        paths[1].write_text(full.to_markdown(), encoding="utf-8")
-        return paths
+        numbers = json.dumps(self.generate_report(), indent=1, allow_nan=False) + "\n"
+        return [write_file(Path(f"{name}.json"), numbers), write_file(Path(f"{name}.md"), full.to_markdown())]
 
     def _full(self) -> Report:
         if self.full_report is None:

@@ -13,6 +13,7 @@ from torch import nn
 from noisescope import noisy_ops
 from noisescope.api.fault_tests import run_fault_tests
 from noisescope.api.plan_trials import smooth_outliers
+from noisescope.atomic_write import write_file
 from noisescope.compat.diagnostic.adapter import (
     Row,
     batches_of,
@@ -143,9 +144,7 @@ class FaultInjectionTestGenerator:
 
     def export_to_csv(self, test_cases: Iterable[Mapping[str, Any]], output_path: str | Path) -> None:
         """Write the cases as CSV; the folder is made where there is none."""
-        text = to_csv(map(from_columns, test_cases))
-        Path(output_path).parent.mkdir(parents=True, exist_ok=True)
-        Path(output_path).write_text(text, encoding="utf-8", newline="")
+        write_file(Path(output_path), to_csv(map(from_columns, test_cases)))
 
     def run_test_cases(
         self, model: Subject | nn.Module, test_data: Any, test_cases: Iterable[Mapping[str, Any]], **more: Any

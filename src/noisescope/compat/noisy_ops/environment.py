@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from noisescope.atomic_write import write_file
 from noisescope.compat import noisy_ops
 from noisescope.compat.noisy_ops.settings import Settings
 from noisescope.compat.noisy_ops.state import state
@@ -118,9 +119,7 @@ def keep_tally(folder: Path) -> None:
 
     def write() -> None:
         counts = state.counts("total").get("", {"forward": 0, "backward": 0})
-        part = file.with_suffix(f".{threading.get_ident()}")
-        part.write_text(json.dumps({"rank": rank(), **counts}), "utf-8")
-        part.replace(file)
+        write_file(file, json.dumps({"rank": rank(), **counts}))
 
     def write_on() -> None:
         while True:

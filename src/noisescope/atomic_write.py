@@ -1,0 +1,48 @@
+"""Files written whole or not at all.
+
+What is written goes into a part file with a name that nobody can guess, made anew (an existing file or symbolic link of
+that name is an error), and then takes the place of the target. A symbolic link at the target is replaced, never
+followed: a folder that came from elsewhere can't make noisescope write outside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_DEVICES = (Path("/dev"), Path("/dev/fd"))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write into, which becomes `path` at the end of the block; on an error it is removed.
+
+    A device or a pipe (`-o /dev/stdout`) has no contents to keep whole: it is written as it is.
+    """
+    if path.absolute().parent in _DEVICES:
+        with path.open("wb") as file:
+            yield file
+        return
+    part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
+    try:
+        with part.open("x+b") as file:  # O_EXCL: refuses what is there already, links included
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong before says more
+            part.unlink()
+        raise
+
+
+def write_file(path: Path, content: str | bytes) -> Path:
+    """Write a file; folders on the way to it are made. Its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+    return path

@@ -1,0 +1,80 @@
+"""A row of the store: a result as JSON text with its arrays as .npz bytes, sealed by a checksum. No pickles."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from noisescope.trials import Result
+
+Cell = str | bytes | float | int | None  # what SQLite gives back
+
+
+def checksum(*cells: Cell) -> str:
+    """SHA-256 over the cells of a row, each with its kind and length, so that no two rows share their bytes."""
+    digest = hashlib.sha256()
+    for cell in cells:
+        if isinstance(cell, bytes):
+            raw = cell
+        elif isinstance(cell, str):
+            raw = cell.encode("utf-8", "surrogatepass")
+        else:
+            raw = (cell.hex() if isinstance(cell, float) else str(cell)).encode()
+        digest.update(f"{type(cell).__name__} {len(raw)}:".encode())
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+def is_content_of(identity: Cell, content: Cell) -> bool:
+    """Whether a trial's id is the hash of its content (trials.content_id)."""
+    return isinstance(content, str) and hashlib.sha256(content.encode("utf-8", "replace")).hexdigest() == identity
+
+
+def is_intact(seal: Cell, identity: Cell, content: Cell, *rest: Cell) -> bool:
+    """Whether a trial's row is what was written: its checksum holds, and the answer stands under its own question."""
+    return checksum(identity, content, *rest) == seal and is_content_of(identity, content)
+
+
+def encode(result: Result) -> tuple[str, bytes | None]:
+    """JSON text, and the arrays as .npz bytes."""
+    values = {name: [_number(v) for v in column] for name, column in result.values.items()}
+    text = json.dumps(
+        {"samples": list(result.samples), "values": values, "facts": _finite(dict(result.facts))},
+        allow_nan=False,
+        sort_keys=True,
+    )
+    if not result.arrays:
+        return text, None
+    buffer = io.BytesIO()
+    plain: dict[str, Any] = {name: np.asarray(array) for name, array in result.arrays.items()}
+    np.savez(buffer, **plain)
+    return text, buffer.getvalue()
+
+
+def decode(text: str, arrays: bytes | None, error: str) -> Result:
+    """The result that `encode` wrote."""
+    data = json.loads(text)
+    loaded: dict[str, Any] = {}
+    if arrays:
+        with np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
+            loaded = {name: archive[name] for name in archive.files}
+    values = {name: tuple(column) for name, column in data["values"].items()}
+    return Result(tuple(data["samples"]), values, data["facts"], loaded, error)
+
+
+def _finite(value: Any) -> Any:
+    """Facts with None where a number is not finite: JSON has no NaN."""
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, dict):
+        return {name: _finite(member) for name, member in value.items()}
+    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
