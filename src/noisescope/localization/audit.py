@@ -53,6 +53,7 @@ from noisescope.localization.workloads import Workload, run_workload, within_bud
 from noisescope.model.anatomy import ATTENTION, Unit
 from noisescope.model.forwards import device_of, evaluating
 from noisescope.model.loading import Subject
+from noisescope.probe.unfused_attention import is_users_own
 from noisescope.probe.watch import watch
 from noisescope.sites import FUSED, Site
 
@@ -123,7 +124,8 @@ class AuditRun:
         anatomy, self._again = log.anatomy, again  # how often the first batch is run once more
         self.phases: list[Phase] = []
         self._anatomy = with_whole_modules(model, anatomy)
-        self._attention = frozenset(unit.module for unit in anatomy.units if unit.kind == ATTENTION)
+        attention = (unit.module for unit in anatomy.units if unit.kind == ATTENTION)
+        self._attention = frozenset(name for name in attention if not is_users_own(model.get_submodule(name)))
         self._batches: dict[int, Batch] = {}
         self._states = HostStates()
         self._shipped = ShippedFunctions()

@@ -20,7 +20,7 @@ from noisescope.probe.draws import Rows
 from noisescope.probe.function_mode import OperatorCalls, WeightUse
 from noisescope.probe.functions import first_tensor, with_tensor
 from noisescope.probe.operator_target import CallListener, Context, Once, OperatorTarget, Target
-from noisescope.probe.unfused_attention import decomposed_config, multihead
+from noisescope.probe.unfused_attention import decomposed_config, is_users_own, multihead
 from noisescope.sites import WHOLE, Place
 
 if TYPE_CHECKING:
@@ -216,7 +216,9 @@ class ForwardWrapper:
         with calls if scope.mode is None else contextlib.nullcontext():
             if isinstance(self.module, nn.MultiheadAttention):
                 return multihead(self.module, *args, **kwargs)
-            if self._routed is None or not (targets.keys() & {"matmul", "bmm", "softmax"}):
+            # Who watches whole calls as well looks at the model as it is: a user's own attention may be any formula.
+            as_it_is = FUSED in targets and is_users_own(self.module)
+            if self._routed is None or as_it_is or not (targets.keys() & {"matmul", "bmm", "softmax"}):
                 return self.original(*args, **kwargs)
             config = self.module.__dict__["config"]
             self.module.__dict__["config"] = self._routed

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 INTERFACE_NAME = "noisescope_decomposed"
 _NATIVE_ATTENTION = torch._C._nn.scaled_dot_product_attention  # F's, unless somebody has replaced that
-_HIDDEN = ("flash", "flex", "paged")  # kernels behind no function of torch's: these go through the interface
+_BY_FUNCTION = ("sdpa", "eager", None)  # reached by watching functions; others go through the interface
+_KERNELS = ("flash", "flex", "paged")  # of transformers' own names, those of kernels that no function of torch's shows
 
 
 def is_fused_attention(function: Any) -> bool:
@@ -168,15 +169,20 @@ def _dense_mask(mask: Any, query: Tensor, key: Tensor, *, causal: bool, window: 
 def decomposed_config(module: nn.Module) -> Any | None:
     """A copy of the attention module's config that routes it to `interface_attention`, or None where not needed."""
     config: Any = getattr(module, "config", None)
-    name = str(getattr(config, "_attn_implementation", ""))
-    if not name.startswith(_HIDDEN) and "/" not in name:  # a slash: a kernel from a hub
-        return None  # what a user has registered under a name of his own is his model
+    if not hasattr(config, "_attn_implementation") or config._attn_implementation in _BY_FUNCTION:
+        return None
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(INTERFACE_NAME, interface_attention)  # one more name in a registry made for that
     routed = copy.copy(config)
     routed._attn_implementation_internal = INTERFACE_NAME
     return routed
+
+
+def is_users_own(module: nn.Module) -> bool:
+    """Whether attention goes through a function that a user has registered: it may compute anything."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name not in _BY_FUNCTION and not str(name).startswith(_KERNELS) and "/" not in str(name)
 
 
 def multihead(
