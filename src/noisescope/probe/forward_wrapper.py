@@ -21,7 +21,7 @@ from noisescope.probe.function_mode import OperatorCalls, WeightUse
 from noisescope.probe.functions import first_tensor, with_tensor
 from noisescope.probe.operator_target import CallListener, Context, Once, OperatorTarget, Target
 from noisescope.probe.unfused_attention import decomposed_config, is_users_own, multihead
-from noisescope.sites import WHOLE, Place
+from noisescope.sites import FUSED, WHOLE, Place
 
 if TYPE_CHECKING:
     from noisescope.probe.forward_patching import ModelScope
