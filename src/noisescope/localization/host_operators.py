@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from noisescope.localization import host_products
 from noisescope.localization.formula_recognition import (
@@ -47,8 +48,9 @@ class Unseen(Exception):
 
 @contextmanager
 def host_arithmetic() -> Iterator[None]:
-    """Plain torch: no function mode of the caller's (a simulated fault is one), no autocast, no gradients."""
+    """Plain torch: no mode of the caller's (a simulated fault is one), no autocast, no gradients."""
     with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.autocast("cpu", enabled=False))

@@ -27,8 +27,14 @@ _REGISTRY = {"sdpa": ("transformers.integrations.sdpa_attention", "sdpa_attentio
 
 
 def _owners() -> list[Any]:
-    layers = [each for each in vars(nn.modules).values() if isinstance(each, type)]
+    layers = [each for each in vars(nn.modules).values() if isinstance(each, type) and issubclass(each, nn.Module)]
     return [F, torch, torch.Tensor, nn.Module, *dict.fromkeys(layers)]
+
+
+def _counts(owner: Any, name: str) -> bool:
+    """Of a layer, what is called when it runs; the rest of a class is often made by others (dataclasses)."""
+    is_layer = isinstance(owner, type) and issubclass(owner, nn.Module)
+    return not is_layer or name in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
 
 def _is_function(value: Any) -> bool:
@@ -43,7 +49,10 @@ def _foreign(value: Any) -> bool:
 
 
 # What was there when noisescope was imported: mostly before anything is replaced.
-_AT_IMPORT = {owner: {name: f for name, f in vars(owner).items() if _is_function(f)} for owner in _owners()}
+_AT_IMPORT = {
+    owner: {name: f for name, f in vars(owner).items() if _is_function(f) and _counts(owner, name)}
+    for owner in _owners()
+}
 
 
 @dataclass(frozen=True)
