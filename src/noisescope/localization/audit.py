@@ -36,6 +36,8 @@ from noisescope.localization.call_tree import (
     with_whole_modules,
 )
 from noisescope.localization.coverage import Phase
+from noisescope.localization.driven_judgement import judge_norm, judge_weights
+from noisescope.localization.driven_operators import drive
 from noisescope.localization.host_code import is_valid_choice
 from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import host_arithmetic
@@ -97,6 +99,8 @@ def audit(
         with host_arithmetic():
             run.judge_deferred()
         run.inside_attention()
+        if not quick:
+            run.drive(workloads[0].inputs, seed)
     found = conclude(run.log, run.judged_model())
     if not faults:
         return found
@@ -108,6 +112,10 @@ def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Wor
     if model is not (subject.model if isinstance(subject, Subject) else subject):
         found.append("a compiled model is audited as it runs uncompiled: its own fused kernels are not judged")
     return found
+
+
+def _apart(inputs: Batch) -> Batch:
+    return {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
 
 
 @dataclass
@@ -252,6 +260,22 @@ class AuditRun:
         with host_arithmetic():
             self.judge_deferred()
 
+    def drive(self, inputs: Batch, seed: int) -> None:
+        """16-bit norms, softmax and attention once more, with inputs that show what they do inside."""
+        if self._twin is None:
+            return
+        alarmed = self.log.settled()
+        calls = drive(self.model, self._anatomy, lambda: self.model(**_apart(inputs)), seed=seed, without=alarmed)
+        self.log.forwards += 1
+        known: dict[tuple[object, ...], tuple[float, ...]] = {}
+        with host_arithmetic():
+            for order, norm in enumerate(calls.norms):
+                found = judge_norm(norm, self._twin, known)
+                if found is not None:
+                    self.log.driven(norm.site, found, order)
+            for order, weights in enumerate(calls.weights):
+                self.log.driven(weights.site, judge_weights(weights), order)
+
     def _forward(
         self,
         inputs: Batch,
@@ -268,7 +292,7 @@ class AuditRun:
             number = self.log.forwards
         if not decoding:  # a cache that is given grows: each forward gets its own
             self._batches[number] = inputs
-            inputs = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
+            inputs = _apart(inputs)
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
         tree = CallTree(self._states, str(phase) if phase is not None else "", self.log.forwards)
 

@@ -28,6 +28,7 @@ from noisescope.localization.data_flow import (
     judge_within,
     same_difference,
 )
+from noisescope.localization.driven_judgement import Driven
 from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import Unseen, recompute
@@ -39,6 +40,7 @@ from noisescope.model.anatomy import Anatomy
 from noisescope.sites import Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
+_DOUBTFUL = 2.0  # times its limit, at most: a few elements that are just beyond it
 _BETWEEN = "between operators"
 ALWAYS, IF_ALARMED, NEVER = "always", "if there was an alarm", "never"  # when a call is judged
 
@@ -201,6 +203,17 @@ class AuditLog:
     def _weights_changed(self, site: Site) -> None:
         weights = dataclasses.replace(site, tensor="weight")
         self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
+
+    def settled(self) -> frozenset[Site]:
+        """Sites whose alarms leave no doubt; of others, driving the operator may say more."""
+        return frozenset(site for site, alarm in self.alarms.items() if alarm.judgement.strength > _DOUBTFUL)
+
+    def driven(self, site: Site, found: Driven, order: int) -> None:
+        """An operator that was called again with inputs made for it (driven_operators.py)."""
+        self.tests += found.judgement.tests
+        if found.judgement.alarm and site not in self.settled():
+            evidence = Evidence.of(site.operator, found.recomputed, found.judgement)
+            self.alarms[site] = Alarm(site, self._batch, order, found.judgement, found.pattern, evidence.kept())
 
     def _judge(
         self, site: Site, recomputed: Recomputed, order: int, *, node: Node | None = None, about: About | None = None

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from noisescope.localization.host_code import original_functions
+
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-3, 1e-4, 0.0, torch.finfo(torch.float32).eps)  # written in the code
 _SEED = 20  # of the made-up numbers; any will do
@@ -337,7 +339,12 @@ def _call(
 ) -> Any:
     """What the class's forward gives for a bare copy; None where it wants anything else."""
     try:
-        with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast("cpu", enabled=False):
+        with (
+            original_functions(),
+            torch.no_grad(),
+            torch._C.DisableTorchFunction(),
+            torch.autocast("cpu", enabled=False),
+        ):
             own = _own_parameters(module) if made_up is None else {}
             bare = _bare(module, own | (parameters or {}), made_up)
             y = type(module).forward(bare, *args, **kwargs)

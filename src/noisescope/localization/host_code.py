@@ -1,7 +1,7 @@
 """The code that the host runs in place of the device: classes as they are on disk, and which functions are exact.
 
 Whatever was replaced in memory since a file of transformers was imported (a function of it, a method of a cache) does
-not take part: the file is read again, under another name.
+not take part: the file is read again, under another name. Nor do built-in functions of torch that were replaced.
 """
 
 from __future__ import annotations
@@ -99,6 +99,41 @@ def _read_again(name: str) -> ModuleType | None:
         del sys.modules[apart]
         return None
     return module
+
+
+# -- torch's functions as they were
+
+_REPLACEABLE = """
+rsqrt sqrt exp exp2 softmax sigmoid tanh relu mean sum square pow rms_norm scaled_dot_product_attention linear matmul bmm
+mm addmm baddbmm gelu
+"""
+_BUILT_IN = (
+    (torch, torch._C._VariableFunctions),
+    (torch.nn.functional, torch._C._nn),
+    (Tensor, torch._C.TensorBase),
+)
+_ORIGINALS = tuple(
+    (owner, name, getattr(source, name))
+    for owner, source in _BUILT_IN
+    for name in _REPLACEABLE.split()
+    if hasattr(owner, name) and hasattr(source, name)
+)
+
+
+@contextmanager
+def original_functions() -> Iterator[None]:
+    """torch's functions as they are built in: one that was replaced in memory belongs to the device under test."""
+    replaced = [(owner, name, now) for owner, name, was in _ORIGINALS if (now := getattr(owner, name)) is not was]
+    if not replaced:
+        yield
+        return
+    try:
+        for owner, name, was in _ORIGINALS:
+            setattr(owner, name, was)
+        yield
+    finally:
+        for owner, name, now in replaced:
+            setattr(owner, name, now)
 
 
 # -- functions that give the same bits on every healthy device: copies, views, choices, single IEEE operations

@@ -22,6 +22,7 @@ from noisescope.localization.formula_recognition import (
     norm_formula,
     run_on_host,
 )
+from noisescope.localization.host_code import original_functions
 from noisescope.localization.host_products import Recomputed, Rows, as_multiplied
 from noisescope.localization.roundoff_floors import (
     WORK_ROUNDOFF,
@@ -49,6 +50,7 @@ class Unseen(Exception):
 def host_arithmetic() -> Iterator[None]:
     """Plain torch: no function mode of the caller's (a simulated fault is one), no autocast, no gradients."""
     with ExitStack() as stack:
+        stack.enter_context(original_functions())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.autocast("cpu", enabled=False))

@@ -65,6 +65,8 @@ class Judgement:
     visible_element: float = 0.0  # ulps: the median tolerance
     visible_mean: float = 0.0  # ulps: the smallest mean error that would have alarmed
     visible_gain: float = 0.0  # the same as a relative error
+    visible_share: float = 0.0  # mean tolerance, as a share of the output's rms
+    said: str = ""  # words of a test that has its own
 
     @property
     def alarm(self) -> bool:
@@ -86,6 +88,8 @@ class Judgement:
     @property
     def words(self) -> str:
         """The errors, for a reader. Means say nothing where nothing may differ."""
+        if self.said:
+            return self.said
         exact = "exact" in self.strengths
         found = f"{self.bad} of {self.elements} elements {'differ, where none may' if exact else 'beyond tolerance'}"
         found += f", {self.nonfinite} of them NaN or infinite on one side only" if self.nonfinite else ""
