@@ -228,11 +228,9 @@ class AuditRun:
 
     def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed) -> None:
         before = self.log.alarms.get(site)
-        self.log.judge_call(stacked(nodes), found)
+        self.log.judge_call(stacked(nodes), found, nodes)
         alarm = self.log.alarms.get(site)
         if alarm is before:
-            for node in nodes:
-                self.log.judged.add(node)
             return
         self.log.forget(site, before)  # which calls, and which of their tokens?
         for node in nodes:
@@ -272,9 +270,9 @@ class AuditRun:
             for order, norm in enumerate(calls.norms):
                 found = judge_norm(norm, self._twin, known)
                 if found is not None:
-                    self.log.driven(norm.site, found, order)
+                    self.log.driven(norm.site, norm.callee, found, order)
             for order, weights in enumerate(calls.weights):
-                self.log.driven(weights.site, judge_weights(weights), order)
+                self.log.driven(weights.site, weights.callee, judge_weights(weights), order)
 
     def _forward(
         self,

@@ -51,7 +51,8 @@ def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     verdict = "faulty" if suspects else "healthy" if decided else "undecided"
     visible = {operator: limit.to_dict() for operator, limit in log.limits.items()}
     notes = tuple(_notes(log))
-    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage)
+    rows = log.resolution.rows()
+    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage, rows)
 
 
 # -- coverage

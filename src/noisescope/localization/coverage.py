@@ -144,6 +144,11 @@ def percent(share: float) -> str:
     return f"{math.floor(100 * share + 1e-9)} %"
 
 
+def percent_of(share: float) -> str:
+    """A small share, to two digits: "0.84 %"."""
+    return f"{100 * share:.2g} %"
+
+
 def _shape(phase: Phase) -> str:
     return f"{phase.batch} x {phase.tokens}" + (f" with {phase.padding} padding" if phase.padding else "")
 

@@ -9,14 +9,15 @@ norms         the error of each row along its own normalised numbers (a factor o
 exponentials  the relative error of exp(-d), averaged over parts of an octave of exp and over parts of the depths
 ============  ==================================================================================================
 
-2^-13 of either is allowed in any case: less than a thirtieth of bfloat16's unit of round-off and a quarter of float16's. A
-healthy kernel for 16-bit outputs may use a short polynomial (flash attention's own has 9e-5).
+2^-13 of either is allowed in any case, a 32nd of bfloat16's unit of round-off and a quarter of float16's: a healthy
+kernel for 16-bit outputs may use a short polynomial (flash attention has one with errors up to 9e-5).
 
 False alarms: means alarm at 6.5 standard errors (8e-11 each), the rows' mean square as in judge.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -112,11 +113,10 @@ class _Factors:
     seen: float  # variance of what is left over, in units of the model's: it counts roundings that not all kernels make
 
 
-def _factors(
-    error: Tensor, call: DrivenNorm, formula: NormFormula, reference: Reference
-) -> _Factors:
+def _factors(error: Tensor, call: DrivenNorm, formula: NormFormula, reference: Reference) -> _Factors:
     """By row, the error along the normalised row and, if the mean is taken off, along the gain: least squares."""
-    weight, bias = (None if p is None else on_host(p).double() for p in formula.parameters_of(call.callee))
+    stored = formula.parameters_of(call.callee)[0]
+    weight = None if stored is None else on_host(stored).double()
     wide = call.x.double().reshape(-1, call.x.shape[-1])[: len(error)]
     along = formula.apply(wide, weight, None)[0]
     gain = torch.ones(wide.shape[-1], dtype=torch.float64) if weight is None else weight
@@ -212,8 +212,8 @@ def judge_weights(call: DrivenWeights) -> Driven:
                 judgement.strengths = {"driven": min(abs(mean) / limit, _LARGEST)}
                 low, high = (float(v) for v in torch.aminmax(depth[part]))
                 judgement.said = (
-                    f"driven with {len(depth)} made-up scores, weights of keys {low:.2g} to {high:.2g} below the top are "
-                    f"off by {_percent(mean, sign=True)} on average, where roundings explain {_percent(limit)}"
+                    f"driven with {len(depth)} made-up scores, weights of keys {low:.2g} to {high:.2g} below the top "
+                    f"are off by {_percent(mean, sign=True)} on average, where roundings explain {_percent(limit)}"
                 )
     pattern = Pattern("function table", 0.85, "as of a poor exponential")
     values = exact[:, None]
@@ -228,7 +228,7 @@ def _parts(depth: Tensor) -> list[Tensor]:
     deep = depth >= depth.quantile(0.75)
     found = [~deep & ((octave * parts).long() == at) for parts in _PARTS for at in range(parts)]
     edges = torch.linspace(float(depth[deep].min()), float(depth.max()) + 1e-9, _DEPTHS + 1, dtype=torch.float64)
-    found += [deep & (depth >= low) & (depth < high) for low, high in zip(edges, edges[1:], strict=False)]
+    found += [deep & (depth >= low) & (depth < high) for low, high in itertools.pairwise(edges)]
     return [part for part in found if int(part.sum()) >= 16]
 
 

@@ -1,12 +1,13 @@
 """16-bit norms, softmax and fused attention called again on the device, with inputs that show what they do inside.
 
-In 16 bits one rounding of the output hides much: a norm that never went to float32, an exponential by a short polynomial,
-a reciprocal root after one Newton step. Their errors are the same for a whole row, or for all numbers of one size, while
-roundings are not; so many rows, made on the host for this purpose, bring them out (driven_judgement.py).
+In 16 bits one rounding of the output hides much: a norm that never went to float32, an exponential by a short
+polynomial, a reciprocal root after one Newton step. Their errors are the same for a whole row, or for all numbers of
+one size, while roundings are not; so many rows, made on the host for this purpose, bring them out
+(driven_judgement.py).
 
-A norm gets rows of all sizes. Softmax and attention get two keys, one of which scores d less than the other: the weight of
-that key is exp(-d) / (1 + exp(-d)), and its value passes to the output. The calls are made inside one more forward, where
-the model makes its own: in that place, of that instance, in the scopes that are open.
+A norm gets rows of all sizes. Softmax and attention get two keys, one of which scores d less than the other: the weight
+of that key is exp(-d) / (1 + exp(-d)), and its value passes to the output. The calls are made inside one more forward,
+where the model makes its own: in that place, of that instance, in the scopes that are open.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class DrivenWeights:
     """The weights of keys that lie d below another, as softmax or attention gave them."""
 
     site: Site
+    callee: Any
     depth: Tensor  # d, in float64
     weight: Tensor  # exp(-d) / (1 + exp(-d)) as it came out, in float64
     channels: int  # that say the same
@@ -143,7 +145,7 @@ class _Driver:
             y = call.again(x.to(like.device))
             with host_arithmetic():
                 depth, weight = -x.reshape(-1, 2)[:, 1].double(), on_host(y).reshape(-1, 2)[:, 1].double()
-                self.found.weights.append(DrivenWeights(call.site, depth, weight, 1, y.dtype, dtype))
+                self.found.weights.append(DrivenWeights(call.site, call.callee, depth, weight, 1, y.dtype, dtype))
 
     def _scores(self, lead: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """0, and d below it."""
@@ -178,7 +180,7 @@ class _Driver:
             with host_arithmetic():
                 values = v[0, 0, 1].double()
                 weight = (on_host(y).double() @ values / values.square().sum()).flatten()
-                found = DrivenWeights(site, depth, weight, len(values), y.dtype, dtype)
+                found = DrivenWeights(site, _ATTEND, depth, weight, len(values), y.dtype, dtype)
                 self.found.weights.append(found)
 
     def _two_keys(

@@ -104,8 +104,8 @@ def _read_again(name: str) -> ModuleType | None:
 # -- torch's functions as they were
 
 _REPLACEABLE = """
-rsqrt sqrt exp exp2 softmax sigmoid tanh relu mean sum square pow rms_norm scaled_dot_product_attention linear matmul bmm
-mm addmm baddbmm gelu
+rsqrt sqrt exp exp2 softmax sigmoid tanh relu mean sum square pow rms_norm scaled_dot_product_attention linear matmul
+bmm mm addmm baddbmm gelu
 """
 _BUILT_IN = (
     (torch, torch._C._VariableFunctions),

@@ -37,16 +37,11 @@ from noisescope.localization.host_copies import (
     set_state,
     tensors_in,
 )
-from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
+from noisescope.localization.random_rounding import generators, limits_of, moved
+from noisescope.localization.roundoff_floors import mean_bound
 from noisescope.localization.tensors import same_numbers
 from noisescope.model.forwards import device_of
 from noisescope.probe.unfused_attention import multihead
-
-_RUNS = 8  # with random rounding
-_ULPS = 4  # that functions of float32 differ by between libraries; in 16 bits they round alike, or to the next number
-# Units of round-off by which a result moves: 16-bit functions round once, those of float32 differ between libraries.
-_UNITS, _UNITS_FLOAT32 = 2.0, 8.0
-_SEED = 11
 
 Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
 
@@ -84,6 +79,8 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     others: list[OtherValue] = field(default_factory=list)
     problem: str = ""  # why the code could not be run to its end
+    bound: float = 0.0  # the widest mean bound of its tensors, relative to the rms; 0 where all must be equal
+    equal: bool = False  # bit for bit, so that no bound had to be used
 
 
 class HostTwin:
@@ -95,6 +92,7 @@ class HostTwin:
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
+        self._bounds: dict[tuple[Any, ...], float] = {}
         self._exact: set[tuple[Any, ...]] = set()  # kinds of calls whose code had no inexact function
         self._visit: Callable[[Node], None] = lambda node: None
         kind = device_of(model).type
@@ -142,21 +140,22 @@ class HostTwin:
             after = own_state(twin)
             limits = self._limits(twin, node, (before, own), different)
             set_state(twin, after)
+        result.equal = not different
+        if not different and first.was_inexact and not first.problem:
+            result.bound = self._usual_bound(twin, node, (before, own), recorded)
         for key, (got, expected) in different.items():
             limit = limits.get(key) if key in first.inexact else None
+            if limit is not None and got.is_floating_point() and got.shape == expected.shape:
+                result.bound = max(result.bound, mean_bound(limit, expected))
             if limit is None or _beyond(got, expected, limit):
                 result.differences.append(_difference(node, key, got, expected, limit))
         return result
 
     def rounded(self, node: Node, runs: int) -> list[Tensor]:
-        """What a module's code gives for a call in runs with random rounding; fewer where it can't be run on the host."""
-        found = []
-        for number in range(runs):
-            generator = torch.Generator("cpu").manual_seed(_SEED + number)
-            given = host_copy((node.args, node.kwargs))
-            seen = self._run(self._modules[node.module], node, given, generator=generator).seen
-            found += [seen[-1, ""]] if (-1, "") in seen else []
-        return found
+        """What a module's code gives for a call in runs with random rounding; fewer where it can't be run here."""
+        twin, given = self._modules[node.module], (node.args, node.kwargs)
+        seen = [self._run(twin, node, host_copy(given), generator=each).seen for each in generators(runs)]
+        return [each[-1, ""] for each in seen if (-1, "") in each]
 
     def _kept(self, node: Node, *, needed: bool) -> Any:
         """The arguments as they are before the code changes them: a cache grows, and may be written in place.
@@ -169,31 +168,25 @@ class HostTwin:
             return given
         return host_copy(given) if needed else None
 
+    def _usual_bound(self, twin: nn.Module, node: Node, before: tuple[Any, Any], recorded: dict[Key, Tensor]) -> float:
+        """The bound of a class's outputs where it did not have to be used, from the first call in each dtype."""
+        outputs = {key: (x, x) for key, x in recorded.items() if key[0] < 0 and x.is_floating_point() and x.numel()}
+        kind = (type(twin), *{x.dtype for x, _ in outputs.values()})
+        if kind not in self._bounds and before[0] is not None:
+            after = own_state(twin)
+            limits = self._limits(twin, node, before, outputs)
+            set_state(twin, after)
+            self._bounds[kind] = max((mean_bound(limits[key], x) for key, (x, _) in outputs.items()), default=0.0)
+        return self._bounds.get(kind, 0.0)
+
     def _limits(
         self, twin: nn.Module, node: Node, before: tuple[Any, Any], different: dict[Key, tuple[Tensor, Tensor]]
     ) -> dict[Key, Tensor]:
-        """7 standard deviations of the difference of two such runs, by element and by row, and some ulps."""
         runs = []
-        for number in range(_RUNS):
-            generator = torch.Generator("cpu").manual_seed(_SEED + number)
+        for generator in generators():
             set_state(twin, before[1])
             runs.append(self._run(twin, node, host_copy(before[0]), generator=generator).seen)
-        limits = {}
-        for key, (got, expected) in different.items():
-            found = [run[key].double() for run in runs if key in run and run[key].shape == expected.shape]
-            if len(found) < _RUNS:  # shapes depend on the numbers
-                limits[key] = torch.full(got.shape, torch.inf, dtype=torch.float64)
-                continue
-            wide = torch.stack(found) - expected.double()
-            if not got.is_floating_point():  # a choice, which round-off may turn where these runs turn it
-                limits[key] = torch.where((wide != 0).any(0), torch.inf, 0.0).double()
-                continue
-            variance = torch.where(wide.isfinite(), wide, 0.0).square().mean(0)
-            pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
-            form = number_format(_narrow(got))
-            ulp = form.ulp(torch.where(expected.isfinite(), expected, 0.0).double())
-            limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS if form.bits > 20 else 1) * ulp
-        return limits
+        return limits_of(runs, different)
 
     def _run(
         self,
@@ -315,15 +308,8 @@ class _Run(TorchFunctionMode):
         return result if exact or self._generator is None else mapped(result, self._moved)
 
     def _moved(self, y: Tensor) -> Tensor:
-        """The tensor with each element moved by up to two units of round-off of its own, and of its row's rms."""
-        if type(y) is not Tensor or not y.is_floating_point() or not y.numel() or y.dtype.itemsize < 2:
-            return y
-        wide = y.double()
-        finite = torch.where(wide.isfinite(), wide, 0.0)
-        scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if y.dim() else 0.0) / 4
-        steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-        form = number_format(_narrow(y))
-        return (wide + (_UNITS_FLOAT32 if form.bits > 20 else _UNITS) * form.u * scale * steps).to(y.dtype)
+        assert self._generator is not None
+        return moved(y, self._generator)
 
 
 def _has_fractions(value: Any) -> bool:
@@ -345,10 +331,6 @@ def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:
     """Whether a call of the same function has as many tensors, and the same words (an einsum's equation)."""
     words = [arg for arg in args if isinstance(arg, str)], [arg for arg in child.args if isinstance(arg, str)]
     return words[0] == words[1] and len(list(tensors_in(args))) == len(list(tensors_in(child.args)))
-
-
-def _narrow(y: Tensor) -> torch.dtype:
-    return y.dtype if y.is_floating_point() and y.dtype.itemsize > 1 else torch.float32
 
 
 def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
