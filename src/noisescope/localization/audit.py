@@ -37,7 +37,7 @@ from noisescope.localization.call_tree import (
 )
 from noisescope.localization.coverage import Phase
 from noisescope.localization.driven_judgement import judge_norm, judge_weights
-from noisescope.localization.driven_operators import drive
+from noisescope.localization.driven_operators import drive, is_driven
 from noisescope.localization.host_code import is_valid_choice
 from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import host_arithmetic
@@ -147,6 +147,7 @@ class AuditRun:
         self._deferred_bytes = 0
         self._twin: HostTwin | None = None
         self._no_twin = ""
+        self._has_short = False  # whether operators that can be driven were given sixteen bits
         try:
             with host_arithmetic():
                 self._twin = HostTwin(model)
@@ -260,7 +261,7 @@ class AuditRun:
 
     def drive(self, inputs: Batch, seed: int) -> None:
         """16-bit norms, softmax and attention once more, with inputs that show what they do inside."""
-        if self._twin is None:
+        if self._twin is None or not self._has_short:
             return
         alarmed = self.log.settled()
         calls = drive(self.model, self._anatomy, lambda: self.model(**_apart(inputs)), seed=seed, without=alarmed)
@@ -308,6 +309,7 @@ class AuditRun:
     def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
+        self._has_short |= any(is_driven(node.operator, (node.args, node.kwargs)) for node in tree.nodes)
         for node in sorted(tree.nodes, key=lambda node: node.order):
             waiting = self._deferred.setdefault(node.site("output"), Deferred()) if can_be_stacked(node) else None
             if waiting is not None and base and node.operator == "linear" and opened:

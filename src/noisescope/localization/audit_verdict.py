@@ -51,8 +51,7 @@ def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     verdict = "faulty" if suspects else "healthy" if decided else "undecided"
     visible = {operator: limit.to_dict() for operator, limit in log.limits.items()}
     notes = tuple(_notes(log))
-    rows = log.resolution.rows()
-    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage, rows)
+    return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage)
 
 
 # -- coverage
@@ -85,6 +84,7 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
         ),
         not_judged=tuple(NotJudged(kind, tuple(those), reason) for (kind, reason), those in by_class.items()),
         cells=tuple(_cells(log)),
+        resolution=log.resolution.rows(),
     )
 
 

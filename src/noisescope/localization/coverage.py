@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from noisescope.localization.resolution import Resolution
 from noisescope.sites import Place
 
 SHOWN = 3  # shapes named in a headline
@@ -82,6 +83,7 @@ class Coverage:
     multiply_adds: Share = Share(0, 0)
     not_judged: tuple[NotJudged, ...] = ()
     cells: tuple[Cell, ...] = ()
+    resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
     state: str = ""  # what was compared in the model's memory, and what was not
     repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
 
@@ -134,6 +136,7 @@ class Coverage:
                 {"place": each.place, "operator": each.operator, "judged": each.judged, "total": each.total}
                 for each in self.cells
             ],
+            "resolution": [row.to_dict() for row in self.resolution],
             "state": self.state,
             "excluded_rate_per_forward": self.excluded_rate,
         }
@@ -142,11 +145,6 @@ class Coverage:
 def percent(share: float) -> str:
     """Rounded down: only all of it is 100 %."""
     return f"{math.floor(100 * share + 1e-9)} %"
-
-
-def percent_of(share: float) -> str:
-    """A small share, to two digits: "0.84 %"."""
-    return f"{100 * share:.2g} %"
 
 
 def _shape(phase: Phase) -> str:

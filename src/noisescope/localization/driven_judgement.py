@@ -59,7 +59,7 @@ class Driven:
     judgement: Judgement
     pattern: Pattern
     recomputed: Recomputed
-    resolution: float  # the smallest relative error inside that would have shown
+    resolution: float  # the smallest relative error of all rows' factors, or of exp in an octave, that would have shown
 
 
 def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...], tuple[float, ...]]) -> Driven | None:
@@ -90,7 +90,7 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
         scatter_limit = RMS_LIMIT + Z_MEAN * math.sqrt(2 / len(size))
         scattered = float(((size - mean) / error).square().mean()) / scatter_limit
         strength = max(scattered, abs(mean) / limit)
-        resolution = max(resolution, limit)
+        resolution = resolution or limit
         if strength > judgement.strength:
             judgement.strengths = {"driven": min(strength, _LARGEST)}
             one = float(error.median())
@@ -207,7 +207,7 @@ def judge_weights(call: DrivenWeights) -> Driven:
             mean = float((error[part] * lever).sum() / lever.sum())
             limit = limit_of + Z_MEAN * float(lever.sum()) ** -0.5
             judgement.tests += 1
-            resolution = max(resolution, limit)
+            resolution = resolution or limit
             if abs(mean) / limit > judgement.strength:
                 judgement.strengths = {"driven": min(abs(mean) / limit, _LARGEST)}
                 low, high = (float(v) for v in torch.aminmax(depth[part]))

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.localization.formula_recognition import norm_formula
+from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import given_one_tensor, host_arithmetic
 from noisescope.localization.laws.repeated_calls import Handler, Listening
 from noisescope.localization.tensors import on_host
@@ -83,6 +84,12 @@ def drive(
     if F.scaled_dot_product_attention is not _ATTEND:  # replaced by a function that no one sees being called
         driver.replaced_attention(model, anatomy)
     return driver.found
+
+
+def is_driven(operator: str, given: Any) -> bool:
+    """Whether a call is one of those that are driven."""
+    x = next((x for _, x in tensors_in(given)), None) if operator in _DRIVEN else None
+    return x is not None and _is_short(x)
 
 
 class _Driver:

@@ -39,6 +39,9 @@ from noisescope.probe.unfused_attention import AttentionArguments
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
 _FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way
 _GAIN_SHARE = 0.1  # of half an ulp
+_STEPS = (
+    0.5  # of what gelu's steps could add up to: of all numbers in 16 bits none is off by more than an eighth of that
+)
 NOT_LINEAR = "something else than x W^T + b"
 
 
@@ -174,6 +177,8 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
     out, wide = _pick(x, y)
     values = ACTIVATIONS[name](wide)
     u = number_format(x.dtype).u if stepwise else WORK_ROUNDOFF
+    if stepwise and name != "quick_gelu":
+        u *= _STEPS
     size = wide.abs()
     if name == "silu":
         function = u * (6 + 2 * size * torch.sigmoid(-wide)) * values.abs()

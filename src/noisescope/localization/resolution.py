@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from noisescope.localization.coverage import percent_of
-
 MOST = 0.05  # of an output's rms: a call whose bounds are wider on average is not judged
 
 
@@ -76,6 +74,11 @@ def in_one_line(rows: Iterable[Resolution]) -> str:
     said += f" (most: {worst.name} in {worst.dtype})" if worst.largest else ""
     driven = [row.driven for row in judged if row.driven is not None]
     return said + (f"; inside 16-bit operators to {percent_of(max(driven))}" if driven else "")
+
+
+def percent_of(share: float) -> str:
+    """A small share, to two digits: "0.84 %"."""
+    return f"{100 * share:.2g} %"
 
 
 def _short(dtype: object) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from noisescope.errors import unknown
 from noisescope.localization.coverage import Coverage, percent
-from noisescope.localization.resolution import Resolution
 from noisescope.sites import Site
 
 VERDICTS = ("healthy", "faulty", "undecided")
@@ -103,7 +102,6 @@ class Verdict:
     notes: tuple[str, ...] = ()
     unseen: tuple[Site, ...] = ()  # operators that could not be judged: with them, no verdict is "healthy"
     coverage: Coverage = field(default_factory=Coverage)  # what ran and what was judged
-    resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
@@ -153,7 +151,6 @@ class Verdict:
             "notes": list(self.notes),
             "unseen": [str(site) for site in self.unseen],
             "coverage": self.coverage.to_dict(),
-            "resolution": [row.to_dict() for row in self.resolution],
         }
 
 

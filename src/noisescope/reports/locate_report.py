@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from noisescope.findings.finding import counted
-from noisescope.localization.coverage import Coverage, percent_of
-from noisescope.localization.resolution import in_one_line
+from noisescope.localization.coverage import Coverage
+from noisescope.localization.resolution import in_one_line, percent_of
 from noisescope.localization.verdict import Suspect, Verdict
 from noisescope.reports import document
 from noisescope.reports.document import (
@@ -102,7 +102,7 @@ def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:
     yield "not-judged", "Not judged", [str(each) for each in coverage.not_judged]
     yield "state", "State", [coverage.state] if coverage.state else []
     yield "limits", "Detection limits", list(_limits(verdict.smallest_visible))
-    line = in_one_line(verdict.resolution)
+    line = in_one_line(verdict.coverage.resolution)
     yield "resolution", "Resolution", [line] if line else []
     yield "notes", "Notes", list(verdict.notes)
 
@@ -208,7 +208,7 @@ def _resolution(verdict: Verdict) -> Table:
             Cell("") if row.driven is None else _share(row.driven),
             Cell(str(row.not_judged), row.not_judged),
         )
-        for row in verdict.resolution
+        for row in verdict.coverage.resolution
     )
     head = ("class", "dtype", "calls judged", "finest bound", "coarsest bound", "inside, driven", "calls not judged")
     words = f"{counted(len(rows), 'row')}: mean bound of a call's elements, relative to its output's rms"

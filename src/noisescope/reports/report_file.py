@@ -76,7 +76,6 @@ class LocateSection:
     elements_changed: int | None
     headline: str  # the verdict with what it is worth
     coverage: Mapping[str, Json]  # what ran and what was judged
-    resolution: tuple[Mapping[str, Json], ...] = ()  # how small an error of each class of modules was judged
 
     @classmethod
     def of(
