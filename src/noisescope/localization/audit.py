@@ -14,6 +14,7 @@ cache. A few more forwards where a fault inside attention asks for them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from noisescope.localization.driven_judgement import judge_norm, judge_weights
 from noisescope.localization.driven_operators import drive, is_driven
 from noisescope.localization.host_code import is_valid_choice
 from noisescope.localization.host_copies import HostStates, tensors_in
-from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_operators import Unseen, host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
@@ -269,11 +270,15 @@ class AuditRun:
         known: dict[tuple[object, ...], tuple[float, ...]] = {}
         with host_arithmetic():
             for order, norm in enumerate(calls.norms):
-                found = judge_norm(norm, self._twin, known)
-                if found is not None:
-                    self.log.driven(norm.site, norm.callee, found, order)
+                with contextlib.suppress(Unseen):  # offloaded, or of another shape: not tried
+                    found = judge_norm(norm, self._twin, known)
+                    if found is not None:
+                        self.log.driven(norm.site, norm.callee, found, order)
             for order, weights in enumerate(calls.weights):
-                self.log.driven(weights.site, weights.callee, judge_weights(weights), order)
+                judged = judge_weights(weights)
+                if weights.unseen and judged.judgement.alarm:
+                    self.log.explained(weights.site)
+                self.log.driven(weights.site, weights.callee, judged, order)
 
     def _forward(
         self,

@@ -219,6 +219,12 @@ class AuditLog:
         """Sites whose alarms leave no doubt; of others, driving the operator may say more."""
         return frozenset(site for site, alarm in self.alarms.items() if alarm.judgement.strength > _DOUBTFUL)
 
+    def explained(self, site: Site) -> None:
+        """A function that is wrong was called unseen in a module: what is wrong after it there is no other fault."""
+        for other in [each for each in self.alarms if each.tensor == "input"]:
+            if other.module.startswith(f"{site.module}."):
+                del self.alarms[other]
+
     def driven(self, site: Site, callee: Any, found: Driven, order: int) -> None:
         """An operator that was called again with inputs made for it (driven_operators.py)."""
         self.tests += found.judgement.tests

@@ -9,8 +9,8 @@ norms         the error of each row along its own normalised numbers (a factor o
 exponentials  the relative error of exp(-d), averaged over parts of an octave of exp and over parts of the depths
 ============  ==================================================================================================
 
-2^-13 of either is allowed in any case, a 32nd of bfloat16's unit of round-off and a quarter of float16's: a healthy
-kernel for 16-bit outputs may use a short polynomial (flash attention has one with errors up to 9e-5).
+A 32nd of the dtype's unit of round-off is allowed in any case; of exp, 2^-13 in float16 as well as in bfloat16, since a
+healthy kernel for 16-bit outputs may use a short polynomial (flash attention has one with errors up to 9e-5).
 
 False alarms: means alarm at 6.5 standard errors (8e-11 each), the rows' mean square as in judge.py.
 """
@@ -28,7 +28,7 @@ from noisescope.localization.call_tree import Node
 from noisescope.localization.driven_operators import DrivenNorm, DrivenWeights
 from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.formula_recognition import NormFormula, norm_formula
-from noisescope.localization.host_operators import recompute
+from noisescope.localization.host_operators import norm_by
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.judge import RMS_LIMIT, Judgement
@@ -42,7 +42,8 @@ from noisescope.localization.roundoff_floors import (
 )
 from noisescope.localization.tensors import on_host
 
-ALLOWED = 2.0**-13  # relative, of a function inside a 16-bit operator
+_SHARE = 1 / 32  # of a unit of round-off, that a norm may be off by in all of a row
+_EXP = 2.0**-13  # relative
 _PARTS = (1, 4, 16)  # of an octave
 _DEPTHS = 8  # parts of what lies further below
 _LEAN = 1 / 16  # of u: rounded weights of one part of an octave need not cancel
@@ -69,7 +70,7 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
     if formula is None:
         return None
     rows = Rows(call.x.numel(), 0)
-    found = recompute("norm", call.callee, (call.x,), {}, call.y, rows)
+    found = norm_by(formula, call.callee, call.x, call.y, rows)
     key = (type(call.callee), width, call.x.dtype, formula)
     if key not in known:
         known[key] = _host_scatter(call, twin, formula)
@@ -81,12 +82,13 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
         return None  # NaN and infinity are what the ordinary judge is for
     judgement, resolution = Judgement(elements=found.y.numel()), 0.0
     pattern = Pattern("unknown", 0.0)
+    free = _SHARE * number_format(call.x.dtype).u
     for at, (name, allowed) in enumerate(zip(("factor", "mean"), scatter, strict=False)):
         size, variance = factors.found[:, at], factors.variance[:, at] * min(max(_SEEN * factors.seen, _LEAST), 1.0)
-        error = (variance + allowed**2 + ALLOWED**2).sqrt()
+        error = (variance + allowed**2 + free**2).sqrt()
         weight = error.square().reciprocal()
         mean = float((size * weight).sum() / weight.sum())
-        limit = ALLOWED + float(factors.lean[:, at].mean()) + allowed + Z_MEAN * float(weight.sum()) ** -0.5
+        limit = free + float(factors.lean[:, at].mean()) + allowed + Z_MEAN * float(weight.sum()) ** -0.5
         scatter_limit = RMS_LIMIT + Z_MEAN * math.sqrt(2 / len(size))
         scattered = float(((size - mean) / error).square().mean()) / scatter_limit
         strength = max(scattered, abs(mean) / limit)
@@ -147,7 +149,7 @@ def _host_scatter(call: DrivenNorm, twin: HostTwin, formula: NormFormula) -> tup
         return ()
     rows = [y.double().reshape(-1, width) for y in runs]
     centre = torch.stack(rows).mean(0)
-    reference = recompute("norm", call.callee, (some,), {}, runs[0], Rows(some.numel(), 0)).reference
+    reference = norm_by(formula, call.callee, some, runs[0], Rows(some.numel(), 0)).reference
     total, alone = [], []
     for y in rows:
         factors = _factors(y - centre, call, formula, reference)
@@ -195,7 +197,7 @@ def judge_weights(call: DrivenWeights) -> Driven:
     u = max(form.u, 2.0**-24, 2.0 ** -operand_bits() if call.given == torch.float32 else 0.0)
     # Rounded: the weight, the sum that it is divided by or the weight once more, the output; and the score.
     variance = (ROUNDING_STD * u) ** 2 * ((1 + 1 / call.channels) / other.square() + depth.square())
-    limit_of = ALLOWED + max(_LEAN * form.u, 8 * WORK_ROUNDOFF)
+    limit_of = _EXP + max(_LEAN * form.u, 8 * WORK_ROUNDOFF)
     judgement, resolution = Judgement(elements=weight.numel()), 0.0
     finite = error.isfinite()
     if not bool(finite.all()):

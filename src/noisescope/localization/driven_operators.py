@@ -63,6 +63,7 @@ class DrivenWeights:
     channels: int  # that say the same
     dtype: torch.dtype  # of what came out
     given: torch.dtype
+    unseen: bool = False  # the model calls a function in its place that no one sees
 
 
 @dataclass
@@ -175,7 +176,14 @@ class _Driver:
         self._attend(call.site, attend, shapes, given.effective_scale, query)
 
     def _attend(
-        self, site: Site, attend: Callable[..., Tensor], shapes: tuple[int, int, int, int], scale: float, like: Tensor
+        self,
+        site: Site,
+        attend: Callable[..., Tensor],
+        shapes: tuple[int, int, int, int],
+        scale: float,
+        like: Tensor,
+        *,
+        unseen: bool = False,
     ) -> None:
         for dtype in (like.dtype, torch.float32):
             made = self._once(("keys", shapes, scale, dtype), lambda: self._two_keys(shapes, scale, dtype))  # noqa: B023
@@ -187,7 +195,7 @@ class _Driver:
             with host_arithmetic():
                 values = v[0, 0, 1].double()
                 weight = (on_host(y).double() @ values / values.square().sum()).flatten()
-                found = DrivenWeights(site, _ATTEND, depth, weight, len(values), y.dtype, dtype)
+                found = DrivenWeights(site, _ATTEND, depth, weight, len(values), y.dtype, dtype, unseen)
                 self.found.weights.append(found)
 
     def _two_keys(
@@ -220,7 +228,7 @@ class _Driver:
         for unit in anatomy.units:
             if unit.kind == ATTENTION and unit.module not in driven and like is not None:
                 attend = F.scaled_dot_product_attention
-                self._attend(unit.site(FUSED), attend, shapes, 1 / math.sqrt(_WIDTH), like)
+                self._attend(unit.site(FUSED), attend, shapes, 1 / math.sqrt(_WIDTH), like, unseen=True)
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._made:

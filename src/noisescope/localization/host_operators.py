@@ -20,6 +20,7 @@ from noisescope.localization.formula_recognition import (
     linear_formula,
     looks_up_rows,
     norm_formula,
+    norm_rounds_at_every_step,
     run_on_host,
 )
 from noisescope.localization.host_code import original_functions
@@ -125,6 +126,13 @@ def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Row
     formula = norm_formula(module, x.shape[-1])
     if formula is None:
         raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+    if norm_rounds_at_every_step(module, x.shape[-1], x.dtype):
+        raise Unseen(f"the code of {type(module).__name__} rounds to {x.dtype} at every step")
+    return norm_by(formula, module, x, y, rows)
+
+
+def norm_by(formula: NormFormula, module: nn.Module, x: Tensor, y: Tensor, rows: Rows) -> Recomputed:
+    """A norm module by its formula, with its own gain and bias."""
     weight, bias = formula.parameters_of(module)
     if any(p is not None and p.is_meta for p in (weight, bias)):
         raise Unseen("its weight is not at hand (offloaded)")
