@@ -51,9 +51,9 @@ class ResolutionTable:
         found = []
         for (name, dtype), bounds in self._bounds.items():
             judged = [bound for bound, was in bounds if was]
-            ends = [end(judged or [bound for bound, _ in bounds]) for end in (min, max)]
+            shown = judged or [bound for bound, _ in bounds]
             driven, coarse = self._driven.get((name, dtype)), len(bounds) - len(judged)
-            found.append(Resolution(name, dtype, len(judged), *ends, driven, coarse))
+            found.append(Resolution(name, dtype, len(judged), min(shown), max(shown), driven, coarse))
         return tuple(sorted(found, key=lambda row: (-row.largest, row.name, row.dtype)))
 
 
