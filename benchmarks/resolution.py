@@ -33,7 +33,7 @@ from noisescope.localization.host_copies import host_copy, is_state, leaves_in, 
 from noisescope.localization.host_twin import Comparison, HostTwin
 from noisescope.localization.resolution import Resolution, percent_of
 
-_CALLS, _RUNS = 6, 40  # of one class in one model, and healthy runs of each
+_CALLS, _RUNS = 10, 50  # of one class in one model, and healthy runs of each
 _STATED = 2.6e-12  # two-sided tail of 7 standard deviations
 
 Key = tuple[str, str]
