@@ -7,6 +7,7 @@ import functools
 import field_population
 import field_population_attention
 import field_population_everywhere
+import field_population_floor16
 import field_population_flow
 import field_population_paths
 from field_cases import FaultCase, order_of
@@ -20,6 +21,7 @@ def fault_cases() -> tuple[FaultCase, ...]:
         *field_population_everywhere.cases(),
         *field_population_attention.cases(),
         *field_population_paths.cases(),
+        *field_population_floor16.cases(),
     ]
     names = [case.name for case in found]
     twice = {name for name in names if names.count(name) > 1}

@@ -36,7 +36,8 @@ def test_healthy_models_are_healthy(name, dtype):
     decode = [phase.steps for phase in verdict.coverage.phases if phase.kind == "decode"]
     assert bool(decode) == (name not in ("bert", "vit", "transformer_encoder"))
     prefill = [phase for phase in verdict.coverage.phases if phase.kind != "decode"]
-    assert verdict.forwards == sum(phase.steps for phase in prefill) + sum(decode)
+    driven = dtype != torch.float32  # one forward more, in which 16-bit operators are driven
+    assert verdict.forwards == sum(phase.steps for phase in prefill) + sum(decode) + driven
     assert verdict.coverage.smallest_share == 1.0 and not verdict.coverage.not_judged
     looked = set(verdict.smallest_visible)
     certain = {op for unit in ns.dissect(model).units if unit.certain for op in unit.operators}

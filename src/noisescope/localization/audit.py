@@ -14,11 +14,10 @@ cache. A few more forwards where a fault inside attention asks for them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,14 +38,16 @@ from noisescope.localization.call_tree import (
 )
 from noisescope.localization.coverage import Phase
 from noisescope.localization.deferred_calls import Computed, Deferred, side_by_side
+from noisescope.localization.driven_judgement import judge_norm, judge_weights
+from noisescope.localization.driven_operators import drive, is_driven
 from noisescope.localization.host_code import is_valid_choice
 from noisescope.localization.host_copies import HostStates, tensors_in
-from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_operators import Unseen, host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.judge import Judgement
-from noisescope.localization.shipped_functions import ShippedFunctions
+from noisescope.localization.shipped_functions import replaced_functions
 from noisescope.localization.tensors import host_memory
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
@@ -100,9 +101,11 @@ def audit(
         run.log.remarks += _remarks(subject, model, workloads)
         for workload in within_budget(workloads, budget, not_run):
             run.base(workload) if workload.other is not None else run.workload(workload)
-        with run.on_host():
+        with host_arithmetic():
             run.judge_deferred()
         run.inside_attention()
+        if not quick:
+            run.drive(workloads[0].inputs, seed)
     found = conclude(run.log, run.judged_model())
     if not faults:
         return found
@@ -114,6 +117,10 @@ def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Wor
     if model is not (subject.model if isinstance(subject, Subject) else subject):
         found.append("a compiled model is audited as it runs uncompiled: its own fused kernels are not judged")
     return found
+
+
+def _apart(inputs: Batch) -> Batch:
+    return {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
 
 
 class AuditRun:
@@ -128,24 +135,18 @@ class AuditRun:
         self._attention = frozenset(name for name in attention if not is_users_own(model.get_submodule(name)))
         self._batches: dict[int, Batch] = {}
         self._states = HostStates()
-        self._shipped = ShippedFunctions()
         self._deferred: dict[Site, Deferred] = {}
         self._deferred_bytes = 0
         self._twin: HostTwin | None = None
         self._no_twin = ""
-        words = ", ".join(map(str, self._shipped.replaced))
+        words = ", ".join(map(str, replaced_functions()))
         log.remarks += [f"not as shipped, so that the host used the packages' own: {words}"] * bool(words)
+        self._has_short = False  # whether operators that can be driven were given sixteen bits
         try:
-            with self.on_host():
+            with host_arithmetic():
                 self._twin = HostTwin(model)
         except Exception as error:  # a module may refuse to be copied
             self._no_twin = f"the model can't be copied ({type(error).__name__}: {str(error)[:80]})"
-
-    @contextmanager
-    def on_host(self) -> Iterator[None]:
-        """Plain torch, as it was shipped."""
-        with host_arithmetic(), self._shipped.in_place():
-            yield
 
     def judged_model(self) -> JudgedModel:
         read = frozenset[str]() if self._twin is None else self._twin.read_directly()
@@ -217,11 +218,9 @@ class AuditRun:
 
     def _judge_as_one(self, site: Site, nodes: list[Node], found: Recomputed, judgement: Judgement) -> None:
         before = self.log.alarms.get(site)
-        self.log.judge_call(stacked(nodes), found, judgement)
+        self.log.judge_call(stacked(nodes), found, judgement, nodes)
         alarm = self.log.alarms.get(site)
         if alarm is before:
-            for node in nodes:
-                self.log.judged.add(node)
             return
         self.log.forget(site, before)  # which calls, and which of their tokens?
         for node in nodes:
@@ -246,8 +245,28 @@ class AuditRun:
         inside = suspects_inside_attention(log)
         if inside and 0 in self._batches:  # old data of the first batch? All before them must be as it was
             self._forward(self._batches[0], number=0, opened=inside)
-        with self.on_host():
+        with host_arithmetic():
             self.judge_deferred()
+
+    def drive(self, inputs: Batch, seed: int) -> None:
+        """16-bit norms, softmax and attention once more, with inputs that show what they do inside."""
+        if self._twin is None or not self._has_short:
+            return
+        alarmed = self.log.settled()
+        calls = drive(self.model, self._anatomy, lambda: self.model(**_apart(inputs)), seed=seed, without=alarmed)
+        self.log.forwards += 1
+        known: dict[tuple[object, ...], tuple[float, ...]] = {}
+        with host_arithmetic():
+            for order, norm in enumerate(calls.norms):
+                with contextlib.suppress(Unseen):  # offloaded, or of another shape: not tried
+                    found = judge_norm(norm, self._twin, known)
+                    if found is not None:
+                        self.log.driven(norm.site, norm.callee, found, order)
+            for order, weights in enumerate(calls.weights):
+                judged = judge_weights(weights)
+                if weights.unseen and judged.judgement.alarm:
+                    self.log.explained(weights.site)
+                self.log.driven(weights.site, weights.callee, judged, order)
 
     def _forward(
         self,
@@ -265,7 +284,7 @@ class AuditRun:
             number = self.log.forwards
         if not decoding:  # a cache that is given grows: each forward gets its own
             self._batches[number] = inputs
-            inputs = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
+            inputs = _apart(inputs)
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
         tree = CallTree(self._states, str(phase) if phase is not None else "", self.log.forwards)
 
@@ -274,7 +293,7 @@ class AuditRun:
 
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy), ChoiceCalls(tree):
             output = self.model(**inputs)
-        with self.on_host():
+        with host_arithmetic():
             self._states.settle()
             self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
             self._states.adopt()
@@ -283,6 +302,7 @@ class AuditRun:
     def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
+        self._has_short |= any(is_driven(node.operator, (node.args, node.kwargs)) for node in tree.nodes)
         for node in sorted(tree.nodes, key=lambda node: node.order):
             waiting = self._deferred.setdefault(node.site("output"), Deferred()) if can_be_stacked(node) else None
             if waiting is not None and base and node.operator == "linear" and opened:

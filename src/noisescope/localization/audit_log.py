@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,17 +28,20 @@ from noisescope.localization.data_flow import (
     judge_within,
     same_difference,
 )
+from noisescope.localization.driven_judgement import Driven
 from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.host_twin import Comparison, Difference
 from noisescope.localization.judge import Judgement, judge
+from noisescope.localization.resolution import ResolutionTable, too_coarse
 from noisescope.localization.tensors import bits_of, differing, on_host
 from noisescope.model.anatomy import Anatomy
 from noisescope.sites import Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
+_DOUBTFUL = 2.0  # times its limit, at most: a few elements that are just beyond it
 _BETWEEN = "between operators"
 ALWAYS, IF_ALARMED, NEVER = "always", "if there was an alarm", "never"  # when a call is judged
 
@@ -55,6 +58,7 @@ class AuditLog:
         self.limits: dict[str, DetectionLimit] = {}
         self.unseen: dict[str, set[Site]] = {}
         self.judged = Judged()
+        self.resolution = ResolutionTable()
         self.unrepeatable: set[Site] = set()
         self.remarks: list[str] = []
         self.checksums = 0
@@ -110,22 +114,32 @@ class AuditLog:
         self.judge_call(node, found)
         return True
 
-    def judge_call(self, node: Node, recomputed: Recomputed, judgement: Judgement | None = None) -> None:
-        """One call that was computed again, and, where that is given, judged."""
+    def judge_call(
+        self, node: Node, recomputed: Recomputed, judgement: Judgement | None = None, calls: Sequence[Node] = ()
+    ) -> None:
+        """One call, or several that are judged as one; `judgement` where it was judged already."""
         self._count = node.order
         self.nonfinite.explain(node, recomputed)
         if not _any_finite(recomputed.y) and not _any_finite(recomputed.reference.values):
             reason = "it gave no finite number, and neither does the host from the same inputs"
             self.leave_open(node.site("output"), reason)
             return
-        self.judged.add(node)
-        self._judge(node.site("output"), recomputed, node.order, node=node, judgement=judgement)
+        judgement = self._judge(node.site("output"), recomputed, node.order, node=node, judgement=judgement)
+        bound = judgement.visible_share
+        judged = self.resolution.add(_class_name(node.callee), recomputed.y.dtype, bound)
+        for each in calls or (node,):
+            self.judged.add(each) if judged else self.judged.unknown(each, too_coarse(bound))
 
     def code(self, node: Node, found: Comparison) -> None:
         """What came of running a module's code on the host."""
         self.nonfinite.compared(node, found)
+        dtype = next((x.dtype for _, x in tensors_in(node.output) if x.is_floating_point()), None)
         if found.problem:
             self.judged.unknown(node, found.problem)
+        elif dtype is not None and not self.resolution.add(
+            _class_name(node.callee), dtype, found.bound, equal=found.equal
+        ):
+            self.judged.unknown(node, too_coarse(found.bound))
         else:
             self.judged.add(node)
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
@@ -200,6 +214,24 @@ class AuditLog:
         weights = dataclasses.replace(site, tensor="weight")
         self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
 
+    def settled(self) -> frozenset[Site]:
+        """Sites whose alarms leave no doubt; of others, driving the operator may say more."""
+        return frozenset(site for site, alarm in self.alarms.items() if alarm.judgement.strength > _DOUBTFUL)
+
+    def explained(self, site: Site) -> None:
+        """A function that is wrong was called unseen in a module: what is wrong after it there is no other fault."""
+        for other in [each for each in self.alarms if each.tensor == "input"]:
+            if other.module.startswith(f"{site.module}."):
+                del self.alarms[other]
+
+    def driven(self, site: Site, callee: Any, found: Driven, order: int) -> None:
+        """An operator that was called again with inputs made for it (driven_operators.py)."""
+        self.tests += found.judgement.tests
+        self.resolution.add_driven(_class_name(callee), found.recomputed.y.dtype, found.resolution)
+        if found.judgement.alarm and site not in self.settled():
+            evidence = Evidence.of(site.operator, found.recomputed, found.judgement)
+            self.alarms[site] = Alarm(site, self._batch, order, found.judgement, found.pattern, evidence.kept())
+
     def _judge(
         self,
         site: Site,
@@ -209,13 +241,14 @@ class AuditLog:
         node: Node | None = None,
         about: About | None = None,
         judgement: Judgement | None = None,
-    ) -> None:
+    ) -> Judgement:
         if judgement is None:
             judgement = judge(recomputed.y, recomputed.reference, probabilities=site.operator == "softmax")
         self.tests += judgement.tests
         if not recomputed.reference.exact or site.operator == "embedding":
             self.limits.setdefault(site.operator, DetectionLimit()).add(site, judgement)
         self._alarm(site, recomputed, judgement, order, node=node, about=about)
+        return judgement
 
     def _alarm(
         self,
@@ -298,6 +331,10 @@ class CallHash:
     def of(cls, node: Node) -> CallHash:
         given = [x for _, x in tensors_in((node.args, node.kwargs))]
         return cls(_hash(given), _hash([node.output]), _weight_sums(node.callee))
+
+
+def _class_name(callee: Any) -> str:
+    return type(callee).__name__ if isinstance(callee, nn.Module) else str(getattr(callee, "__name__", callee))
 
 
 def _weight_sums(callee: Any) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
         ),
         not_judged=tuple(NotJudged(kind, tuple(those), reason) for (kind, reason), those in by_class.items()),
         cells=tuple(_cells(log)),
+        resolution=log.resolution.rows(),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from noisescope.localization.resolution import Resolution
 from noisescope.sites import Place
 
 SHOWN = 3  # shapes named in a headline
@@ -84,6 +85,7 @@ class Coverage:
     multiply_adds: Share = Share(0, 0)
     not_judged: tuple[NotJudged, ...] = ()
     cells: tuple[Cell, ...] = ()
+    resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
     state: str = ""  # what was compared in the model's memory, and what was not
     repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
 
@@ -136,6 +138,7 @@ class Coverage:
                 {"place": each.place, "operator": each.operator, "judged": each.judged, "total": each.total}
                 for each in self.cells
             ],
+            "resolution": [row.to_dict() for row in self.resolution],
             "state": self.state,
             "excluded_rate_per_forward": self.excluded_rate,
         }

@@ -19,12 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from noisescope.localization.shipped_functions import shipped_functions
+
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-3, 1e-4, 0.0, torch.finfo(torch.float32).eps)  # written in the code
 _SEED = 20  # of the made-up numbers; any will do
 _AGREES = 1e-4  # relative: the formulas differ by much more, float32 by much less
 _ROUNDINGS = 16  # units of round-off by which 16-bit code may be off
 _ROWS = 6
+_ROUGH_ROWS, _ROUGH = 256, 2.5  # standard errors of a row's factor: 1 to 2 where each element is rounded by itself
 _MOST_WEIGHTS = 1 << 22  # made-up numbers of a linear: a head with more outputs is tried with fewer of them
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What torch, accelerate and our own scopes keep in a module, none of which its class's forward reads.
@@ -223,10 +226,32 @@ class NormFormula:
 
 def norm_formula(module: nn.Module, width: int) -> NormFormula | None:
     """The formula of a norm module over its last dimension, or None."""
-    found: NormFormula | None = _remembered(
-        "norm", module, (width, _possible_eps(module)), lambda: _find_norm(module, width)
-    )
+    key = (width, _possible_eps(module))
+    found: NormFormula | None = _remembered("norm", module, key, lambda: _find_norm(module, width))
     return found
+
+
+def norm_rounds_at_every_step(module: nn.Module, width: int, dtype: torch.dtype) -> bool:
+    """Whether a norm's own code computes in 16 bits, so that all of a row may be off by one factor."""
+    formula = norm_formula(module, width)
+    if formula is None or dtype.itemsize != 2:
+        return False
+    return bool(_remembered("16 bits", module, (width, dtype), lambda: _is_rough(module, formula, width, dtype)))
+
+
+def _is_rough(module: nn.Module, formula: NormFormula, width: int, dtype: torch.dtype) -> bool:
+    """By the factors of made-up rows, against what the errors of single elements leave in them."""
+    parameters = _made_up_parameters(module, dtype)
+    x = torch.randn(_ROUGH_ROWS, width, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu").to(dtype)
+    y = _run(module, parameters, x)
+    if y is None or y.shape != x.shape:
+        return False
+    weight, bias = parameters.get(formula.weight_name), parameters.get(formula.bias_name)
+    exact, along = (formula.apply(x.double(), weight, added)[0] for added in (bias, None))
+    size, error = along.square().sum(-1, keepdim=True), y.double() - exact
+    factor = (error * along).sum(-1, keepdim=True) / size
+    alone = ((error - factor * along) * along).square().sum(-1) / size[:, 0].square()
+    return float(factor.square().mean()) > _ROUGH**2 * float(alone.mean())
 
 
 def _possible_eps(module: nn.Module) -> tuple[float, ...]:
@@ -337,7 +362,12 @@ def _call(
 ) -> Any:
     """What the class's forward gives for a bare copy; None where it wants anything else."""
     try:
-        with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast("cpu", enabled=False):
+        with (
+            shipped_functions(),
+            torch.no_grad(),
+            torch._C.DisableTorchFunction(),
+            torch.autocast("cpu", enabled=False),
+        ):
             own = _own_parameters(module) if made_up is None else {}
             bare = _bare(module, own | (parameters or {}), made_up)
             y = type(module).forward(bare, *args, **kwargs)

@@ -187,6 +187,17 @@ def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def plain_values(value: Any) -> dict[str, Any]:
+    """Of a tree, by path: numbers and flags as they are, and of anything else its kind."""
+    found: dict[str, Any] = {}
+    for path, leaf in leaves_in(value):
+        if isinstance(leaf, (bool, int, float)):
+            found[path] = leaf
+        elif leaf is not None and not isinstance(leaf, (str, torch.device)):  # names of devices are not the same
+            found[path] = "a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+    return found
+
+
 def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a tree, each with its path in it."""
     return ((path, leaf) for path, leaf in leaves_in(value) if isinstance(leaf, Tensor))

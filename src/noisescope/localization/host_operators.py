@@ -21,6 +21,7 @@ from noisescope.localization.formula_recognition import (
     linear_formula,
     looks_up_rows,
     norm_formula,
+    norm_rounds_at_every_step,
     run_on_host,
 )
 from noisescope.localization.host_products import Recomputed, Rows, as_multiplied
@@ -32,6 +33,7 @@ from noisescope.localization.roundoff_floors import (
     rounded_once,
     sum_spread,
 )
+from noisescope.localization.shipped_functions import shipped_functions
 from noisescope.localization.tensors import on_host
 from noisescope.probe.functions import ADDED, OUTER, argument, first_tensor, is_grouped
 from noisescope.probe.unfused_attention import AttentionArguments
@@ -39,6 +41,9 @@ from noisescope.probe.unfused_attention import AttentionArguments
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
 _FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way
 _GAIN_SHARE = 0.1  # of half an ulp
+_STEPS = (
+    0.5  # of what gelu's steps could add up to: of all numbers in 16 bits none is off by more than an eighth of that
+)
 NOT_LINEAR = "something else than x W^T + b"
 
 
@@ -51,6 +56,7 @@ def host_arithmetic() -> Iterator[None]:
     """Plain torch: no mode of the caller's (a simulated fault is one), no autocast, no gradients."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
+        stack.enter_context(shipped_functions())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.autocast("cpu", enabled=False))
@@ -122,6 +128,13 @@ def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Row
     formula = norm_formula(module, x.shape[-1])
     if formula is None:
         raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+    if norm_rounds_at_every_step(module, x.shape[-1], x.dtype):
+        raise Unseen(f"the code of {type(module).__name__} rounds to {x.dtype} at every step")
+    return norm_by(formula, module, x, y, rows)
+
+
+def norm_by(formula: NormFormula, module: nn.Module, x: Tensor, y: Tensor, rows: Rows) -> Recomputed:
+    """A norm module by its formula, with its own gain and bias."""
     weight, bias = formula.parameters_of(module)
     if any(p is not None and p.is_meta for p in (weight, bias)):
         raise Unseen("its weight is not at hand (offloaded)")
@@ -174,6 +187,8 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
     out, wide = _pick(x, y)
     values = ACTIVATIONS[name](wide)
     u = number_format(x.dtype).u if stepwise else WORK_ROUNDOFF
+    if stepwise and name != "quick_gelu":
+        u *= _STEPS
     size = wide.abs()
     if name == "silu":
         function = u * (6 + 2 * size * torch.sigmoid(-wide)) * values.abs()

@@ -33,19 +33,16 @@ from noisescope.localization.host_copies import (
     leaves_in,
     mapped,
     own_state,
+    plain_values,
     real_tensors_in,
     set_state,
     tensors_in,
 )
-from noisescope.localization.random_rounding import RandomRounding, narrow
-from noisescope.localization.roundoff_floors import Z_ELEMENT, convolution_bits, number_format
+from noisescope.localization.random_rounding import RandomRounding, limits_of, roundings
+from noisescope.localization.roundoff_floors import convolution_bits, mean_bound
 from noisescope.localization.tensors import same_numbers
 from noisescope.model.forwards import device_of
 from noisescope.probe.unfused_attention import multihead
-
-_RUNS = 8  # with random rounding
-_ULPS = 4  # that functions of float32 differ by between libraries; in 16 bits they round alike, or to the next number
-_SEED = 11
 
 Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
 
@@ -83,6 +80,8 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     others: list[OtherValue] = field(default_factory=list)
     problem: str = ""  # why the code could not be run to its end
+    bound: float = 0.0  # the widest mean bound of its tensors, relative to the rms; 0 where all must be equal
+    equal: bool = False  # bit for bit, so that no bound had to be used
 
 
 class HostTwin:
@@ -94,6 +93,7 @@ class HostTwin:
         for name, module in self._modules.items():
             vars(module)["forward"] = functools.partial(self._called, name, module)
         self._running: _Run | None = None
+        self._bounds: dict[tuple[Any, ...], float] = {}
         self._exact: set[tuple[Any, ...]] = set()  # kinds of calls whose code had no inexact function
         self._visit: Callable[[Node], None] = lambda node: None
         kind = device_of(model).type
@@ -142,11 +142,22 @@ class HostTwin:
             after = own_state(twin)
             limits = self._limits(twin, node, (before, own), different)
             set_state(twin, after)
+        result.equal = not different
+        if not different and first.was_inexact and not first.problem:
+            result.bound = self._usual_bound(twin, node, (before, own), recorded)
         for key, (got, expected) in different.items():
             limit = limits.get(key) if key in first.inexact else None
+            if limit is not None and got.is_floating_point() and got.shape == expected.shape:
+                result.bound = max(result.bound, mean_bound(limit, expected))
             if limit is None or _beyond(got, expected, limit):
                 result.differences.append(_difference(node, key, got, expected, limit))
         return result
+
+    def rounded(self, node: Node, count: int) -> list[Tensor]:
+        """What a module's code gives for a call in runs with random rounding; fewer where it can't be run here."""
+        twin, given = self._modules[node.module], (node.args, node.kwargs)
+        found = [self._run(twin, node, host_copy(given), rounding=one) for one in roundings(count, self._convolved)]
+        return [run.seen[-1, ""] for run in found if (-1, "") in run.seen]
 
     def _kept(self, node: Node, *, needed: bool) -> Any:
         """The arguments as they are before the code changes them: a cache grows, and may be written in place.
@@ -159,31 +170,25 @@ class HostTwin:
             return given
         return host_copy(given) if needed else None
 
+    def _usual_bound(self, twin: nn.Module, node: Node, before: tuple[Any, Any], recorded: dict[Key, Tensor]) -> float:
+        """The bound of a class's outputs where it did not have to be used, from the first call in each dtype."""
+        outputs = {key: (x, x) for key, x in recorded.items() if key[0] < 0 and x.is_floating_point() and x.numel()}
+        kind = (type(twin), *{x.dtype for x, _ in outputs.values()})
+        if kind not in self._bounds and before[0] is not None:
+            after = own_state(twin)
+            limits = self._limits(twin, node, before, outputs)
+            set_state(twin, after)
+            self._bounds[kind] = max((mean_bound(limits[key], x) for key, (x, _) in outputs.items()), default=0.0)
+        return self._bounds.get(kind, 0.0)
+
     def _limits(
         self, twin: nn.Module, node: Node, before: tuple[Any, Any], different: dict[Key, tuple[Tensor, Tensor]]
     ) -> dict[Key, Tensor]:
-        """7 standard deviations of the difference of two such runs, by element and by row, and some ulps."""
         runs = []
-        for number in range(_RUNS):
+        for rounding in roundings(convolved=self._convolved):
             set_state(twin, before[1])
-            rounding = RandomRounding(_SEED + number, self._convolved)
             runs.append(self._run(twin, node, host_copy(before[0]), rounding=rounding).seen)
-        limits = {}
-        for key, (got, expected) in different.items():
-            found = [run[key].double() for run in runs if key in run and run[key].shape == expected.shape]
-            if len(found) < _RUNS:  # shapes depend on the numbers
-                limits[key] = torch.full(got.shape, torch.inf, dtype=torch.float64)
-                continue
-            wide = torch.stack(found) - expected.double()
-            if not got.is_floating_point():  # a choice, which round-off may turn where these runs turn it
-                limits[key] = torch.where((wide != 0).any(0), torch.inf, 0.0).double()
-                continue
-            variance = torch.where(wide.isfinite(), wide, 0.0).square().mean(0)
-            pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
-            form = number_format(narrow(got))
-            ulp = form.ulp(torch.where(expected.isfinite(), expected, 0.0).double())
-            limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS if form.bits > 20 else 1) * ulp
-        return limits
+        return limits_of(runs, different)
 
     def _run(
         self,
@@ -217,7 +222,9 @@ class HostTwin:
         if run is None:
             return _code_of(module)(module, *args, **kwargs)
         words = _words((args, kwargs))  # "sliding_attention", say: code may go through a set in another order
-        at = run.next_call(lambda child: child.is_module and child.module == name and _words_of(child) == words)
+        at = run.next_call(
+            lambda child: child.is_module and child.module == name and _words((child.args, child.kwargs)) == words
+        )
         if at is None:
             at = run.next_call(lambda child: child.is_module and child.module == name)
         if at is None:
@@ -257,7 +264,7 @@ class _Run(TorchFunctionMode):
     def see(self, at: int, value: Any, changed: Any = ()) -> None:
         with torch._C.DisableTorchFunction():  # the comparison is no part of the code
             if self.first:
-                self.forms[at] = _form(value)
+                self.forms[at] = plain_values(value)
             for path, tensor in (*real_tensors_in(value), *changed):
                 self.compared += 1
                 recorded = self._recorded.get((at, path))
@@ -333,12 +340,13 @@ def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:
     return _words(args) == _words(child.args) and len(list(tensors_in(args))) == len(list(tensors_in(child.args)))
 
 
+def _same_words(child: Node, args: Any, kwargs: Any) -> bool:
+    """A name of a kind of layer, say: code may go through a set of them in another order."""
+    return child.is_module and _words((args, kwargs)) == _words((child.args, child.kwargs))
+
+
 def _words(given: Any) -> list[str]:
     return [leaf for _, leaf in leaves_in(given) if isinstance(leaf, str)]
-
-
-def _words_of(child: Node) -> list[str]:
-    return _words((child.args, child.kwargs))
 
 
 def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
@@ -351,20 +359,9 @@ def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
         yield (-1, f"changed.{path}"), tensor
 
 
-def _form(value: Any) -> dict[str, Any]:
-    """By path, numbers and flags as they are, and of anything else its kind."""
-    found: dict[str, Any] = {}
-    for path, leaf in leaves_in(value):
-        if isinstance(leaf, (bool, int, float)):
-            found[path] = leaf
-        elif leaf is not None and not isinstance(leaf, (str, torch.device)):  # names of devices are not the same
-            found[path] = "a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
-    return found
-
-
 def _other_values(node: Node, at: int, expected: dict[str, Any]) -> Iterator[OtherValue]:
     child = node if at < 0 else node.children[at]
-    got = _form(child.output if at < 0 else (child.args, child.kwargs))
+    got = plain_values(child.output if at < 0 else (child.args, child.kwargs))
     for path in dict.fromkeys((*got, *expected)):
         one, other = got.get(path), expected.get(path)
         if one != other:

@@ -31,6 +31,7 @@ from noisescope.localization.roundoff_floors import (
     Format,
     Reference,
     as_judged,
+    mean_bound,
     number_format,
 )
 from noisescope.localization.stuck_bits import number_of_tests, stuck_channels
@@ -65,6 +66,8 @@ class Judgement:
     visible_element: float = 0.0  # ulps: the median tolerance
     visible_mean: float = 0.0  # ulps: the smallest mean error that would have alarmed
     visible_gain: float = 0.0  # the same as a relative error
+    visible_share: float = 0.0  # mean tolerance, as a share of the output's rms
+    said: str = ""  # words of a test that has its own
 
     @property
     def alarm(self) -> bool:
@@ -86,6 +89,8 @@ class Judgement:
     @property
     def words(self) -> str:
         """The errors, for a reader. Means say nothing where nothing may differ."""
+        if self.said:
+            return self.said
         exact = "exact" in self.strengths
         found = f"{self.bad} of {self.elements} elements {'differ, where none may' if exact else 'beyond tolerance'}"
         found += f", {self.nonfinite} of them NaN or infinite on one side only" if self.nonfinite else ""
@@ -118,6 +123,7 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
     means: list[Tensor] = []  # [7, columns] of each piece
     by_row = torch.zeros(2, len(y[rows]), dtype=torch.float64)
     tolerances: list[Tensor] = []
+    bounds: list[Tensor] = []
     for start, part, ref in _pieces(y, reference):
         ulp, limit, error = form.ulp(ref.values), tolerance(ref), part - ref.values
         finite, one_sided = None, None
@@ -137,12 +143,14 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
             result.channels.update((start + beyond.any(0).nonzero().flatten()).tolist())
         result.worst_ulp = max(result.worst_ulp, float(size.div_(ulp).max()))
         tolerances.append(_normal_tolerances(limit, ulp, finite, form))
+        bounds.append(_some_bounds(limit, ref.values))
         some = None if finite is None else finite[rows]
         means.append(_sums(error[rows], ref[rows], ulp[rows], some, by_row, y.dtype))
         result.tests += part.numel() + 2 * part.shape[1] + 4
     result.raise_to("non-finite", math.inf if result.nonfinite else 0.0)
     found = torch.cat(tolerances)
     result.visible_element = float(found.median()) if len(found) else 0.0
+    result.visible_share = mean_bound(*torch.cat(bounds, 1))
     _judge_means(Means(*torch.cat(means, 1)), by_row, y[rows], reference.sums, form, result)
     whole, channels = stuck_channels(y[rows], reference[rows], below_one=probabilities)
     result.tests += number_of_tests(y.shape[1], y.dtype)
@@ -215,6 +223,12 @@ def _normal_tolerances(limit: Tensor, ulp: Tensor, finite: Tensor | None, form: 
     limit, ulp = limit.flatten()[some], ulp.flatten()[some]
     normal = ulp > 2.0**form.least
     return (limit / ulp)[normal if finite is None else normal & finite.flatten()[some]]
+
+
+def _some_bounds(limit: Tensor, values: Tensor) -> Tensor:
+    """Tolerances and values of some elements, [2, n]."""
+    some = slice(None, None, max(1, limit.numel() // _MEDIAN_OF))
+    return torch.stack([limit.flatten()[some], values.flatten()[some]])
 
 
 def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor:

@@ -1,14 +1,22 @@
-"""Monte Carlo arithmetic: results of inexact functions moved at random, as another library's might differ."""
+"""Random rounding (Monte Carlo arithmetic): how far code may be off, from runs in which every inexact result moves.
+
+False alarms: an element alarms beyond 7 standard deviations of such runs and an ulp or more. Moves of two units of
+round-off (eight in float32) are several times what one rounding makes, so that healthy devices stay far below.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from noisescope.localization.roundoff_floors import number_format
+from noisescope.localization.roundoff_floors import Z_ELEMENT, number_format
 
+RUNS = 8
+_SEED = 11
+_ULPS = 4  # that functions of float32 differ by between libraries; in 16 bits they round alike, or to the next number
 # Units of round-off by which a result moves: 16-bit functions round once, those of float32 differ between libraries.
 _UNITS, _UNITS_FLOAT32 = 2.0, 8.0
 
@@ -41,10 +49,39 @@ class RandomRounding:
         finite = torch.where(wide.isfinite(), wide, 0.0)
         scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if y.dim() else 0.0) / 4
         steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-        form = number_format(narrow(y))
+        form = number_format(_narrow(y))
         return (wide + (_UNITS_FLOAT32 if form.bits > 20 else _UNITS) * form.u * scale * steps).to(y.dtype)
 
 
-def narrow(y: Tensor) -> torch.dtype:
-    """The dtype whose round-off counts: float32 for what holds no fractions of its own."""
+def roundings(count: int = RUNS, convolved: int = 24) -> list[RandomRounding]:
+    """One for each run, the same each time."""
+    return [RandomRounding(_SEED + number, convolved) for number in range(count)]
+
+
+def limits_of(
+    runs: Sequence[Mapping[Any, Tensor]], different: Mapping[Any, tuple[Tensor, Tensor]]
+) -> dict[Any, Tensor]:
+    """7 standard deviations of the difference of two such runs, by element and by row, and some ulps.
+
+    Of each tensor that differs, as it is and as it should be, from what the runs gave in its place.
+    """
+    limits = {}
+    for key, (got, expected) in different.items():
+        found = [run[key].double() for run in runs if key in run and run[key].shape == expected.shape]
+        if len(found) < len(runs):  # shapes depend on the numbers
+            limits[key] = torch.full(got.shape, torch.inf, dtype=torch.float64)
+            continue
+        wide = torch.stack(found) - expected.double()
+        if not got.is_floating_point():  # a choice, which round-off may turn where these runs turn it
+            limits[key] = torch.where((wide != 0).any(0), torch.inf, 0.0).double()
+            continue
+        variance = torch.where(wide.isfinite(), wide, 0.0).square().mean(0)
+        pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
+        form = number_format(_narrow(got))
+        ulp = form.ulp(torch.where(expected.isfinite(), expected, 0.0).double())
+        limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS if form.bits > 20 else 1) * ulp
+    return limits
+
+
+def _narrow(y: Tensor) -> torch.dtype:
     return y.dtype if y.is_floating_point() and y.dtype.itemsize > 1 else torch.float32

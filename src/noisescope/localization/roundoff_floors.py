@@ -124,6 +124,15 @@ def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     return form.ulp(values).mul_(0.5).add_(form.flushed)
 
 
+def mean_bound(limit: Tensor, values: Tensor) -> float:
+    """The mean of how far elements may be off, each by the rms of all at most, relative to that rms."""
+    finite = torch.where(values.isfinite(), values, 0.0).double()
+    size = float(finite.square().mean().sqrt())
+    if size == 0:
+        return 0.0
+    return float((limit.double() / size).nan_to_num(1.0).clamp_max(1.0).mean())
+
+
 def sum_spread(terms: int, squares: Tensor, values: Tensor, u: float) -> Tensor:
     """Standard deviation of the error of a sum of `terms` terms; `squares` is S^2 + P^2."""
     return values.square().add_(squares).sqrt_().mul_(ROUNDING_STD * u * math.sqrt(terms + 1))

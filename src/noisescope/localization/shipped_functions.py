@@ -7,7 +7,6 @@ reference: while the host computes, the packages' own functions are back in thei
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,28 +100,18 @@ def _attention_functions() -> Iterator[Replaced]:
             yield Replaced(table, name, shipped)
 
 
-class ShippedFunctions:
-    """Puts the packages' own functions in place for a while; may be entered again while it is open."""
-
-    def __init__(self) -> None:
-        self.replaced = replaced_functions()
-        self._open = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        with self._lock:
-            self._open += 1
-            before = [_get(each) for each in self.replaced] if self._open == 1 else []
-            for each in self.replaced if self._open == 1 else ():
-                _set(each, each.shipped)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= 1
-                for each, value in zip(self.replaced, before, strict=False):
-                    _set(each, value)
+@contextmanager
+def shipped_functions() -> Iterator[None]:
+    """Puts the packages' own functions in place for a while."""
+    replaced = replaced_functions()
+    before = [_get(each) for each in replaced]
+    try:
+        for each in replaced:
+            _set(each, each.shipped)
+        yield
+    finally:
+        for each, value in zip(replaced, before, strict=True):
+            _set(each, value)
 
 
 def _get(each: Replaced) -> Any:

@@ -61,12 +61,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Table:
-    """`key` names it in the page (sorting, tests)."""
+    """`key` names it in the page (sorting, tests). A `folded` one shows these words until it is opened."""
 
     key: str
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
+    folded: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,9 @@ def _block(block: Block) -> Iterable[str]:
         yield from (f"{f'{i}.' if block.numbered else '-'} {_paragraph(item)}" for i, item in enumerate(block.items, 1))
     elif isinstance(block, Table):
         yield from [f"### {block.caption}", ""] if block.caption else []
+        yield from [f"<details><summary>{escape(block.folded)}</summary>", ""] if block.folded else []
         yield from table(block.head, ((cell.text for cell in row) for row in block.rows))
+        yield from ["", "</details>"] if block.folded else []
     elif isinstance(block, HeatMap):
         yield from [f"### {block.title} ({'; '.join(heat_words(block))})", ""]
         rows = zip(block.rows, block.cells, strict=True)

@@ -8,9 +8,20 @@ from typing import Any
 
 from noisescope.findings.finding import counted
 from noisescope.localization.coverage import Coverage
+from noisescope.localization.resolution import in_one_line, percent_of
 from noisescope.localization.verdict import Suspect, Verdict
 from noisescope.reports import document
-from noisescope.reports.document import Block, Bullets, Cell, Document, Paragraph, Section, StatusGrid, to_markdown
+from noisescope.reports.document import (
+    Block,
+    Bullets,
+    Cell,
+    Document,
+    Paragraph,
+    Section,
+    StatusGrid,
+    Table,
+    to_markdown,
+)
 from noisescope.reports.html import to_html
 from noisescope.sites import FUSED, OPERATORS, Place, Site, place_order
 
@@ -51,7 +62,11 @@ def verdict_document(verdict: Verdict, facts: Iterable[tuple[str, str]] = ()) ->
         first.append(Bullets(tuple(named), numbered=True))
     picture = grid(verdict)
     pages = [Section("picture", "Blocks and operators", (picture,))] if picture.rows else []
-    pages += [Section(key, title, (_bullets(lines),)) for key, title, lines in _sections(verdict) if lines]
+    pages += [
+        Section(key, title, (_bullets(lines), *([_resolution(verdict)] if key == "resolution" else [])))
+        for key, title, lines in _sections(verdict)
+        if lines
+    ]
     facts = (*facts, ("Method", _method(verdict)))
     return Document(TITLE, facts, (Section("summary", "Summary", tuple(first)), *pages))
 
@@ -87,6 +102,8 @@ def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:
     yield "not-judged", "Not judged", [str(each) for each in coverage.not_judged]
     yield "state", "State", [coverage.state] if coverage.state else []
     yield "limits", "Detection limits", list(_limits(verdict.smallest_visible))
+    line = in_one_line(verdict.coverage.resolution)
+    yield "resolution", "Resolution", [line] if line else []
     yield "notes", "Notes", list(verdict.notes)
 
 
@@ -178,6 +195,28 @@ def _size(value: object) -> str:
     if value is None:
         return "not visible"
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _resolution(verdict: Verdict) -> Table:
+    """What each class of modules was judged to, as a table that is opened on demand."""
+    rows = tuple(
+        (
+            Cell(row.name),
+            Cell(row.dtype),
+            Cell(str(row.calls), row.calls),
+            *map(_share, (row.smallest, row.largest)),
+            Cell("") if row.driven is None else _share(row.driven),
+            Cell(str(row.not_judged), row.not_judged),
+        )
+        for row in verdict.coverage.resolution
+    )
+    head = ("class", "dtype", "calls judged", "finest bound", "coarsest bound", "inside, driven", "calls not judged")
+    words = f"{counted(len(rows), 'row')}: mean bound of a call's elements, relative to its output's rms"
+    return Table("resolution", head, rows, folded=words)
+
+
+def _share(value: float) -> Cell:
+    return Cell("any bit" if value == 0 else percent_of(value), value)
 
 
 # -- the picture
