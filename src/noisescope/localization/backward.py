@@ -13,6 +13,7 @@ The model runs in evaluation mode; the caller's `.grad`, `requires_grad`, modes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,7 +178,7 @@ class BackwardRun:
                 with host_arithmetic():
                     judge.micro_batch(calls, sent, whole)
                     if "" in group.judged:
-                        judge.loss(calls, lambda output, batch=batch: loss_of(output, batch))
+                        judge.loss(calls, functools.partial(loss_of, batch=batch))
                 held = max(held, calls.nbytes() + sum(p.nbytes for p in whole))
         for p in own:  # where others than the group's modules use it, its gradient has parts that are not known here
             self.parameters[id(p)] = judge.parameters.get(id(p), Share(0, 0))
@@ -187,9 +188,9 @@ class BackwardRun:
 
     def _first_parameters(self) -> Iterator[nn.Parameter]:
         """Those that the data meets first: with their gradients, there is one in every call behind them."""
-        for unit in self._anatomy.units:
-            if unit.place == "embed":
-                yield from self.model.get_submodule(unit.module).parameters()
+        first = [unit.module for unit in self._anatomy.units if unit.place == "embed"] or list(self._blocks[:1])
+        for name in first:
+            yield from self.model.get_submodule(name).parameters()
 
     def _micro_batch(
         self, number: int, batch: Batch, group: _Group, parameters: Sequence[nn.Parameter]

@@ -81,7 +81,7 @@ class GradientCalls:
             def keep(gradient: Tensor) -> None:
                 self._arrived[key] = kept(gradient)
 
-            tapped.register_hook(keep)
+            tapped.register_hook(keep)  # type: ignore[no-untyped-call]
             return tapped
 
 
@@ -97,7 +97,10 @@ class ParameterGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._sent: dict[int, HostCopy] = {}
-        self._handles = [p.register_hook(self._keep(id(p))) for p in parameters]
+        self._handles = [
+            p.register_hook(self._keep(id(p)))  # type: ignore[no-untyped-call]
+            for p in parameters
+        ]
 
     def _keep(self, key: int) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
@@ -121,14 +124,20 @@ def differentiable(model: nn.Module, chosen: Callable[[nn.Parameter], bool]) -> 
     What runs after accumulation (an optimiser's step inside backward) would change the model: it is put aside.
     """
     parameters = list(model.parameters())
-    before = [(p, p.grad, p.requires_grad, p._post_accumulate_grad_hooks) for p in parameters]
+    before = [(p, p.grad, p.requires_grad) for p in parameters]
+    hooks = [(p._post_accumulate_grad_hooks, dict(p._post_accumulate_grad_hooks or {})) for p in parameters]
     try:
-        for p in parameters:
-            p.grad, p._post_accumulate_grad_hooks = None, None
+        for p, (own, _) in zip(parameters, hooks, strict=True):
+            p.grad = None
             p.requires_grad_(chosen(p))
+            if own:  # autograd holds this very mapping
+                own.clear()
         with torch.enable_grad():
             yield
     finally:
-        for p, gradient, required, hooks in before:
+        for p, gradient, required in before:
             p.requires_grad_(required)
-            p.grad, p._post_accumulate_grad_hooks = gradient, hooks
+            p.grad = gradient
+        for own, kept_aside in hooks:
+            if own is not None:
+                own.update(kept_aside)

@@ -95,8 +95,8 @@ class LinearCall:
         if formula is None or gradient is None or x is None:
             return None
         bias = module._parameters.get("bias") if formula.bias else None
-        flat = (t.reshape(-1, t.shape[-1]) for t in (x, gradient))
-        return cls(*flat, weight, bias, formula.transposed)
+        x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        return cls(x, gradient, weight, bias, formula.transposed)
 
     def input_gradient(self, got: Tensor, rows: Rows) -> Recomputed:
         weight = self.weight.detach()
@@ -145,7 +145,7 @@ def embedding_use(node: Node, calls: GradientCalls) -> WeightUse | None:
     flat, g = ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]).double()
     if module.padding_idx is not None:
         g = g * (flat != module.padding_idx)[:, None]
-    used, places, counts = flat.unique(return_inverse=True, return_counts=True)
+    used, places, counts = torch.unique(flat, return_inverse=True, return_counts=True)
     values, squares = (torch.zeros(len(used), g.shape[1], dtype=torch.float64) for _ in range(2))
     values.index_add_(0, places, g)
     squares.index_add_(0, places, g.square())
@@ -171,7 +171,7 @@ def parameter_gradient(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> Re
     chosen = torch.arange(len(got))
     sampled = None if got.numel() <= _MOST_ELEMENTS else rows.choose(len(got))
     if sampled is not None:
-        chosen = torch.cat([sampled, *(use.rows for use in uses if use.rows is not None)]).unique()
+        chosen = torch.unique(torch.cat([sampled, *(use.rows for use in uses if use.rows is not None)]))
     to = Rounding(got.dtype, rows.device)
     found = [use.at(chosen, to) for use in uses]
     values, limit = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
@@ -194,11 +194,11 @@ def product_gradients(node: Node, calls: GradientCalls, rows: Rows) -> dict[str,
     if gradient.shape != (*a.shape[:-1], b.shape[-1]):
         return None
     found = {}
-    for path, factors in (("0.0", (gradient, b.transpose(-1, -2))), ("0.1", (a.transpose(-1, -2), gradient))):
+    for path, one, other in (("0.0", gradient, b.transpose(-1, -2)), ("0.1", a.transpose(-1, -2), gradient)):
         if path in tapped:
             got = calls.gradient(node, INPUT, path)
             got = torch.zeros_like(tapped[path]) if got is None else got
-            found[path] = host_products.batched(*factors, got, rows)
+            found[path] = host_products.batched(one, other, got, rows)
     return found
 
 
@@ -261,5 +261,6 @@ def _attention_back(
     found = {name: move(x, True) for name, x in found.items()}
     if repeats > 1:
         for name in ("key", "value"):
-            found[name] = found[name].unflatten(-3, (-1, repeats)).sum(-3)
+            shape = (*k.shape[:-3], -1, repeats, *k.shape[-2:-1], found[name].shape[-1])
+            found[name] = found[name].reshape(shape).sum(-3)
     return found

@@ -212,7 +212,7 @@ class GradientJudge:
             return
         self.parameters.setdefault(id(p), Share(p.numel(), p.numel()))
         got = torch.zeros_like(p, device="cpu") if got is None else got
-        shared = f", the sum of {len(uses)} uses" if len(uses) > 1 else ""
+        shared = f", the sum of its uses in {', '.join(names)}" if len(names) > 1 else ""
         found = parameter_gradient(got.detach(), uses, self._log.rows)
         self._judge(node, WEIGHT, found, product=found.reference.sums, words=f"the host's gradient of {own}{shared}")
         self._accumulated(p, got, node, own)

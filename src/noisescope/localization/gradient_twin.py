@@ -26,6 +26,9 @@ from noisescope.localization.random_rounding import Expected, RandomRounding, ex
 
 WEIGHT = "weight"
 Leaf = tuple[str, int, str]  # INPUT, -1, path | OUTPUT, which call, path | WEIGHT, id of the parameter, ""
+# Limits of this share of a gradient say nothing, unless the gradient cancels to round-off, which then shows in a plain
+# run too: in one that is this near to float64, runs that round at random have gone another way.
+_COARSE, _NEAR = 1.0, 0.02
 _MOST_PARAMETERS = 1 << 26  # elements that a module's code may read directly: they are widened on the host
 
 
@@ -63,7 +66,15 @@ class GradientTwin(HostTwin):
         def rounded(generator: torch.Generator) -> Mapping[Leaf, Tensor | None]:
             return self._run_back(node, calls, wide=False, rounding=RandomRounding(generator)).gradients
 
-        return CodeGradients(expected_gradients(exact.gradients, dtypes, rounded), exact.reached)
+        expected = expected_gradients(exact.gradients, dtypes, rounded)
+        coarse = [leaf for leaf, each in expected.items() if _rms(each.limit) > _COARSE * _rms(each.values) > 0]
+        if coarse:
+            plain = self._run_back(node, calls, wide=False).gradients
+            for leaf in coarse:
+                own, value = plain[leaf], expected[leaf].values
+                if own is not None and _rms(own.double() - value) < _NEAR * _rms(value):
+                    raise NotDifferentiated("a choice in its code turns under random rounding")
+        return CodeGradients(expected, exact.reached)
 
     def _dtype(self, node: Node, calls: GradientCalls, leaf: Leaf) -> torch.dtype:
         side, at, path = leaf
@@ -206,3 +217,7 @@ class _GradientRun(_Run):
 def _leaf(x: Tensor, *, wide: bool) -> Tensor:
     made = x.detach().double() if wide and x.is_floating_point() else x.detach()
     return made.clone().requires_grad_(made.is_floating_point() or made.is_complex())
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0

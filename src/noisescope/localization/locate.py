@@ -43,7 +43,11 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
 
         found = replay(subject, reference, seed=seed)
         return found if method == "replay" else dataclasses.replace(found, method="auto: replay")
-    if method in ("scans", "srdd"):
+    if method == "srdd":
+        from noisescope.localization.srdd import srdd
+
+        return srdd(subject, seed=seed)
+    if method == "scans":
         from noisescope.localization.scans import scans
 
         return scans(subject, seed=seed)
