@@ -144,7 +144,7 @@ def explained(
         suspects = ranked(_suspect(runner.anatomy, layer, fit) for layer, fit in match.fits.items())
         return Verdict("faulty", name, suspects, visible, runner.forwards, len(candidates), notes)
     if match.alike:
-        suspects = ranked(_suspect(runner.anatomy, layer, match.fits[layer]) for layer in match.alike)
+        suspects = ranked(_suspect(runner.anatomy, layer, fit) for layer, fit in match.fits.items())
         verdict = "undecided" if usable.all() else "faulty"
         return Verdict(verdict, name, suspects, visible, runner.forwards, len(candidates), (*notes, _WHAT_TO_DO))
     differ = (
