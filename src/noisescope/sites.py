@@ -102,6 +102,8 @@ class Site:
         if self.place == DEVICE:
             return f"{self.module} on the device"
         where = f"block {self.place}" if isinstance(self.place, int) else self.place
+        if self.phase == "backward":
+            return f"backward of {self.operator} at {where} ({self.module}): {self.tensor} gradient"
         part = "" if self.tensor == "output" else f"{self.tensor} of "
         return f"{part}{self.operator} at {where} ({self.module})"
 

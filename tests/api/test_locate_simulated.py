@@ -29,10 +29,17 @@ def subject() -> Subject:
 
 @pytest.mark.parametrize("method", LOCATE_METHODS)
 def test_every_method_looks_for_a_simulated_fault(method: str, subject: Subject) -> None:
-    """And finds this one in its block; records that a method needs are made, and nothing stays behind."""
+    """And finds this one in its block; records that a method needs are made, and nothing stays behind.
+
+    The original probes rank all blocks, decide nothing, and need not have the right one first.
+    """
     asked = LocateOptions(method=method, simulate=f"dead_zone:0.3@{PLACE}")
     verdict, place, changed = locate_simulated(subject, asked)
-    assert (verdict.verdict, place, verdict.suspects[0].site.place) == ("faulty", PLACE, PLACE)
+    if method == "srdd":
+        assert (verdict.verdict, len(verdict.suspects)) == ("undecided", 5)
+    else:
+        assert (verdict.verdict, verdict.suspects[0].site.place) == ("faulty", PLACE)
+    assert place == PLACE
     assert changed > 0
     assert not subject.model.model.layers[PLACE]._forward_hooks
 

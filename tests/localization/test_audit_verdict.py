@@ -122,7 +122,7 @@ def test_a_cache_of_ones_own_is_code_like_any_other():
     assert audit(tiny_model("llama", layers=2), inputs, quick=True).verdict == "healthy"
 
 
-@pytest.mark.parametrize("method", ["audit", "srdd"])
+@pytest.mark.parametrize("method", ["audit", "scans"])
 def test_errors_where_nothing_may_differ_are_told_by_their_size(method):
     """A gain of 1 % is 1 % of the largest element, and no mean or ulp of numbers near 0 is reported."""
     model = tiny_model("llama", layers=4)

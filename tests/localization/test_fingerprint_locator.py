@@ -20,7 +20,7 @@ from noisescope.errors import InvalidInput
 from noisescope.faults import faulty
 from noisescope.injection import Injection
 from noisescope.localization.fingerprint_locator import fingerprint
-from noisescope.localization.fingerprint_match import coherence, cosines, sketch
+from noisescope.localization.fingerprint_match import Candidate, blind, coherence, cosines, settings, sketch
 from noisescope.localization.inputs import prompt_ids
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
@@ -270,3 +270,24 @@ def test_nothing_is_left_behind(model, good, recorded):
     assert torch.equal(torch.get_rng_state(), state)
     assert {name: set(m.__dict__) for name, m in model.named_modules()} == before
     assert np.array_equal(recorded().logits(), good.logits())
+
+
+def drawn_candidates(*spreads) -> list[Candidate]:
+    """Candidates of relative noise, one a layer, whose draws scatter along the axes by these amounts."""
+    (setting,) = settings("blind", ["relative_gaussian"], None, 0)
+    draws = np.random.default_rng(0).standard_normal((16, 12, len(spreads[0])))
+    return [Candidate(at, setting, 0.0, False, draws * np.array(spread)) for at, spread in enumerate(spreads)]
+
+
+def test_blind_knows_relative_noise_and_is_undecided_where_layers_fit_alike():
+    """The published fault is among the candidates; of two layers with one covariance neither is named."""
+    assert "relative_gaussian" in {setting.family for setting in settings("blind", None, None, 0)}
+    here, other = [1.0, 1.0, 0.1, 0.1] * 4, [0.1, 0.1, 1.0, 1.0] * 4
+    observed = np.random.default_rng(1).standard_normal((12, 16)) * np.array(here)
+    changed = np.ones(12, dtype=bool)
+    apart = blind(observed, drawn_candidates(here, other, other), changed)
+    assert apart.fitting and not apart.alike
+    assert max(apart.fits, key=lambda layer: apart.fits[layer].score) == 0
+    alike = blind(observed, drawn_candidates(here, here, other), changed)
+    assert not alike.fitting and alike.alike == (0, 1)
+    assert alike.note.startswith("layers 0, 1 fit alike, so that none of them is named")

@@ -117,7 +117,7 @@ def test_adapters_are_healthy():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model = peft.get_peft_model(tiny_model("llama"), lora)
-    for method in ("auto", "relations", "srdd"):
+    for method in ("auto", "relations", "scans"):
         assert ns.locate(model, method=method, quick=method == "auto").verdict == "healthy", method
 
 

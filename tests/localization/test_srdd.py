@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+import noisescope as ns
 from noisescope.errors import InvalidInput
 from noisescope.faults import DeadZone, faulty
 from noisescope.localization.srdd import Responses, composite, divergence, probes, srdd
@@ -143,3 +144,13 @@ def test_what_can_not_be_asked(model, arguments, reason):
     """Too few layers, layers that are not there, scales in no order, no trials."""
     with pytest.raises(InvalidInput, match=reason):
         srdd(model, **arguments)
+
+
+def test_srdd_and_scans_are_methods_of_their_own(model):
+    """Each runs under its name, and says what it can't see."""
+    probes_verdict, scans_verdict = (ns.locate(model, method=method) for method in ("srdd", "scans"))
+    assert (probes_verdict.method, probes_verdict.verdict) == ("srdd", "undecided")
+    assert "composite score" in probes_verdict.suspects[0].evidence
+    assert any("what it can't see" in note for note in probes_verdict.notes)
+    assert (scans_verdict.method, scans_verdict.verdict) == ("scans", "healthy")
+    assert any("what scans can't see" in note for note in scans_verdict.notes)

@@ -197,7 +197,7 @@ MEASUREMENTS: dict[str, Callable[[Any], Any]] = {
     "capture_layer_output": lambda model: capture_layer_output(model, 1, TOKENS),
     "smooth": lambda model: smooth(model, BATCHES).float_error,
     "rounded_kl": lambda model: rounded_kl(model, model, BATCHES),
-    "locate": lambda model: locate(model, method="srdd").to_dict(),
+    "locate": lambda model: locate(model, method="scans").to_dict(),
 }
 
 

@@ -95,5 +95,8 @@ def was_found(verdict: Any, place: Any, changed: int) -> tuple[bool, str]:
     if changed == 0:
         return verdict.verdict == "healthy", "the simulated fault changed no element"
     first = verdict.suspects[0].site.place if verdict.suspects else None
-    right = verdict.verdict == "faulty" and (first == place or place == "*")
+    here = first == place or place == "*"
+    if verdict.verdict == "undecided" and here:
+        return False, f"simulated at {place} ({changed} elements changed); the first suspect, but nothing is decided"
+    right = verdict.verdict == "faulty" and here
     return right, f"simulated at {place} ({changed} elements changed); {'found' if right else f'not found: {first}'}"

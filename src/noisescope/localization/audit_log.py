@@ -181,6 +181,15 @@ class AuditLog:
         else:
             self._alarm(site, recomputed, judge_within(recomputed), order, node=node, about=about)
 
+    def gradient(
+        self, site: Site, found: Recomputed, judgement: Judgement, node: Node, about: About | None = None
+    ) -> None:
+        """A gradient in a backward, judged by who knows how it is made."""
+        self.tests += judgement.tests
+        if not found.reference.exact:
+            self.limits.setdefault(site.operator, DetectionLimit()).add(site, judgement)
+        self._alarm(site, found, judgement, node.order, node=node, about=about)
+
     def wanted(self, node: Node) -> str:
         """When a call is judged: in a repeated forward only where the output has changed, or was wrong before."""
         y, site = node.output, node.site("output")
@@ -264,7 +273,9 @@ class AuditLog:
         if not judgement.alarm and before is None:
             return
         evidence = Evidence.of(site.operator, recomputed, judgement, None if node is None else node.shape)
-        if site.tensor == "input":  # the operator tells heads from tokens, but has no part in what is wrong
+        if (
+            site.tensor == "input" and site.phase == "forward"
+        ):  # the operator tells heads from tokens, but has no part in what is wrong
             evidence = dataclasses.replace(evidence, operator="residual")
         if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)

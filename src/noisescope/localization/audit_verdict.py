@@ -44,7 +44,7 @@ def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     """The verdict; without a model (a replay of a record) the coverage is left empty."""
     if not log.limits:
         raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
-    suspects = ranked(in_all_layers(tuple(_suspects(log)), _judged(log), log.anatomy))
+    suspects = ranked(in_all_layers(tuple(suspects_of(log)), judged_sites(log), log.anatomy))
     unseen = tuple(dict.fromkeys(site for sites in log.unseen.values() for site in sites))
     coverage = Coverage() if judged is None else _coverage(log, judged)
     decided = not unseen and (judged is None or coverage.enough)
@@ -83,12 +83,12 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
             sum(found.work[key] for key, done in found.calls.items() if done), sum(found.work.values())
         ),
         not_judged=tuple(NotJudged(kind, tuple(those), reason) for (kind, reason), those in by_class.items()),
-        cells=tuple(_cells(log)),
+        cells=tuple(cells_of(log)),
         resolution=log.resolution.rows(),
     )
 
 
-def _cells(log: AuditLog) -> Iterator[Cell]:
+def cells_of(log: AuditLog) -> Iterator[Cell]:
     sites: dict[Site, bool] = {}
     for (site, _), judged in log.judged.calls.items():
         sites[site] = judged and sites.get(site, True)
@@ -123,12 +123,12 @@ def hidden_in_attention(log: AuditLog, *, passing_only: bool) -> dict[int, froze
 # -- suspects
 
 
-def _suspects(log: AuditLog) -> Iterator[Suspect]:
-    """One for each call under suspicion, in the order of computation."""
+def suspects_of(log: AuditLog, *, backward: bool = False) -> Iterator[Suspect]:
+    """One for each call under suspicion, in the order of computation: a backward begins at the end."""
     opened = suspects_inside_attention(log)
     fused = {site for site in log.alarms if site.operator == FUSED and site.tensor == "output"}
     alarms = [a for a in log.alarms.values() if a.site not in fused or a.site.module not in opened]
-    alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order))
+    alarms.sort(key=lambda alarm: (place_order(alarm.site.place), alarm.order), reverse=backward)
     for rank, alarm in enumerate(alarms):
         yield _suspect(log, alarm, rank)
 
@@ -183,7 +183,7 @@ def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
     )
 
 
-def _judged(log: AuditLog) -> frozenset[Site]:
+def judged_sites(log: AuditLog) -> frozenset[Site]:
     return frozenset(site for limit in log.limits.values() for site in limit.sites)
 
 

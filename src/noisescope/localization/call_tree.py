@@ -83,6 +83,11 @@ class CallTree:
         """The call of the model itself, which ends last."""
         return self.nodes[-1]
 
+    @property
+    def running(self) -> Node:
+        """The innermost call that has begun and not ended."""
+        return self._open[-1]
+
     def begin(self, call: RecordedCall) -> None:
         args, kwargs = self._states.on_host((call.args, call.kwargs))
         parent = self._open[-1] if self._open else None

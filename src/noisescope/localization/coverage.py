@@ -10,6 +10,7 @@ from typing import Any
 from noisescope.localization.resolution import Resolution
 from noisescope.sites import Place
 
+BACKWARD = "backward"
 SHOWN = 3  # shapes named in a headline
 ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: less than that is no plain "healthy"
 
@@ -18,7 +19,7 @@ ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: less than
 class Phase:
     """Forwards of one shape: a prefill, or the decode steps that follow one with the model's cache."""
 
-    kind: str  # "prefill" or "decode"; "images" where there are no tokens
+    kind: str  # "prefill", "decode" or BACKWARD; "images" where there are no tokens
     batch: int
     tokens: int  # of each sequence; in decode those in the cache before the first step
     steps: int = 1  # forwards
@@ -30,6 +31,8 @@ class Phase:
         padded += ", with encoder states" if self.encoded else ""
         if self.kind == "decode":
             return f"decode {self.batch} x {self.steps} tokens after {self.tokens}{padded}"
+        if self.kind == BACKWARD:
+            return f"backward {self.batch} x {self.tokens} tokens{padded}, {self.steps} micro-batches"
         if self.kind == "images":
             return f"images, batch of {self.batch}"
         times = f", {self.steps} forwards" if self.steps > 1 else ""
@@ -59,9 +62,31 @@ class NotJudged:
     modules: tuple[str, ...]
     reason: str
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"class": self.module_class, "modules": list(self.modules), "reason": self.reason}
+
     def __str__(self) -> str:
         more = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
         return f"{self.module_class} ({self.modules[0] or 'the model itself'}{more}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class BackwardCoverage:
+    """What was judged of the gradients."""
+
+    modules: Share
+    parameters: Share
+    not_judged: tuple[NotJudged, ...] = ()
+
+    def __str__(self) -> str:
+        return f"in backward {self.modules} of modules and {self.parameters} of parameters"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "modules": self.modules.share,
+            "parameters": self.parameters.share,
+            "not_judged": [each.to_dict() for each in self.not_judged],
+        }
 
 
 @dataclass(frozen=True)
@@ -87,6 +112,7 @@ class Coverage:
     cells: tuple[Cell, ...] = ()
     resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
     state: str = ""  # what was compared in the model's memory, and what was not
+    backward: BackwardCoverage | None = None  # where gradients were audited
     repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
 
     @property
@@ -96,7 +122,8 @@ class Coverage:
 
     @property
     def smallest_share(self) -> float:
-        return min(self.modules.share, self.parameters.share, self.multiply_adds.share)
+        backward = () if self.backward is None else (self.backward.modules.share, self.backward.parameters.share)
+        return min(self.modules.share, self.parameters.share, self.multiply_adds.share, *backward)
 
     @property
     def enough(self) -> bool:
@@ -106,22 +133,24 @@ class Coverage:
     @property
     def excluded_rate(self) -> float:
         """A fault that hits a forward by chance more often than this would have shown, with 95 % confidence."""
-        forwards = sum(phase.steps for phase in self.phases) + self.repeated - 1
+        forwards = sum(phase.steps for phase in self.phases if phase.kind != BACKWARD) + self.repeated - 1
         return 1.0 if forwards < 1 else 1 - 0.05 ** (1 / forwards)
 
     @property
     def shares(self) -> str:
-        return f"{self.modules} of modules, {self.parameters} of parameters and {self.multiply_adds} of multiply-adds"
+        found = f"{self.modules} of modules, {self.parameters} of parameters and {self.multiply_adds} of multiply-adds"
+        return found if self.backward is None else f"{found}, {self.backward}"
 
     @property
     def ran(self) -> str:
         """Phases and shapes in a few words: "prefill (2 x 32, 1 x 1, 2 x 17 and 4 more shapes) and decode"."""
         prefill = [_shape(phase) for phase in self.phases if phase.kind == "prefill"]
         images = [str(phase.batch) for phase in self.phases if phase.kind == "images"]
-        decode = any(phase.kind == "decode" for phase in self.phases)
         parts = [f"prefill ({_some(prefill)})"] if prefill else []
         parts += [f"batches of images ({_some(images)})"] if images else []
-        return " and ".join([*parts, *(["decode"] if decode else [])]) or "the forwards that were run"
+        parts += [kind for kind in ("decode", BACKWARD) if any(phase.kind == kind for phase in self.phases)]
+        *first, last = parts or ["the forwards that were run"]
+        return f"{', '.join(first)} and {last}" if first else last
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -130,16 +159,14 @@ class Coverage:
             "modules": self.modules.share,
             "parameters": self.parameters.share,
             "multiply_adds": self.multiply_adds.share,
-            "not_judged": [
-                {"class": each.module_class, "modules": list(each.modules), "reason": each.reason}
-                for each in self.not_judged
-            ],
+            "not_judged": [each.to_dict() for each in self.not_judged],
             "cells": [
                 {"place": each.place, "operator": each.operator, "judged": each.judged, "total": each.total}
                 for each in self.cells
             ],
             "resolution": [row.to_dict() for row in self.resolution],
             "state": self.state,
+            "backward": None if self.backward is None else self.backward.to_dict(),
             "excluded_rate_per_forward": self.excluded_rate,
         }
 

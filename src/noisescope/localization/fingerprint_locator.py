@@ -8,8 +8,9 @@ mean cosine over prompts. The right candidate then repeats the failure bit for b
 simulations, not a diagnosis: no device has a known seed.
 
 **blind** knows neither family nor seed. Faults that are functions of the data (dead zone, saturation, bias) are matched
-by the same cosine, faults that draw (noise, spikes) by the covariance of what arrives (fingerprint_match.py). Where
-nothing fits better than a misfit would, the verdict is undecided.
+by the same cosine, faults that draw (noise, relative noise on products, spikes) by the covariance of what arrives
+(fingerprint_match.py). Where nothing fits better than a misfit would, or several layers fit alike, the verdict is
+undecided.
 """
 
 from __future__ import annotations
@@ -142,6 +143,10 @@ def explained(
     if match.fitting:
         suspects = ranked(_suspect(runner.anatomy, layer, fit) for layer, fit in match.fits.items())
         return Verdict("faulty", name, suspects, visible, runner.forwards, len(candidates), notes)
+    if match.alike:
+        suspects = ranked(_suspect(runner.anatomy, layer, fit) for layer, fit in match.fits.items())
+        verdict = "undecided" if usable.all() else "faulty"
+        return Verdict(verdict, name, suspects, visible, runner.forwards, len(candidates), (*notes, _WHAT_TO_DO))
     differ = (
         f"the logits differ in {int(changed.sum())} of {len(changed)} prompts (rms up to {sizes.max():.3g}), but no "
         f"candidate explains them; tried: {_words(faults)}, each in {len(layers)} layers"

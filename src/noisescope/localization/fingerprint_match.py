@@ -46,7 +46,8 @@ _SIZES: dict[str, tuple[float, ...]] = dict.fromkeys(("dead_zone", "saturation",
 _SIZES |= {"non_determinism": (5.0, 1.01), NOTES_NOISE: (0.2, 0.05)}
 _ONE_SIZE = {"noise": 0.1, "spike": 0.1, "non_determinism": 5.0, NOTES_NOISE: 0.05}  # blind: directions hardly change
 _DEFAULT = {
-    "blind": ("dead_zone", "saturation", "bias", "noise", "spike"),  # non_determinism is noise to the logits
+    # Not non_determinism, which is noise to the logits.
+    "blind": ("dead_zone", "saturation", "bias", "noise", "spike", NOTES_NOISE),
     "same-seed": ("dead_zone", "saturation", "bias", "noise", "spike", "non_determinism", NOTES_NOISE),
 }
 _BLIND_SEED = 1_000_003  # plus the caller's: not the seed of any simulated failure
@@ -59,6 +60,7 @@ _SHRINK = 0.05  # of a covariance towards a multiple of 1
 # 12), where the likeliest layer has 0.66 on average and is right in 0.70 (demo, float32, n = 510; bfloat16 the same).
 _TEMPERATURE = 6.0
 _DISTINCT = 0.5  # of the probability that a layer with its neighbours must hold: more likely there than elsewhere
+_TWICE = 2.0  # as likely as the next layer, or both fit alike and none of them is named
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ class Match:
     fits: Mapping[int, Fit]
     fitting: bool
     note: str
+    alike: tuple[int, ...] = ()  # layers that explain the failure about as well as each other
 
 
 def cosines(a: Array, b: Array, floor: float) -> Array:
@@ -288,7 +291,18 @@ def blind(observed: Array, candidates: Sequence[Candidate], changed: Mask) -> Ma
         f"neighbours has {share:.2f} of the probability; prompts have {common:.1f} in common, drawn faults' up to "
         f"{usual:.1f}"
     )
-    return Match(fits, share > _DISTINCT and common <= usual, note)
+    near = share > _DISTINCT and common <= usual
+    alike = _alike(fits) if near else ()
+    if alike:
+        note = f"layers {', '.join(map(str, alike))} fit alike, so that none of them is named; {note}"
+    return Match(fits, near and not alike, note, alike)
+
+
+def _alike(fits: Mapping[int, Fit]) -> tuple[int, ...]:
+    """The layers that are at least half as likely as the likeliest, where there are any others."""
+    top = max(fit.score for fit in fits.values())
+    found = tuple(sorted(layer for layer, fit in fits.items() if _TWICE * fit.score > top))
+    return found if len(found) > 1 else ()
 
 
 def best_by_cosine(candidates: Sequence[Candidate]) -> dict[int, Candidate]:

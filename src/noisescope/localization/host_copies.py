@@ -261,10 +261,13 @@ class HostParameters(dict[str, Any]):
     """Parameters by name, copied to the host when code asks for one; asked for all, it shows shapes and dtypes."""
 
     was_read = False
+    source: Callable[[Tensor], Tensor] | None = None  # what stands for a parameter of the model, where asked for
 
     def __getitem__(self, name: str) -> Any:
         self.was_read = True
         value = super().__getitem__(name)
+        if self.source is not None and value is not None:
+            return self.source(value)
         return value if value is None or value.device.type == "cpu" else nn.Parameter(value.detach().to("cpu"), False)
 
     def values(self) -> Any:

@@ -25,12 +25,13 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     audit recomputes every operator on the host from its own inputs; relations calls modules again and checks the laws
     that healthy arithmetic obeys, without weights or a host; auto is the audit, and relations where there are operators
     that it could not judge. Both first compare the model's memory with its checkpoint and its config, unless `state` is
-    False. replay (and auto, given a `reference`: a record of full detail made on a good device) gives
-    each module that device's inputs and compares what comes out. scans (also srdd) are those of the original method
-    notes, calibrated; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated faults in
-    this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless given,
-    and `verdict.coverage` says which shapes and phases of them ran and what was judged. The model runs in the caller's
-    thread, inside whatever scopes are open.
+    False, and with `backward` audit the gradients of a loss as well. replay (and auto, given a `reference`: a record of
+    full detail made on a good device) gives each module that device's inputs and compares what comes out. srdd are the
+    four probes of the original method notes, which rank layers and decide nothing; scans read what each block does to
+    the numbers that pass it; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated
+    faults in this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless
+    given, and `verdict.coverage` says which shapes and phases of them ran and what was judged. The model runs in the
+    caller's thread, inside whatever scopes are open.
     """
     method, inputs, reference, seed = options.method, options.inputs, options.reference, options.seed
     if options.failure is not None:
@@ -42,7 +43,11 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
 
         found = replay(subject, reference, seed=seed)
         return found if method == "replay" else dataclasses.replace(found, method="auto: replay")
-    if method in ("scans", "srdd"):
+    if method == "srdd":
+        from noisescope.localization.srdd import srdd
+
+        return srdd(subject, seed=seed)
+    if method == "scans":
         from noisescope.localization.scans import scans
 
         return scans(subject, seed=seed)
@@ -67,6 +72,12 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     )
     if method != "audit":
         found = _with_relations(found, subject, inputs, seed)
+    if options.backward:
+        from noisescope.localization.backward import audit_backward
+        from noisescope.localization.backward_verdict import with_backward
+
+        gradients = audit_backward(subject, inputs, tokens=options.tokens, batch=options.batch, seed=seed)
+        found = with_backward(found, gradients)
     return found if state is None else with_state(found, state)
 
 

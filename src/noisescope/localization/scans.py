@@ -41,7 +41,7 @@ from noisescope.model.loading import Subject
 from noisescope.sites import Site
 
 SCANS = ("bookkeeping", "instability", *PROFILES)
-METHOD = "srdd scans"
+METHOD = "scans"
 RUNS = 3
 _SIDES = {"gain": (-1,), "kurtosis": (-1, 1), "pile_up": (1,), "mean_shift": (-1, 1)}  # where faults show
 _CLASSES = {
@@ -234,6 +234,11 @@ def _notes(
             f"layers that stand out among the others but whose sums are exact: {', '.join(quiet)}; limit of |z| "
             f"{limit:.1f}. Models have such layers by nature, or a branch inside is at fault: see `audit`"
         )
+    yield (
+        "what scans can't see: errors inside a branch that repeat from run to run (a wrong linear, norm or softmax), "
+        "since sums are right with a wrong summand as well; whatever lies outside the blocks, decode, other shapes and "
+        "gradients; `audit` detects these"
+    )
     if results.unknown:
         blind = sorted(results.unknown)
         yield f"bookkeeping is blind at blocks {blind}: their code can't be run on the host"

@@ -50,6 +50,13 @@ PROMPTS, LENGTH = 5, 16
 INVARIANCE_SCALE = 0.05  # the measured scale nearest to it is used
 WEIGHTS = {"monotonicity": 1.0, "smoothness": 1.5, "invariance": 1.0, "compression": 1.5}
 SUSPICIOUS = {"monotonicity": -1, "smoothness": +1, "invariance": +1, "compression": -1}  # which sign of z
+CANNOT_SEE = (
+    "this method has no threshold: the first suspect is named on a healthy model too, and no verdict but undecided is "
+    "possible",
+    "what it can't see: it compares how the last token's distribution responds to noise in each layer, so a fault that "
+    "leaves those responses alike (noise, spikes, saturation, small gains, one wrong channel, anything outside the "
+    "blocks, decode, gradients) does not show, and layers that are sensitive by nature do; `audit` detects these",
+)
 _EPS = 1e-6  # in the logarithms of the divergence, in float32
 _TINY = 1e-10
 _FLAG = 2.0  # |z| beyond which the notes call a layer anomalous; it takes no part in the score
@@ -100,8 +107,7 @@ def srdd(
         return Verdict("undecided", "srdd", forwards=1.0, notes=(note,))
     found = probes(responses)
     suspects = ranked(_suspect(anatomy, at, layer, found, responses) for at, layer in enumerate(chosen))
-    note = "this method has no threshold: the first suspect is named on a healthy model too"
-    return Verdict("undecided", "srdd", suspects, {}, float(responses.forwards), 4 * len(chosen), (note,))
+    return Verdict("undecided", "srdd", suspects, {}, float(responses.forwards), 4 * len(chosen), CANNOT_SEE)
 
 
 def probes(responses: Responses) -> dict[str, tuple[Array, Array]]:

@@ -74,6 +74,7 @@ class Suspect:
             "operator": self.site.operator,
             "module": self.site.module,
             "tensor": self.site.tensor,
+            "phase": self.site.phase,
             "occurrence": self.site.occurrence,
             "channels": list(self.channels),
             "period": self.period,

@@ -145,6 +145,9 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         "Also compare weights, buffers and attributes in memory with the checkpoint and the config.",
         negative="no-state",
     )
+    backward: bool = option(
+        False, "Also audit the gradients of micro-batches: of inputs, weights and what is accumulated."
+    )
     failure: Source = option(
         None,
         "With method fingerprint: the suspect system's record; a simulated fault makes its own.",
@@ -221,7 +224,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         one_shape = [name for name in ("tokens", "batch", "decode") if vars(self)[name] is not None]
         if self.quick and one_shape:
             yield f"{named('quick')} runs 2 x 32 tokens and no others: leave it out, or {named(one_shape[0])}"
-        shaped = [*one_shape, *(name for name in ("quick", "budget", "repeat") if vars(self)[name])]
+        shaped = [*one_shape, *(name for name in ("quick", "budget", "repeat", "backward") if vars(self)[name])]
         shaped += [] if self.state else ["state"]
         if shaped and (self.method not in ("auto", "audit") or self.reference is not None):
             came = "a reference" if self.reference is not None else f"method {self.method}"

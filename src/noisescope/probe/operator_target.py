@@ -24,6 +24,9 @@ from noisescope.probe.recorded_call import RecordedCall, by_head
 from noisescope.probe.tally import SiteCount
 from noisescope.sites import Site
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Before = Callable[[RecordedCall], Tensor | Arguments | None]
+
 _SAMPLED_ROWS = 16  # rows looked at to measure the share of changed elements
 _WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its perturbation is the same in every forward
 
@@ -221,10 +224,11 @@ class OperatorTarget:
 class CallListener:
     """Stands where a target does, and reports whole calls of one operator of one unit.
 
-    `before` gets a call that is about to be made, and may give another first tensor; `on_call` one that was made, and
-    may give another output. None leaves things as they are. `rerun(callee, *args, **kwargs)` makes a call
-    again. `recomputed` says whether calls that gradient checkpointing repeats are reported as well. A call that
-    `before` or `on_call` itself makes of the same operator is reported only if `repeated` says so.
+    `before` gets a call that is about to be made, and may give another first tensor, or all arguments anew as a pair
+    (args, kwargs); `on_call` one that was made, and may give another output. None leaves things as they are.
+    `rerun(callee, *args, **kwargs)` makes a call again. `recomputed` says whether calls that gradient checkpointing
+    repeats are reported as well. A call that `before` or `on_call` itself makes of the same operator is reported only
+    if `repeated` says so.
     """
 
     def __init__(
@@ -234,7 +238,7 @@ class CallListener:
         on_call: Callable[[RecordedCall], Any],
         *,
         rerun: Callable[..., Any],
-        before: Callable[[RecordedCall], Tensor | None] | None = None,
+        before: Before | None = None,
         recomputed: bool = False,
         repeated: bool = False,
     ) -> None:
@@ -263,7 +267,9 @@ class CallListener:
         known = (self.unit, self.operator, callee)
         if self._before is not None:
             new = self._report(self._before, RecordedCall(*known, args, kwargs, None, occurrence, context, self._rerun))
-            if new is not None:
+            if isinstance(new, tuple):
+                args, kwargs = new
+            elif new is not None:
                 args, kwargs = with_tensor(args, kwargs, first_tensor(args, kwargs), new)
         y = call(*args, **kwargs)
         other = self._report(self._on_call, RecordedCall(*known, args, kwargs, y, occurrence, context, self._rerun))

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
 from noisescope.probe.forward_patching import ModelScope
-from noisescope.probe.operator_target import CallListener
+from noisescope.probe.operator_target import Before, CallListener
 from noisescope.probe.recorded_call import RecordedCall as RecordedCall
 from noisescope.sites import Place
 
@@ -29,7 +29,7 @@ def watch(
     layers: Iterable[int] | None = None,
     places: Iterable[Place] | None = None,
     modules: Iterable[str] | None = None,
-    before: Callable[[RecordedCall], Tensor | None] | None = None,
+    before: Before | None = None,
     recomputed: bool = False,
     repeated: bool = False,
     anatomy: Anatomy | None = None,
@@ -45,7 +45,7 @@ def watch(
     `on_call` gets a `RecordedCall` in the thread and at the point of the forward where the call was made. It returns
     None, or what the model is to go on with in place of the output. Copy the tensors that you keep: the model, or noise
     from another scope, may change them in place later. `before` gets the same call before it is made (its
-    `output` is None) and may return another first tensor.
+    `output` is None) and may return another first tensor, or all arguments as a pair (args, kwargs).
 
     `operators`, `layers`, `places` and `modules` select as in an `Injection`; `where(unit, operator)` selects by itself
     where no set is given, and narrows the sets otherwise. A fused attention call is an operator "attention" of its
@@ -98,7 +98,7 @@ class WatchScope(ModelScope):
         on_call: OnCall,
         where: Selection,
         *,
-        before: Callable[[RecordedCall], Tensor | None] | None = None,
+        before: Before | None = None,
         recomputed: bool = False,
         repeated: bool = False,
         anatomy: Anatomy | None = None,

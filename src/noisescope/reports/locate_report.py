@@ -99,7 +99,10 @@ def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:
     yield "not-run", "Not run", list(coverage.not_run)
     is_said = not coverage.measured or coverage.shares in verdict.headline
     yield "judged", "Judged", [] if is_said else [coverage.shares]
-    yield "not-judged", "Not judged", [str(each) for each in coverage.not_judged]
+    not_judged = [str(each) for each in coverage.not_judged]
+    if coverage.backward is not None:
+        not_judged += [f"backward of {each}" for each in coverage.backward.not_judged]
+    yield "not-judged", "Not judged", not_judged
     yield "state", "State", [coverage.state] if coverage.state else []
     yield "limits", "Detection limits", list(_limits(verdict.smallest_visible))
     line = in_one_line(verdict.coverage.resolution)
@@ -227,7 +230,8 @@ def grid(verdict: Verdict) -> StatusGrid:
     blamed: dict[tuple[Place, str], list[tuple[Site, Suspect]]] = {}
     for suspect in verdict.suspects:
         for site in (suspect.site, *suspect.also):
-            blamed.setdefault((site.place, site.operator), []).append((site, suspect))
+            operator = f"{site.operator}, backward" if site.phase == "backward" else site.operator
+            blamed.setdefault((site.place, operator), []).append((site, suspect))
     judged = {(cell.place, cell.operator): (cell.judged, cell.total) for cell in verdict.coverage.cells}
     known = set(judged) | set(blamed)
     places = sorted({place for place, _ in known}, key=place_order)

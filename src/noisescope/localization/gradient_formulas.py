@@ -1,0 +1,266 @@
+"""Vector-Jacobian products of linears, products, embeddings and fused attention on the host, in float64.
+
+    y = x W^T + b:     dx = g W      dW = g^T x      db = sum of g over rows
+    y = a b:           da = g b^T    db = a^T g
+    y = table[ids]:    dtable[i] = sum of g over the tokens with id i
+    attention:         dv = p^T g    ds = p (g v^T - sum of g y)    dq = scale ds k    dk = scale ds^T q
+
+Each is a sum of products like the forward, so its floor is the forward's (roundoff_floors.py). A weight may have
+several uses in one backward: its gradient is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noisescope.localization import host_products
+from noisescope.localization.call_tree import Node
+from noisescope.localization.formula_recognition import linear_formula
+from noisescope.localization.gradient_calls import INPUT, OUTPUT, GradientCalls
+from noisescope.localization.gradient_rounding import Expected, as_rows, expected_gradients, moved
+from noisescope.localization.host_operators import given_one_tensor
+from noisescope.localization.host_products import Recomputed, Rows
+from noisescope.localization.roundoff_floors import (
+    SLACK,
+    WORK_ROUNDOFF,
+    Z_ELEMENT,
+    number_format,
+    rounded_once,
+    shortened,
+    sum_spread,
+)
+from noisescope.probe.functions import argument, first_tensor
+from noisescope.probe.unfused_attention import AttentionArguments
+
+_MOST_ELEMENTS = 1 << 22  # of a weight all of whose rows are judged, where it has several uses
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the device that computed a gradient rounds to."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """One use of a parameter in a backward: what it adds to the parameter's gradient."""
+
+    at: Callable[[Tensor, Rounding], tuple[Tensor, Tensor]]  # of these rows the values, and how far they may be off
+    alone: Callable[[Tensor, Rows], Recomputed] | None = None  # the whole gradient judged as a product
+    rows: Tensor | None = None  # that this use adds to, where they are few
+
+
+def sole_gradient(calls: GradientCalls, node: Node, side: str) -> Tensor | None:
+    """The gradient of the one tensor that a call is given, or gives; zeros where none arrived, None where none can."""
+    tapped = calls.tapped(node, side)
+    if len(tapped) != 1:
+        return None
+    path, x = next(iter(tapped.items()))
+    found = calls.gradient(node, side, path)
+    return torch.zeros_like(x) if found is None else found
+
+
+# -- linears
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """A call of a module that computes x W^T + b, by what the host needs of it."""
+
+    x: Tensor  # [R, K]
+    gradient: Tensor  # [R, N], of its output
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed: bool  # the weight is stored [K, N]
+
+    @classmethod
+    def of(cls, node: Node, calls: GradientCalls) -> LinearCall | None:
+        """None where the module does something else, or its output has no gradient."""
+        module: Any = node.callee
+        if node.operator != "linear" or not node.is_module or not given_one_tensor(node.args, node.kwargs):
+            return None
+        weight, x = module._parameters.get("weight"), first_tensor(node.args, node.kwargs)
+        if type(weight) is not nn.Parameter or weight.dim() != 2 or weight.is_meta or not weight.is_floating_point():
+            return None
+        formula, gradient = linear_formula(module), sole_gradient(calls, node, OUTPUT)
+        if formula is None or gradient is None or x is None:
+            return None
+        bias = module._parameters.get("bias") if formula.bias else None
+        x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        return cls(x, gradient, weight, bias, formula.transposed)
+
+    def input_gradient(self, got: Tensor, rows: Rows) -> Recomputed:
+        weight = self.weight.detach()
+        return host_products.linear(self.gradient, weight if self.transposed else weight.T, None, got, rows)
+
+    def weight_use(self) -> WeightUse:
+        left, right = (self.x, self.gradient) if self.transposed else (self.gradient, self.x)
+
+        def alone(got: Tensor, rows: Rows) -> Recomputed:
+            return host_products.linear(left.T, right.T, None, got, rows)
+
+        def at(rows: Tensor, to: Rounding) -> tuple[Tensor, Tensor]:
+            a, b = left.T[rows].double(), right.double()
+            return _sum_with_limit(a @ b, a.square() @ b.square(), len(b), to)
+
+        return WeightUse(at, alone)
+
+    def bias_use(self) -> WeightUse:
+        def at(rows: Tensor, to: Rounding) -> tuple[Tensor, Tensor]:
+            g = self.gradient.double()[:, rows]
+            return _sum_with_limit(g.sum(0), g.square().sum(0), len(g), to)
+
+        return WeightUse(at)
+
+
+def _sum_with_limit(
+    values: Tensor, squares: Tensor, terms: int, to: Rounding, u: float = WORK_ROUNDOFF
+) -> tuple[Tensor, Tensor]:
+    """P^2 of a sum in any order is at most about S^2 where terms have random signs, and y^2 where they have one."""
+    short = shortened(to.dtype, to.device).spread
+    spread = sum_spread(terms, 2 * squares, values, u) + short * squares.sqrt()
+    return values, SLACK * rounded_once(values, to.dtype) + Z_ELEMENT * spread
+
+
+# -- embeddings
+
+
+def embedding_use(node: Node, calls: GradientCalls) -> WeightUse | None:
+    """The rows of the table that tokens have asked for; None for a class that does more than look them up."""
+    module: Any = node.callee
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return None
+    ids, gradient = first_tensor(node.args, node.kwargs), sole_gradient(calls, node, OUTPUT)
+    if ids is None or gradient is None or module.scale_grad_by_freq or module.max_norm is not None:
+        return None
+    flat, g = ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]).double()
+    if module.padding_idx is not None:
+        g = g * (flat != module.padding_idx)[:, None]
+    used, places, counts = torch.unique(flat, return_inverse=True, return_counts=True)
+    values, squares = (torch.zeros(len(used), g.shape[1], dtype=torch.float64) for _ in range(2))
+    values.index_add_(0, places, g)
+    squares.index_add_(0, places, g.square())
+
+    def at(rows: Tensor, to: Rounding) -> tuple[Tensor, Tensor]:
+        # Some kernels add up in the table's own dtype, one token after the other.
+        form = number_format(to.dtype)
+        here, limits = _sum_with_limit(values, squares, int(counts.max()), to, form.u)
+        where = torch.searchsorted(used, rows).clamp_max(len(used) - 1)
+        known = (used[where] == rows)[:, None]
+        return torch.where(known, here[where], 0.0), torch.where(known, limits[where], form.flushed)
+
+    return WeightUse(at, rows=used)
+
+
+# -- parameters
+
+
+def parameter_gradient(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> Recomputed:
+    """A parameter's gradient against the sum of its uses; one product alone is judged as such (`sums`)."""
+    if len(uses) == 1 and uses[0].alone is not None:
+        return dataclasses.replace(uses[0].alone(got, rows), lead=())
+    chosen = torch.arange(len(got))
+    sampled = None if got.numel() <= _MOST_ELEMENTS else rows.choose(len(got))
+    if sampled is not None:
+        chosen = torch.unique(torch.cat([sampled, *(use.rows for use in uses if use.rows is not None)]))
+    to = Rounding(got.dtype, rows.device)
+    found = [use.at(chosen, to) for use in uses]
+    values, limit = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+    limit = limit + (len(uses) - 1) * SLACK * rounded_once(values, got.dtype)
+    return as_rows(got[chosen], Expected(values, limit, 0.0), tokens=False)
+
+
+# -- products inside attention
+
+
+def product_gradients(node: Node, calls: GradientCalls, rows: Rows) -> dict[str, Recomputed] | None:
+    """By path, the gradients of both factors of a product; None for a form that autograd has to differentiate."""
+    if node.is_module or node.operator not in ("matmul", "bmm") or getattr(node.callee, "__name__", "") == "einsum":
+        return None
+    a, b = argument(node.args, node.kwargs, 0, "input"), argument(node.args, node.kwargs, 1, "other", "mat2")
+    gradient, tapped = sole_gradient(calls, node, OUTPUT), calls.tapped(node, INPUT)
+    plain = all(isinstance(t, Tensor) and t.dim() > 1 for t in (a, b)) and len(node.args) == 2
+    if gradient is None or not plain or a.shape[:-2] != b.shape[:-2] or "__r" in node.callee.__name__:
+        return None
+    if gradient.shape != (*a.shape[:-1], b.shape[-1]):
+        return None
+    found = {}
+    for path, one, other in (("0.0", gradient, b.transpose(-1, -2)), ("0.1", a.transpose(-1, -2), gradient)):
+        if path in tapped:
+            got = calls.gradient(node, INPUT, path)
+            got = torch.zeros_like(tapped[path]) if got is None else got
+            found[path] = host_products.batched(one, other, got, rows)
+    return found
+
+
+# -- fused attention
+
+
+def attention_gradients(node: Node, calls: GradientCalls) -> dict[str, Expected] | None:
+    """By path, the gradients of queries, keys and values of a fused call; None with dropout or a learned bias.
+
+    Kernels round probabilities, scores' gradients and the output that they keep to the dtype of their inputs.
+    """
+    given = AttentionArguments.of(node.args, node.kwargs)
+    tapped, gradient = calls.tapped(node, INPUT), sole_gradient(calls, node, OUTPUT)
+    names = {path: name for path, name in _attention_paths(node).items() if path in tapped}
+    if given.dropout_p or gradient is None or len(names) != len(tapped):
+        return None
+    dtype = given.query.dtype
+
+    def named(found: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        return {path: found[name] for path, name in names.items()}
+
+    exact = named(_attention_back(given, gradient, lambda x, own: x))
+
+    def rounded(generator: torch.Generator) -> dict[str, Tensor | None]:
+        return named(
+            _attention_back(given, gradient, lambda x, own: moved(x, generator, dtype if own else torch.float32))
+        )
+
+    return expected_gradients(exact, {path: tapped[path].dtype for path in names}, rounded)
+
+
+def _attention_paths(node: Node) -> dict[str, str]:
+    names = ("query", "key", "value")
+    return {f"0.{at}": name for at, name in enumerate(names)} | {f"1.{name}": name for name in names}
+
+
+def _attention_back(
+    given: AttentionArguments, gradient: Tensor, move: Callable[[Tensor, bool], Tensor]
+) -> dict[str, Tensor]:
+    """In float64; `move(x, own)` rounds at random, in the inputs' own dtype or in float32."""
+    q, k, v, g = (t.double() for t in (given.query, given.key, given.value, gradient))
+    repeats = q.shape[-3] // k.shape[-3] if k.dim() > 2 else 1
+    if repeats > 1:
+        k, v = (t.repeat_interleave(repeats, -3) for t in (k, v))
+    scale = given.effective_scale
+    scores = move(q @ k.transpose(-1, -2) * scale, False)
+    hidden = torch.zeros(scores.shape, dtype=torch.bool)
+    if given.is_causal:
+        hidden |= torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    if given.attn_mask is not None and given.attn_mask.dtype == torch.bool:
+        hidden |= ~given.attn_mask
+    elif given.attn_mask is not None:
+        scores = scores + given.attn_mask.double()
+    p = torch.softmax(scores.masked_fill(hidden, -math.inf), -1).nan_to_num(0.0)
+    kept = move(p, True)
+    y = move(kept @ v, True)
+    from_values = move(g @ v.transpose(-1, -2), True)
+    of_scores = move(kept * (from_values - (g * y).sum(-1, keepdim=True)), True) * scale
+    found = {"query": of_scores @ k, "key": of_scores.transpose(-1, -2) @ q, "value": kept.transpose(-1, -2) @ g}
+    found = {name: move(x, True) for name, x in found.items()}
+    if repeats > 1:
+        for name in ("key", "value"):
+            shape = (*k.shape[:-3], -1, repeats, *k.shape[-2:-1], found[name].shape[-1])
+            found[name] = found[name].reshape(shape).sum(-3)
+    return found

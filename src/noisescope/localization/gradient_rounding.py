@@ -1,0 +1,143 @@
+"""How far a gradient may be off: host runs of the same code in which every operation rounds at random (Monte Carlo)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from noisescope.localization.host_products import Recomputed
+from noisescope.localization.judge import CHANNEL_SHARE, Judgement
+from noisescope.localization.roundoff_floors import Z_ELEMENT, Reference, number_format, operand_bits
+
+Key = TypeVar("Key", bound=Hashable)
+
+_RUNS = 6
+_SEED = 23
+# Units of round-off that a result moves by: 16-bit operations round once, those of float32 differ between libraries.
+_UNITS, _UNITS_FLOAT32 = 2.0, 8.0
+_ULPS, _ULPS_FLOAT32 = 1.0, 4.0  # beside what the runs show: the last rounding
+_EXACT_NAMES = """
+clone detach alias zeros zeros_like ones_like new_zeros new_empty empty_like full_like copy_ fill_ zero_ cat stack
+index_select embedding gather where masked_fill slice_backward select_backward constant_pad_nd neg
+"""
+_EXACT = frozenset(_EXACT_NAMES.split())
+
+
+def moved(x: Tensor, generator: torch.Generator, dtype: torch.dtype | None = None) -> Tensor:
+    """Each element moved at random by some units of round-off (of this dtype) of itself and of its row's rms."""
+    if not x.is_floating_point() or not x.numel() or x.dtype.itemsize < 2:
+        return x
+    form = number_format(x.dtype if dtype is None else dtype)
+    u = _UNITS * form.u
+    if form.bits > 20:
+        u = max(_UNITS_FLOAT32 * form.u, 2.0 ** (1 - operand_bits()))
+    wide = x.double()
+    finite = torch.where(wide.isfinite(), wide, 0.0)
+    if bool((finite == finite.round()).all()):  # counts, masks and indices are exact
+        return x
+    scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if x.dim() else 0.0) / 4
+    steps = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return (wide + u * scale * steps).to(x.dtype)
+
+
+class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves what every inexact operation gives, in the forward and in autograd's backward."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, returns = func.overloadpacket.__name__, func._schema.returns
+        if name in _EXACT or (name == "_to_copy" and result.dtype.itemsize >= args[0].dtype.itemsize):
+            return result
+        aliases = [each.alias_info for each in returns if each.alias_info is not None]
+        if any(each.is_write for each in aliases):
+            return tree_map_only(Tensor, lambda x: x.copy_(moved(x, self._generator)), result)
+        return result if aliases else tree_map_only(Tensor, lambda x: moved(x, self._generator), result)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A gradient in float64, how far each element may be off, and by what share all of them together."""
+
+    values: Tensor
+    limit: Tensor
+    gain: float
+
+
+def expected_gradients(
+    exact: Mapping[Key, Tensor | None],
+    dtypes: Mapping[Key, torch.dtype],
+    rounded: Callable[[torch.Generator], Mapping[Key, Tensor | None]],
+) -> dict[Key, Expected]:
+    """Exact gradients with limits from runs of the same code that round at random."""
+    runs = [rounded(torch.Generator("cpu").manual_seed(_SEED + number)) for number in range(_RUNS)]
+    return {
+        key: _expected(value, [run.get(key) for run in runs], dtypes[key])
+        for key, value in exact.items()
+        if value is not None
+    }
+
+
+def _expected(value: Tensor, runs: Sequence[Tensor | None], dtype: torch.dtype) -> Expected:
+    values = value.double()
+    off = torch.stack([torch.zeros_like(values) if run is None else run.double() - values for run in runs])
+    variance = torch.where(off.isfinite(), off, 0.0).square().mean(0)
+    pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
+    form = number_format(dtype)
+    wide = form.bits > 20
+    ulp = form.ulp(torch.where(values.isfinite(), values, 0.0))
+    limit = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS_FLOAT32 if wide else _ULPS) * ulp + 2 * form.flushed
+    gains = [_gain(each, values) for each in off]
+    spread = math.sqrt(sum(gain**2 for gain in gains) / len(gains))
+    return Expected(values, limit, Z_ELEMENT * spread + 2 * CHANNEL_SHARE * form.u * (4 if wide else 1))
+
+
+def _gain(off: Tensor, values: Tensor) -> float:
+    """By what share a gradient is too large along itself."""
+    finite = torch.where(values.isfinite() & off.isfinite(), values, 0.0)
+    size = float(finite.square().sum())
+    return float((torch.where(off.isfinite(), off, 0.0) * finite).sum()) / size if size > 0 else 0.0
+
+
+def as_rows(got: Tensor, expected: Expected, *, tokens: bool) -> Recomputed:
+    """A gradient and what it should be as rows and channels; `tokens`: whether rows are tokens of the forward."""
+    width = got.shape[-1] if got.dim() else 1
+    lead = tuple(got.shape[:-1]) if tokens else ()
+    values, limit = (x.reshape(-1, width) for x in (expected.values, expected.limit))
+    return Recomputed(got.reshape(-1, width), Reference(values, (limit / 2,)), lead=lead)
+
+
+def judge_gradient(found: Recomputed, gain: float) -> Judgement:
+    """Elements against their limits, and the size of the whole along what it should be."""
+    y, values, limit = found.y.double(), found.reference.values, 2 * found.reference.bound
+    one_sided = y.isfinite() != values.isfinite()
+    finite = y.isfinite() & values.isfinite()
+    error = torch.where(finite, y - values, 0.0)
+    beyond = (error.abs() > limit) | one_sided
+    form = number_format(found.y.dtype)
+    ulp = form.ulp(torch.where(finite, torch.maximum(y.abs(), values.abs()), 0.0))
+    result = Judgement(elements=y.numel(), tests=y.numel() + 1)
+    result.bad, result.nonfinite = int(beyond.sum()), int(one_sided.sum())
+    result.channels = set(beyond.any(0).nonzero().flatten().tolist())
+    result.worst, result.worst_ulp = float(error.abs().max()), float((error.abs() / ulp).max())
+    off = _gain(error, values)
+    result.mean_ulp = off / (1.44 * form.u)
+    result.strengths = {
+        "element": float((error.abs() / limit.clamp_min(1e-300)).max()),
+        "non-finite": math.inf if result.nonfinite else 0.0,
+        "signed": abs(off) / gain if gain else 0.0,
+    }
+    result.visible_element = float((limit / ulp).median())
+    result.visible_gain = gain or math.inf
+    result.visible_mean = result.visible_gain / (1.44 * form.u)
+    return result
