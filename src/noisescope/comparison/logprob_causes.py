@@ -8,51 +8,30 @@ need no test. The others are tested over sequences, at `ALARM` for all of them t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-from scipy import special
-from scipy import stats as distributions
 
 from noisescope.comparison.logprob_files import Array
+from noisescope.comparison.logprob_found import Cause, Found, significant
 from noisescope.comparison.logprob_pairs import (
     SENTINEL,
+    Flags,
     Pair,
     Pairs,
     joined,
     middle,
-    relative_sizes,
     t_statistic,
 )
+from noisescope.comparison.logprob_trends import first_tokens, position, training_step
 
-ALARM = 0.01  # chance that a healthy pair of files shows any of the tested causes
-_TESTS = 5
-_ONE_TEST = ALARM / _TESTS
-RATIO = 1.5  # how many times larger a gap must be at some positions, or later steps, to be a cause
 _FEWEST = 30  # tokens
 _CURVE = 12  # bins of the curve difference over log-probability
 _LIKELY = 20  # likely tokens that a temperature is recognised by
 _SAME_SIGN = 0.8  # share of them that must be sharper on the same side
 _SHARPER = 0.05  # by how much, on a logarithmic scale: temperatures from 0.95 to 1.05 pass unseen
 _ONE_SIDED = 0.45  # (up - down) / (up + down) of differences that top-p or top-k makes
-
-
-@dataclass(frozen=True)
-class Found:
-    name: str
-    statement: str
-    next_step: str
-    mended: tuple[Pair, ...]
-    tokens: int  # that show it
-    whole: bool = False  # it may be all of the gap: mending it takes off a part that is known to be its own
-
-
-Cause = Callable[[Pairs], Found | None]
-
-
-def _significant(t: float, sequences: int) -> bool:
-    return bool(2 * special.stdtr(max(sequences - 1, 1), -abs(t)) < _ONE_TEST)
 
 
 # -- patterns
@@ -100,7 +79,7 @@ def different_tokens(pairs: Pairs) -> Found | None:
     )
 
 
-def _token_flags(one: Pair) -> Array:
+def _token_flags(one: Pair) -> Flags:
     mine, other = one.row_a.tokens, one.row_b.tokens
     if not mine or not other or not len(mine) == len(other) == len(one.a) or type(mine[0]) is not type(other[0]):
         return np.zeros(len(one.a), dtype=bool)
@@ -128,7 +107,7 @@ def missing(pairs: Pairs) -> Found | None:
                 if flag.any():
                     kinds[f"{kind} in {side.upper()}"] = kinds.get(f"{kind} in {side.upper()}", 0) + int(flag.sum())
                     mine[flag] = np.nan
-        mended.append(replace(one, **values))
+        mended.append(replace(one, a=values["a"], b=values["b"]))
     if not kinds:
         return None
     words = ", ".join(f"{count} tokens {kind}" for kind, count in kinds.items())
@@ -167,7 +146,7 @@ def _truncating(pairs: Pairs) -> Found | None:
     if not _lasts_at_unlikely_tokens(pairs, sign):
         return None
     t = t_statistic(float(one.differences[one.usable].mean()) for one in pairs if one.usable.any())
-    if not _significant(t, len(pairs)) or float(np.quantile(sign * differences, 0.995)) > math.log(20):
+    if not significant(t, len(pairs)) or float(np.quantile(sign * differences, 0.995)) > math.log(20):
         return None
     side, other = ("B", "A") if sign > 0 else ("A", "B")
     values = joined(pairs, lambda one: one.b if sign > 0 else one.a)
@@ -204,7 +183,7 @@ def _temperature(pairs: Pairs) -> Found | None:
     """
     ratios = np.concatenate([_odds_ratios(one) for one in pairs]) if pairs else np.zeros(0)
     t = t_statistic(float(_odds_ratios(one).mean()) for one in pairs if len(_odds_ratios(one)))
-    if len(ratios) < _LIKELY or not _significant(t, len(pairs)):
+    if len(ratios) < _LIKELY or not significant(t, len(pairs)):
         return None
     sign = math.copysign(1.0, float(np.median(ratios)))
     if (sign * ratios > 0).mean() < _SAME_SIGN or abs(float(np.median(ratios))) < _SHARPER:
@@ -287,130 +266,6 @@ _GRIDS: dict[str, Callable[[Array], Array]] = {
     "rounded to 3 decimals": lambda values: np.round(values, 3),
     "rounded to 4 decimals": lambda values: np.round(values, 4),
 }
-
-
-# -- where in a sequence, and when
-
-
-def first_tokens(pairs: Pairs) -> Found | None:
-    """The gap is larger at the first tokens than later: what precedes them differs."""
-    sizes = relative_sizes(pairs)
-    contrasts = [_mean(size[:4]) - _mean(size[8:]) for size in sizes]
-    early, late = _mean_of(size[:4] for size in sizes), _mean_of(size[8:] for size in sizes)
-    if not _significant(t_statistic(contrasts), len(pairs)) or early < 2 * RATIO * late:
-        return None
-    by_position = _by_position(sizes)
-    ends = next((at for at, level in enumerate(by_position) if level < RATIO * late), len(by_position))
-    return Found(
-        "first tokens",
-        f"At equal likelihood, the first 4 tokens differ {early / max(late, 1e-12):.1f} times as much as those after "
-        "the 8th.",
-        "Compare what precedes the first scored token: system prompt, chat template, beginning-of-text token, a cut "
-        "prompt.",
-        _levelled(pairs, np.where(np.arange(len(by_position)) < ends, by_position / max(late, 1e-12), 1.0)),
-        sum(min(ends, len(one.a)) for one in pairs),
-    )
-
-
-def position(pairs: Pairs) -> Found | None:
-    """The gap grows along the sequence, or jumps at a position."""
-    sizes = relative_sizes(pairs)
-    longest = max((len(size) for size in sizes), default=0)
-    if longest < 16:
-        return None
-    split = longest // 2
-    contrasts = [_mean(size[split:]) - _mean(size[: min(split, len(size))]) for size in sizes]
-    by_position = _by_position(sizes)
-    quarter = max(longest // 4, 4)
-    early, late = _mean(by_position[:quarter]), _mean(by_position[-quarter:])
-    if not _significant(t_statistic(contrasts), len(pairs)) or late < RATIO * early:
-        return None
-    at = _jump(by_position)
-    how = f"from token {at} on they are larger at once" if at is not None else "they grow steadily"
-    relative = np.array([_mean(by_position[max(0, t - 4) : t + 5]) for t in range(longest)]) / max(early, 1e-12)
-    return Found(
-        "grows with position",
-        f"At equal likelihood, differences in the last quarter are {late / max(early, 1e-12):.1f} times those in the "
-        f"first; {how}.",
-        "Look at what depends on position: a quantised or stale KV cache, rotary base or scaling, a sliding window, "
-        "chunked prefill, a limit on the context.",
-        _levelled(pairs, np.maximum(relative, 1.0)),
-        sum(len(one.a) for one in pairs),
-    )
-
-
-def _jump(by_position: Array) -> int | None:
-    """Where two levels explain the curve much better than a line does."""
-    known = np.nan_to_num(by_position, nan=float(np.nanmean(by_position)))
-    t = np.arange(len(known), dtype=np.float64)
-    line = float(((known - np.polyval(np.polyfit(t, known, 1), t)) ** 2).sum())
-    costs = {
-        at: float(((known[:at] - known[:at].mean()) ** 2).sum() + ((known[at:] - known[at:].mean()) ** 2).sum())
-        for at in range(4, len(known) - 3)
-    }
-    best = min(costs, key=lambda at: costs[at], default=None)
-    return best if best is not None and costs[best] < 0.6 * line else None
-
-
-def training_step(pairs: Pairs) -> Found | None:
-    """The gap grows from step to step: one side's weights fall behind."""
-    known = [(one.step, _mean(size)) for one, size in zip(pairs, relative_sizes(pairs), strict=True)]
-    steps = np.array([step for step, _ in known if step is not None])
-    sizes = np.array([size for step, size in known if step is not None])
-    if len(set(steps)) < 3 or len(steps) < 6 or not np.ptp(sizes) > 0:
-        return None
-    found = distributions.spearmanr(steps, sizes)
-    order = np.argsort(steps, kind="stable")
-    third = max(len(order) // 3, 1)
-    early, late = _mean(sizes[order[:third]]), _mean(sizes[order[-third:]])
-    if not (found.statistic > 0 and found.pvalue < _ONE_TEST and late >= RATIO * early):
-        return None
-    levels = {step: max(_mean(sizes[steps == step]) / max(early, 1e-12), 1.0) for step in set(steps)}
-    mended = tuple(
-        one if one.step is None else one.with_differences(one.differences / levels[one.step]) for one in pairs
-    )
-    return Found(
-        "grows with step",
-        f"At equal likelihood, differences at the last steps are {late / max(early, 1e-12):.1f} times those at the "
-        f"first (steps {steps.min():g} to {steps.max():g}, rank correlation {found.statistic:.2f}).",
-        "Check that weights reach the rollout engine after each update: the version it reports, a prefix cache that "
-        "outlives an update, asynchronous rollouts, a layer or adapter that is not sent.",
-        mended,
-        int(sum(one.usable.sum() for one in pairs)),
-    )
-
-
-def _levelled(pairs: Pairs, factors: Array) -> tuple[Pair, ...]:
-    """Differences divided by the factor of their position."""
-    return tuple(
-        one.with_differences(one.differences / factors[np.minimum(np.arange(len(one.a)), len(factors) - 1)])
-        for one in pairs
-    )
-
-
-def _by_position(sizes: Sequence[Array]) -> Array:
-    """Mean over sequences at each position; where few sequences reach, that of the positions before."""
-    longest = max(len(size) for size in sizes)
-    table = np.full((len(sizes), longest), np.nan)
-    for row, size in enumerate(sizes):
-        table[row, : len(size)] = size
-    counts = np.isfinite(table).sum(0)
-    sums = np.nansum(table, axis=0)
-    found = np.divide(sums, counts, out=np.full(longest, np.nan), where=counts > 0)
-    last = 1.0
-    for at in range(longest):
-        last = found[at] if np.isfinite(found[at]) else last
-        found[at] = last
-    return found
-
-
-def _mean(values: Array) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
-
-
-def _mean_of(parts: Iterable[Array]) -> float:
-    return _mean(np.concatenate(list(parts)))
 
 
 CAUSES: tuple[Cause, ...] = (

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from noisescope import stats
 from noisescope.comparison.logprob_files import Array, LogprobRow
 from noisescope.comparison.roundoff import gap_between
 from noisescope.estimate import Estimate
 
+Flags = NDArray[np.bool_]
 SENTINEL = -1000.0  # no log-probability of a sampled token is this low: -9999, -1e9, float16's lowest
 _BINS = 8  # of surprise, by which the size of a difference is judged
 
@@ -31,8 +33,8 @@ class Pair:
         return self.b - self.a
 
     @property
-    def usable(self) -> Array:
-        found: Array = np.isfinite(self.a) & np.isfinite(self.b)
+    def usable(self) -> Flags:
+        found: Flags = np.isfinite(self.a) & np.isfinite(self.b)
         return found
 
     @property

@@ -18,6 +18,7 @@ import numpy as np
 from noisescope import stats
 from noisescope.comparison import logprob_causes as causes
 from noisescope.comparison.logprob_files import Array, LogprobFile, LogprobRow
+from noisescope.comparison.logprob_found import Found
 from noisescope.comparison.logprob_matching import Matched, best_shift, copies, match_rows, overlapping, reorder
 from noisescope.comparison.logprob_pairs import SENTINEL, Pair, Pairs, gap, removed
 from noisescope.comparison.roundoff import RoundoffBand, RoundoffVerdict
@@ -94,7 +95,9 @@ class LogprobComparison:
         """ "fail" where a cause was found or more remains than allowed, "undecided" where nothing says what may."""
         if self.max_gap is not None and not self.causes:
             return FAIL if self.gap.value is None else at_most(self.gap, self.max_gap)
-        return {"identical": PASS, "round-off": PASS, "diverged": FAIL, "undecided": UNDECIDED}[self.verdict]
+        if self.verdict in ("identical", "round-off"):
+            return PASS
+        return FAIL if self.verdict == "diverged" else UNDECIDED
 
     def to_json(self) -> str:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"
@@ -156,7 +159,7 @@ def compare_logprobs(
     )
 
 
-def _cause(found: causes.Found, before: Pairs) -> LogprobCause:
+def _cause(found: Found, before: Pairs) -> LogprobCause:
     effect = removed(before, found.mended)
     if found.whole:
         whole = gap(before)
@@ -175,7 +178,7 @@ def _pair(row_a: LogprobRow, row_b: LogprobRow) -> Pair:
 # -- rows
 
 
-def _copied(pairs: Pairs) -> causes.Found | None:
+def _copied(pairs: Pairs) -> Found | None:
     """Rows of one file whose values another row of it has, too, where the other file has two different ones."""
     doubled = {side: copies([row_of(one) for one in pairs]) for side, row_of in _SIDES.items()}
     sizes = np.array([one.size for one in pairs])
@@ -188,7 +191,7 @@ def _copied(pairs: Pairs) -> causes.Found | None:
     if not wrong:
         return None
     side = "A" if doubled["A"] else "B"
-    return causes.Found(
+    return Found(
         "duplicated rows",
         f"{len(wrong)} sequences of {side} are copies of other sequences of it.",
         "Look at how batches are gathered: padding of the last batch with earlier samples, a retry that was appended, "
@@ -201,7 +204,7 @@ def _copied(pairs: Pairs) -> causes.Found | None:
 _SIDES: dict[str, Callable[[Pair], LogprobRow]] = {"A": lambda one: one.row_a, "B": lambda one: one.row_b}
 
 
-def _reordered(pairs: Pairs) -> causes.Found | None:
+def _reordered(pairs: Pairs) -> Found | None:
     left, right = ({row_of(one).number: one for one in pairs} for row_of in _SIDES.values())
     other = reorder([one.row_a for one in pairs], [one.row_b for one in pairs])
     if other is None:
@@ -211,7 +214,7 @@ def _reordered(pairs: Pairs) -> causes.Found | None:
     if before is None or after is None or after > 0.5 * before:
         return None
     moved = sum(left[x].row_b.number != y for x, y in other)
-    return causes.Found(
+    return Found(
         "reordered rows",
         f"{moved} of {len(pairs)} sequences of B belong to other sequences of A than their names or their order say.",
         "Match sequences by their tokens: balancing of lengths between ranks, shuffling or sorting changed the order.",
@@ -228,7 +231,7 @@ def _current(row_a: LogprobRow, a: Array, row_b: LogprobRow, b: Array) -> tuple[
 # -- alignment and lengths
 
 
-def _misaligned(pairs: Pairs) -> causes.Found | None:
+def _misaligned(pairs: Pairs) -> Found | None:
     raw = [(_ended(one.a), _ended(one.b)) for one in pairs]
     shift = best_shift(raw)
     if not shift:
@@ -239,7 +242,7 @@ def _misaligned(pairs: Pairs) -> causes.Found | None:
         plain = replace(one.row_a, tokens=None), replace(one.row_b, tokens=None)
         mended.append(Pair(left, right, *plain, first=max(0, -shift)))
     ahead = "later" if shift > 0 else "earlier"
-    return causes.Found(
+    return Found(
         "misaligned",
         f"B holds each token's value {abs(shift)} {'position' if abs(shift) == 1 else 'positions'} {ahead} than A.",
         "Check the shift between logits and the token they predict (logits at t predict token t + 1), and whether one "
@@ -255,7 +258,7 @@ def _ended(values: Array) -> Array:
     return values[: known[-1] + 1] if len(known) else values[:0]
 
 
-def _truncated(pairs: Pairs) -> causes.Found | None:
+def _truncated(pairs: Pairs) -> Found | None:
     """One side ends before the other, or has zeros to the end."""
     mended, lost, cut = [], {"A": 0, "B": 0}, 0
     lengths: dict[str, list[int]] = {"A": [], "B": []}
@@ -274,7 +277,7 @@ def _truncated(pairs: Pairs) -> causes.Found | None:
     longest = max(lengths[side])
     at_limit = sum(length == longest for length in lengths[side])
     limit = f"; {at_limit} of its sequences end at {longest} tokens" if at_limit > max(2, len(pairs) // 4) else ""
-    return causes.Found(
+    return Found(
         "truncated",
         f"{side} lacks the last {lost[side]} of {whole} tokens, in {cut} of {len(pairs)} sequences{limit}.",
         "Compare the limits on length (max_tokens, max_model_len, max_response_length) and the padding of batches.",

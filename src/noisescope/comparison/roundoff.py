@@ -204,7 +204,7 @@ def digits_of(place: str, relative_errors: Array) -> Digits:
     return Digits(place, *(None if error == 0 else max(0.0, -math.log10(error)) for error in (typical, worst)))
 
 
-def forecast(flipped: Sequence[Array], *, watched: int) -> GreedyForecast:
+def forecast(flipped: Sequence[NDArray[np.bool_]], *, watched: int) -> GreedyForecast:
     """From flags [S, T] per text: whether the likeliest token differs at each step of one and the same text."""
     whole = [np.asarray(one, dtype=bool) for one in flipped if np.asarray(one).size]
     if not whole:
@@ -215,5 +215,5 @@ def forecast(flipped: Sequence[Array], *, watched: int) -> GreedyForecast:
     return GreedyForecast(stats.median_wait(waits, happened), shares, watched, len(whole))
 
 
-def _first(flags: Array) -> int:
+def _first(flags: NDArray[np.bool_]) -> int:
     return int(np.argmax(flags)) + 1 if flags.any() else len(flags)

@@ -46,8 +46,8 @@ def median_wait(steps: ArrayLike, happened: ArrayLike, level: float = 0.95) -> E
 
 
 def _estimate(value: float, low: float | None, high: float | None, groups: int, level: float) -> Estimate:
-    ends = (None if end is None or not np.isfinite(end) else end for end in (value, low, high))
-    return Estimate(*ends, groups, level, "" if np.isfinite(value) else UNBOUNDED, "Kaplan-Meier")
+    middle, left, right = (None if end is None or not np.isfinite(end) else end for end in (value, low, high))
+    return Estimate(middle, left, right, groups, level, "" if np.isfinite(value) else UNBOUNDED, "Kaplan-Meier")
 
 
 def _crossing(waits: Array, events: Array) -> float:
