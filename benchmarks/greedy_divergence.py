@@ -80,6 +80,8 @@ def main() -> None:
         flags.append([happened for _, happened in waits])
         found = stats.median_wait(np.array(table[-1:]).T, np.array(flags[-1:]).T)
         print(f"{name}: {_shown(found)}", flush=True)
+    share = [float(np.mean(rows)) for rows in (flags, [one.any(1) for one in runs.flipped])]
+    print(f"texts that differ within {options.tokens} tokens: {share[0]:.0%} measured, {share[1]:.0%} predicted")
     measured = stats.median_wait(np.array(table).T, np.array(flags).T)
     print(f"measured over all pairs: {_shown(measured)}")
     if measured.value and predicted.median_tokens.value:

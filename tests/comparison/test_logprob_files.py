@@ -79,6 +79,12 @@ def test_names_steps_and_tokens_are_kept(tmp_path: Path) -> None:
     assert row.tokens == (1, 2, 3)
 
 
+def test_a_null_in_front_of_one_sequence_is_a_missing_value(tmp_path: Path) -> None:
+    """Dropping it would move the others by one."""
+    found = read(tmp_path, {"logprobs": [None, -1.0]}, {"logprobs": VALUES}, {"logprobs": VALUES})
+    assert [len(row.values) for row in found.rows] == [2, 3, 3] and not found.notes
+
+
 def test_a_batch_in_one_object_is_several_sequences(tmp_path: Path) -> None:
     found = read(tmp_path, {"old_log_probs": [VALUES, [-1.0, None]], "response_mask": [[1, 1, 1], [1, 1]]})
     assert [len(row.values) for row in found.rows] == [3, 2] and np.isnan(found.rows[1].values[1])

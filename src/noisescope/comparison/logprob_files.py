@@ -9,9 +9,9 @@ Understood, one JSON object per line (or a .json file with a list of them):
 - fields of trainers, one number per token or one list per sample: rollout_log_probs and old_log_probs (verl),
   generation_logprobs and prev_logprobs (NeMo-RL), sampling_per_token_logps and old_per_token_logps (TRL), logprobs.
 
-Masks of the same length (response_mask, token_loss_mask, completion_mask ...) leave tokens out. A leading null, which
-is the first token that nothing precedes, is dropped. null and NaN are NaN here; what else stands for a missing value
-(0, -9999) is left to the comparison, which has the other side.
+Masks of the same length (response_mask, token_loss_mask, completion_mask ...) leave tokens out. A leading null of nearly
+all sequences, the first token that nothing precedes, is dropped. null and NaN are NaN here; what else stands for a
+missing value (0, -9999) is left to the comparison, which has the other side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,6 @@ def read_logprobs(path: Path, *, field: str | None = None) -> LogprobFile:
     chosen = field or (known[0] if known else None)
     rows: list[LogprobRow] = []
     where = chosen or ""
-    leading = 0
     for number, one in enumerate(objects):
         parts = list(_flat(one, chosen) if chosen is not None else _answers(one))
         if not parts:
@@ -96,12 +95,17 @@ def read_logprobs(path: Path, *, field: str | None = None) -> LogprobFile:
             )
         for part in parts:
             where = where or part.where
-            values, tokens = part.values, part.tokens
-            if len(values) > 1 and math.isnan(values[0]) and not math.isnan(values[1]):
-                values, tokens, leading = values[1:], None if tokens is None else tokens[1:], leading + 1
-            rows.append(_row(one, len(rows), values, tokens))
-    notes = [f"{path}: a leading null of {leading} sequences was dropped (a first token has no log-probability)"]
-    return LogprobFile(str(path), where, tuple(rows), tuple(known), tuple(notes if leading else ()))
+            rows.append(_row(one, len(rows), part.values, part.tokens))
+    leading = [row for row in rows if len(row.values) > 1 and math.isnan(row.values[0])]
+    if len(leading) < 0.9 * len(rows):  # here and there it is a missing value
+        return LogprobFile(str(path), where, tuple(rows), tuple(known))
+    rows = [_without_first(row) if math.isnan(row.values[:1].sum()) else row for row in rows]
+    note = f"{path}: a leading null of {len(leading)} sequences was dropped (a first token has no log-probability)"
+    return LogprobFile(str(path), where, tuple(rows), tuple(known), (note,))
+
+
+def _without_first(row: LogprobRow) -> LogprobRow:
+    return replace(row, values=row.values[1:], tokens=None if row.tokens is None else row.tokens[1:])
 
 
 @dataclass(frozen=True)
