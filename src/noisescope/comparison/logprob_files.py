@@ -9,9 +9,9 @@ Understood, one JSON object per line (or a .json file with a list of them):
 - fields of trainers, one number per token or one list per sample: rollout_log_probs and old_log_probs (verl),
   generation_logprobs and prev_logprobs (NeMo-RL), sampling_per_token_logps and old_per_token_logps (TRL), logprobs.
 
-Masks of the same length (response_mask, token_loss_mask, completion_mask ...) leave tokens out. A leading null of nearly
-all sequences, the first token that nothing precedes, is dropped. null and NaN are NaN here; what else stands for a
-missing value (0, -9999) is left to the comparison, which has the other side.
+Masks of the same length (response_mask, token_loss_mask, completion_mask ...) leave tokens out. A leading null of
+nearly all sequences, the first token that nothing precedes, is dropped. null and NaN are NaN here; what else stands for
+a missing value (0, -9999) is left to the comparison, which has the other side.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from scipy import stats as distributions
 
+from noisescope import stats
 from noisescope.comparison.logprob_files import Array
 from noisescope.comparison.logprob_found import ONE_TEST, Found, significant
 from noisescope.comparison.logprob_pairs import Pair, Pairs, relative_sizes, t_statistic
 
+_MOST = 2000  # sequences whose ranks are permuted
 RATIO = 1.5  # how many times larger a gap must be at some positions, or later steps, to be a cause
 
 
@@ -85,11 +86,11 @@ def training_step(pairs: Pairs) -> Found | None:
     sizes = np.array([size for step, size in known if step is not None])
     if len(set(steps)) < 3 or len(steps) < 6 or not np.ptp(sizes) > 0:
         return None
-    found = distributions.spearmanr(steps, sizes)
+    found = stats.correlation(steps, sizes, every=max(1, len(steps) // _MOST), permutations=1999)
     order = np.argsort(steps, kind="stable")
     third = max(len(order) // 3, 1)
     early, late = _mean(sizes[order[:third]]), _mean(sizes[order[-third:]])
-    if not (found.statistic > 0 and found.pvalue < ONE_TEST and late >= RATIO * early):
+    if found.value is None or found.p is None or not (found.value > 0 and found.p < ONE_TEST and late >= RATIO * early):
         return None
     levels = {step: max(_mean(sizes[steps == step]) / max(early, 1e-12), 1.0) for step in set(steps)}
     mended = tuple(
@@ -98,7 +99,7 @@ def training_step(pairs: Pairs) -> Found | None:
     return Found(
         "grows with step",
         f"At equal likelihood, differences at the last steps are {late / max(early, 1e-12):.1f} times those at the "
-        f"first (steps {steps.min():g} to {steps.max():g}, rank correlation {found.statistic:.2f}).",
+        f"first (steps {steps.min():g} to {steps.max():g}, rank correlation {found.value:.2f}).",
         "Check that weights reach the rollout engine after each update: the version it reports, a prefix cache that "
         "outlives an update, asynchronous rollouts, a layer or adapter that is not sent.",
         mended,

@@ -76,7 +76,7 @@ class CompareOptions(CheckingOptions, PrintingOptions):
 
     a: Path | Any = argument(
         "A",
-        "The reference: a record, a dump of msprobe, or a .jsonl file of log-probabilities.",
+        "The reference: a record, a dump of msprobe, or a .jsonl file.",
         open=True,
         exists="folder",
         aliases=("gpu_checkpoint",),
@@ -98,15 +98,15 @@ class CompareOptions(CheckingOptions, PrintingOptions):
         None, "With sensitivity: nats that the difference of a layer may cost.", above=0, default_text="0.01"
     )
     fields: tuple[str, ...] = option(
-        (), "Of log-probability files: the field of A and that of B, such as generation_logprobs,prev_logprobs.",
+        (), "Of .jsonl files: the field of A and that of B, such as generation_logprobs,prev_logprobs.",
         default_text="the first one known",
     )  # fmt: skip
     roundoff: Path | Mapping[str, Any] | None = option(
-        None, "Of log-probability files: the report of `robustness --rounding`, which says what round-off explains.",
+        None, "Of .jsonl files: the report of robustness --rounding, which says what may remain.",
         unit="REPORT", open=True, check=report_path,
     )  # fmt: skip
     max_gap: float | None = option(
-        None, "Of log-probability files: the mean |difference| allowed where no cause is found, in nats per token.",
+        None, "Of .jsonl files: the mean |difference| allowed where no cause is found, in nats per token.",
         unit="NATS", least=0,
     )  # fmt: skip
     output: Path | None = command_option(None, "Write the comparison there as JSON.", short="-o")

@@ -91,8 +91,8 @@ class Rounding:
     This seeds the difference; the model's own arithmetic makes the rest. Later operators round inputs that now differ
     a little, their rounding errors become independent of the clean run's within a few layers, and the difference
     settles at a level that hardly depends on the share moved. A larger share would count rounding twice, once by the
-    move and once by the arithmetic (SmolLM2-135M, bfloat16: mean |difference| of log-probabilities 0.045 nats at
-    shares of 1/1000 and 1/100, 0.051 at 1/24, 0.062 at 1/6; fused against plain attention: 0.044).
+    move and once by the arithmetic (SmolLM2-135M, bfloat16: mean |difference| of log-probabilities 0.044 nats at a
+    share of 1/1000, 0.045 at 1/100, 0.051 at 1/24, 0.062 at 1/6; fused against plain attention: 0.044).
 
     Zeros stay zeros, since they are exact more often than rounded; so do subnormal numbers of 16 bits.
     """
