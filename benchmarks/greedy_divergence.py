@@ -20,6 +20,7 @@ import torch
 import noisescope as ns
 from noisescope import stats
 from noisescope.api.preparation import encode_data
+from noisescope.api.roundoff import with_ends
 from noisescope.comparison.roundoff import forecast
 from noisescope.data.generation import end_tokens, generate_tokens
 from noisescope.measures.roundoff import ScoredTokens, run_rounded
@@ -29,12 +30,11 @@ PROMPT = 48  # tokens of a sample that are the prompt, at most
 
 
 def wait(mine: list[int], other: list[int]) -> tuple[int, bool]:
-    """Tokens until the first difference, and whether there was one; where one text ends, that is a difference."""
-    shared = min(len(mine), len(other))
-    for at in range(shared):
-        if mine[at] != other[at]:
+    """Tokens until the first difference, and whether there was one; texts hold the token that ended them."""
+    for at, (x, y) in enumerate(zip(mine, other, strict=False)):
+        if x != y:
             return at + 1, True
-    return max(shared, 1) + (len(mine) != len(other)), len(mine) != len(other)
+    return max(min(len(mine), len(other)), 1), False
 
 
 def main() -> None:
@@ -58,9 +58,10 @@ def main() -> None:
     def texts(attention: str, batch: int) -> list[list[int]]:
         model.set_attn_implementation(attention)
         try:
-            return generate_tokens(
+            found = generate_tokens(
                 model, prompts, max_new_tokens=options.tokens, batch_size=batch, device=options.device, ends=ends
             )
+            return with_ends(found, ends, options.tokens)
         finally:
             model.set_attn_implementation("sdpa")
 

@@ -92,23 +92,29 @@ def _greedy(
         return None, 0
     groups = prepared.materials[0].encoded.sequences
     prompts = [list(one.ids[: one.start if one.start > 1 else min(PROMPT, len(one.ids) - 1)]) for (one, *_) in groups]
+    ends = generation.end_tokens(subject.model, subject.tokenizer)
     texts = generation.generate_tokens(
         subject.model,
         prompts,
         max_new_tokens=max_new_tokens,
         batch_size=BATCH,
         device=input_device(subject.model),
-        ends=generation.end_tokens(subject.model, subject.tokenizer),
+        ends=ends,
     )
     scored = [
         ScoredTokens(number, (*prompt, *text), len(prompt))
-        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+        for number, (prompt, text) in enumerate(zip(prompts, with_ends(texts, ends, max_new_tokens), strict=True))
         if text
     ]
     if not scored:
         return None, 0
     runs = run_rounded(subject.model, scored, seeds=seeds, batch=BATCH, anatomy=subject.anatomy, blocks=False)
     return forecast(runs.flipped, watched=max_new_tokens), len(scored)
+
+
+def with_ends(texts: list[list[int]], ends: list[int], limit: int) -> list[list[int]]:
+    """Texts with the token that ended them: whether to end is a choice on which two systems may differ, too."""
+    return [[*text, ends[0]] if ends and len(text) < limit else text for text in texts]
 
 
 def _run(prepared: Prepared, seconds: float, forwards: float) -> Run:

@@ -76,7 +76,7 @@ def generate_tokens(
     pad: int | None = None,
     on_batch: Callable[[slice, int], None] | None = None,
 ) -> list[list[int]]:
-    """Greedy continuations of token ids, without the token that ended them."""
+    """Greedy continuations of token ids, without the token that ended them: those are shorter than `max_new_tokens`."""
     from transformers import GenerationConfig
 
     max_new_tokens = min(max_new_tokens, _room(model, rows))
