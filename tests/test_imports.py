@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": TORCHLESS,
     "comparison": TORCHLESS | {"diagnosis"},
     "plans": TORCHLESS | {"diagnosis", "comparison"},
-    "reports": TORCHLESS | {"diagnosis", "plans", "localization"},  # of localization its values: torch is blocked
+    "reports": TORCHLESS
+    | {"diagnosis", "comparison", "plans", "localization"},  # of localization its values: torch is blocked
     "testing": VALUES,
     "demo": VALUES | {"model"},
     "model": VALUES | {"demo", "testing"},

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from noisescope.probe.inject import inject as inject
     from noisescope.probe.noise import Bias as Bias
     from noisescope.probe.noise import Gaussian as Gaussian
+    from noisescope.probe.noise import Rounding as Rounding
     from noisescope.probe.noise import Shrink as Shrink
     from noisescope.probe.noise import Uniform as Uniform
     from noisescope.probe.watch import RecordedCall as RecordedCall
@@ -50,7 +51,7 @@ _LAZY = {
     "probe.capture": ("capture",),
     "probe.formats": ("Format",),
     "probe.inject": ("inject",),
-    "probe.noise": ("Bias", "Gaussian", "Shrink", "Uniform"),
+    "probe.noise": ("Bias", "Gaussian", "Rounding", "Shrink", "Uniform"),
     "probe.watch": ("RecordedCall", "watch"),
     "reports.report_file": ("Report",),
 }

@@ -124,3 +124,27 @@ def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str], monkeypa
     with ProgressBar() as shown:
         shown.wave(1)
         shown.step(None, Result(), 0.1)
+
+
+def test_what_round_off_does(tmp_path: Path) -> None:
+    """The band, digits and greedy texts in words, as JSON and as a page; a comparison of files takes the band."""
+    quick = ["--rounding", "--dtype", "bfloat16", "--samples", "6", "--seeds", "1", "--max-new-tokens", "8"]
+    output = call("robustness", "demo", *quick, "-o", tmp_path / "out").output
+    assert "Two healthy systems in bfloat16 differ by" in output and "greedy texts" in output and "layer 15" in output
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    band = saved["roundoff"]["band"]
+    assert 0.001 < band["expected"]["value"] < band["high"] < 0.1 and len(saved["roundoff"]["layers"]) == 16
+    page = call("report", tmp_path / "out", "--format", "md", "-o", tmp_path / "again").output
+    assert "report.md" in page and "Significant digits" in (tmp_path / "again" / "report.md").read_text()
+    values = [[-0.1 * (n + t % 7) - 0.05 for t in range(20)] for n in range(6)]
+    for name, moved in (("a", 0.0), ("b", 0.002)):
+        rows = [{"logprobs": [v + moved * (-1) ** (at + at // 7) for at, v in enumerate(row)]} for row in values]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert "explained by round-off" in call("compare", *files, "--roundoff", tmp_path / "out").output
+    assert "has no round-off band" in call("compare", *files, "--roundoff", _curve(tmp_path), code=2).output
+
+
+def _curve(folder: Path) -> Path:
+    call("robustness", "demo", "--samples", "4", "--seeds", "1", "--no-generate", "-o", folder / "curve")
+    return folder / "curve"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,34 @@ def test_a_replay_from_the_command_line(tmp_path: Path) -> None:
     output = call("locate", "demo", "--reference", folder, "--simulate", fault).output
     assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "; found" in output
     assert "is no record" in call("locate", "demo", "--reference", tmp_path, code=2).output
+
+
+def logprob_file(path: Path, *, shift: int = 0, noise: float = 0.0) -> Path:
+    """20 sequences of 30 log-probabilities, the values moved or blurred."""
+    draw, lines = random.Random(0), []
+    blur = random.Random(1)
+    for number in range(20):
+        values = [-draw.expovariate(0.5) for _ in range(30)]
+        values = values[30 - shift :] + values[: 30 - shift]
+        values = [value * (1 + noise * blur.gauss(0, 1)) for value in values]
+        lines.append(json.dumps({"id": number, "rollout_log_probs": values, "old_log_probs": values}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_log_probability_files_have_causes_and_exit_codes(tmp_path: Path) -> None:
+    """1 where a cause is found, 3 where nothing says what may remain, 0 within a limit; 2 for what is no such file."""
+    a, b = logprob_file(tmp_path / "a.jsonl"), logprob_file(tmp_path / "b.jsonl", shift=1, noise=0.01)
+    output = call("compare", a, b, code=1).output
+    assert "diverged. Cause found: misaligned" in output and "next: Check the shift" in output and "remains" in output
+    healthy = logprob_file(tmp_path / "c.jsonl", noise=0.01)
+    assert "robustness MODEL --rounding" in call("compare", a, healthy, code=3).output
+    call("compare", a, healthy, "--allow-undecided")
+    assert "pass" in call("compare", a, healthy, "--max-gap", "0.1").output
+    found = json.loads(call("compare", a, healthy, "--json", "-o", tmp_path / "x.json", code=3).stdout)
+    assert found == json.loads((tmp_path / "x.json").read_text()) and found["causes"] == []
+    same = call("compare", a, a, "--fields", "rollout_log_probs,old_log_probs").output
+    assert "identical" in same and "identical" in call("compare", a, a).output
+    assert "is for records" in call("compare", a, b, "--layers", "1", code=2).output
+    assert "two names" in call("compare", a, b, "--fields", "old_log_probs", code=2).output
+    assert "no such" not in call("compare", a, tmp_path, code=2).output

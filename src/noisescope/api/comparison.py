@@ -8,6 +8,10 @@ from typing import Any
 
 from noisescope.comparison.compare import Comparison as Comparison
 from noisescope.comparison.compare import compare_records
+from noisescope.comparison.logprob_files import ROLLOUT, TRAINER, LogprobFile, read_logprobs
+from noisescope.comparison.logprobs import LogprobCause as LogprobCause
+from noisescope.comparison.logprobs import LogprobComparison as LogprobComparison
+from noisescope.comparison.logprobs import compare_logprobs
 from noisescope.comparison.priorities import DifferenceCosts as DifferenceCosts
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.rows import SiteRow as SiteRow
@@ -24,16 +28,49 @@ from noisescope.reports.report_file import Report
 
 
 @takes_options(CompareOptions, "a", "b")
-def compare(options: CompareOptions) -> Comparison:
+def compare(options: CompareOptions) -> Comparison | LogprobComparison:
     """How two devices differ; `a` is the reference.
 
         found = ns.compare("gpu.record", "npu.record", max_mape=0.05, sensitivity="out/report.json")
         found.verdict, found.first.site, found.passed; found.save("comparison.json")
 
-    Records are those of `record`, or dumps of msprobe (a folder with dump.json).
+    Records are those of `record`, or dumps of msprobe (a folder with dump.json). Two .jsonl files are compared as
+    log-probabilities: `found.causes`, `found.remainder`.
     """
+    if options.of_logprobs:
+        return _compare_files(options)
     a, b, sensitivity = open_record(options.a), open_record(options.b), _diagnosed(options.sensitivity)
     return compare_records(a, b, sensitivity=sensitivity, **options.pick("layers", "max_mape", "affordable"))
+
+
+def _compare_files(options: CompareOptions) -> LogprobComparison:
+    a, b = (read_logprobs(Path(side)) for side in (options.a, options.b))
+    if options.fields:
+        a, b = (read_logprobs(Path(s), field=f) for s, f in zip((options.a, options.b), options.fields, strict=True))
+    elif Path(options.a) == Path(options.b) or a.field == b.field:
+        a, b = _two_fields(a, b)
+    band = None if options.roundoff is None else _roundoff_report(options.roundoff).roundoff.roundoff.band
+    return compare_logprobs(a, b, band=band, max_gap=options.max_gap)
+
+
+def _two_fields(a: LogprobFile, b: LogprobFile) -> tuple[LogprobFile, LogprobFile]:
+    """Of files that hold both sides, as trainers write them, the rollout's of A and the trainer's of B."""
+    ours = [name for name in a.fields if name in ROLLOUT]
+    theirs = [name for name in b.fields if name in TRAINER]
+    if not ours or not theirs:
+        if Path(a.path) == Path(b.path):
+            raise InvalidInput(
+                f"{a.path} is compared with itself: it holds {', '.join(a.fields) or 'one set of log-probabilities'}. "
+                "Give another file, or two fields of it by --fields"
+            )
+        return a, b
+    return read_logprobs(Path(a.path), field=ours[0]), read_logprobs(Path(b.path), field=theirs[0])
+
+
+def _roundoff_report(report: Mapping[str, Any] | str | Path) -> Report:
+    if isinstance(report, Report):
+        return report
+    return Report.load(report) if isinstance(report, (str, Path)) else Report.from_data(report, "the round-off report")
 
 
 def _diagnosed(sensitivity: Diagnosis | Mapping[str, Any] | str | Path | None) -> Diagnosis | None:
@@ -53,7 +90,10 @@ def open_record(record: Record | str | Path) -> Record:
         return record
     folder = Path(record)
     if folder.is_file():
-        raise InvalidInput(f"{folder} is a file: a record is the folder that `noisescope record` writes")
+        raise InvalidInput(
+            f"{folder} is a file: a record is the folder that `noisescope record` writes, and log-probabilities are "
+            "two files that end in .jsonl"
+        )
     if not (folder / "record.json").is_file():
         from noisescope.api.records import dump_folder, read_dump
 

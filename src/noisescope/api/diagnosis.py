@@ -10,6 +10,7 @@ from typing import Any
 from noisescope import demo
 from noisescope.api.plan_trials import add_precision_plan
 from noisescope.api.preparation import load_subject, prepare_diagnosis, prepare_run, seeds_of
+from noisescope.api.roundoff import roundoff
 from noisescope.api.run_cost import Cost
 from noisescope.data.dataset import read_data
 from noisescope.diagnosis import all_levels, findings_check
@@ -52,7 +53,9 @@ def cost_of_diagnosis(subject: Subject, options: DiagnoseOptions) -> Cost:
 
 @takes_options(RobustnessOptions, "data")
 def robustness(subject: Subject, options: RobustnessOptions) -> Report:
-    """Accuracy and retention at several noise levels, with intervals."""
+    """Accuracy and retention at several noise levels, with intervals; with `rounding`, what round-off alone does."""
+    if options.rounding:
+        return _kept(roundoff(subject, options), options.output)
     levels = curve.checked_levels(options.noise_levels)
     settings = Settings(
         Gaussian(max(levels)), levels=("operator",), layer_operators=options.operators, seeds=seeds_of(options.seeds)

@@ -35,6 +35,8 @@ from noisescope.reports.experiment import PhasesReport
 from noisescope.reports.report_file import Report as Report
 from noisescope.reports.report_file import read_report
 from noisescope.reports.report_file import schema as schema
+from noisescope.reports.roundoff_sections import digit_rows as digit_rows
+from noisescope.reports.roundoff_sections import roundoff_lines as roundoff_lines
 from noisescope.reports.run_changes import Comparison
 from noisescope.runs.store import FILE as FILE
 from noisescope.runs.store import Store, StoreCheck

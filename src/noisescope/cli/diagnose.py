@@ -45,17 +45,20 @@ def diagnose_model(options: DiagnoseOptions) -> None:
 def robustness_of_model(options: RobustnessOptions) -> None:
     """Accuracy at several noise levels.
 
-    With the share of the clean accuracy that is retained, and intervals.
+    With the share of the clean accuracy that is retained, and intervals. Or, with --rounding, what round-off alone
+    does: how far two healthy systems may differ.
 
     \b
     noisescope robustness demo
+    noisescope robustness demo --dtype bfloat16 --rounding
     noisescope robustness path/to/model --data gsm8k.jsonl --noise-levels 0,0.02,0.05 --samples 200 --device cuda
     """
     with command_builder.plain_warnings():
         subject = api.preparation.load_subject(options)
         with command_builder.explain_resuming(options.output), ProgressBar() as progress:
             report = api.diagnosis.robustness(subject, options=command_builder.resumable_options(options, progress))
-    output.finish(report, options.output, print_levels, as_json=options.json)
+    show = print_roundoff if options.rounding else print_levels
+    output.finish(report, options.output, show, as_json=options.json)
 
 
 def print_levels(report: api.reports.Report) -> None:
@@ -71,6 +74,18 @@ def print_levels(report: api.reports.Report) -> None:
         accuracy, retention = (words.estimate(one, share=True).text for one in (row.accuracy, row.retention))
         band = words.band_of(row).text if row.injected else ""
         typer.echo(f"{row.noise_level:>8g}  {accuracy:>26}  {retention:>26}  {band}")
+
+
+def print_roundoff(report: api.reports.Report) -> None:
+    """The band, greedy texts, digits of the layers that matter."""
+    found = report.roundoff
+    data = found.run.data
+    typer.echo(f"{found.run.model.source}: {data.source}, {data.samples} samples, {found.run.conditions.dtype}\n")
+    for line in api.reports.roundoff_lines(found.roundoff):
+        typer.echo(line)
+    shown = api.reports.digit_rows(found.roundoff)
+    typer.echo("\n" + output.aligned([("place", "digits (typical token)", "digits (19 of 20 tokens)"), *shown]))
+    output.print_each(found.could_not_see, "note: ")
 
 
 # `noisescope demo`: everything on the bundled model, on a CPU, in under a minute.

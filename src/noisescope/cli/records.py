@@ -11,6 +11,7 @@ import typer
 
 from noisescope import api
 from noisescope.cli import command_builder, output
+from noisescope.cli.logprobs import print_logprobs
 from noisescope.options.device_commands import CompareOptions, RecordOptions
 
 MOST_ROWS = 12
@@ -75,11 +76,18 @@ def compare_devices(options: CompareOptions) -> None:
     noisescope compare gpu.record npu.record --layers 9,10 --max-mape 0.05
     noisescope compare gpu.record npu.record --sensitivity out/report.json
     noisescope compare gpu_dump/step0/rank0 npu_dump/step0/rank0        dumps of msprobe
+    noisescope compare rollout.jsonl trainer.jsonl --roundoff out       log-probabilities of the same tokens
 
     Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
     --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
+    Of log-probability files (OpenAI-style, vLLM, TRL, verl, NeMo-RL) it names causes, each in nats: misalignment,
+    truncation, temperature, top-p or top-k, missing values, growth with position or step, duplicated or reordered
+    rows. Exit code 1 where a cause is found or more than round-off remains, 3 where nothing says what may remain.
     """
     found = api.comparison.compare(options=options)
+    if isinstance(found, api.comparison.LogprobComparison):
+        output.emit(found.to_json(), options, lambda: print_logprobs(found))
+        command_builder.exit_by(found.outcome, options)
     output.emit(found.to_json(), options, lambda: print_comparison(found))
     command_builder.exit_by(found.outcome, options)
 

@@ -48,24 +48,49 @@ def generate(
             f"generating needs one sample number a prompt, and sizes from 1 on; got {len(prompts)} prompts, "
             f"{len(samples)} sample numbers, batch_size={batch_size}, max_new_tokens={max_new_tokens}"
         )
+    rows = _rows(tokenizer, prompts)
+    texts = generate_tokens(
+        model, rows, max_new_tokens=max_new_tokens, batch_size=batch_size, device=device,
+        ends=end_tokens(model, tokenizer), pad=tokenizer.pad_token_id,
+        on_batch=None if on_batch is None else lambda part, length: on_batch(samples[part], length),
+    )  # fmt: skip
+    decode = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return [tokenizer.decode(text, **decode) for text in texts]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens at which a text ends, by the model's generation config, else by its tokenizer."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None and tokenizer is not None else ends
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def generate_tokens(
+    model: Any,
+    rows: list[list[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    device: str | torch.device,
+    ends: list[int],
+    pad: int | None = None,
+    on_batch: Callable[[slice, int], None] | None = None,
+) -> list[list[int]]:
+    """Greedy continuations of token ids, without the token that ended them: those are shorter than `max_new_tokens`."""
     from transformers import GenerationConfig
 
-    rows, room = _rows(model, tokenizer, prompts)
-    max_new_tokens = min(max_new_tokens, room)
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
+    max_new_tokens = min(max_new_tokens, _room(model, rows))
+    pad = (ends or [0])[0] if pad is None else pad
     known = vars(GenerationConfig())
     settings = {name: value for name, value in _GREEDY.items() if name in known}
-    answers: list[str] = []
+    texts: list[list[int]] = []
     for at in range(0, len(rows), batch_size):
         batch = rows[at : at + batch_size]
         length = max(map(len, batch))
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in batch], device=device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in batch], device=device)
         if on_batch is not None:
-            on_batch(samples[at : at + batch_size], length)
+            on_batch(slice(at, at + batch_size), length)
         with _quiet(), evaluating(model):
             out = model.generate(
                 input_ids=ids, attention_mask=mask, **settings, max_new_tokens=max_new_tokens, pad_token_id=pad,
@@ -74,26 +99,31 @@ def generate(
         new = out if getattr(model.config, "is_encoder_decoder", False) else out[:, length:]
         for row in new.tolist():
             end = next((index for index, token in enumerate(row) if token in ends), len(row))
-            answers.append(tokenizer.decode(row[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    return answers
+            texts.append(row[:end])
+    return texts
 
 
-def _rows(model: Any, tokenizer: Any, prompts: list[str]) -> tuple[list[list[int]], int]:
-    """Tokens of the prompts, each with the tokenizer's prefix once, and how many positions are left for answers."""
+def _rows(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
+    """Tokens of the prompts, each with the tokenizer's prefix once."""
     first = special_prefix(tokenizer)
     rows = [first + without_prefix(first, (tokenize(tokenizer, prompt)[0], 0, 0))[0] for prompt in prompts]
     if not all(rows):
         raise InvalidInput(f"prompt {rows.index([]) + 1} has no tokens")
+    return rows
+
+
+def _room(model: Any, rows: list[list[int]]) -> int:
+    """How many positions are left for answers."""
     most = getattr(model.config, "max_position_embeddings", None)
     longest = max(map(len, rows), default=0)
     if not isinstance(most, int):
-        return rows, 1 << 30
+        return 1 << 30
     if longest >= most:
         raise InvalidInput(
             f"the longest prompt has {longest} tokens, and the model has {most} positions, so nothing can follow it: "
             "leave the longest prompts out"
         )
-    return rows, most - longest
+    return most - longest
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from noisescope.options.shared import (
 )
 
 PROMPT_FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+LOGPROB_FILES = (".jsonl", ".ndjson", ".json")
 VERDICT_FILES = (".json", ".md", ".html")
 _NOTES_LAYER, _NOTES_SCALE = 10, 0.05  # defaults of the original method notes' finder
 
@@ -74,10 +75,14 @@ class CompareOptions(CheckingOptions, PrintingOptions):
     command: ClassVar[str] = "compare"
 
     a: Path | Any = argument(
-        "A", "The reference: a record, or a dump of msprobe.", open=True, exists="folder", aliases=("gpu_checkpoint",)
+        "A",
+        "The reference: a record, a dump of msprobe, or a .jsonl file.",
+        open=True,
+        exists="folder",
+        aliases=("gpu_checkpoint",),
     )
     b: Path | Any = argument(
-        "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
+        "B", "The other device's record, dump or file.", open=True, exists="folder", aliases=("npu_checkpoint",)
     )
     layers: tuple[int, ...] | None = option(
         None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", least=0, default_text="all"
@@ -92,9 +97,34 @@ class CompareOptions(CheckingOptions, PrintingOptions):
     affordable: float | None = option(
         None, "With sensitivity: nats that the difference of a layer may cost.", above=0, default_text="0.01"
     )
+    fields: tuple[str, ...] = option(
+        (), "Of .jsonl files: the field of A and that of B, such as generation_logprobs,prev_logprobs.",
+        default_text="the first one known",
+    )  # fmt: skip
+    roundoff: Path | Mapping[str, Any] | None = option(
+        None, "Of .jsonl files: the report of robustness --rounding, which says what may remain.",
+        unit="REPORT", open=True, check=report_path,
+    )  # fmt: skip
+    max_gap: float | None = option(
+        None, "Of .jsonl files: the mean |difference| allowed where no cause is found, in nats per token.",
+        unit="NATS", least=0,
+    )  # fmt: skip
     output: Path | None = command_option(None, "Write the comparison there as JSON.", short="-o")
 
+    @property
+    def of_logprobs(self) -> bool:
+        """Whether both sides are files of log-probabilities."""
+        return all(isinstance(side, Path) and side.suffix.lower() in LOGPROB_FILES for side in (self.a, self.b))
+
     def problems(self, named: Naming) -> Iterator[str]:
+        of_files = [name for name in ("fields", "roundoff", "max_gap") if vars(self)[name] not in (None, ())]
+        of_records = [name for name in ("layers", "max_mape", "sensitivity") if vars(self)[name] is not None]
+        if of_files and not self.of_logprobs:
+            yield f"{named(of_files[0])} is for log-probability files ({', '.join(LOGPROB_FILES)}), and these are not"
+        if of_records and self.of_logprobs:
+            yield f"{named(of_records[0])} is for records, and these are log-probability files: leave it out"
+        if len(self.fields) not in (0, 2):
+            yield f"{named('fields')} are two names, that of A and that of B; got {', '.join(self.fields)}"
         if self.affordable is not None and self.sensitivity is None:
             yield (
                 f"{named('affordable')} needs {named('sensitivity')}: the report of a diagnosis shows what a "

@@ -83,6 +83,11 @@ class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOp
     noise_levels: tuple[float, ...] = option((0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", least=0)
     operators: tuple[str, ...] = option((GROUP,), "Operators that are noised, everywhere in the model.",
                                         check=canonical_operator)  # fmt: skip
+    rounding: bool = option(
+        False,
+        "Instead of noise levels: what round-off alone does. Digits per layer, how far two healthy systems differ, "
+        "and after how many tokens their greedy texts do.",
+    )
     seeds: int | tuple[int, ...] = changed(DiagnoseOptions, "seeds")
     generate: bool | None = changed(
         ScoringOptions, "generate", None, default_text="on where the data has answers", negative="no-generate"

@@ -41,6 +41,8 @@ def _signed(x: int) -> int:
 
 _C1, _C2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _GOLDEN, _SPREAD = _signed(0x9E3779B97F4A7C15), _signed(0xD1342543DE82EF95)
+STEP = 0.6  # m * STEP lies between 1/2 and 3/2 for every mantissa m in [1, 2): y (1 + STEP eps) rounds to y's neighbour
+MOVED = 1 / 256  # share of a "steps" tape that is +STEP, and share that is -STEP: see noise.Rounding
 PART = _signed(0x9E3779B97F4A7C15 * 2 % (1 << 64))  # even, so that a site's multiplier stays odd in every part
 
 
@@ -57,9 +59,16 @@ def mix64(x: Tensor) -> Tensor:
 
 @functools.cache
 def tape(kind: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The fixed table of numbers, mean 0 and variance 1: a constant, memoised per device and dtype."""
-    generator = torch.Generator("cpu").manual_seed(0x6E6F697365 + (kind == "uniform"))
+    """The fixed table of numbers: a constant, memoised per device and dtype.
+
+    "normal" and "uniform" have mean 0 and variance 1; "steps" are 0, and rarely +STEP or -STEP.
+    """
+    generator = torch.Generator("cpu").manual_seed(0x6E6F697365 + ("normal", "uniform", "steps").index(kind))
     size = (TAPE + WIDEST,)
+    if kind == "steps":
+        numbers = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
+        steps = (numbers < MOVED).double() - (numbers >= 1 - MOVED).double()
+        return (steps * STEP).to(dtype).to(device)
     if kind == "normal":
         numbers = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
     else:  # uniform on [-sqrt 3, sqrt 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from noisescope.comparison.roundoff import Roundoff
 from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
 from noisescope.diagnosis.rows import Effect
 from noisescope.findings import Finding, Risk
@@ -12,6 +13,7 @@ from noisescope.reports import analysis_sections as analysis
 from noisescope.reports import plan_sections as plans
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Verdict
 from noisescope.reports.report_file import TITLE, DiagnosisReport
+from noisescope.reports.roundoff_sections import roundoff_sections
 from noisescope.reports.words import (
     SHARES,
     band,
@@ -29,8 +31,11 @@ from noisescope.reports.words import (
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
 
 
-def document_of(report: DiagnosisReport | Robustness) -> Document:
+def document_of(report: DiagnosisReport | Robustness | Roundoff) -> Document:
     """The order a reader needs: verdict, what to do, the evidence, the method, the limits."""
+    if isinstance(report, Roundoff):
+        sections = [*roundoff_sections(report), *limits(report.could_not_see)]
+        return Document(TITLE, tuple(facts(report.run, "round-off")), tuple(sections), report.run.finished)
     if isinstance(report, Robustness):
         noise = f"levels {', '.join(f'{row.noise_level:g}' for row in report.robustness.levels)}"
         sections = [robustness(report.robustness, run_metric(report.run))]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Generic, Literal, Self, TypeVar
 
 from noisescope.atomic_write import write_file
+from noisescope.comparison.roundoff import Roundoff
 from noisescope.diagnosis.findings_check import CheckResult
 from noisescope.diagnosis.report import SCHEMA_VERSION, Diagnosis, Robustness
 from noisescope.errors import InvalidInput, MissingExtra, unknown
@@ -192,20 +193,22 @@ class SavedReport(Mapping[str, Json], Generic[V]):
         return cls(read_value(data, cls.kinds, where, command=cls.command))
 
 
-class Report(SavedReport[DiagnosisReport | Robustness]):
+class Report(SavedReport[DiagnosisReport | Robustness | Roundoff]):
     """Reads as its JSON form: report["operator_analysis"]["softmax"]["degradation"]["value"].
 
     The typed value is `report.value`: report.value.operator_analysis["softmax"].degradation.value
     """
 
-    kinds: ClassVar = {"executive_summary": DiagnosisReport, "robustness": Robustness}
+    kinds: ClassVar = {"executive_summary": DiagnosisReport, "robustness": Robustness, "roundoff": Roundoff}
 
-    def __init__(self, value: Diagnosis | Robustness) -> None:
+    def __init__(self, value: Diagnosis | Robustness | Roundoff) -> None:
         super().__init__(DiagnosisReport.from_diagnosis(value) if isinstance(value, Diagnosis) else value)
 
     def __repr__(self) -> str:
         if isinstance(self.value, Robustness):
             return f"<Report: robustness at {len(self.value.robustness.levels)} noise levels>"
+        if isinstance(self.value, Roundoff):
+            return f"<Report: round-off in {self.value.roundoff.band.dtype}>"
         return f"<Report: {self.value.executive_summary.overall_risk_level}>"
 
     @property
@@ -221,6 +224,13 @@ class Report(SavedReport[DiagnosisReport | Robustness]):
         if isinstance(self.value, Robustness):
             return self.value
         raise InvalidInput(f"{self!r} is no robustness curve: give the report of `noisescope robustness`")
+
+    @property
+    def roundoff(self) -> Roundoff:
+        """The value where it is of round-off; others are refused."""
+        if isinstance(self.value, Roundoff):
+            return self.value
+        raise InvalidInput(f"{self!r} has no round-off band: give the report of `noisescope robustness --rounding`")
 
     def document(self) -> Document:
         from noisescope.reports.report_document import document_of
@@ -357,8 +367,8 @@ def _one_line(text: str) -> str:
 
 
 def schema() -> dict[str, Json]:
-    """A diagnosis, or accuracy at noise levels."""
-    kinds = [schema_of(kind, title=TITLE) for kind in (DiagnosisReport, Robustness)]
+    """A diagnosis, accuracy at noise levels, or what round-off does."""
+    kinds = [schema_of(kind, title=TITLE) for kind in (DiagnosisReport, Robustness, Roundoff)]
     definitions = {name: part for kind in kinds for name, part in kind["$defs"].items()}
     for kind in kinds:
         named = definitions[kind["$ref"].removeprefix("#/$defs/")]

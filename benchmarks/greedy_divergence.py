@@ -1,0 +1,99 @@
+"""Greedy texts of two real kernel paths: after how many tokens do they differ, and what did `Rounding` predict?
+
+    python benchmarks/greedy_divergence.py MODEL --data FILE [--prompts 200] [--tokens 128] [--device cuda]
+
+The reference decodes greedily in bfloat16 with fused attention, one prompt at a time. Three other paths decode the same
+prompts: plain attention, a batch of 8, and both. Their texts are compared token by token with the reference's: measured
+is the median number of tokens until the first difference, a text that ends or is cut before one counting as censored
+(Kaplan-Meier), in each pair and over all. Predicted is `ns.Rounding`'s median, by forwards over the reference's texts.
+Target: within 25 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+import torch
+
+import noisescope as ns
+from noisescope import stats
+from noisescope.api.preparation import encode_data
+from noisescope.api.roundoff import with_ends
+from noisescope.comparison.roundoff import forecast
+from noisescope.data.generation import end_tokens, generate_tokens
+from noisescope.measures.roundoff import ScoredTokens, run_rounded
+
+PATHS = {"eager, batch 1": ("eager", 1), "sdpa, batch 8": ("sdpa", 8), "eager, batch 8": ("eager", 8)}
+PROMPT = 48  # tokens of a sample that are the prompt, at most
+
+
+def wait(mine: list[int], other: list[int]) -> tuple[int, bool]:
+    """Tokens until the first difference, and whether there was one; texts hold the token that ended them."""
+    for at, (x, y) in enumerate(zip(mine, other, strict=False)):
+        if x != y:
+            return at + 1, True
+    return max(min(len(mine), len(other)), 1), False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    subject = ns.load(options.model, dtype=options.dtype, device=options.device)
+    model: Any = subject.model.eval()
+    material, _ = encode_data(subject, options.data, options.prompts, 512, which="test")
+    groups = material.encoded.sequences
+    prompts = [list(one.ids[: min(one.start if one.start > 1 else PROMPT, len(one.ids) - 1)]) for (one, *_) in groups]
+    ends = end_tokens(model, subject.tokenizer)
+
+    def texts(attention: str, batch: int) -> list[list[int]]:
+        model.set_attn_implementation(attention)
+        try:
+            found = generate_tokens(
+                model, prompts, max_new_tokens=options.tokens, batch_size=batch, device=options.device, ends=ends
+            )
+            return with_ends(found, ends, options.tokens)
+        finally:
+            model.set_attn_implementation("sdpa")
+
+    reference = texts("sdpa", 1)
+    scored = [
+        ScoredTokens(number, (*prompt, *text), len(prompt))
+        for number, (prompt, text) in enumerate(zip(prompts, reference, strict=True))
+        if text
+    ]
+    runs = run_rounded(model, scored, seeds=range(options.seeds), anatomy=subject.anatomy, blocks=False)
+    predicted = forecast(runs.flipped, watched=options.tokens)
+    print(f"predicted: {_shown(predicted.median_tokens)}; {100 * (predicted.per_token.value or 0):.2f} % of tokens")
+    table, flags = [], []
+    for name, (attention, batch) in PATHS.items():
+        waits = [wait(mine, other) for mine, other in zip(reference, texts(attention, batch), strict=True)]
+        table.append([steps for steps, _ in waits])
+        flags.append([happened for _, happened in waits])
+        found = stats.median_wait(np.array(table[-1:]).T, np.array(flags[-1:]).T)
+        print(f"{name}: {_shown(found)}", flush=True)
+    share = [float(np.mean(rows)) for rows in (flags, [one.any(1) for one in runs.flipped])]
+    print(f"texts that differ within {options.tokens} tokens: {share[0]:.0%} measured, {share[1]:.0%} predicted")
+    measured = stats.median_wait(np.array(table).T, np.array(flags).T)
+    print(f"measured over all pairs: {_shown(measured)}")
+    if measured.value and predicted.median_tokens.value:
+        ratio = predicted.median_tokens.value / measured.value
+        print(f"predicted / measured {ratio:.2f}: {'within' if abs(ratio - 1) <= 0.25 else 'NOT within'} 25 %")
+
+
+def _shown(found: stats.Estimate) -> str:
+    ends = ("?" if end is None else f"{end:.0f}" for end in (found.value, found.low, found.high))
+    return "{} tokens [{}, {}], n = {}".format(*ends, found.n)
+
+
+if __name__ == "__main__":
+    main()
