@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from noisescope.findings import pass_fail as pass_fail
 from noisescope.findings import percent as percent
 from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better
+from noisescope.foreign import parse_json
 from noisescope.jsonform import Json, to_json
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
@@ -35,7 +36,7 @@ from noisescope.reports.report_file import Report as Report
 from noisescope.reports.report_file import read_report
 from noisescope.reports.report_file import schema as schema
 from noisescope.reports.run_changes import Comparison
-from noisescope.runs.store import FILE, Store
+from noisescope.runs.store import FILE, STORED, Store
 from noisescope.sites import OPERATORS as OPERATORS
 
 
@@ -124,7 +125,10 @@ def stored_report(run: Path) -> Json:
 def read_run(folder: Path) -> StoredRun:
     """A store as the comparison needs it."""
     with Store(folder, create=False) as store:
-        trials = [(json.loads(content), store[identity]) for identity, content in store.contents().items()]
+        contents = store.contents().items()
+        trials = [
+            (parse_json(content, f"a trial in {folder}", STORED), store[identity]) for identity, content in contents
+        ]
         return stored_run(str(folder), store.fact("asked"), trials)
 
 
@@ -132,13 +136,13 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
     """A store in numbers; the whole of it with its errors and settings."""
     with Store(folder, create=False) as store:
         about, gates = store.about(), store.gates()
-        asked = about.get("asked", {})
+        asked = _part(about, "asked")
         failures = Counter(result.error for result in store.values() if result.failed)
         history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
         row: dict[str, Any] = {
-            "command": "gate history" if history else (about.get("command") or {}).get("name", "a call from Python"),
-            "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
-            "data": asked.get("data", {}).get("source", "?"),
+            "command": "gate history" if history else _part(about, "command").get("name", "a call from Python"),
+            "model": _part({"gate": gates[-1]}, "gate").get("model", "?") if history else _source(asked, "model"),
+            "data": _source(asked, "data"),
             "state": counted(len(gates), "verdict") if history else state_of(folder, about),
             "trials": len(store),
             "gates": len(gates),
@@ -154,7 +158,7 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
 
 def state_of(folder: Path, about: dict[str, Any]) -> str:
     """complete, or how to resume. A report of an earlier question in the same folder does not count."""
-    asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
+    asked, run = _part(about, "asked"), _part(about, "report", "run")
     if run and all(run.get(name) == value for name, value in asked.items()):
         return "complete"
     if asked and about.get("answered") == asked:  # a gate: its verdict is no report
@@ -164,12 +168,24 @@ def state_of(folder: Path, about: dict[str, Any]) -> str:
     return f"not finished: call the same function again with output={str(folder)!r}"
 
 
+def _part(data: Mapping[str, Json], *names: str) -> dict[str, Json]:
+    """An object inside what a store noted; {} where there is none, for a store may come from elsewhere."""
+    found: Json = data
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _source(asked: Mapping[str, Json], name: str) -> str:
+    return str(_part(asked, name).get("source", "?"))
+
+
 def _settings(asked: dict[str, Any]) -> dict[str, Any]:
     """What was asked: the settings of the diagnosis, data, metric, dtype and device."""
-    data, conditions = asked.get("data", {}), asked.get("conditions", {})
+    data, conditions = _part(asked, "data"), _part(asked, "conditions")
     rest = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric")}
     rest |= {"dtype": conditions.get("dtype"), "device": asked.get("device")}
-    return {**asked.get("settings", {}), **{name: value for name, value in rest.items() if value is not None}}
+    return {**_part(asked, "settings"), **{name: value for name, value in rest.items() if value is not None}}
 
 
 def versions() -> dict[str, str]:

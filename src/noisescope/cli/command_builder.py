@@ -20,6 +20,7 @@ import typer
 import typer.core
 
 from noisescope import api
+from noisescope.cli.terminal import say
 from noisescope.errors import InvalidInput
 from noisescope.options.base import CommandOptions
 from noisescope.options.fields import Option, options_of
@@ -133,7 +134,7 @@ def plain_warnings() -> Iterator[None]:
     """Warnings as one line without source code."""
 
     def show(message: Any, *args: Any, **kwargs: Any) -> None:
-        typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        say(f"warning: {' '.join(str(message).split())}", err=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -161,7 +162,7 @@ def explain_resuming(output: Path | None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         kept = "" if output is None else f" What was measured is kept: noisescope runs resume {output}"
-        typer.echo(f"\ninterrupted.{kept}", err=True)
+        say(f"\ninterrupted.{kept}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -21,10 +21,13 @@ from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, overall
 from noisescope.findings.pass_fail import Verdict as CheckVerdict
-from noisescope.jsonform import Json, from_json, to_json
+from noisescope.foreign import FileKind, fitting, members, parse_json, read_text
+from noisescope.jsonform import to_json
+from noisescope.plain_text import shown
 from noisescope.sites import Site
 
 SCHEMA_VERSION = 2  # 2: "diverges" for "parts"; undecided sites are counted; infinite differences are marked
+COMPARISON = FileKind("comparison", "`noisescope compare A B -o FILE` writes one", root="comparison")
 _WORST_TOKENS = 5
 _MOST_NAMED = 8  # places in a message
 Verdict = Literal["identical", "round-off", "diverged", "undecided"]
@@ -86,19 +89,15 @@ class Comparison:
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
         """What `save` wrote; refused where it is damaged or of another version."""
-        try:
-            found: Json = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InvalidInput(
-                f"{path} is no comparison: {error}. `noisescope compare A B -o FILE` writes one"
-            ) from error
-        version = found.get("schema_version") if isinstance(found, dict) else None
+        file = Path(path)
+        found = members(parse_json(read_text(file, COMPARISON), file, COMPARISON), file, COMPARISON)
+        version = found.get("schema_version")
         if version != SCHEMA_VERSION:
             raise InvalidInput(
-                f"{path} has schema version {version!r}; this noisescope reads comparisons of version "
+                f"{path} has schema version {shown(version)}; this noisescope reads comparisons of version "
                 f"{SCHEMA_VERSION}: compare the records again"
             )
-        return from_json(cls, found, "comparison")
+        return fitting(cls, found, file, COMPARISON)
 
 
 def compare_records(
