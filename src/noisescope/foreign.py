@@ -124,7 +124,7 @@ def parse_json(text: str, where: str | Path, kind: FileKind) -> Json:
 def check_depth(data: Json, most: int) -> None:
     """Not recursive: what is too deep for `most` may be too deep for Python."""
     level: list[Any] = [data]
-    for _ in range(most + 1):
+    for _ in range(most):
         level = [member for each in level for member in _containers(each)]
         if not level:
             return
@@ -169,8 +169,8 @@ def parse_yaml(text: str, where: str | Path, kind: FileKind) -> Json:
     """YAML of plain values: no key twice, and aliases no larger than what they stand for."""
     import yaml
 
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is not None:
             _check_nodes(root, kind.max_depth)
@@ -181,8 +181,6 @@ def parse_yaml(text: str, where: str | Path, kind: FileKind) -> Json:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
         raise kind.refuse(where, f"{line}{getattr(error, 'problem', None) or error}") from None
-    finally:
-        loader.dispose()
     return found
 
 

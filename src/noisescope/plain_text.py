@@ -20,7 +20,7 @@ _MARKUP = re.compile(
     r"|(?<=http):(?=//)|(?<=https):(?=//)|(?<=www)\.",  # bare addresses, which GitHub makes links of
     re.IGNORECASE,
 )
-_CODE = re.compile(r"(`[\w ./,=:@+{}-]+`)")  # nothing in it is markup, however its backticks are paired
+_CODE = re.compile(r"((?<!`)`[\w ./,=:@+{}-]+`(?!`))")  # nothing in it is markup, however its backticks are paired
 _LINE_START = re.compile(r"^(?:[#>]|[-+=](?=[-+=\s]|$)|\d+(?=[.)](?:\s|$)))")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet computes a cell that starts so
 

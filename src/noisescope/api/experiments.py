@@ -72,7 +72,9 @@ def phases(options: PhasesOptions) -> PhasesReport:
             design, store, folder, options, deadline=math.inf if options.seconds is None else started + options.seconds
         )
         cost = report_rows.PhasesCost(time.time() - started, sum(store.seconds.values()), len(store))
-        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **end_facts())
+        ended = end_facts(options.output, full_paths=options.full_paths)
+        del ended["store"]
+        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **ended)
         report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
         if options.output is not None:
             store.note(report=report.data)

@@ -12,6 +12,7 @@ from noisescope.errors import InvalidInput
 from noisescope.foreign import FileKind, read_foreign
 from noisescope.options.base import takes_options
 from noisescope.options.plans import BudgetOptions, MigrationOptions, PrecisionOptions
+from noisescope.plain_text import last_part
 from noisescope.plans import migration
 from noisescope.plans.fault_tests import FaultTest as FaultTest
 from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
@@ -68,7 +69,9 @@ def _table(given: Any) -> Mapping[str, Any]:
 def plan_migration(options: MigrationOptions) -> MigrationSteps:
     """The plan of plans/migration.py, with commands that name the report's path."""
     path = options.report / "report.json" if options.report.is_dir() else options.report
-    return migration.plan_migration(load_report(options.report).diagnosis, path=str(path), device=options.device)
+    return migration.plan_migration(
+        load_report(options.report).diagnosis, path=last_part(str(path)), device=options.device
+    )
 
 
 # Fault tests from a report. No torch here.

@@ -37,7 +37,7 @@ from noisescope.model.forwards import (
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.device_commands import RecordOptions
-from noisescope.plain_text import cut, shown
+from noisescope.plain_text import cut, last_part, shown
 from noisescope.probe.capture import capture
 from noisescope.runs.device_record_writer import Detail, write_record
 from noisescope.sites import Place, Site
@@ -73,8 +73,12 @@ def record(subject: Subject, options: RecordOptions) -> Record:
     else:
         chosen, source = _prompts_of(subject, options)
     about = {
-        "model": {"source": subject.source, "architecture": anatomy.architecture, "blocks": len(anatomy.blocks)},
-        "data": {"source": source, "samples": len(chosen)},
+        "model": {
+            "source": last_part(subject.source),
+            "architecture": anatomy.architecture,
+            "blocks": len(anatomy.blocks),
+        },
+        "data": {"source": last_part(source), "samples": len(chosen)},
         "device": device_name(subject.model),
         "versions": versions(),
         "created": now(),
@@ -129,7 +133,7 @@ def save_activations(
         file = folder / f"{len(files):04d}.safetensors"
         save_file({**tensors, "samples": torch.tensor(chosen)}, file)
         files.append({"file": file.name, "samples": chosen, "tokens": len(ids[chosen[0]])})
-    index = {"model": subject.source, "dtype": dtype_of(subject.model), "modules": modules, "files": files}
+    index = {"model": last_part(subject.source), "dtype": dtype_of(subject.model), "modules": modules, "files": files}
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return folder
 

@@ -21,6 +21,7 @@ from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better
 from noisescope.foreign import parse_json
 from noisescope.jsonform import Json, to_json
+from noisescope.plain_text import last_part
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
@@ -200,6 +201,8 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def end_facts() -> dict[str, Any]:
-    """When and where a run came to its end."""
-    return {"finished": now(), "versions": versions(), "host": platform.node()}
+def end_facts(output: Path | None, *, full_paths: bool) -> dict[str, Any]:
+    """When a run came to its end; where it did so only if asked, for reports are passed on."""
+    folder = None if output is None else str(output) if full_paths else last_part(str(output))
+    host = platform.node() if full_paths else ""
+    return {"finished": now(), "versions": versions(), "host": host, "store": folder}

@@ -23,7 +23,7 @@ from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, overall
 from noisescope.findings.pass_fail import Verdict as CheckVerdict
 from noisescope.foreign import FileKind, fitting, members, parse_json, read_text
 from noisescope.jsonform import to_json
-from noisescope.plain_text import shown
+from noisescope.plain_text import last_part, shown
 from noisescope.sites import Site
 
 SCHEMA_VERSION = 2  # 2: "diverges" for "parts"; undecided sites are counted; infinite differences are marked
@@ -120,7 +120,7 @@ def compare_records(
     if affordable is not None and sensitivity is None:
         raise InvalidInput("what a difference may cost needs a sensitivity report, which says what it costs")
     check_comparable(a, b)
-    notes = [f"{side.path}: {note}" for side in (a, b) for note in side.notes]
+    notes = [f"{last_part(side.path)}: {note}" for side in (a, b) for note in side.notes]
     seen = measure_sites(a, b, notes)
     rows = tuple(judge_sites(seen.found, a.dtype))
     chosen = None if layers is None else frozenset(layers)
@@ -135,9 +135,7 @@ def compare_records(
         verdict=verdict_of(rows, logits),
         words=describe(rows, logits, a.dtype, seen.sites),
         undecided=sum(not row.decided for row in rows),
-        sides=Sides(
-            *(Side(r.path, r.architecture, r.dtype, r.count, r.device, r.versions, r.detail, r.created) for r in (a, b))
-        ),
+        sides=Sides(*(_side(record) for record in (a, b))),
         first_divergence=next((row for row in rows if row.diverges), None),
         blocks=tuple(block_errors(rows)),
         logits=logits,
@@ -259,7 +257,7 @@ def _log_softmax(x: Array) -> Array:
 
 
 def _side(a: Record) -> Side:
-    return Side(a.path, a.architecture, a.dtype, a.count, a.device, a.versions, a.detail, a.created)
+    return Side(last_part(a.path), a.architecture, a.dtype, a.count, a.device, a.versions, a.detail, a.created)
 
 
 # -- the verdict, and the sentences that say it

@@ -17,7 +17,7 @@ SHARD = FileKind("safetensors file", "Fetch the model's files again")
 GGUF = FileKind("GGUF file", "Fetch it again")
 WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MOST_LAYERS = 10_000  # the deepest models have a few hundred; building more would never end
+_MOST_LAYERS = 2000  # the deepest models have a few hundred; building many more would hardly end
 _LARGEST_SIZE = 2**31
 _NAMES = ("model_type", "dtype", "torch_dtype")
 # of them every spelling: a size in text, or of 10^18, would end in a traceback or never

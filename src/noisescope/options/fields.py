@@ -215,7 +215,7 @@ class Option:
             raise InvalidInput(f"there is no {self.exists} {path} ({where}): check the path")
         if self.exists == "file" and path.is_dir():
             raise InvalidInput(f"{path} is a folder, and {where} is a file: give the path of the file")
-        return path.absolute()  # a stored command and a report are read from other folders, too
+        return path
 
 
 def _converted(kind: type, text: str) -> Any:
