@@ -8,12 +8,13 @@ import functools
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.plain_text import cut, shown
+from noisescope.plain_text import cut
 from noisescope.sites import GROUPS, PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
 from noisescope.trial_id_names import registered
 
@@ -185,9 +186,12 @@ def checked_scale(value: Any, what: str) -> float:
     """A number from 0 to LARGEST_SCALE."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidInput(f"{what} must be a number, got {cut(repr(value))}")
-    if not 0 <= value < math.inf:
-        raise InvalidInput(f"{what} must be finite and at least 0, got {value}")
-    if value > LARGEST_SCALE:
-        number = f"{value:g}" if isinstance(value, float) else shown(value)
-        raise InvalidInput(f"{what} must be at most {LARGEST_SCALE:g}, got {number}: 0.05 is noise of 5 %")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        number = sys.float_info.max
+    if not 0 <= number < math.inf:
+        raise InvalidInput(f"{what} must be finite and at least 0, got {number:g}")
+    if number > LARGEST_SCALE:
+        raise InvalidInput(f"{what} must be at most {LARGEST_SCALE:g}, got {number:g}: 0.05 is noise of 5 %")
+    return number

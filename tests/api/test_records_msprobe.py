@@ -132,7 +132,7 @@ def test_steps_are_in_the_order_of_their_numbers(model, tmp_path):
     """Of step9 and step10 the first is step9, and the comparison says which was taken."""
     folder = dump(model, dump(model, tmp_path / "x", step=10), step=9)
     found = ns.compare(folder, folder)
-    assert found.sides.a.path == str(folder / "step9" / "rank0")
+    assert found.sides.a.path == "x/step9/rank0"
 
 
 def test_another_dtype_is_refused(model, tmp_path):

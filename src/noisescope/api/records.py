@@ -234,7 +234,7 @@ def read_dump(path: str | Path) -> Record:
     batch = Batch(0, rows, 0, lambda name: _read_tensor(files[name], rows) if name in files else None)
     lost = [output.name for output in outputs if not output.file]
     return Record(
-        path=str(folder),
+        path=str(Path(last_part(str(path))) / folder.relative_to(path)),
         model="",
         architecture="msprobe dump",
         dtype=next((output.dtype for output in kept if output.dtype), ""),

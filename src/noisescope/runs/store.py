@@ -314,7 +314,7 @@ def encode(result: Result) -> tuple[str, bytes | None]:
 def decode(text: str, arrays: bytes | None, error: str) -> Result:
     """The result that `encode` wrote; refused where it is anything else, for a folder may come from elsewhere."""
     data = members(parse_json(text, "a result", STORED), "a result", STORED)
-    samples, values, facts = (data.get(name) for name in ("samples", "values", "facts"))
+    samples, values, facts = (data.get(name, ()) for name in ("samples", "values", "facts"))
     numbers = isinstance(values, dict) and all(_is_column(column) for column in values.values())
     if not isinstance(samples, list) or set(map(type, samples)) - {int} or not numbers or not isinstance(facts, dict):
         raise STORED.refuse("a result", f"samples, values and facts were expected, got {shown(data)}")
