@@ -168,7 +168,7 @@ def model_folder(folder: Path, config: Any = None, **files: Any) -> Path:
     ("config", "words"),
     [
         ({"num_hidden_layers": 10**9}, "config.num_hidden_layers: 0 to 2000 was expected, got 1000000000"),
-        ({"num_hidden_layers": "2"}, "a list was expected, got"),
+        ({"num_hidden_layers": "2"}, 'config.num_hidden_layers: a whole number was expected, got "2"'),
         ({"hidden_size": 2**40}, "config.hidden_size: 0 to 2147483648 was expected"),
         ({"num_attention_heads": 0}, "transformers can't load"),
         ({"architectures": [3]}, "config.architectures[0]: text was expected, got 3"),

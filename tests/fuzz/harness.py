@@ -32,6 +32,8 @@ CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.syml
            "shutil.move", "shutil.rmtree")  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _ALLOWED = ("/dev/null",)
+_MEMORY = "/dev/shm"  # SQLite waits for a disk after every commit
+_SCRATCH = _MEMORY if os.access(_MEMORY, os.W_OK) else None
 
 
 class Watch:
@@ -103,7 +105,7 @@ class Fuzzer:
         each()
 
     def try_one(self, reader: Reader, one: Input, tally: Tally) -> None:
-        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="fuzz-")))
+        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="fuzz-", dir=_SCRATCH)))
         (folder / reader.file).write_bytes(one.content)
         tally.kinds[one.kind] += 1
         wrong = []

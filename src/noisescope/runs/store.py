@@ -22,7 +22,7 @@ import numpy as np
 
 from noisescope.errors import InvalidInput
 from noisescope.foreign import MIB, FileKind, members, parse_json
-from noisescope.plain_text import shown
+from noisescope.plain_text import LONG, one_line, shown
 from noisescope.trials import Result, Trial
 
 Cell = str | bytes | float | int | None  # what SQLite gives back
@@ -138,7 +138,8 @@ class Store(Mapping[str, Result]):
                 found = db.execute("SELECT value FROM about WHERE key = ?", (_VERSION,)).fetchone()
             except sqlite3.DatabaseError as error:
                 raise InvalidInput(
-                    f"{self._name} can't be used as a run's store: {error}. Use another folder (-o)"
+                    f"{self._name} can't be used as a run's store: {one_line(str(error), LONG)}. Use another "
+                    "folder (-o)"
                 ) from error
             if found != (str(SCHEMA_VERSION),):
                 has = "no schema version" if found is None else f"schema version {found[0]}"
@@ -156,8 +157,8 @@ class Store(Mapping[str, Result]):
             yield
         except sqlite3.DatabaseError as error:
             raise InvalidInput(
-                f"{self._name} is damaged ({error}): restore it from a copy, or run the command again into another "
-                "folder (-o)"
+                f"{self._name} is damaged ({one_line(str(error), LONG)}): restore it from a copy, or run the command "
+                "again into another folder (-o)"
             ) from error
 
     def _read(self, *, drop_damaged: bool) -> None:
