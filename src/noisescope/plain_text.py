@@ -115,4 +115,4 @@ def last_part(path: str) -> str:
     ('llama', 'models/llama')
     """
     absolute = path.startswith(("/", "~", "\\\\")) or re.match(r"[A-Za-z]:[\\/]", path)
-    return (re.split(r"[\\/]", path.rstrip("/\\"))[-1] or path) if absolute else path
+    return visible((re.split(r"[\\/]", path.rstrip("/\\"))[-1] or path) if absolute else path)
