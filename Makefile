@@ -3,14 +3,15 @@ PYTHON ?= python3.11
 PIP = .venv/bin/pip --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: setup test lint types unit newest demo bench clean
+.PHONY: setup test lint types unit fuzz newest demo bench clean
 
 # torch first and by exact version: any other order may fetch a build with gigabytes of GPU libraries.
-.venv/ready: pyproject.toml
+# constraints.txt pins what CI installs; pyproject.toml has the floors that users need.
+.venv/ready: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
-	$(PIP) install -q "torch==2.13.0"
-	$(PIP) install -q "transformers==5.17.0"
-	$(PIP) install -q -e ".[test]"
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt transformers
+	$(PIP) install -q -c constraints.txt -e ".[test]"
 	touch .venv/ready
 
 setup: .venv/ready
@@ -28,6 +29,11 @@ types:
 unit:
 	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" --cov --cov-report=term --durations=15
 
+# Hostile files for every reader; each gets an equal share of the time. FUZZ_LEAST inputs at least, FUZZ_READER one alone.
+FUZZ_SECONDS ?= 600
+fuzz: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=. FUZZ_SECONDS=$(FUZZ_SECONDS) $(RUN) -m tests.fuzz.run
+
 # The newest transformers, in a virtual environment of its own: it tells early, it does not decide.
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest || python3 -m venv .venv-newest
@@ -43,4 +49,4 @@ bench: setup
 	$(RUN) benchmarks/overhead.py
 
 clean:
-	rm -rf .venv .venv-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage fuzz-failures

@@ -15,7 +15,8 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-VALUES = {"atomic_write", "errors", "estimate", "trial_id_names", "jsonform", "sites", "injection", "trials", "options"}
+READING = {"errors", "foreign", "jsonform", "plain_text"}  # files from elsewhere, and text from them
+VALUES = READING | {"atomic_write", "estimate", "trial_id_names", "sites", "injection", "trials", "options"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
@@ -23,7 +24,7 @@ ABOVE = {"runs", "localization", "passports", "training"}
 BELOW_CLI = TORCHLESS | MEASURING | TORCH_BLOCKED | ABOVE | {"api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
-    "options": {"errors", "sites", "injection", "testing"},
+    "options": READING | {"sites", "injection", "testing"},
     "stats": {"errors", "estimate"},
     "findings": {"errors", "estimate", "options", "sites"},
     "diagnosis": TORCHLESS,
@@ -34,19 +35,19 @@ ALLOWED: dict[str, set[str]] = {
     "testing": VALUES,
     "demo": VALUES | {"model"},
     "model": VALUES | {"demo", "testing"},
-    "data": {"errors", "model"},
+    "data": READING | {"model"},
     "probe": VALUES | {"model"},
     "faults": VALUES | {"model", "probe"},
     "measures": VALUES | {"model", "probe"},
     "runs": VALUES | {"comparison", "data", "measures", "model", "probe"},
-    "passports": {"atomic_write", "errors", "estimate", "jsonform", "model"},
+    "passports": READING | {"atomic_write", "estimate", "model"},
     "localization": TORCHLESS - {"findings"} | MEASURING | {"comparison"},
     "training": TORCHLESS | MEASURING | {"diagnosis", "reports", "runs"},
     "compat": BELOW_CLI | {"noisy_ops"},
     "noisy_ops": {"compat", "errors"},
     "diagnostic": {"compat"},
     "api": BELOW_CLI,
-    "cli": {"api", "options", "errors"},
+    "cli": {"api", "options", "errors", "plain_text"},
 }
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 

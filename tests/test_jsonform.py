@@ -81,7 +81,10 @@ def test_whole_numbers_are_read_as_floats_where_floats_are_wanted() -> None:
         ({"leaves": [{"size": 1.0, "kind": "fir"}]}, r"Tree.leaves\[0\].kind: 'oak' or 'elm' was expected"),
         ({"leaves": [{"size": "1", "kind": "oak"}]}, r"Tree.leaves\[0\].size: a number was expected"),
         ({"leaves": [{"size": float("nan"), "kind": "oak"}]}, "a finite number was expected, got nan"),
-        ({"leaves": [{"size": 10**400, "kind": "oak"}]}, "a finite number was expected, got 10000"),
+        (
+            {"leaves": [{"size": 10**400, "kind": "oak"}]},
+            "number was expected, got a whole number of 1329 bits",
+        ),
         ({"leaves": [{"size": 1.0}]}, r"Tree.leaves\[0\] has no 'kind'"),
         ({"by_layer": []}, "Tree.by_layer: an object was expected"),
         ({"by_kind": {"fir": 1.0}}, "Tree.by_kind.fir: 'oak' or 'elm' was expected, got \"fir\""),

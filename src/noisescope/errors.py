@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from noisescope.plain_text import cut
+
 
 class NoisescopeError(Exception):
     """The root: `except NoisescopeError` catches all that noisescope raises on purpose."""
@@ -39,13 +41,13 @@ class NoiseRoundsAway(NothingInjected):
 def unknown(what: str, given: object, allowed: Iterable[object]) -> InvalidInput:
     """The error for a name outside a list, with the nearest allowed name."""
     names = [str(name) for name in allowed]
-    near = difflib.get_close_matches(str(given), names, n=1)
+    near = difflib.get_close_matches(str(given)[:100], names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return InvalidInput(f"unknown {what} {given!r}. Allowed: {', '.join(names)}.{hint}")
+    return InvalidInput(f"unknown {what} {cut(repr(given))}. Allowed: {', '.join(names)}.{hint}")
 
 
 def whole_number(value: object, what: str, *, least: int = 1) -> int:
     """The value, refused where it is no whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{what} must be a whole number from {least} on, got {value!r}")
+        raise InvalidInput(f"{what} must be a whole number from {least} on, got {cut(repr(value))}")
     return value

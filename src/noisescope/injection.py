@@ -8,15 +8,18 @@ import functools
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.plain_text import cut
 from noisescope.sites import GROUPS, PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
 from noisescope.trial_id_names import registered
 
 Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
+LARGEST_SCALE = 1e9  # the product of three still fits float32
 
 
 @registered("noisescope.Injection")
@@ -180,9 +183,15 @@ def _channels(values: Any) -> tuple[int, ...]:
 
 
 def checked_scale(value: Any, what: str) -> float:
-    """A finite number >= 0."""
+    """A number from 0 to LARGEST_SCALE."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidInput(f"{what} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise InvalidInput(f"{what} must be finite and at least 0, got {value}")
-    return float(value)
+        raise InvalidInput(f"{what} must be a number, got {cut(repr(value))}")
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        number = sys.float_info.max
+    if not 0 <= number < math.inf:
+        raise InvalidInput(f"{what} must be finite and at least 0, got {number:g}")
+    if number > LARGEST_SCALE:
+        raise InvalidInput(f"{what} must be at most {LARGEST_SCALE:g}, got {number:g}: 0.05 is noise of 5 %")
+    return number

@@ -12,29 +12,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union
 
 from noisescope.errors import InvalidInput
+from noisescope.plain_text import LONG, one_line, shown, visible
 
 V = TypeVar("V")
 Json = Any  # JSON whose shape is not ours: kept as it is
-LONGEST = 60  # characters of a wrong value that an error shows
+LARGEST = 2**128  # a whole number beyond it is no count, layer or seed
 
 
 def to_json(value: object) -> Any:
-    """A value as what `json.dumps` takes.
+    """A value as what `json.dumps` takes. Hidden characters of a text are escaped: a reader refuses them.
 
     >>> from noisescope.stats import Estimate
     >>> to_json(Estimate(0.5, 0.4, None, 10))["low"]
     0.4
     """
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, int)):
         return value
+    if isinstance(value, str):
+        return visible(value)
     if isinstance(value, float):
         if not math.isfinite(value):
             raise InvalidInput(f"{value} has no form in JSON: use None, and say why in a note")
@@ -42,10 +45,10 @@ def to_json(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(vars(value)[field.name]) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(name): to_json(member) for name, member in value.items()}
+        return {visible(str(name)): to_json(member) for name, member in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(member) for member in value]
-    raise InvalidInput(f"{_shown(value)} ({type(value).__name__}) has no form in JSON")
+    raise InvalidInput(f"{shown(value)} ({type(value).__name__}) has no form in JSON")
 
 
 def from_json(kind: type[V], data: object, where: str = "") -> V:
@@ -98,11 +101,10 @@ def _key(kind: Any, name: object, where: str) -> Any:
     if typing.get_origin(kind) is Literal:
         return _read(kind, name, f"{where}.{name}")
     if kind is not int:
-        return name
-    try:
-        return int(str(name))
-    except ValueError:
-        raise _unfit(f"{where}.{name}", name, "a whole number as key") from None
+        return _read_plain(str, name, where)
+    if not re.fullmatch(r"-?\d{1,18}", str(name), re.ASCII):
+        raise _unfit(f"{where}.{name}", name, "a whole number as key")
+    return int(str(name))
 
 
 def _read_plain(kind: Any, data: object, where: str) -> Any:
@@ -117,6 +119,10 @@ def _read_plain(kind: Any, data: object, where: str) -> Any:
     wanted = {type(None): "null", str: "text", int: "a whole number", bool: "true or false", float: "a number"}
     if kind is float or not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise _unfit(where, data, wanted.get(kind, str(kind)))
+    if isinstance(data, str) and visible(data) != data:
+        raise _unfit(where, data, "text without control characters")
+    if isinstance(data, int) and abs(data) > LARGEST:
+        raise _unfit(where, data, "a whole number below 2^128")
     return data
 
 
@@ -150,15 +156,15 @@ def _read_dataclass(kind: Any, data: object, where: str) -> Any:
     hints = _hints(kind)
     missing = [name for name in hints if name not in data]
     if missing:
-        raise InvalidInput(f"{where} has no {missing[0]!r}")
+        raise InvalidInput(f"{_place(where)} has no {missing[0]!r}")
     strange = [str(name) for name in data if name not in hints]
     if strange:
-        raise InvalidInput(f"{where} has {_shown(strange[0])}, which this version does not know")
+        raise InvalidInput(f"{_place(where)} has {shown(strange[0])}, which this version does not know")
     read = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()}
     try:
         return kind(**read)
     except InvalidInput as error:  # a value that refuses itself does not know its path
-        raise InvalidInput(f"{where}: {error}") from None
+        raise InvalidInput(f"{_place(where)}: {error}") from None
 
 
 @functools.cache
@@ -169,15 +175,12 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _unfit(where: str, data: object, wanted: str) -> InvalidInput:
-    return InvalidInput(f"{where}: {wanted} was expected, got {_shown(data)}")
+    return InvalidInput(f"{_place(where)}: {wanted} was expected, got {shown(data)}")
 
 
-def _shown(data: object) -> str:
-    try:
-        text = json.dumps(data) if not isinstance(data, float) else repr(data)
-    except (TypeError, ValueError, RecursionError):
-        text = type(data).__name__
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+def _place(where: str) -> str:
+    """A path in an error: keys from elsewhere are in it."""
+    return one_line(where, LONG)
 
 
 # -- schema

@@ -132,7 +132,7 @@ def test_steps_are_in_the_order_of_their_numbers(model, tmp_path):
     """Of step9 and step10 the first is step9, and the comparison says which was taken."""
     folder = dump(model, dump(model, tmp_path / "x", step=10), step=9)
     found = ns.compare(folder, folder)
-    assert found.sides.a.path == str(folder / "step9" / "rank0")
+    assert found.sides.a.path == "x/step9/rank0"
 
 
 def test_another_dtype_is_refused(model, tmp_path):
@@ -157,17 +157,17 @@ def test_pickles_are_not_run(model, tmp_path):
     files = good / "step0" / "rank0" / "dump_tensor_data"
     first = sorted(files.iterdir())[0]
     first.write_bytes(pickle.dumps(print, protocol=2))
-    with pytest.raises(InvalidInput, match=r"can't be read as a tensor alone \(UnpicklingError\)") as refused:
+    with pytest.raises(InvalidInput, match="is no tensor alone: UnpicklingError") as refused:
         ns.compare(good, good)
     assert "weights_only" not in str(refused.value)  # torch's advice is to run it
     torch.save({"a": 1}, first)
-    with pytest.raises(InvalidInput, match="holds a dict, not a tensor"):
+    with pytest.raises(InvalidInput, match="is no tensor alone: it holds a dict"):
         ns.compare(good, good)
     first.unlink()
     with pytest.raises(InvalidInput, match=r"lacks .*\.pt"):
         ns.compare(good, good)
     (good / "step0" / "rank0" / "dump.json").write_text('{"data": ')
-    with pytest.raises(InvalidInput, match="truncated or no JSON"):
+    with pytest.raises(InvalidInput, match=r"is no dump\.json of msprobe: Expecting value"):
         ns.compare(good, good)
     (good / "step0" / "rank0" / "dump.json").write_text('{"data": {"Module.a.Linear.forward.0": {"output": []}}}')
     with pytest.raises(InvalidInput, match="names no output of a module"):

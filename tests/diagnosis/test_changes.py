@@ -491,7 +491,7 @@ def test_stored_injections_are_equal_where_they_are_the_same() -> None:
     ("change", "words"),
     [
         ({"measure": 3}, "trial.measure: text was expected, got 3"),
-        ({"injection": "x"}, "trial.injection: an object was expected, got 'x'"),
+        ({"injection": "x"}, 'trial.injection: an object was expected, got "x"'),
         ({"injection": {"type": "noisescope.Injection"}}, "trial.injection has no 'perturbation'"),
         ({"slice": {"data": "d"}}, "trial.slice has no 'start'"),
     ],

@@ -261,7 +261,7 @@ def located() -> LocateSection:
     suspect = {
         "place": 1, "operator": "linear", "module": "model.layers.1.mlp.up_proj", "tensor": "output", "occurrence": 0,
         "channels": [3], "period": None, "fault_class": "stuck bit", "confidence": 0.97, "evidence": "12 ulp off",
-        "score": 9.0, "details": {"bit": 16}, "rows": [[0, 5]], "row_words": "token 5",
+        "phase": "", "score": 9.0, "details": {"bit": 16}, "rows": [[0, 5]], "row_words": "token 5",
         "class_confidence": 0.9, "also": [],
     }  # fmt: skip
     verdict = {

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noisescope.plain_text import visible
 from noisescope.reports import html
 from noisescope.reports.document import (
     TONES,
@@ -175,12 +176,12 @@ def test_any_text_stays_text(word: str) -> None:
     fixed = "x" * len(word) if word.strip() else word
     page = Page(to_html(document_of(lambda text: f"_{word}_")))
     assert page.skeleton == Page(to_html(document_of(lambda text: f"_{fixed}_"))).skeleton
-    assert f"_{word}_" in page.text
+    assert f"_{visible(word, keep=chr(10))}_" in page.text
 
 
 def test_a_text_that_utf8_can_not_hold_can_be_written() -> None:
     """A lone surrogate, which JSON may carry, doesn't stop the file from being written."""
-    assert b"a?b" in to_html(Document("a\ud800b", (), ())).encode("utf-8")
+    assert rb"a\ud800b" in to_html(Document("a\ud800b", (), ())).encode("utf-8")
 
 
 def test_the_page_asks_for_nothing() -> None:

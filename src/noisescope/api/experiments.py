@@ -75,7 +75,9 @@ def phases(options: PhasesOptions) -> PhasesReport:
         )
         kept = store.counts()
         cost = report_rows.PhasesCost(time.time() - started, kept.seconds, kept.trials)
-        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **end_facts())
+        ended = end_facts(options.output, full_paths=options.full_paths)
+        del ended["store"]
+        run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **ended)
         report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
         if options.output is not None:
             store.note(report=report.data)

@@ -21,6 +21,7 @@ from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.sensitivity import GateBaselineOptions, GateOptions
 from noisescope.options.shared import ExecutionOptions
+from noisescope.plain_text import last_part
 from noisescope.plans.gate import conditions_row, decide, refuse_kind, refuse_other_samples
 from noisescope.plans.gate_rows import GateBaseline, headline_of
 from noisescope.plans.gate_rows import GateResult as GateResult
@@ -52,7 +53,7 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
             metric=before.metric,
             generate=run.data.measure == "generate",
             seeds=before.seeds if options.seeds is None else options.seeds,
-            **options.pick("samples", "effort", "max_tokens", "slice"),
+            **options.pick("samples", "effort", "max_tokens", "slice", "full_paths"),
         ),
     )
     refuse_kind(run.data, prepared.facts.data)
@@ -65,7 +66,7 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
     return GateResult(
         **vars(decision),
         headline=headline_of(decision, conditions),
-        model=subject.source,
+        model=subject.source if options.full_paths else last_part(subject.source),
         baseline=GateBaseline(run.model.source, run.finished),
         step=options.step,
         finished=now(),

@@ -180,7 +180,10 @@ def find_data(report: Report | Diagnosis) -> DataSet | str | Path:
     if source == "built-in text":
         return built_in()
     if not Path(source).exists():
-        raise InvalidInput(f"the report was made on {source}, which is not there: give the data with --data")
+        raise InvalidInput(
+            f"the report was made on {source}, which is not there (absolute paths are not kept): give the data with "
+            "--data"
+        )
     return source
 
 

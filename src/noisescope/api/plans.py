@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 from noisescope.api.reports import load_report
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
+from noisescope.foreign import FileKind, read_foreign
 from noisescope.options.base import takes_options
 from noisescope.options.plans import BudgetOptions, MigrationOptions, PrecisionOptions
+from noisescope.plain_text import last_part
 from noisescope.plans import migration
 from noisescope.plans.fault_tests import FaultTest as FaultTest
 from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
@@ -23,6 +24,10 @@ from noisescope.plans.precision_exports import Export, export_plan
 from noisescope.plans.precision_results import PrecisionPlan as PrecisionPlan
 from noisescope.plans.precision_results import coverage_notes, planned_share, predicted_plan, prediction_of
 from noisescope.reports.report_file import Report, diagnosis_of
+
+LATENCIES = FileKind(
+    "latency table", "It must be JSON of the form {module: {format: milliseconds}}; '*' for all others"
+)
 
 
 @takes_options(BudgetOptions)
@@ -58,19 +63,15 @@ def _table(given: Any) -> Mapping[str, Any]:
     """Milliseconds by module and format, from JSON where a path is given."""
     if given is None or isinstance(given, Mapping):
         return given or {}
-    try:
-        table = json.loads(Path(given).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{given} is no latency table: {error}") from None
-    if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
-        raise InvalidInput(f"{given} must be JSON of the form {{module: {{format: milliseconds}}}}; '*' for all others")
-    return table
+    return read_foreign(Path(given), dict[str, dict[str, float]], LATENCIES)
 
 
 def plan_migration(options: MigrationOptions) -> MigrationSteps:
     """The plan of plans/migration.py, with commands that name the report's path."""
     path = options.report / "report.json" if options.report.is_dir() else options.report
-    return migration.plan_migration(load_report(options.report).diagnosis, path=str(path), device=options.device)
+    return migration.plan_migration(
+        load_report(options.report).diagnosis, path=last_part(str(path)), device=options.device
+    )
 
 
 # Fault tests from a report. No torch here.

@@ -33,6 +33,7 @@ from noisescope.options.shared import (
     ReportModelOptions,
     ScoringOptions,
 )
+from noisescope.plain_text import last_part
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.store import Store
@@ -48,6 +49,7 @@ from noisescope.runs.trial_runner import (
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 C = TypeVar("C", covariant=True)
+PATHS_CUT = "absolute paths are cut to their last part (--full-paths keeps them)"
 FEW = 8  # samples for curvature and gradients: a second derivative is dear
 
 
@@ -59,7 +61,13 @@ def load_subject(options: LoadingOptions) -> Subject:
 def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) -> Subject:
     """The model that a report is of, in the dtype it was measured in; or another one."""
     run = report["run"]
-    return _loaded(options.model or run["model"]["source"], options.dtype or run["conditions"]["dtype"], options)
+    dtype = options.dtype or run["conditions"]["dtype"]
+    if options.model:
+        return _loaded(options.model, dtype, options)
+    try:
+        return _loaded(run["model"]["source"], dtype, options)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error} (the report names its model so: give it with --model)") from error
 
 
 def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
@@ -100,7 +108,7 @@ def _data_set(subject: Subject, data: Any, count: int, which: str) -> DataSet | 
     if isinstance(data, DataSet):
         return data.take(count)
     if isinstance(data, (str, Path)):
-        return read_data(Path(data).expanduser().absolute(), limit=count)  # a report is read from other folders, too
+        return read_data(Path(data).expanduser(), limit=count)
     return None
 
 
@@ -184,6 +192,9 @@ def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -
         sample_hashes=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
     )
     facts = _facts(subject, context, test, test_set, own)
+    if not (isinstance(options, ExecutionOptions) and options.full_paths):
+        facts, whole_paths = _with_short_paths(facts), facts
+        notes += [PATHS_CUT] if facts != whole_paths else []
     return Prepared(subject, context, tuple(materials), own, facts, tuple(notes))
 
 
@@ -240,6 +251,16 @@ def _facts(
     )
 
 
+def _with_short_paths(facts: Asked) -> Asked:
+    """A report is for sharing: where a file lies on this machine is nobody's business."""
+    model, data = facts.model, facts.data
+    return replace(
+        facts,
+        model=replace(model, source=last_part(model.source)),
+        data=replace(data, source=last_part(data.source)),
+    )
+
+
 def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
@@ -291,8 +312,8 @@ class Prepared:
                 trials_run_now=store.added,
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
-            folder = None if options.output is None else str(options.output)
-            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **end_facts(), store=folder)
+            ended = end_facts(options.output, full_paths=options.full_paths)
+            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **ended)
         return run, found
 
     def _refuse_another_model(self, options: ExecutionOptions) -> None:

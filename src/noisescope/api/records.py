@@ -23,6 +23,7 @@ from noisescope.comparison.records import is_unfinished as is_unfinished
 from noisescope.comparison.safetensors_reader import Numbers
 from noisescope.errors import InvalidInput
 from noisescope.faults.simulator import faulty
+from noisescope.foreign import FileKind, inside, members, parse_json, read_text
 from noisescope.jsonform import Json
 from noisescope.localization.inputs import prompt_ids
 from noisescope.model.forwards import (
@@ -37,15 +38,18 @@ from noisescope.model.forwards import (
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.device_commands import RecordOptions
+from noisescope.plain_text import cut, last_part, shown
 from noisescope.probe.capture import capture
 from noisescope.runs.device_record_writer import Detail, write_record
 from noisescope.sites import Place, Site
 
 LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
 INDEX = "activations.json"
+DUMP = FileKind("dump.json of msprobe", "Copy the whole dump again")
+DUMPED = FileKind("tensor alone", "It is damaged, or holds more than a tensor: copy or dump it again")
 _GRID = 16  # prompts are cut to a multiple of so many tokens, so that many share a forward without padding
-_ENTRY = re.compile(r"Module\.(?P<module>.+)\.(?P<kind>[^.]+)\.forward\.(?P<call>\d+)")
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?:\.|$)")
+_ENTRY = re.compile(r"Module\.(?P<module>.+)\.(?P<kind>[^.]+)\.forward\.(?P<call>[0-9]{1,9})")
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.([0-9]{1,6})(?:\.|$)")
 _OPERATORS = (("linear", "linear"), ("norm", "norm"), ("embedding", "embedding"), ("silu", "silu"), ("gelu", "gelu"))
 _OUTER = {"embed_tokens": "embed", "wte": "embed", "lm_head": "lm_head", "norm": "final_norm", "ln_f": "final_norm"}
 
@@ -70,8 +74,12 @@ def record(subject: Subject, options: RecordOptions) -> Record:
     else:
         chosen, source = _prompts_of(subject, options)
     about = {
-        "model": {"source": subject.source, "architecture": anatomy.architecture, "blocks": len(anatomy.blocks)},
-        "data": {"source": source, "samples": len(chosen)},
+        "model": {
+            "source": last_part(subject.source),
+            "architecture": anatomy.architecture,
+            "blocks": len(anatomy.blocks),
+        },
+        "data": {"source": last_part(source), "samples": len(chosen)},
         "device": device_name(subject.model),
         "versions": versions(),
         "created": now(),
@@ -126,7 +134,7 @@ def save_activations(
         file = folder / f"{len(files):04d}.safetensors"
         save_file({**tensors, "samples": torch.tensor(chosen)}, file)
         files.append({"file": file.name, "samples": chosen, "tokens": len(ids[chosen[0]])})
-    index = {"model": subject.source, "dtype": dtype_of(subject.model), "modules": modules, "files": files}
+    index = {"model": last_part(subject.source), "dtype": dtype_of(subject.model), "modules": modules, "files": files}
     write_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return folder
 
@@ -218,15 +226,16 @@ def read_dump(path: str | Path) -> Record:
             f"{folder / 'dump.json'} names no output of a module with its tensor: dump with level L0 or mix and with "
             "task tensor"
         )
-    files = {f"{number}.output": folder / "dump_tensor_data" / output.file for number, output in enumerate(kept)}
+    beside = folder / "dump_tensor_data"
+    files = {f"{number}.output": inside(beside, output.file, DUMP) for number, output in enumerate(kept)}
     for file in files.values():
         if not file.is_file():
-            raise InvalidInput(f"{folder} lacks {file.name}, which dump.json names: copy the whole dump again")
+            raise InvalidInput(f"{folder} lacks {cut(file.name)}, which dump.json names: copy the whole dump again")
     rows = next((output.shape[0] for output in kept if len(output.shape) >= 3 and output.shape[0] != 1), 1)
     batch = Batch(0, rows, 0, lambda name: _read_tensor(files[name], rows) if name in files else None)
     lost = [output.name for output in outputs if not output.file]
     return Record(
-        path=str(folder),
+        path=str(Path(last_part(str(path))) / folder.relative_to(path)),
         model="",
         architecture="msprobe dump",
         dtype=next((output.dtype for output in kept if output.dtype), ""),
@@ -236,7 +245,7 @@ def read_dump(path: str | Path) -> Record:
         sketch=None,
         device="msprobe dump",
         detail="full",
-        notes=(f"{len(lost)} outputs have no file and are left out, {lost[0]} first",) if lost else (),
+        notes=(f"{len(lost)} outputs have no file and are left out, {cut(lost[0])} first",) if lost else (),
     )
 
 
@@ -252,23 +261,20 @@ class _DumpedOutput:
 
 
 def _dumped_outputs(file: Path) -> Iterator[_DumpedOutput]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{file} is truncated or no JSON object: {error}. Copy the dump again") from error
-    entries = found.get("data") if isinstance(found, dict) else None
+    found = members(parse_json(read_text(file, DUMP), file, DUMP), file, DUMP)
+    entries = found.get("data")
     if not isinstance(entries, dict):
-        raise InvalidInput(f"{file} has no 'data': is it msprobe's?")
+        raise DUMP.refuse(file, f"an object was expected as 'data', got {shown(entries)}")
     for name, entry in entries.items():
         match = _ENTRY.fullmatch(name)
         tensor = _first_tensor(entry.get("output")) if match is not None and isinstance(entry, dict) else None
         if match is None or tensor is None:
             continue
         shape = tensor.get("shape")
-        if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
+        if not isinstance(shape, list) or not all(isinstance(size, int) and 0 < size < 2**32 for size in shape):
             shape = []
-        named = Path(str(tensor["data_name"] or "")).name  # never a path out of the folder
-        dtype = str(tensor.get("dtype", "")).removeprefix("torch.")
+        named = str(tensor["data_name"] or "")
+        dtype = cut(str(tensor.get("dtype", ""))).removeprefix("torch.")
         yield _DumpedOutput(name, _site(match), named, dtype, tuple(shape))
 
 
@@ -294,15 +300,16 @@ def _site(found: re.Match[str]) -> Site:
 def _read_tensor(file: Path, rows: int) -> Numbers:
     try:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises pickle, zip and runtime errors of its own, and advises to run the file
-        raise InvalidInput(
-            f"{file} can't be read as a tensor alone ({type(error).__name__}): it is damaged, or holds more than a "
-            "tensor. Copy or dump it again"
-        ) from error
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"{file} holds a {type(tensor).__name__}, not a tensor")
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Numbers(_by_prompt(tensor.detach(), rows).double().numpy(), dtype)
+        if not isinstance(tensor, torch.Tensor):
+            raise DUMPED.refuse(file, f"it holds a {type(tensor).__name__}")
+        if tensor.numel() * tensor.itemsize > file.stat().st_size:  # strides of zero: few bytes, any number of elements
+            raise DUMPED.refuse(file, f"{tensor.numel()} elements can't lie in a file of {file.stat().st_size} bytes")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Numbers(_by_prompt(tensor.detach(), rows).double().numpy(), dtype)
+    except InvalidInput:
+        raise
+    except Exception as error:  # pickle, zip and runtime errors; torch's words advise to run the file
+        raise DUMPED.refuse(file, type(error).__name__) from error
 
 
 def _by_prompt(tensor: Tensor, rows: int) -> Tensor:

@@ -20,7 +20,9 @@ from noisescope.findings import pass_fail as pass_fail
 from noisescope.findings import percent as percent
 from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better
+from noisescope.foreign import parse_json
 from noisescope.jsonform import Json, from_json, to_json
+from noisescope.plain_text import last_part
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
@@ -40,6 +42,7 @@ from noisescope.reports.roundoff_sections import roundoff_lines as roundoff_line
 from noisescope.reports.run_changes import Comparison
 from noisescope.runs.store import FILE as FILE
 from noisescope.runs.store import Store, StoreCheck
+from noisescope.runs.store_rows import STORED
 from noisescope.sites import OPERATORS as OPERATORS
 
 
@@ -143,7 +146,10 @@ def stored_report(run: Path) -> Json:
 def read_run(folder: Path) -> StoredRun:
     """A store as the comparison needs it."""
     with Store(folder, create=False) as store:
-        trials = [(json.loads(content), store[identity]) for identity, content in store.contents().items()]
+        contents = store.contents().items()
+        trials = [
+            (parse_json(content, f"a trial in {folder}", STORED), store[identity]) for identity, content in contents
+        ]
         return stored_run(str(folder), store.fact("asked"), trials)
 
 
@@ -157,12 +163,12 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
     """A store in numbers; the whole of it with its errors and settings. No trial is read."""
     with Store(folder, create=False) as store:
         about, gates, counts = store.about(), store.gates(), store.counts()
-        asked = about.get("asked", {})
+        asked = _part(about, "asked")
         history = bool(gates) and not asked  # what `gate --history` keeps: verdicts, and no run of its own
         row: dict[str, Any] = {
-            "command": "gate history" if history else (about.get("command") or {}).get("name", "a call from Python"),
-            "model": gates[-1]["model"] if history else asked.get("model", {}).get("source", "?"),
-            "data": asked.get("data", {}).get("source", "?"),
+            "command": "gate history" if history else _part(about, "command").get("name", "a call from Python"),
+            "model": _part({"gate": gates[-1]}, "gate").get("model", "?") if history else _source(asked, "model"),
+            "data": _source(asked, "data"),
             "state": counted(len(gates), "verdict") if history else state_of(folder, about),
             "trials": counts.trials,
             "gates": len(gates),
@@ -177,7 +183,7 @@ def run_facts(folder: Path, *, whole: bool = False) -> dict[str, Any]:
 
 def state_of(folder: Path, about: dict[str, Any]) -> str:
     """complete, or how to resume. A report of an earlier question in the same folder does not count."""
-    asked, run = about.get("asked", {}), about.get("report", {}).get("run", {})
+    asked, run = _part(about, "asked"), _part(about, "report", "run")
     if run and all(run.get(name) == value for name, value in asked.items()):
         return "complete"
     if asked and about.get("answered") == asked:  # a gate: its verdict is no report
@@ -187,12 +193,24 @@ def state_of(folder: Path, about: dict[str, Any]) -> str:
     return f"not finished: call the same function again with output={str(folder)!r}"
 
 
+def _part(data: Mapping[str, Json], *names: str) -> dict[str, Json]:
+    """An object inside what a store noted; {} where there is none, for a store may come from elsewhere."""
+    found: Json = data
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _source(asked: Mapping[str, Json], name: str) -> str:
+    return str(_part(asked, name).get("source", "?"))
+
+
 def _settings(asked: dict[str, Any]) -> dict[str, Any]:
     """What was asked: the settings of the diagnosis, data, metric, dtype and device."""
-    data, conditions = asked.get("data", {}), asked.get("conditions", {})
+    data, conditions = _part(asked, "data"), _part(asked, "conditions")
     rest = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric")}
     rest |= {"dtype": conditions.get("dtype"), "device": asked.get("device")}
-    return {**asked.get("settings", {}), **{name: value for name, value in rest.items() if value is not None}}
+    return {**_part(asked, "settings"), **{name: value for name, value in rest.items() if value is not None}}
 
 
 def versions() -> dict[str, str]:
@@ -207,6 +225,8 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def end_facts() -> dict[str, Any]:
-    """When and where a run came to its end."""
-    return {"finished": now(), "versions": versions(), "host": platform.node()}
+def end_facts(output: Path | None, *, full_paths: bool) -> dict[str, Any]:
+    """When a run came to its end; where it did so only if asked, for reports are passed on."""
+    folder = None if output is None else str(output) if full_paths else last_part(str(output))
+    host = platform.node() if full_paths else ""
+    return {"finished": now(), "versions": versions(), "host": host, "store": folder}

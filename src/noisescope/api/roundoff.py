@@ -57,7 +57,7 @@ def roundoff(subject: Subject, options: RobustnessOptions) -> Report:
     greedy, texts = _greedy(subject, prepared, seeds, options.max_new_tokens)
     found = _concluded(runs, greedy, dtype_of(subject.model))
     count = (1 + len(seeds)) * (len(sequences) + texts)
-    run = _run(prepared, time.perf_counter() - started, count / len(sequences))
+    run = _run(prepared, options, time.perf_counter() - started, count / len(sequences))
     return Report(Roundoff(run=run, roundoff=found, could_not_see=(*prepared.notes, *UNSEEN)))
 
 
@@ -117,11 +117,12 @@ def with_ends(texts: list[list[int]], ends: list[int], limit: int) -> list[list[
     return [[*text, ends[0]] if ends and len(text) < limit else text for text in texts]
 
 
-def _run(prepared: Prepared, seconds: float, forwards: float) -> Run:
+def _run(prepared: Prepared, options: RobustnessOptions, seconds: float, forwards: float) -> Run:
     facts = prepared.facts
     eps = torch.finfo(next(p.dtype for p in prepared.subject.model.parameters() if p.is_floating_point())).eps
     settings = replace(
         facts.settings, perturbation=repr(Rounding()), noise_scale=eps, layer_operators=tuple(sorted(OPERATORS))
     )
     cost = Cost(seconds=seconds, trials=0, trials_run_now=0, forwards=forwards)
-    return Run(**{**vars(facts), "settings": settings}, cost=cost, notes=(), **end_facts(), store=None)
+    ended = end_facts(None, full_paths=options.full_paths)
+    return Run(**{**vars(facts), "settings": settings}, cost=cost, notes=(), **ended)

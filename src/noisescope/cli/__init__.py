@@ -23,9 +23,12 @@ from noisescope.cli.passport import passport_of_device
 from noisescope.cli.plan import plan
 from noisescope.cli.records import compare_devices, record_device
 from noisescope.cli.runs import draw_report, runs
+from noisescope.cli.terminal import say
 from noisescope.errors import NoisescopeError
+from noisescope.plain_text import one_line
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or of later versions of typer their own copy
+LONGEST = 2000  # characters of an error
 _HELP = "NoArgsIsHelpError"  # a usage error that is the help itself: nothing was typed
 
 
@@ -39,9 +42,9 @@ def usage_in_one_line() -> Iterator[None]:
             raise
         wrong: Any = error
         path = "noisescope" if wrong.ctx is None else wrong.ctx.command_path
-        message = " ".join(wrong.format_message().split())
+        message = one_line(wrong.format_message(), LONGEST)
         stop = "" if message.endswith((".", "?")) else "."
-        typer.echo(f"error: {message}{stop} See {path} --help", err=True)
+        say(f"error: {message}{stop} See {path} --help", err=True)
         raise typer.Exit(2) from error
 
 
@@ -66,7 +69,7 @@ class Commands(typer.core.TyperGroup):
         except NoisescopeError as error:
             if ctx.params.get("debug"):
                 raise
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            say(f"error: {one_line(str(error), LONGEST)}", err=True)
             raise typer.Exit(error.exit_code) from error
 
 
@@ -81,7 +84,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"noisescope {__version__}")
+        say(f"noisescope {__version__}")
         raise typer.Exit
 
 

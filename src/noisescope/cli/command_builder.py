@@ -21,6 +21,7 @@ import typer
 import typer.core
 
 from noisescope import api
+from noisescope.cli.terminal import say
 from noisescope.errors import InvalidInput
 from noisescope.options.base import CommandOptions
 from noisescope.options.fields import Option, options_of
@@ -134,7 +135,7 @@ def plain_warnings() -> Iterator[None]:
     """Warnings as one line without source code."""
 
     def show(message: Any, *args: Any, **kwargs: Any) -> None:
-        typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        say(f"warning: {' '.join(str(message).split())}", err=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -162,7 +163,7 @@ def explain_resuming(output: Path | None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         kept = "" if output is None else f" What was measured is kept: noisescope runs resume {output}"
-        typer.echo(f"\ninterrupted.{kept}", err=True)
+        say(f"\ninterrupted.{kept}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -181,7 +182,7 @@ def show_named_model(report: api.reports.Report, options: ReportModelOptions) ->
     """The model that is about to be loaded where the report names it: the report may be anybody's."""
     source = report["run"]["model"]["source"]
     if options.model is None and source != "demo":
-        typer.echo(f"model, as the report names it: {json.dumps(source)}", err=True)
+        say(f"model, as the report names it: {json.dumps(source)}", err=True)
 
 
 def exit_by(verdict: api.reports.pass_fail.Verdict, options: CheckingOptions) -> NoReturn:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-import typer
-
 from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.output import ProgressBar
+from noisescope.cli.terminal import say
 from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, RobustnessOptions
 
 
@@ -31,7 +30,7 @@ def diagnose_model(options: DiagnoseOptions) -> None:
     with command_builder.plain_warnings():
         subject = api.preparation.load_subject(options)
         if options.dry_run:
-            typer.echo(str(api.diagnosis.cost_of_diagnosis(subject, options)))
+            say(str(api.diagnosis.cost_of_diagnosis(subject, options)))
             return
         with command_builder.explain_resuming(options.output), ProgressBar() as progress:
             report = api.diagnosis.diagnose(subject, options=command_builder.resumable_options(options, progress))
@@ -65,26 +64,26 @@ def print_levels(report: api.reports.Report) -> None:
     found, words = report.robustness, api.reports.words
     data = found.run.data
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data.measure, "by your metric")
-    typer.echo(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")
-    typer.echo(f"{'noise':>8}  {'accuracy':>26}  {'retention':>26}  band of the loss")
+    say(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")
+    say(f"{'noise':>8}  {'accuracy':>26}  {'retention':>26}  band of the loss")
     for row in found.robustness.levels:
         if row.error:
-            typer.echo(f"{row.noise_level:>8g}  failed: {row.error}")
+            say(f"{row.noise_level:>8g}  failed: {row.error}")
             continue
         accuracy, retention = (words.estimate(one, share=True).text for one in (row.accuracy, row.retention))
         band = words.band_of(row).text if row.injected else ""
-        typer.echo(f"{row.noise_level:>8g}  {accuracy:>26}  {retention:>26}  {band}")
+        say(f"{row.noise_level:>8g}  {accuracy:>26}  {retention:>26}  {band}")
 
 
 def print_roundoff(report: api.reports.Report) -> None:
     """The band, greedy texts, digits of the layers that matter."""
     found = report.roundoff
     data = found.run.data
-    typer.echo(f"{found.run.model.source}: {data.source}, {data.samples} samples, {found.run.conditions.dtype}\n")
+    say(f"{found.run.model.source}: {data.source}, {data.samples} samples, {found.run.conditions.dtype}\n")
     for line in api.reports.roundoff_lines(found.roundoff):
-        typer.echo(line)
+        say(line)
     shown = api.reports.digit_rows(found.roundoff)
-    typer.echo("\n" + output.aligned([("place", "digits (typical token)", "digits (19 of 20 tokens)"), *shown]))
+    say("\n" + output.aligned([("place", "digits (typical token)", "digits (19 of 20 tokens)"), *shown]))
     output.print_each(found.could_not_see, "note: ")
 
 
@@ -107,7 +106,7 @@ def run_demo(options: DemoOptions) -> None:
 
     def announce(line: str) -> None:
         if not options.json:
-            typer.echo(line, err=True)
+            say(line, err=True)
 
     announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
 
@@ -116,7 +115,7 @@ def run_demo(options: DemoOptions) -> None:
     output.finish(report, options.output, print_demo, as_json=options.json)
     if not options.json:
         seconds = time.perf_counter() - started
-        typer.echo(f"\n{seconds:.0f} s in all. Open {options.output / 'report.html'} in a browser.")
+        say(f"\n{seconds:.0f} s in all. Open {options.output / 'report.html'} in a browser.")
 
 
 def print_demo(report: api.reports.Report) -> None:
@@ -130,20 +129,20 @@ def print_check(report: api.reports.Report) -> None:
     """Whether the findings held, what a plan gains, whether a fault is found."""
     found = report.diagnosis
     assert found.check is not None and found.precision_plan is not None and found.locate is not None
-    typer.echo(f"\nwas it right? Linears that give {found.check.fault}, three layers at a time, on")
-    typer.echo(f"{found.check.samples} problems the diagnosis has not seen:")
+    say(f"\nwas it right? Linears that give {found.check.fault}, three layers at a time, on")
+    say(f"{found.check.samples} problems the diagnosis has not seen:")
     roles = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
     for row in found.check.windows:
         where = f"layers {row.start_layer} to {row.end_layer}"
         clean, faulty = (api.reports.percent(share or 0.0) for share in (row.baseline_acc, row.noisy_acc))
         right = row.error or f"{clean} -> {faulty} right"
-        typer.echo(f"  {where:<16} {right}  {roles[row.role]}".rstrip())
+        say(f"  {where:<16} {right}  {roles[row.role]}".rstrip())
     _print_plan(found.precision_plan)
     located = found.locate
-    typer.echo(f"\nbroken on purpose: {located.simulated}; located in {located.forwards:g} forwards:")
+    say(f"\nbroken on purpose: {located.simulated}; located in {located.forwards:g} forwards:")
     for suspect in located.suspects[:1]:
         where = f"layer {suspect.place}, {suspect.operator} ({suspect.module})"
-        typer.echo(f"  {where}: {suspect.fault_class}, confidence {suspect.confidence:.2f}")
+        say(f"  {where}: {suspect.fault_class}, confidence {suspect.confidence:.2f}")
 
 
 def _print_plan(plan: api.plans.PrecisionPlan) -> None:
@@ -155,4 +154,4 @@ def _print_plan(plan: api.plans.PrecisionPlan) -> None:
     if plan.bit_rule_typical_kl is not None:
         rivals.append(f"{plan.bit_rule_typical_kl:.3g} by the bit rule of the original method notes")
     beside = f" ({', '.join(rivals)})" if rivals else ""
-    typer.echo(f"\nplanned at {plan.average_bits:.2f} bits per weight: typical KL {plan.typical_kl:.3g}{beside}")
+    say(f"\nplanned at {plan.average_bits:.2f} bits per weight: typical KL {plan.typical_kl:.3g}{beside}")

@@ -8,6 +8,7 @@ from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.command_builder import add_command
 from noisescope.cli.output import ProgressBar
+from noisescope.cli.terminal import say
 from noisescope.options.experiment_and_run_commands import PhasesOptions
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")
@@ -38,15 +39,15 @@ def experiment_phases(options: PhasesOptions) -> None:
 
 def print_verdicts(report: api.experiments.PhasesReport) -> None:
     found = report.value
-    typer.echo(f"{found.trained.done} of {found.trained.of} models trained, n = {found.n}\n")
+    say(f"{found.trained.done} of {found.trained.of} models trained, n = {found.n}\n")
     levels = [f"{level:g}" for level in found.levels]
-    typer.echo(f"{'arm':<24}" + "".join(f"{f'at {100 * float(level):g} %':>28}" for level in levels))
+    say(f"{'arm':<24}" + "".join(f"{f'at {100 * float(level):g} %':>28}" for level in levels))
     for arm in found.arms:
         cells = (api.reports.words.estimate(arm.accuracy[level], share=True).text for level in levels)
-        typer.echo(f"{arm.name:<24}" + "".join(f"{cell:>28}" for cell in cells))
-    typer.echo("")
+        say(f"{arm.name:<24}" + "".join(f"{cell:>28}" for cell in cells))
+    say("")
     output.print_each(map(api.reports.experiment.verdict_line, found.hypotheses), "")
-    typer.echo(f"\n{api.reports.experiment.theory_line(found)}")
+    say(f"\n{api.reports.experiment.theory_line(found)}")
     output.print_each(found.could_not_see, "note: ")
 
 

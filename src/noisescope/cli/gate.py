@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.resources
 
-import typer
-
 from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.output import ProgressBar
+from noisescope.cli.terminal import say
 from noisescope.options.sensitivity import GateOptions
 
 
@@ -30,7 +29,7 @@ def gate_model(options: GateOptions) -> None:
     """
     if options.template is not None:
         folder = importlib.resources.files("noisescope.cli") / "ci"
-        typer.echo((folder / f"{options.template}.yml").read_text(encoding="utf-8"), nl=False)
+        say((folder / f"{options.template}.yml").read_text(encoding="utf-8"), nl=False)
         return
     with command_builder.plain_warnings():
         subject = api.preparation.load_subject(options)
@@ -43,7 +42,7 @@ def gate_model(options: GateOptions) -> None:
         paths.append(api.reports.write_junit(options.junit, "noisescope gate", checks, seconds=share, summary=headline))
     paths += [] if options.history is None else api.gates.keep(result, options.history)
     if options.json:
-        typer.echo(api.reports.as_json(result), nl=False)
+        say(api.reports.as_json(result), nl=False)
     else:
         print_verdict(result)
         output.print_each(paths)
@@ -56,14 +55,14 @@ def print_verdict(result: api.gates.GateResult) -> None:
     The score without noise is a check, which has its numbers.
     """
     before = f"{result.baseline.model} ({result.baseline.finished})"
-    typer.echo(f"{result.verdict}: {result.model} against {before}: {result.n}")
-    typer.echo(f"{result.headline}\n")
+    say(f"{result.verdict}: {result.model} against {before}: {result.n}")
+    say(f"{result.headline}\n")
     for row in result.checks:
-        typer.echo(f"  {row.verdict:<9}  {row.name}: {row.message}")
+        say(f"  {row.verdict:<9}  {row.name}: {row.message}")
     if result.accuracy_under_noise:
-        typer.echo("\nscore under noise, for information:")
+        say("\nscore under noise, for information:")
     for change in result.accuracy_under_noise:
-        typer.echo(f"  {_change(change)}")
+        say(f"  {_change(change)}")
 
 
 def _change(row: api.gates.ScoreChange) -> str:

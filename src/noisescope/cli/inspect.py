@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import typer
-
 from noisescope import api
 from noisescope.cli.output import aligned, print_each
+from noisescope.cli.terminal import say
 from noisescope.options.device_commands import InspectOptions
 
 
@@ -30,38 +29,36 @@ def inspect_model(options: InspectOptions) -> None:
     """
     found = api.inspection.describe_model(options)
     if options.json:
-        typer.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
         print_anatomy(found)
 
 
 def print_anatomy(found: dict[str, Any]) -> None:
-    typer.echo(found["architecture"])
-    typer.echo(f"  blocks      {found['blocks']}")
-    typer.echo(f"  parameters  {found['parameters']:,} in {', '.join(found['dtypes'])}")
+    say(found["architecture"])
+    say(f"  blocks      {found['blocks']}")
+    say(f"  parameters  {found['parameters']:,} in {', '.join(found['dtypes'])}")
     name, how = found["attention"]["implementation"], "are plain calls"
     if found["attention"]["fused"]:
         how = f"run inside {name}; a targeted layer is opened to a decomposed path"
-    typer.echo(f"  attention   {name}: softmax and matmul {how}")
+    say(f"  attention   {name}: softmax and matmul {how}")
     if found["experts"]:
         eager = found["experts"] == "eager"
         how = "each expert hit makes its own products, counted below as one" if eager else "one product for all experts"
-        typer.echo(f"  experts     {found['experts']}: {how}")
-    typer.echo(f"\nOperators in one forward, by place\n{_counts(found['operators'])}")
+        say(f"  experts     {found['experts']}: {how}")
+    say(f"\nOperators in one forward, by place\n{_counts(found['operators'])}")
     if found["left_alone"]:
-        typer.echo("\nLeft alone unless named: routers by modules=..., rotary angles by places={'rotary'}")
-        typer.echo(_counts(found["left_alone"]))
+        say("\nLeft alone unless named: routers by modules=..., rotary angles by places={'rotary'}")
+        say(_counts(found["left_alone"]))
     if found["possible"]:
-        typer.echo(f"\nMay be called by a block itself, seen only when it runs: {', '.join(found['possible'])}")
-    typer.echo(f"\nAbsent: {', '.join(found['absent']) or 'nothing'}")
+        say(f"\nMay be called by a block itself, seen only when it runs: {', '.join(found['possible'])}")
+    say(f"\nAbsent: {', '.join(found['absent']) or 'nothing'}")
     for kind, count in found["quantised"].items():
-        typer.echo(
-            f"Quantised: {count} x {kind}, packed; noise can fall on their output and input, not on their weight"
-        )
+        say(f"Quantised: {count} x {kind}, packed; noise can fall on their output and input, not on their weight")
     print_each(found["notes"], "Note: ")
     if "modules" in found:
         rows = [[str(m["place"]), m["module"], _times(m["counts"]), m["remark"]] for m in found["modules"]]
-        typer.echo("\nModules\n" + aligned([["place", "module", "operators", "remark"], *rows], "  "))
+        say("\nModules\n" + aligned([["place", "module", "operators", "remark"], *rows], "  "))
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:

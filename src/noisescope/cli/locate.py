@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import typer
-
 from noisescope import api
 from noisescope.cli import command_builder, output
+from noisescope.cli.terminal import say
 from noisescope.options.device_commands import LocateOptions
 
 CHECKS: dict[str, api.reports.pass_fail.Verdict] = {
@@ -62,14 +61,14 @@ def locate_fault(options: LocateOptions) -> None:
     text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
     write_verdict(verdict, options, text)
     if options.json:
-        typer.echo(text, nl=False)
+        say(text, nl=False)
     else:
         print_verdict(verdict)
     if changed is None:
         command_builder.exit_by(CHECKS[verdict.verdict], options)
     right, words = was_found(verdict, place, changed)
     if not options.json:
-        typer.echo(words)
+        say(words)
     command_builder.exit_by("pass" if right else "undecided" if verdict.verdict == "undecided" else "fail", options)
 
 

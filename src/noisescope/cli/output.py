@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from noisescope import api
+from noisescope.cli.terminal import say
 from noisescope.errors import InvalidInput
 
 _EVERY = 10.0  # seconds between plain lines of progress
@@ -20,7 +19,7 @@ def finish(report: Any, output: Path | None, show: Callable[[Any], None], *, as_
     """Write the report into the output folder; print it as JSON, or in words with the paths of its files."""
     paths = [] if output is None else report.save(output)
     if as_json:
-        typer.echo(report.to_json(), nl=False)
+        say(report.to_json(), nl=False)
         return
     show(report)
     print_each(paths)
@@ -31,7 +30,7 @@ def emit(text: str, options: Any, show: Callable[[], None]) -> None:
     if options.output is not None:
         write_text(options.output, text)
     if options.json:
-        typer.echo(text, nl=False)
+        say(text, nl=False)
     else:
         show()
 
@@ -47,7 +46,7 @@ def write_text(path: Path, text: str) -> Path:
 def print_each(values: Iterable[object], prefix: str = "  ") -> None:
     """Every value on a line of its own, such as paths that were written."""
     for value in values:
-        typer.echo(f"{prefix}{value}")
+        say(f"{prefix}{value}")
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
@@ -66,24 +65,24 @@ def print_summary(report: api.reports.Report) -> None:
 def print_findings(report: api.reports.Report) -> None:
     found = report.diagnosis
     summary, run = found.executive_summary, found.run
-    typer.echo(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
+    say(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
     note = f" ({run.data.note})" if run.data.note else ""
-    typer.echo(f"data: {run.data.source}, {run.data.samples} samples{note}")
-    typer.echo(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
+    say(f"data: {run.data.source}, {run.data.samples} samples{note}")
+    say(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
     if summary.whole_model is not None:
-        typer.echo(api.reports.words.finding_lines(summary.whole_model)[0])
+        say(api.reports.words.finding_lines(summary.whole_model)[0])
     for number, finding in enumerate(summary.top_findings, 1):
         first, *notes = api.reports.words.finding_lines(finding)
-        typer.echo(f"{number}. {first}")
+        say(f"{number}. {first}")
         print_each(notes, "   ")
     if not summary.top_findings:
-        typer.echo("nothing stands out")
-    typer.echo(f"\nnext: {summary.next_step}")
+        say("nothing stands out")
+    say(f"\nnext: {summary.next_step}")
 
 
 def print_cost(report: api.reports.Report) -> None:
     cost = report.value.run.cost
-    typer.echo(
+    say(
         f"\n{cost.trials_run_now} trials run now ({cost.trials} in the store), "
         f"{cost.forwards:.1f} forwards of the test data, {cost.seconds:.1f} s"
     )
@@ -134,4 +133,4 @@ class ProgressBar:
             spent = self._last - self._started
             left = spent / self.done * (self.total - self.done)
             estimate = f"about {left:.0f} s left of what is known to be needed"
-            typer.echo(f"{self.done} of {self.total} trials, {estimate}", err=True)
+            say(f"{self.done} of {self.total} trials, {estimate}", err=True)

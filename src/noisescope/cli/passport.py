@@ -6,11 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
-import typer
-
 from noisescope import api
 from noisescope.cli.command_builder import plain_warnings
 from noisescope.cli.output import aligned
+from noisescope.cli.terminal import say
 from noisescope.errors import InvalidInput
 from noisescope.options.device_commands import PassportOptions
 
@@ -99,7 +98,7 @@ def passport_of_device(options: PassportOptions) -> None:
         found = dict(passport)
         if differences is not None:
             found["differences"] = [dataclasses.asdict(difference) for difference in differences]
-        typer.echo(json.dumps(found, indent=1))
+        say(json.dumps(found, indent=1))
         return
     try:
         print_passport(passport)
@@ -108,12 +107,12 @@ def passport_of_device(options: PassportOptions) -> None:
             raise
         raise InvalidInput(f"{options.from_} is damaged ({error!r}): take the passport again") from error
     if differences is not None and theirs is not None:
-        typer.echo(f"\nAgainst {options.diff}: {_device(theirs)}")
+        say(f"\nAgainst {options.diff}: {_device(theirs)}")
         if passport.get("quick") != theirs.get("quick"):
-            typer.echo("One of the two is quick: functions are compared in their right bits only.")
-        typer.echo(api.comparison.say(differences))
+            say("One of the two is quick: functions are compared in their right bits only.")
+        say(api.comparison.say(differences))
     if options.output is not None:
-        typer.echo(f"\n  {options.output}")
+        say(f"\n  {options.output}")
 
 
 def _device(passport: dict[str, Any]) -> str:
@@ -127,9 +126,9 @@ def _device(passport: dict[str, Any]) -> str:
 
 def print_passport(passport: dict[str, Any]) -> None:
     """A table by dtype, the switches that matter, and what is not as it should be."""
-    typer.echo(_device(passport))
+    say(_device(passport))
     on = [f"{name} {value}" for name, value in passport["facts"].get("flags", {}).items()]
-    typer.echo(f"flags: {', '.join(on)}")
+    say(f"flags: {', '.join(on)}")
     dtypes = {name: found for name, found in passport["dtypes"].items() if "skipped" not in found}
     operations = list(dict.fromkeys(op for found in dtypes.values() for op in found.get("products", {})))
     # 8-bit products have a call of their own; they go into the first table beside the others
@@ -149,10 +148,10 @@ def print_passport(passport: dict[str, Any]) -> None:
     _print_table("Fused attention", {name: found["attention"] for name, found in whole.items()}, _ATTENTION)
     for name, found in passport["dtypes"].items():
         if "skipped" in found:
-            typer.echo(f"\n{name}: not measured: {found['skipped']}")
+            say(f"\n{name}: not measured: {found['skipped']}")
     wrong = _not_as_it_should_be(dtypes)
     if wrong:
-        typer.echo("\nNot as it should be\n" + "\n".join(f"- {text}" for text in wrong))
+        say("\nNot as it should be\n" + "\n".join(f"- {text}" for text in wrong))
 
 
 def _print_table(title: str, tables: dict[str, dict[str, Any]], rows: dict[str, str]) -> None:
@@ -163,7 +162,7 @@ def _print_table(title: str, tables: dict[str, dict[str, Any]], rows: dict[str, 
         row = [_cell(key, lines.get(key)) for lines in tables.values()]
         if any(row):
             cells.append([f"  {label}", *(cell or "-" for cell in row)])
-    typer.echo(f"\n{aligned(cells)}")
+    say(f"\n{aligned(cells)}")
 
 
 def _cell(key: str, line: Any) -> str:
@@ -197,7 +196,7 @@ def _print_unlike(op: str, main: dict[str, dict[str, Any]], tables: dict[str, di
         and _cell(key, tables[name].get(key)) != _cell(key, main[name].get(key))
         and key != "batch_order"
     ]
-    typer.echo(f"  {op}: {'; '.join(unlike) if unlike else 'the same'}")
+    say(f"  {op}: {'; '.join(unlike) if unlike else 'the same'}")
 
 
 def _not_as_it_should_be(dtypes: dict[str, Any]) -> list[str]:

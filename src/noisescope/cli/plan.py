@@ -9,6 +9,7 @@ import typer
 from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.command_builder import add_command
+from noisescope.cli.terminal import say
 from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
 
 MOST_REASONS = 2
@@ -51,31 +52,31 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     rows = [result.verdict for result in results]
     verdict = api.reports.pass_fail.overall(rows)
     if options.json:
-        typer.echo(found, nl=False)
+        say(found, nl=False)
     else:
         if rows:
             criteria = [one.verdict for result in results for one in result.criteria]
-            typer.echo(api.reports.pass_fail.headline(verdict, criteria or rows))
+            say(api.reports.pass_fail.headline(verdict, criteria or rows))
         output.print_each(paths)
     if rows:
         command_builder.exit_by(verdict, options)
 
 
 def print_test(test: api.plans.FaultTest) -> None:
-    typer.echo(f"{test.test_id}: {test.component} ({test.parameters.reason})")
-    typer.echo(f"  {test.test_type}: {', '.join(test.parameters.faults)}")
+    say(f"{test.test_id}: {test.component} ({test.parameters.reason})")
+    say(f"  {test.test_type}: {', '.join(test.parameters.faults)}")
     criteria = test.acceptance_criteria.columns()
-    typer.echo("  accepted: " + ", ".join(f"{name} {limit}" for name, limit in criteria.items()))
+    say("  accepted: " + ", ".join(f"{name} {limit}" for name, limit in criteria.items()))
 
 
 def print_test_result(result: api.plans.FaultTestResult) -> None:
-    typer.echo(f"{result.verdict:<9}  {result.name}")
+    say(f"{result.verdict:<9}  {result.name}")
     if result.measured is not None:
-        typer.echo(f"  {result.measured.hits}")
+        say(f"  {result.measured.hits}")
     for criterion in result.criteria:
-        typer.echo(f"  {criterion.verdict:<9}  {criterion.criterion}: {criterion.message}")
+        say(f"  {criterion.verdict:<9}  {criterion.criterion}: {criterion.message}")
     if not result.criteria:
-        typer.echo(f"  {result.message}")
+        say(f"  {result.message}")
 
 
 def plan_hardware_migration(options: MigrationOptions) -> None:
@@ -94,16 +95,16 @@ def plan_hardware_migration(options: MigrationOptions) -> None:
 def print_migration(plan: api.plans.MigrationSteps) -> None:
     for priority in plan.priorities:
         places = api.reports.counted(len(priority.evidence), "place")
-        typer.echo(f"priority {priority.priority}: {places}. {priority.validation}")
+        say(f"priority {priority.priority}: {places}. {priority.validation}")
         if priority.priority == 3:
             continue
         for entry in priority.evidence:
             where = f"layer {entry.place}" if isinstance(entry.place, int) else entry.place
             reasons = "; ".join(entry.reasons[:MOST_REASONS])
-            typer.echo(f"  {where:<12} {priority.precision[str(entry.place)]:<5} {reasons}")
-    typer.echo(f"\nif a comparison fails: {plan.fallback}\n")
+            say(f"  {where:<12} {priority.precision[str(entry.place)]:<5} {reasons}")
+    say(f"\nif a comparison fails: {plan.fallback}\n")
     for at, step in enumerate(plan.commands, 1):
-        typer.echo(f"{at}. {step.where}\n   {step.command}")
+        say(f"{at}. {step.where}\n   {step.command}")
     output.print_each(plan.notes, "note: ")
 
 
@@ -136,26 +137,26 @@ def plan_precision(options: PrecisionOptions) -> None:
         output.write_text(options.output, export.text)
         result = replace(result, notes=(*result.notes, *export.notes))
     if options.json:
-        typer.echo(api.reports.as_json(result), nl=False)
+        say(api.reports.as_json(result), nl=False)
         return
     print_precision(result)
     if options.output is not None:
-        typer.echo(f"  {options.output}")
+        say(f"  {options.output}")
 
 
 def print_precision(plan: api.plans.PrecisionPlan) -> None:
     """What each format got, what it costs, and what it was compared with."""
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
-    typer.echo(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
+    say(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
     counts = (f"{name}: {api.reports.counted(count, 'module')}" for name, count in plan.counts.items())
-    typer.echo(f"  {', '.join(counts)}")
-    typer.echo(f"predicted mean KL {api.reports.prediction_sentence(plan.prediction)}")
+    say(f"  {', '.join(counts)}")
+    say(f"predicted mean KL {api.reports.prediction_sentence(plan.prediction)}")
     if plan.note:
-        typer.echo(f"note: {plan.note}")
+        say(f"note: {plan.note}")
     if plan.data is not None:
         print_measured(plan)
     else:
-        typer.echo("predicted only: --verify carries it out and measures")
+        say("predicted only: --verify carries it out and measures")
     output.print_each(plan.notes, "note: ")
 
 
@@ -163,8 +164,8 @@ def print_measured(plan: api.plans.PrecisionPlan) -> None:
     assert plan.data is not None
     counted, words = api.reports.counted, api.reports.words
     tokens = counted(plan.data.scored_tokens, "token")
-    typer.echo(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
-    typer.echo(
+    say(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
+    say(
         f"{'':<18}{'bits':>7}  {'mean KL predicted':<17}  {'mean KL measured':<30}  {'typical KL measured':<30}  "
         f"{'score':<24}  KL over the plan's"
     )
@@ -174,10 +175,10 @@ def print_measured(plan: api.plans.PrecisionPlan) -> None:
             score, over = words.estimate(row.accuracy, share=True), words.estimate(row.over_plan)
             bits = f"{row.name:<18}{row.average_bits:>7.3f}  {row.predicted_mean_kl:<17.3g}"
             kl = f"{average.text:<30}  {typical.text:<30}"
-            typer.echo(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
+            say(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
     if plan.random.n and plan.random.median_typical_kl:
         middle = f"median of their typical KL {plan.random.median_typical_kl:.4g}"
-        typer.echo(f"{plan.random.n} random plans of the same bits: {middle}")
+        say(f"{plan.random.n} random plans of the same bits: {middle}")
 
 
 def plan_smoothquant(options: SmoothquantOptions) -> None:
@@ -200,18 +201,18 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
 
 
 def print_smoothing(result: api.plan_trials.SmoothingPlan) -> None:
-    typer.echo(result.scheme)
+    say(result.scheme)
     before, after = (api.reports.words.estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
-    typer.echo(f"typical KL {before} before, {after} after (n = {result.gain.n})")
-    typer.echo(api.reports.gain_sentence(result.gain))
-    typer.echo(f"the float output moved by {result.float_error:.2g} (relative L2)")
+    say(f"typical KL {before} before, {after} after (n = {result.gain.n})")
+    say(api.reports.gain_sentence(result.gain))
+    say(f"the float output moved by {result.float_error:.2g} (relative L2)")
     folds = [fold for fold in result.folds if fold.alpha is not None]
-    typer.echo(f"{len(folds)} of {len(result.folds)} folds smoothed; the others are better left alone")
+    say(f"{len(folds)} of {len(result.folds)} folds smoothed; the others are better left alone")
     for row in result.recommendations[:MOST_MODULES]:
         gains = ", ".join(f"{name} {api.reports.times_better(gain)}" for name, gain in row.gains.items())
         strength = "" if row.alpha is None else f", alpha {row.alpha:g}"
         measured = f"; error of the linears there: {gains}" if gains else ""
-        typer.echo(f"  {row.component}: {row.max_ratio:.1f} x the median: {row.method}{strength}{measured}")
+        say(f"  {row.component}: {row.max_ratio:.1f} x the median: {row.method}{strength}{measured}")
     output.print_each(result.notes, "note: ")
 
 

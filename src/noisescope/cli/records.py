@@ -12,6 +12,7 @@ import typer
 from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.logprobs import print_logprobs
+from noisescope.cli.terminal import say
 from noisescope.options.device_commands import CompareOptions, RecordOptions
 
 MOST_ROWS = 12
@@ -49,10 +50,10 @@ def record_device(options: RecordOptions) -> None:
         "notes": list(found.notes),
     }
     if options.json:
-        typer.echo(json.dumps(facts, indent=1))
+        say(json.dumps(facts, indent=1))
         return
     counts = f"{facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens"
-    typer.echo(f"{folder}: {counts}, {found.dtype} on {found.device}, {size / 1e6:.1f} MB")
+    say(f"{folder}: {counts}, {found.dtype} on {found.device}, {size / 1e6:.1f} MB")
     output.print_each(found.notes, "note: ")
 
 
@@ -64,7 +65,7 @@ def _interruptible(folder: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         unfinished = f" {folder} holds an unfinished record: remove it, and record again"
         left = unfinished if api.records.is_unfinished(folder) else ""
-        typer.echo(f"\ninterrupted.{left}", err=True)
+        say(f"\ninterrupted.{left}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -95,14 +96,14 @@ def compare_devices(options: CompareOptions) -> None:
 def print_comparison(found: api.comparison.Comparison) -> None:
     """Both sides, the verdict, a table of the sites that matter, tokens, costs, what was not seen."""
     for name, side in (("a", found.sides.a), ("b", found.sides.b)):
-        typer.echo(f"{name}: {side.path} ({side.architecture}, {side.dtype}, {side.device})")
-    typer.echo(f"\n{found.verdict}. {found.words}\n")
+        say(f"{name}: {side.path} ({side.architecture}, {side.dtype}, {side.device})")
+    say(f"\n{found.verdict}. {found.words}\n")
     print_rows(found)
     print_tokens(found.tokens)
     if found.sensitivity is not None:
         print_costs(found.sensitivity)
     if found.max_mape is not None:
-        typer.echo(f"\n{_decision(found)}")
+        say(f"\n{_decision(found)}")
     output.print_each(found.notes, "note: ")
 
 
@@ -129,28 +130,28 @@ def print_tokens(tokens: Sequence[api.comparison.TokenRow]) -> None:
     if not tokens:
         return
     by_sketch = all(token.relative_l2 is None and not token.nonfinite for token in tokens)
-    typer.echo("tokens that differ most" + (", by sketch (sizes need full detail):" if by_sketch else ":"))
+    say("tokens that differ most" + (", by sketch (sizes need full detail):" if by_sketch else ":"))
     for token in tokens[:MOST_TOKENS]:
         size = "" if token.relative_l2 is None else f": relative L2 {token.relative_l2:.2g}"
         size = ": NaN or infinite on one side only" if token.nonfinite else size
-        typer.echo(f"  token {token.token} of prompt {token.prompt}{size}")
+        say(f"  token {token.token} of prompt {token.prompt}{size}")
 
 
 def print_rows(found: api.comparison.Comparison) -> None:
     """The first site that diverges and those with the largest error, in the order they ran."""
     if found.verdict == "identical" and not any(row.nonfinite_both for row in found.sites):
-        typer.echo(f"{len(found.sites)} sites are compared, none differs; --json lists them")
+        say(f"{len(found.sites)} sites are compared, none differs; --json lists them")
         return
     ranked = sorted(found.sites, key=lambda row: (not row.diverges, row.measurable, -(row.size or 0)))
     chosen = {id(row) for row in ranked[:MOST_ROWS]} | ({id(found.first)} if found.first else set())
     shown = [row for row in found.sites if id(row) in chosen]
     whole = any(row.elements for row in shown)
     header = ("place", "operator", "module", "rel. L2", *(DETAILED if whole else ()), "")
-    typer.echo(output.aligned([header, *(_cells(row, row is found.first, whole) for row in shown)]))
+    say(output.aligned([header, *(_cells(row, row is found.first, whole) for row in shown)]))
     if len(found.sites) > len(shown):
-        typer.echo(f"... the largest of {len(found.sites)} sites; --json lists all")
+        say(f"... the largest of {len(found.sites)} sites; --json lists all")
     if not whole:
-        typer.echo("~ by sketch: MAPE, Pearson and ulps need records of --detail full, or of --full-layers")
+        say("~ by sketch: MAPE, Pearson and ulps need records of --detail full, or of --full-layers")
 
 
 def _cells(row: api.comparison.SiteRow, first: bool, whole: bool) -> tuple[str, ...]:
@@ -181,18 +182,18 @@ def _marks(row: api.comparison.SiteRow, first: bool) -> Iterator[str]:
 
 def print_costs(crossing: api.comparison.DifferenceCosts) -> None:
     """What to fix first, and which layers are within what they can afford."""
-    typer.echo(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
+    say(f"\nestimated cost of the differences (affordable per layer: {crossing.affordable_nats:g} nats):")
     for cell in [cell for cell in crossing.cells if cell.cost >= 0][:MOST_CELLS]:
         mark = "  fix first" if cell.fix_first else ""
         cost = "infinite difference, no cost can be given"
         if cell.nats is not None:
             cost = f"{cell.nats:.2g} nats (relative L2 {cell.relative_l2:.2g}, affordable {cell.affordable:.2g})"
             cost += f", {cell.priced_by}{', not linear there' if cell.nonlinear else ''}"
-        typer.echo(f"  layer {cell.layer} {cell.operator}: {cost}{mark}")
-    typer.echo(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
+        say(f"  layer {cell.layer} {cell.operator}: {cost}{mark}")
+    say(f"  {'layer':>5}  {'affordable':>10}  {'has':>7}  within")
     for row in crossing.tolerances:
         has = _number(row.relative_l2, "{:.2g}")
         within = {True: "yes", False: "no", None: "-"}[row.within]
         broken = f"  {row.unmeasurable} sites not measurable" if row.unmeasurable else ""
         rough = "  rough: noise is not linear there" if row.nonlinear else ""
-        typer.echo(f"  {row.layer:>5}  {row.affordable_relative_l2:>10.2g}  {has:>7}  {within}{broken}{rough}")
+        say(f"  {row.layer:>5}  {row.affordable_relative_l2:>10.2g}  {has:>7}  {within}{broken}{rough}")

@@ -11,6 +11,7 @@ import typer
 from noisescope import api
 from noisescope.cli.command_builder import COMMANDS, add_command
 from noisescope.cli.output import print_each
+from noisescope.cli.terminal import say
 from noisescope.errors import InvalidInput
 from noisescope.options.base import unlike_default
 from noisescope.options.experiment_and_run_commands import (
@@ -40,7 +41,7 @@ def draw_report(options: DrawOptions) -> None:
     noisescope report --schema
     """
     if options.schema:
-        typer.echo(json.dumps(api.reports.schema(), indent=1))
+        say(json.dumps(api.reports.schema(), indent=1))
         return
     report = api.reports.load_any_report(options.run)
     target = options.output or (options.run if options.run.is_dir() else options.run.parent)
@@ -54,34 +55,34 @@ def list_runs(options: ListOptions) -> None:
     """Runs in a folder."""
     rows, unreadable = api.reports.find_runs(options.folder)
     if options.json:
-        typer.echo(json.dumps(rows, indent=1))
+        say(json.dumps(rows, indent=1))
         return
     if not rows:
-        typer.echo(f"no runs in {options.folder.resolve()}")
+        say(f"no runs in {options.folder.resolve()}")
     for problem in unreadable:
-        typer.echo(f"can't be read: {problem}", err=True)
+        say(f"can't be read: {problem}", err=True)
     for row in rows:
         failed = f", {row['failed']} failed" if row["failed"] else ""
         trials = "" if row["gates"] and not row["trials"] else f", {row['trials']} trials{failed}"
-        typer.echo(f"{row['folder']}: {row['command']} of {row['model']}{trials}; {row['state']}")
+        say(f"{row['folder']}: {row['command']} of {row['model']}{trials}; {row['state']}")
 
 
 def show_run(options: ShowOptions) -> None:
     """What a run asked, what it has, what failed."""
     row = api.reports.run_facts(options.folder, whole=True)
     if options.json:
-        typer.echo(json.dumps(row, indent=1))
+        say(json.dumps(row, indent=1))
         return
-    typer.echo(f"{row['command']} of {row['model']}, data: {row['data']}")
-    typer.echo(row["state"])
+    say(f"{row['command']} of {row['model']}, data: {row['data']}")
+    say(row["state"])
     for measure, count in row["measures"].items():
-        typer.echo(f"  {measure}: {count} trials")
-    typer.echo(f"  {row['seconds']:.1f} s measured")
+        say(f"  {measure}: {count} trials")
+    say(f"  {row['seconds']:.1f} s measured")
     for error, count in row["errors"].items():
-        typer.echo(f"  failed {count} x: {error}")
-    typer.echo("settings")
+        say(f"  failed {count} x: {error}")
+    say("settings")
     for name, value in row["settings"].items():
-        typer.echo(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+        say(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
 
 
 def check_run(options: CheckRunOptions) -> None:
@@ -95,17 +96,17 @@ def check_run(options: CheckRunOptions) -> None:
     """
     found = api.reports.check_run(options.folder)
     if options.json:
-        typer.echo(api.reports.as_json(found), nl=False)
+        say(api.reports.as_json(found), nl=False)
     else:
-        typer.echo(f"{found.trials} trials, {found.damaged} damaged")
+        say(f"{found.trials} trials, {found.damaged} damaged")
         if found.damaged_gates:
-            typer.echo(f"{found.damaged_gates} gate verdicts damaged: they are left out of the history")
+            say(f"{found.damaged_gates} gate verdicts damaged: they are left out of the history")
         for name in found.damaged_notes:
-            typer.echo(f"damaged: {name!r}, written anew when the same command runs again")
+            say(f"damaged: {name!r}, written anew when the same command runs again")
         if found.structure != "ok":
-            typer.echo(f"damaged: pages or indexes of {options.folder / api.reports.FILE} ({found.structure})")
+            say(f"damaged: pages or indexes of {options.folder / api.reports.FILE} ({found.structure})")
         if not found.sound:
-            typer.echo(f"measure what is damaged again: noisescope runs resume {options.folder}")
+            say(f"measure what is damaged again: noisescope runs resume {options.folder}")
     if not found.sound:
         raise typer.Exit(1)
 
@@ -134,9 +135,9 @@ def resume_run(options: ResumeOptions) -> None:
             raise InvalidInput(f"{options_of(ResumeOptions)[name].flag} is no option of noisescope {cls.command}")
     left_out = [name for name in command.again if name in known and name not in given]
     found = cls.from_stored(command.options, output=options.folder, **given)
-    typer.echo(f"resuming {options.folder}: noisescope {cls.command}", err=True)
+    say(f"resuming {options.folder}: noisescope {cls.command}", err=True)
     for name, value in unlike_default(found).items():
-        typer.echo(f"  {name}: {_shown(name, value)}", err=True)
+        say(f"  {name}: {_shown(name, value)}", err=True)
     _refuse_another_place(command.options.get("model"))
     for name in left_out:
         if name in options_of(ResumeOptions):
@@ -144,7 +145,7 @@ def resume_run(options: ResumeOptions) -> None:
                 f"this run was started with {known[name].flag}, which is never stored: if you trust its model and "
                 f"folder, give it again: noisescope runs resume {options.folder} {known[name].flag}"
             )
-        typer.echo(f"not repeated: {known[name].flag} (it writes outside the run's folder)", err=True)
+        say(f"not repeated: {known[name].flag} (it writes outside the run's folder)", err=True)
     run(dataclasses.replace(found, resumes=fingerprint) if isinstance(found, ExecutionOptions) else found)
 
 
@@ -177,15 +178,15 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
     comparison = api.reports.compare_stored(options.a, options.b)
     paths = [] if options.output is None else comparison.save(options.output, name="comparison", formats=options.format)
     if options.json:
-        typer.echo(comparison.to_json(), nl=False)
+        say(comparison.to_json(), nl=False)
         return
     found = comparison.changes
     words = api.reports.run_changes
-    typer.echo(f"A  {words.run_line(found.a)}\nB  {words.run_line(found.b)}")
-    typer.echo(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
-    typer.echo(f"\nverdict: {words.verdict_line(found)}")
+    say(f"A  {words.run_line(found.a)}\nB  {words.run_line(found.b)}")
+    say(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
+    say(f"\nverdict: {words.verdict_line(found)}")
     for row in words.largest_changes(found.rows):
-        typer.echo(f"  {words.change_line(row)}")
+        say(f"  {words.change_line(row)}")
     print_each(found.notes, "note: ")
     print_each(paths)
 

@@ -22,10 +22,13 @@ from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, overall
 from noisescope.findings.pass_fail import Verdict as CheckVerdict
-from noisescope.jsonform import Json, from_json, to_json
+from noisescope.foreign import FileKind, fitting, members, parse_json, read_text
+from noisescope.jsonform import to_json
+from noisescope.plain_text import last_part, shown
 from noisescope.sites import Site
 
 SCHEMA_VERSION = 2  # 2: "diverges" for "parts"; undecided sites are counted; infinite differences are marked
+COMPARISON = FileKind("comparison", "`noisescope compare A B -o FILE` writes one", root="comparison")
 _WORST_TOKENS = 5
 _MOST_NAMED = 8  # places in a message
 Verdict = Literal["identical", "round-off", "diverged", "undecided"]
@@ -84,19 +87,15 @@ class Comparison:
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
         """What `save` wrote; refused where it is damaged or of another version."""
-        try:
-            found: Json = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InvalidInput(
-                f"{path} is no comparison: {error}. `noisescope compare A B -o FILE` writes one"
-            ) from error
-        version = found.get("schema_version") if isinstance(found, dict) else None
+        file = Path(path)
+        found = members(parse_json(read_text(file, COMPARISON), file, COMPARISON), file, COMPARISON)
+        version = found.get("schema_version")
         if version != SCHEMA_VERSION:
             raise InvalidInput(
-                f"{path} has schema version {version!r}; this noisescope reads comparisons of version "
+                f"{path} has schema version {shown(version)}; this noisescope reads comparisons of version "
                 f"{SCHEMA_VERSION}: compare the records again"
             )
-        return from_json(cls, found, "comparison")
+        return fitting(cls, found, file, COMPARISON)
 
 
 def compare_records(
@@ -119,7 +118,7 @@ def compare_records(
     if affordable is not None and sensitivity is None:
         raise InvalidInput("what a difference may cost needs a sensitivity report, which says what it costs")
     check_comparable(a, b)
-    notes = [f"{side.path}: {note}" for side in (a, b) for note in side.notes]
+    notes = [f"{last_part(side.path)}: {note}" for side in (a, b) for note in side.notes]
     seen = measure_sites(a, b, notes)
     rows = tuple(judge_sites(seen.found, a.dtype))
     chosen = None if layers is None else frozenset(layers)
@@ -134,9 +133,7 @@ def compare_records(
         verdict=verdict_of(rows, logits),
         words=describe(rows, logits, a.dtype, seen.sites),
         undecided=sum(not row.decided for row in rows),
-        sides=Sides(
-            *(Side(r.path, r.architecture, r.dtype, r.count, r.device, r.versions, r.detail, r.created) for r in (a, b))
-        ),
+        sides=Sides(*(_side(record) for record in (a, b))),
         first_divergence=next((row for row in rows if row.diverges), None),
         blocks=tuple(block_errors(rows)),
         logits=logits,
@@ -258,7 +255,7 @@ def _log_softmax(x: Array) -> Array:
 
 
 def _side(a: Record) -> Side:
-    return Side(a.path, a.architecture, a.dtype, a.count, a.device, a.versions, a.detail, a.created)
+    return Side(last_part(a.path), a.architecture, a.dtype, a.count, a.device, a.versions, a.detail, a.created)
 
 
 # -- the verdict, and the sentences that say it

@@ -19,15 +19,17 @@ from numpy.typing import NDArray
 
 from noisescope.comparison.safetensors_reader import Numbers, TensorFile
 from noisescope.errors import InvalidInput
-from noisescope.jsonform import Json, from_json
+from noisescope.foreign import FileKind, fitting, members, parse_json, read_text
+from noisescope.plain_text import cut
 from noisescope.sites import Place, Site
 
 FORMAT = "noisescope record"
 VERSION = 2  # 2: prompts have a checksum
 DESCRIPTION = "record.json"
-# 0003.safetensors: the sketches of batch 3; 0003-012-7.safetensors: its thirteenth file of whole tensors, of block 7
+RECORD = FileKind("whole record", "It is truncated or damaged: copy it again, or record again", root="record")
 _BEING_WRITTEN = re.compile(r"\.tmp.*|\.record\.json\..*\.part")  # by safetensors, by atomic_write
-TENSORS = re.compile(r"(?P<batch>\d{4,})(?:-\d{3,}-(?P<place>\w+))?\.safetensors")
+# 0003.safetensors: the sketches of batch 3; 0003-012-7.safetensors: its thirteenth file of whole tensors, of block 7
+TENSORS = re.compile(r"(?P<batch>\d{4,9})(?:-\d{3,9}-(?P<place>\w+))?\.safetensors")
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
@@ -122,33 +124,21 @@ class Description:
 def read_description(folder: Path) -> Description:
     """What record.json says of itself, and of the files beside it; those are not opened."""
     file = folder / DESCRIPTION
-    found = _parsed(folder, file)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not file.exists():
+        reason = "it was never finished: record again" if is_unfinished(folder) else "`noisescope record` writes one"
+        raise InvalidInput(f"{folder} is no record, it holds no {DESCRIPTION}: {reason}")
+    found = members(parse_json(read_text(file, RECORD), file, RECORD), file, RECORD)
+    if found.get("format") != FORMAT:
         raise InvalidInput(f"{file} is no record of noisescope: it does not say {FORMAT!r}")
     if found.get("version") != VERSION:
         raise InvalidInput(
-            f"{file} has version {found.get('version')!r} of the format; this noisescope reads {VERSION}"
+            f"{file} has version {cut(repr(found.get('version')))} of the format; this noisescope reads "
+            f"{VERSION}: record again"
         )
-    try:
-        about = from_json(Description, found, "record")
-        wrong = next(_contradictions(about), None)
-    except InvalidInput as error:
-        wrong = str(error)
-    if wrong is not None:
-        raise InvalidInput(f"{file}: {wrong}: damaged or altered. Copy it again, or record again")
+    about = fitting(Description, found, file, RECORD)
+    for wrong in _contradictions(about):
+        raise RECORD.refuse(file, wrong)
     return about
-
-
-def _parsed(folder: Path, file: Path) -> Json:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        reason = "it was never finished: record again" if is_unfinished(folder) else "`noisescope record` writes one"
-        raise InvalidInput(f"{folder} is no record, it holds no {DESCRIPTION}: {reason}") from None
-    except OSError as error:
-        raise InvalidInput(f"{file} can't be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{file} is truncated or damaged: {error}. Copy it again, or record again") from error
 
 
 def _contradictions(about: Description) -> Iterator[str]:

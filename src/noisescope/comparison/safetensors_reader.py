@@ -7,7 +7,6 @@ which loses nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisescope.errors import InvalidInput
-from noisescope.jsonform import Json, from_json
+from noisescope.foreign import MIB, FileKind, fitting, members, parse_json
+from noisescope.plain_text import shown
 
 Array = NDArray[np.generic]
+
+TENSORS = FileKind("whole file of tensors", "It is truncated or damaged: copy it again, or record again", root="header")
+_LONGEST_HEADER = 100 * MIB  # as safetensors itself has it
+_MOST_DIMENSIONS, _MOST_BYTES = 32, 2**60  # of a tensor, with those of no elements counted as one
 
 _STORED = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1",
@@ -58,19 +62,18 @@ class TensorFile:
         try:
             found = path.stat().st_size
             if found != size:
-                raise _damaged(path, f"it has {found} bytes, {size} belong there")
+                raise TENSORS.refuse(path, f"it has {found} bytes, {size} belong there")
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise _damaged(path, "its checksum is another")
+                    raise TENSORS.refuse(path, "its checksum is another")
                 file.seek(0)
                 length = int.from_bytes(file.read(8), "little")
-                header = file.read(length)
+                if length > min(found, _LONGEST_HEADER):
+                    raise TENSORS.refuse(path, f"its header can't have {length} bytes")
+                header = file.read(length).decode("utf-8", "replace")
         except OSError as error:
             raise InvalidInput(f"{path} can't be read: {error.strerror or error}. Copy the record again") from error
-        try:
-            self._header = _header(json.loads(header))
-        except (ValueError, RecursionError) as error:
-            raise _damaged(path, str(error)) from error
+        self._header = _header(header, path)
         self._start, self._end = 8 + length, found
         for name, entry in self._header.entries.items():
             self._check(name, entry)
@@ -78,11 +81,12 @@ class TensorFile:
     def _check(self, name: str, entry: Entry) -> None:
         """A tensor lies whole within its file, in a dtype that is known."""
         if entry.dtype not in _STORED:
-            raise _damaged(self.path, f"{name!r} has the dtype {entry.dtype!r}")
-        first, last = entry.data_offsets
-        size = math.prod(entry.shape) * np.dtype(_STORED[entry.dtype]).itemsize
-        if min((first, *entry.shape)) < 0 or last - first != size or self._start + last > self._end:
-            raise _damaged(self.path, f"{name!r} does not lie within it")
+            raise TENSORS.refuse(self.path, f"{shown(name)} has the dtype {shown(entry.dtype)}")
+        (first, last), item = entry.data_offsets, np.dtype(_STORED[entry.dtype]).itemsize
+        size, largest = math.prod(entry.shape) * item, math.prod(max(1, n) for n in entry.shape) * item
+        fits = min((first, *entry.shape)) >= 0 and last - first == size and self._start + last <= self._end
+        if not fits or largest > _MOST_BYTES or len(entry.shape) > _MOST_DIMENSIONS:
+            raise TENSORS.refuse(self.path, f"{shown(name)} does not lie within it")
 
     def read(self, name: str) -> Numbers | None:
         name = self._header.same.get(name, name)
@@ -99,18 +103,14 @@ class TensorFile:
         return Numbers(values, _NAMES.get(entry.dtype, ""))
 
 
-def _header(found: Json) -> _Header:
-    if not isinstance(found, dict):
-        raise ValueError("its header is no JSON object")
-    metadata = found.pop("__metadata__", {})
-    same = json.loads(metadata["same"]) if isinstance(metadata, dict) and "same" in metadata else {}
-    return from_json(_Header, {"entries": found, "same": same}, "header")
+def _header(text: str, path: Path) -> _Header:
+    found = dict(members(parse_json(text, path, TENSORS), path, TENSORS))
+    metadata = found.pop("__metadata__", None) or {}
+    same = metadata.get("same", "{}") if isinstance(metadata, dict) else "{}"
+    same = parse_json(same, path, TENSORS) if isinstance(same, str) else same
+    return fitting(_Header, {"entries": found, "same": same}, path, TENSORS)
 
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """bfloat16, given by its bits, as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _damaged(path: Path, reason: str) -> InvalidInput:
-    return InvalidInput(f"{path} is truncated or damaged: {reason}. Copy it again, or record again")

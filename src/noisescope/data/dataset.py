@@ -24,10 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, MissingExtra, unknown, whole_number
+from noisescope.foreign import MIB, FileKind, parse_json, read_bytes
+from noisescope.plain_text import LONG, cut
 
 FORMS = "text; prompt + answer; question + answer; prompt (or question) + choices + label; messages"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FIELDS = ("text", "prompt", "question", "answer", "choices", "label", "messages")
+DATA = FileKind("data file", "Split it, or save the data again as JSONL", max_bytes=1024 * MIB)
+PARQUET = FileKind("Parquet that can be read", "Save it again, or take JSONL")
+_LONGEST_LINE = 64 * MIB
+_ROWS = 1000  # of a Parquet file at a time: a few bytes of it can stand for many rows
 Row = tuple[str, Mapping[str, Any]]  # ("test.jsonl, line 3", {"text": ...})
 
 
@@ -121,7 +127,7 @@ def _item(number: int, fields: Mapping[str, Any], where: str) -> Item:
     fitting = [form for form, fits in forms.items() if fits]
     if not fitting:
         found = ", ".join(str(name) for name in fields) or "none"
-        raise InvalidInput(f"{where} has none of the allowed forms. Fields found: {found}. Allowed: {FORMS}")
+        raise InvalidInput(f"{where} has none of the allowed forms. Fields found: {cut(found, LONG)}. Allowed: {FORMS}")
     if len(fitting) > 1:
         raise InvalidInput(f"{where} fits several forms ({'; '.join(fitting)}): keep the fields of one of them")
     if fitting == ["text"]:
@@ -176,7 +182,7 @@ def _label(value: Any, choices: tuple[str, ...], what: str) -> int:
         readings.add(letters.index(text.upper()))
     if len(readings) > 1:
         raise InvalidInput(
-            f"{what} {value!r} can mean choice {' or '.join(map(str, sorted(readings)))}: give the index"
+            f"{what} {value!r:.60} can mean choice {cut(' or '.join(map(str, sorted(readings))))}: give the index"
         )
     if not readings:
         raise InvalidInput(f"{what} {value!r:.60} is none of the choices; {allowed}")
@@ -216,6 +222,8 @@ def rows(path: Path) -> Iterator[Row]:
         near = difflib.get_close_matches(path.name, beside, n=1)
         hint = f" Did you mean {str(path.parent / near[0])!r}?" if near else ""
         raise InvalidInput(f"there is no file {str(path)!r}.{hint}")
+    if not path.is_file():
+        raise InvalidInput(f"{path} is a pipe or a device: give a file")
     if path.suffix.lower() not in _READERS:
         raise unknown(f"format of the data file {path}:", path.suffix, _READERS)
     try:
@@ -239,18 +247,16 @@ def _decoded(raw: bytes, path: Path, line: int = 1) -> str:
 
 
 def _parsed(text: str, where: str, hint: str = "") -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        at = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno}, column {error.colno}"
-        raise InvalidInput(f"{where}: broken JSON at {at}: {error.msg}.{hint}") from None
-    except (ValueError, RecursionError) as error:  # an int of thousands of digits, thousands of nested lists
-        raise InvalidInput(f"{where}: broken JSON: {error}") from None
+    """NaN passes: in a field that is not used it does no harm, and in one that is, it is no text."""
+    cure = hint.strip() or "Correct it, or leave it out"
+    return parse_json(text, where, FileKind("valid JSON", cure, max_depth=32, infinite=True))
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:  # binary: str.splitlines would also cut at U+2028
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+            if len(raw) > _LONGEST_LINE:
+                raise InvalidInput(f"{path}, line {number} is longer than {_LONGEST_LINE:,} bytes: is it JSONL?")
             line, where = _decoded(raw, path, number).strip(), f"{path}, line {number}"
             if not line:
                 continue
@@ -262,7 +268,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    text = _decoded(path.read_bytes(), path)
+    text = _decoded(read_bytes(path, DATA), path)
     if not text.strip():
         return
     whole = _parsed(text, str(path), " If each line is an object of its own, name the file .jsonl")
@@ -276,7 +282,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    reader = csv.reader(io.StringIO(_decoded(path.read_bytes(), path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(_decoded(read_bytes(path, DATA), path), newline=""), strict=True)
     header: list[str] = []
     while True:
         where = f"{path}, line {reader.line_num + 1}"  # a row may span lines: this is its first
@@ -291,7 +297,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         if not header:
             header = [cell.strip() for cell in cells]
             if len(set(header)) < len(header):
-                raise InvalidInput(f"{where}: a column name occurs twice: {', '.join(header)}")
+                raise InvalidInput(f"{where}: a column name occurs twice: {cut(', '.join(header), LONG)}")
         elif len(cells) != len(header):
             raise InvalidInput(
                 f"{where} has {len(cells)} cells, but the header has {len(header)}: a comma inside a text needs quotes"
@@ -322,20 +328,16 @@ def _typed(cells: dict[str, str], where: str) -> dict[str, Any]:
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
-        arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise MissingExtra(f"{path}: Parquet needs the package pyarrow: pip install 'noisescope[parquet]'") from None
     number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            for batch in file.iter_batches(columns=[name for name in names if name in FIELDS]):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", {**dict.fromkeys(names), **row}
-    except arrow.ArrowException as error:
-        raise InvalidInput(f"{path}, row {number + 1}: no Parquet that can be read: {error}") from error
+    with PARQUET.explaining(path), parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[name for name in names if name in FIELDS]):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", {**dict.fromkeys(names), **row}
 
 
 _READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from noisescope.diagnosis.report import Asked
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, from_json
+from noisescope.plain_text import shown
 from noisescope.sites import Place, place_order
 from noisescope.trial_id_names import short_name
 from noisescope.trials import Conditions, Result, Slice
@@ -225,7 +226,7 @@ def _noise(content: Json) -> Json:
     if isinstance(content, Mapping) and set(content) == {"callable"}:
         return {"name": str(content["callable"]), "scale": None, "fields": [], "is_function": True}
     if not isinstance(content, Mapping) or not isinstance(content.get("type"), str):
-        raise InvalidInput(f"trial.injection.perturbation: a class or a function was expected, got {content!r:.60}")
+        raise InvalidInput(f"trial.injection.perturbation: a class or a function was expected, got {shown(content)}")
     fields = {name: value for name, value in content.items() if name != "type" and value is not None}
     scale = fields.pop("scale") if isinstance(fields.get("scale"), float) else None
     texts = [[name, str(value)] for name, value in fields.items()]
@@ -243,14 +244,21 @@ def _plain(value: Json) -> Json:
     if not isinstance(value, Mapping):
         return value
     if set(value) == {"float"}:
-        return float.fromhex(value["float"])
-    if set(value) == {"set"}:
+        return _from_hex(value["float"])
+    if set(value) == {"set"} and isinstance(value["set"], list):
         return [_plain(member) for member in value["set"]]
     return {name: _plain(member) for name, member in value.items()}
+
+
+def _from_hex(digits: Json) -> float:
+    try:
+        return float.fromhex(digits)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidInput(f"trial: a number in hexadecimal was expected, got {shown(digits)}") from None
 
 
 def _members(value: Json, where: str) -> dict[str, Json]:
     """The fields of a stored dataclass, without the name of its class."""
     if not isinstance(value, Mapping):
-        raise InvalidInput(f"{where}: an object was expected, got {value!r:.60}")
+        raise InvalidInput(f"{where}: an object was expected, got {shown(value)}")
     return {str(name): member for name, member in value.items() if name != "type"}

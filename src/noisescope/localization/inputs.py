@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from noisescope.comparison.records import Record, read_record
 from noisescope.data.dataset import built_in, read_data
 from noisescope.errors import InvalidInput, unknown
+from noisescope.foreign import FileKind, read_text
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import (
@@ -34,6 +35,7 @@ from noisescope.probe.forward_patching import unwrap
 Batch = dict[str, Any]  # arguments of a forward: tensors, and a cache or a switch where it takes one
 
 ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are judged
+PROMPTS = FileKind("text file of prompts", "Write one prompt in each line, in UTF-8")
 _IDS = ("input_ids", "decoder_input_ids")
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
 
@@ -159,10 +161,7 @@ def prompts_in(path: Path) -> list[str]:
     if path.suffix.lower() != ".txt":
         items = read_data(path).items
         return [item.text or item.prompt or "\n".join(content for _, content in item.messages) for item in items]
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} can't be read as UTF-8 text: {error}") from None
+    lines = read_text(path, PROMPTS).removeprefix("\ufeff").splitlines()
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise InvalidInput(f"{path} holds no prompt: write one in each line")

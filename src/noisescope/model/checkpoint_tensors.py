@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from noisescope.errors import InvalidInput
+from noisescope.model.foreign_files import SHARD, WHOLE, shards_of
 from noisescope.model.loading import checkpoint_folder, load
-
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def stored_tensors(
@@ -47,15 +45,13 @@ def _readers(folder: Path, opened: ExitStack) -> dict[str, Callable[[], Tensor]]
     """How each tensor of the file, or of its shards, is read."""
     from safetensors import safe_open
 
-    files = [folder / _WHOLE]
-    if (folder / _INDEX).exists():
-        shards = json.loads((folder / _INDEX).read_text())["weight_map"].values()
-        files = [folder / shard for shard in dict.fromkeys(shards)]
+    files = shards_of(folder) or [folder / WHOLE]
     found: dict[str, Callable[[], Tensor]] = {}
     for path in files:
         if not path.exists():
             raise InvalidInput(f"{path.name} is not in {folder}")
-        file = opened.enter_context(safe_open(path, framework="pt"))
+        with SHARD.explaining(path):
+            file = opened.enter_context(safe_open(path, framework="pt"))
         found |= {key: functools.partial(file.get_tensor, key) for key in file.keys()}  # noqa: SIM118
     return found
 

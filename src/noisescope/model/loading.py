@@ -20,7 +20,9 @@ from torch import nn
 from noisescope import demo
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
 from noisescope.model.anatomy import Anatomy, dissect
+from noisescope.model.foreign_files import GgufFacts, check_folder_files, gguf_facts
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
+from noisescope.plain_text import one_line
 
 _DTYPES = {
     "float64": torch.float64,
@@ -106,6 +108,7 @@ def load(
     checkpoint = _find(source, revision, trust_remote_code)
     if device_map is not None and importlib.util.find_spec("accelerate") is None:
         raise MissingExtra("device_map needs the package accelerate: pip install 'noisescope[accelerate]'")
+    header = _checked_files(checkpoint)
     with _explained(checkpoint.source):
         config = _config(checkpoint)
         quantiser = _quantiser(config)
@@ -124,7 +127,7 @@ def load(
                 **({} if checkpoint.gguf else {"use_safetensors": True}),
                 output_loading_info=True,
             )
-        tokenizer = _tokenizer(checkpoint)
+        tokenizer = _tokenizer(checkpoint, header)
     if info["missing_keys"] and not quantiser:  # a quantiser names its tensors anew
         raise InvalidInput(
             f"{source} lacks {len(info['missing_keys'])} weights of {type(model).__name__} (such as "
@@ -135,8 +138,8 @@ def load(
     notes = []
     if info["unexpected_keys"]:
         notes.append(f"{len(info['unexpected_keys'])} tensors of the checkpoint are not used by {type(model).__name__}")
-    if checkpoint.gguf:
-        notes.append(f"weights were dequantised on loading: {', '.join(_gguf_formats(checkpoint))} in the file")
+    if header is not None:
+        notes.append(f"weights were dequantised on loading: {', '.join(header.formats)} in the file")
     return replace(_subject(model.eval(), tokenizer, str(source), notes), loading=loading)
 
 
@@ -161,6 +164,7 @@ def outline(
     if str(source).startswith("tiny:"):
         return _tiny(str(source), wanted, attn_implementation, torch.device("cpu"))
     checkpoint = _find(source, revision, trust_remote_code, weights=False)
+    header = _checked_files(checkpoint)
     with _explained(checkpoint.source), torch.device("meta"):
         config = _config(checkpoint)
         build = _model_class(config)
@@ -175,8 +179,8 @@ def outline(
             f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can fall on "
             "their output and input, not on their weight"
         )
-    if checkpoint.gguf:
-        notes.append(f"weights are dequantised on loading: {', '.join(_gguf_formats(checkpoint))} in the file")
+    if header is not None:
+        notes.append(f"weights are dequantised on loading: {', '.join(header.formats)} in the file")
     return _subject(model.eval(), None, str(source), notes)
 
 
@@ -257,6 +261,14 @@ def _check_folder(text: str, folder: Path, *, weights: bool) -> None:
         )
 
 
+def _checked_files(checkpoint: _Checkpoint) -> GgufFacts | None:
+    """Refuse what can't be a model before transformers reads it; what a GGUF file says of itself."""
+    if checkpoint.gguf:
+        return gguf_facts(checkpoint.folder / checkpoint.gguf)
+    check_folder_files(checkpoint.folder)
+    return None
+
+
 def _config(checkpoint: _Checkpoint) -> Any:
     from transformers import AutoConfig
 
@@ -268,7 +280,8 @@ def _model_class(config: Any) -> Any:
     import transformers
 
     named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
-    return next((known for known in named if known is not None), transformers.AutoModelForCausalLM)
+    models = (known for known in named if isinstance(known, type) and issubclass(known, transformers.PreTrainedModel))
+    return next(models, transformers.AutoModelForCausalLM)
 
 
 def _from_state_dict(
@@ -321,24 +334,14 @@ def _quantiser(config: Any) -> str:
     return str(getattr(method, "value", method) or "unnamed method")
 
 
-def _tokenizer(checkpoint: _Checkpoint) -> Any:
+def _tokenizer(checkpoint: _Checkpoint, header: GgufFacts | None) -> Any:
     from transformers import AutoTokenizer
 
-    if checkpoint.gguf:
-        present = "tokenizer.ggml.tokens" in _gguf_reader(checkpoint).fields
+    if header is not None:
+        present = header.has_tokenizer
     else:
         present = any(True for pattern in _TOKENIZERS for _ in checkpoint.folder.glob(pattern))
     return AutoTokenizer.from_pretrained(checkpoint.folder, **checkpoint.arguments()) if present else None
-
-
-def _gguf_reader(checkpoint: _Checkpoint) -> Any:
-    from gguf import GGUFReader
-
-    return GGUFReader(checkpoint.folder / str(checkpoint.gguf))
-
-
-def _gguf_formats(checkpoint: _Checkpoint) -> list[str]:
-    return sorted({tensor.tensor_type.name for tensor in _gguf_reader(checkpoint).tensors})
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -362,19 +365,16 @@ def _device(device: str | torch.device) -> torch.device:
 @contextlib.contextmanager
 def _explained(source: str) -> Iterator[None]:
     """transformers' errors as one line of ours; --debug and __cause__ still show the whole."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except (NoisescopeError, torch.OutOfMemoryError):
         raise
     except ImportError as error:
         raise MissingExtra(f"{source} needs a package that is missing: {_one_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a config or a file of weights that does not fit fails anywhere in the building
         raise InvalidInput(f"transformers can't load {source}: {_one_line(error)}") from error
 
 
 def _one_line(error: BaseException) -> str:
-    """transformers likes paragraphs; the cure is often in the last of them, so all are kept, up to a limit."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 500 else f"{text[:500]} ..."
+    """transformers likes paragraphs; the cure is often in the last of them."""
+    return one_line(str(error), 500) or type(error).__name__

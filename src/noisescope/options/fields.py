@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.plain_text import cut, shown
 
 LEVELS = ("operator", "layer", "channel")
 EFFORTS = ("screen", "standard", "full")
@@ -158,7 +159,7 @@ class Option:
         except InvalidInput:
             raise InvalidInput(
                 f"{where} must be {what} with commas between or a list of {what} such as {example}; "
-                f"got {', '.join(map(str, members))}"
+                f"got {cut(', '.join(map(str, members)))}"
             ) from None
         if not read and self.default != ():
             raise InvalidInput(f"{where} is empty: give a list of {what} such as {example}")
@@ -184,7 +185,10 @@ class Option:
             hint = " (put it into quotes)" if kind is str and isinstance(value, (bool, int, float)) else ""
             words = "".join(f" or {word}" for word in self.words)
             raise InvalidInput(f"{where} must be {KINDS[kind]}{words}, got {described(value)}{hint}")
-        return kind(value)
+        try:
+            return kind(value)
+        except OverflowError:  # a whole number of more than 308 digits
+            raise InvalidInput(f"{where} must be finite, got {described(value)}") from None
 
     def _limited(self, value: Any, where: str) -> Any:
         """Within choices and limits; paths lead somewhere."""
@@ -212,7 +216,7 @@ class Option:
             raise InvalidInput(f"there is no {self.exists} {path} ({where}): check the path")
         if self.exists == "file" and path.is_dir():
             raise InvalidInput(f"{path} is a folder, and {where} is a file: give the path of the file")
-        return path.absolute()  # a stored command and a report are read from other folders, too
+        return path
 
 
 def _converted(kind: type, text: str) -> Any:
@@ -227,7 +231,9 @@ def described(value: object) -> str:
     names = {dict: "a mapping", list: "a list", str: "the text", bool: "", int: "the number", float: "the number"}
     if value is None:
         return "nothing"
-    return f"{names.get(type(value), f'a {type(value).__name__}')} {value!r}".strip()
+    if isinstance(value, int) and value.bit_length() > 256:
+        return shown(value)  # Python does not write out a number of thousands of digits
+    return f"{names.get(type(value), f'a {type(value).__name__}')} {cut(repr(value))}".strip()
 
 
 def option(default: Any = None, help: str = "", **facts: Any) -> Any:

@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
+from noisescope.foreign import FileKind, parse_yaml, read_text
 from noisescope.options.base import CommandOptions, canonical_names
 from noisescope.options.fields import described, options_of
+from noisescope.plain_text import cut, shown
 
+OPTIONS = FileKind("config file", "Give a YAML file with `option: value` lines", max_bytes=2**17, max_depth=16)
 SECTION = "diagnostic"
 # The notes' sections by level. A key of one would mean something else in another, so each has its own and no more.
 SECTIONS = {
@@ -41,12 +44,12 @@ def read_file(path: Path, cls: type[CommandOptions]) -> dict[str, Any]:
     names = canonical_names(known.values())
     values: dict[str, Any] = {}
     came_as: dict[str, str] = {}
-    for where, name, value in _entries(path, _load(path), names):
+    for where, name, value in _entries(path, parse_yaml(read_text(path, OPTIONS), path, OPTIONS), names):
         ready = known[name].checked(value, where=f"{path}: {where}", in_file=True)
         if name in values and values[name] != ready:
             raise InvalidInput(
-                f"{path}: {came_as[name]} and {where} both set {name!r}, to {values[name]!r} and {ready!r}: keep one "
-                "of them"
+                f"{path}: {came_as[name]} and {where} both set {name!r}, to {shown(values[name])} and "
+                f"{shown(ready)}: keep one of them"
             )
         values[name], came_as[name] = ready, where
     return values
@@ -63,7 +66,7 @@ def _entries(path: Path, data: Any, names: dict[str, str]) -> Iterator[tuple[str
         for name, value in data.items():
             if not isinstance(value, dict) and name != SECTION:
                 raise InvalidInput(
-                    f"{path}: {name} stands beside `{SECTION}:`; move it below, or it would have no effect"
+                    f"{path}: {cut(str(name))} stands beside `{SECTION}:`; move it below, or it would have no effect"
                 )
         data, prefix = data[SECTION], f"{SECTION}."
         data = {} if data is None else data
@@ -79,11 +82,11 @@ def _entries(path: Path, data: Any, names: dict[str, str]) -> Iterator[tuple[str
 
 
 def _entry(path: Path, prefix: str, name: Any, value: Any, names: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
-    key, where = str(name).replace("-", "_"), f"{prefix}{name}"
+    key, where = str(name).replace("-", "_"), f"{prefix}{cut(str(name))}"
     if key in SETTLED:
         wanted, why = SETTLED[key]
         if value is not wanted:
-            raise InvalidInput(f"{path}: {where} is {value!r}; {why}")
+            raise InvalidInput(f"{path}: {where} is {shown(value)}; {why}")
     elif key not in names:
         ours_first = [*dict.fromkeys(names.values()), *(known for known, ours in names.items() if known != ours)]
         raise InvalidInput(f"{path}: {unknown('option', str(name), ours_first)}")
@@ -92,47 +95,3 @@ def _entry(path: Path, prefix: str, name: Any, value: Any, names: dict[str, str]
         yield where, names[key], ["gemm" if member == "matmul" else member for member in value]
     else:
         yield where, names[key], value
-
-
-def _load(path: Path) -> Any:
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InvalidInput(f"there is no config file {path}: give the path of a YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} can't be read as a YAML file: {error}") from None
-    try:
-        tree, data = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2025-13-01
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f", line {mark.line + 1}"
-        raise InvalidInput(f"{path}{line}: no valid YAML: {getattr(error, 'problem', None) or error}") from None
-    _refuse_duplicates(path, tree)
-    return data
-
-
-def _refuse_duplicates(path: Path, root: Any) -> None:
-    """YAML forbids a key twice in one mapping; PyYAML takes the last in silence."""
-    import yaml
-
-    waiting, known = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or id(node) in known:  # an anchor may hold itself
-            continue
-        known.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            first: dict[str, int] = {}
-            for key, value in node.value:
-                line = key.start_mark.line + 1
-                if key.value in first and isinstance(key, yaml.ScalarNode):
-                    raise InvalidInput(
-                        f"{path}, line {line}: {key.value} is there twice (first in line {first[key.value]}): keep one"
-                    )
-                if isinstance(key, yaml.ScalarNode):
-                    first[key.value] = line
-                waiting.append(value)
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value

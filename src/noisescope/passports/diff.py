@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput
+from noisescope.foreign import MIB, FileKind, fitting, members, parse_json, read_text
+from noisescope.jsonform import Json
 from noisescope.passports.words import ATTENTION_ERRORS, FACTS, NAMES, RULES, accumulation_switch, operand_switch, shown
+from noisescope.plain_text import cut
 
 KIND = "noisescope passport"
+PASSPORT = FileKind("passport", "It is damaged: `noisescope passport -o FILE` takes it again", max_bytes=16 * MIB)
 SCHEMA_VERSION = 2
 SAME = "same: the two passports agree in everything that was measured on both"
 KINDS = ("health", "arithmetic", "coverage", "settings")
@@ -249,17 +253,8 @@ def write_passport(passport: dict[str, Any], path: str | Path) -> None:
 
 def read_passport(path: str | Path) -> dict[str, Any]:
     """A passport from a file; anything else is refused with the reason."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"can't read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} is not text: a passport is JSON from `noisescope passport -o FILE`") from error
-    try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not whole JSON ({error}): cut off or no passport. Take it again") from error
-    return check_passport(found, str(path))
+    file = Path(path)
+    return check_passport(parse_json(read_text(file, PASSPORT), file, PASSPORT), str(path))
 
 
 def check_passport(found: Any, what: str) -> dict[str, Any]:
@@ -269,20 +264,46 @@ def check_passport(found: Any, what: str) -> dict[str, Any]:
     if found.get("schema_version") != SCHEMA_VERSION:
         version = found.get("schema_version")
         raise InvalidInput(
-            f"{what} has schema version {version!r}; this noisescope reads {SCHEMA_VERSION}: take it again"
+            f"{what} has schema version {cut(repr(version))}; this noisescope reads {SCHEMA_VERSION}: take it again"
         )
-    if not isinstance(found.get("facts"), dict) or not isinstance(found.get("dtypes"), dict):
-        raise InvalidInput(f"{what} is damaged: no facts or no dtypes in it. Take it again")
-    for dtype in found["dtypes"].values():
-        for lines in _tables(dtype) if isinstance(dtype, dict) else [None]:
-            if not isinstance(lines, dict) or not all(isinstance(line, dict | str) for line in lines.values()):
-                raise InvalidInput(f"{what} is damaged: a table of it has no lines. Take it again")
+    for name, kind in _PASSPORT.items():
+        fitting(kind, found.get(name), f"{what}, {name},", PASSPORT)
+    for name in found["facts"].keys() & _FACTS.keys():
+        fitting(_FACTS[name], found["facts"][name], f"{what}, facts.{name},", PASSPORT)
+    for name, dtype in found["dtypes"].items():
+        for where, line in _all_lines(dtype):
+            _check_line(line, f"{what}, {cut(name)}.{cut(where)},")
     return found
 
 
-def _tables(dtype: dict[str, Any]) -> Iterator[Any]:
-    for section, lines in dtype.items():
-        if section == "products" and isinstance(lines, dict):
-            yield from lines.values()
-        elif section != "skipped":
-            yield lines
+# -- the schema: a line holds some of these keys, and what is not among them labels it and is not computed with
+
+_Number = int | float | None
+_PASSPORT: dict[str, Any] = {
+    "quick": bool, "facts": dict[str, Any], "run": dict[str, Any] | None, "dtypes": dict[str, dict[str, Any]],
+}  # fmt: skip
+_LINE: dict[str, Any] = {
+    "value": bool | int | float | str | tuple[int, ...] | None, "how": str, "skipped": str, "hidden": str,
+    "nonsense": str, "cut": str | None, "rounding": str | None, "at_least": bool, "of": _Number, "worst": _Number,
+    "repeats": _Number, "points": int, "bits_right": int, "at": Json,
+}  # fmt: skip
+_FACTS: dict[str, Any] = {"device": str, "name": str, "torch": str, "threads": int, "flags": dict[str, Json]}
+
+
+def _all_lines(dtype: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    """Every line of a dtype with its place; "skipped" stands for a whole table."""
+    for section, table in dtype.items():
+        if section == "skipped":
+            continue
+        tables = table if section == "products" and isinstance(table, dict) else {"": table}
+        for op, lines in tables.items():
+            if not isinstance(lines, dict):
+                yield section, lines
+                continue
+            yield from ((f"{section}.{op}.{key}", line) for key, line in lines.items() if key != "skipped")
+
+
+def _check_line(line: Json, where: str) -> None:
+    found = members(line, where, PASSPORT)
+    for key in found.keys() & _LINE.keys():
+        fitting(_LINE[key], found[key], f"{where} {key},", PASSPORT)

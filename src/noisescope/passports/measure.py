@@ -43,7 +43,6 @@ def take_passport(device: str | torch.device = "cpu", *, quick: bool = False) ->
     }
     passport["run"] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
         "seconds": round(time.perf_counter() - started, 1),
         "noisescope": __version__,
     }

@@ -23,6 +23,7 @@ from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.finding import counted, span
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, Verdict, at_most, overall
 from noisescope.jsonform import Json, to_json
+from noisescope.plain_text import csv_cell
 from noisescope.stats import Estimate
 
 COLUMNS = ("test_id", "component", "test_type", "parameters", "acceptance_criteria")
@@ -130,7 +131,8 @@ def to_csv(tests: Iterable[FaultTest]) -> str:
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
     for test in tests:
-        writer.writerow([cell if isinstance(cell, str) else json.dumps(cell) for cell in test.to_dict().values()])
+        cells = test.to_dict().values()
+        writer.writerow([csv_cell(cell) if isinstance(cell, str) else json.dumps(cell) for cell in cells])
     return text.getvalue()
 
 

@@ -6,9 +6,12 @@ plainest form, is made here; it leaves charts out, for the table beside each hol
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from noisescope.plain_text import markdown, one_line
 
 TONES = ("critical", "high", "moderate", "low", "unsure", "")  # how alarming a cell is: colour, never colour alone
 
@@ -171,10 +174,10 @@ class Document:
 
 
 def to_markdown(document: Document) -> str:
-    lines = [f"# {document.title}", ""]
-    lines += [f"**{name}**: {escape(text)}  " for name, text in document.facts]
+    lines = [f"# {markdown(document.title)}", ""]
+    lines += [f"**{markdown(name)}**: {markdown(text)}  " for name, text in document.facts]
     for section in document.sections:
-        lines += ["", f"## {section.title}"]
+        lines += ["", f"## {markdown(section.title)}"]
         for block in section.blocks:
             if drawn := list(_block(block)):
                 lines += ["", *drawn]
@@ -183,24 +186,28 @@ def to_markdown(document: Document) -> str:
 
 def _block(block: Block) -> Iterable[str]:
     if isinstance(block, Verdict):
-        yield f"**{block.name}: {block.level.text}**" + (f" - {escape(block.meaning)}" if block.meaning else "")
-        yield from ["", *(f"- {escape(reason)}" for reason in block.reasons)] if block.reasons else []
+        word = markdown(f"{block.name}: {block.level.text}")
+        yield f"**{word}**" + (f" - {markdown(block.meaning)}" if block.meaning else "")
+        yield from (
+            ["", *(f"- {markdown(reason, starts_line=True)}" for reason in block.reasons)] if block.reasons else []
+        )
     elif isinstance(block, Paragraph):
         yield _paragraph(block)
     elif isinstance(block, Bullets):
         yield from (f"{f'{i}.' if block.numbered else '-'} {_paragraph(item)}" for i, item in enumerate(block.items, 1))
     elif isinstance(block, Table):
-        yield from [f"### {block.caption}", ""] if block.caption else []
-        yield from [f"<details><summary>{escape(block.folded)}</summary>", ""] if block.folded else []
+        yield from [f"### {markdown(block.caption)}", ""] if block.caption else []
+        yield from [f"<details><summary>{html.escape(one_line(block.folded))}</summary>", ""] if block.folded else []
         yield from table(block.head, ((cell.text for cell in row) for row in block.rows))
         yield from ["", "</details>"] if block.folded else []
     elif isinstance(block, HeatMap):
-        yield from [f"### {block.title} ({'; '.join(heat_words(block))})", ""]
+        title = f"{block.title} ({'; '.join(heat_words(block))})"
+        yield from [f"### {markdown(title)}", ""]
         rows = zip(block.rows, block.cells, strict=True)
         yield from table(["", *block.columns], ([name, *(c.text if c else "" for c in cells)] for name, cells in rows))
     elif isinstance(block, StatusGrid):
         yield from _block(block.as_table())
-        yield from ["", ", ".join(f"{sign} {words}" for _, sign, words in block.legend)]
+        yield from ["", markdown(", ".join(f"{sign} {words}" for _, sign, words in block.legend), starts_line=True)]
 
 
 def heat_words(block: HeatMap) -> list[str]:
@@ -209,15 +216,12 @@ def heat_words(block: HeatMap) -> list[str]:
 
 
 def _paragraph(paragraph: Paragraph) -> str:
-    return (f"**{escape(paragraph.lead)}** " if paragraph.lead else "") + escape(paragraph.text)
+    if not paragraph.lead:
+        return markdown(paragraph.text, starts_line=True)
+    return f"**{markdown(paragraph.lead)}** {markdown(paragraph.text)}"
 
 
 def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
-    head = list(head)
+    head = [markdown(name) for name in head]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(escape(text) for text in row) + " |" for row in body]
-
-
-def escape(text: str) -> str:
-    """Text that can't break a table or become markup."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return lines + ["| " + " | ".join(map(markdown, row)) + " |" for row in body]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import jinja2
 from markupsafe import Markup
 
+from noisescope.plain_text import visible
 from noisescope.reports.document import TONES, Bar, Cell, Chart, Curve, Document, HeatMap, Table
 
 LEFT, TOP, HEIGHT, RIGHT = 64.0, 36.0, 220.0, 20.0  # the plot's margins and its height
@@ -34,15 +35,14 @@ LONG_TEXT = 40  # letters; such a cell wraps, and keeps room to be read
 
 def to_html(document: Document) -> str:
     """The page as text; the same document gives the same text."""
-    page = _template().render(document=document).strip() + "\n"
-    return page.encode("utf-8", "replace").decode()  # a lone surrogate could not be written to a file
+    return _template().render(document=document).strip() + "\n"
 
 
 @functools.cache
 def _template() -> jinja2.Template:
     script = _asset("page.js")
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible
     )
     environment.globals.update(
         style=Markup(_asset("page.css")),  # our own two files are all that is not escaped
@@ -54,6 +54,11 @@ def _template() -> jinja2.Template:
     for function in (exact, numeric_columns, is_wordy, plot_bars, plot_curve, shade):
         environment.globals[function.__name__] = function
     return environment.from_string(_asset("page.html.j2"))
+
+
+def _visible(value: object) -> object:
+    """Every text of the document; what is markup is ours."""
+    return visible(value, keep="\n") if type(value) is str else value
 
 
 def _asset(name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings.pass_fail import VERDICTS, Verdict, headline, overall
+from noisescope.plain_text import visible
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def to_junit(suite: str, cases: Sequence[Case], summary: str = "") -> str:
     """
     counts = {verdict: sum(case.verdict == verdict for case in cases) for verdict in VERDICTS}
     attributes = {
-        "name": suite,
+        "name": visible(suite),
         "tests": str(len(cases)),
         "failures": str(counts["fail"]),
         "skipped": str(counts["undecided"]),
@@ -43,14 +44,14 @@ def to_junit(suite: str, cases: Sequence[Case], summary: str = "") -> str:
     root = ET.Element("testsuites")
     parent = ET.SubElement(root, "testsuite", attributes)
     for case in cases:
-        naming = {"classname": suite, "name": _printable(case.name), "time": f"{case.seconds:.3f}"}
+        naming = {"classname": visible(suite), "name": visible(case.name), "time": f"{case.seconds:.3f}"}
         element = ET.SubElement(parent, "testcase", naming)
         if case.verdict != "pass":
             kind = "failure" if case.verdict == "fail" else "skipped"
-            ET.SubElement(element, kind, {"message": _printable(case.message)})
-        ET.SubElement(element, "system-out").text = _printable(case.message)
+            ET.SubElement(element, kind, {"message": visible(case.message, keep="\n\t")})
+        ET.SubElement(element, "system-out").text = visible(case.message, keep="\n\t")
     verdicts = [case.verdict for case in cases]
-    ET.SubElement(parent, "system-out").text = summary or headline(overall(verdicts), verdicts)
+    ET.SubElement(parent, "system-out").text = visible(summary, keep="\n\t") or headline(overall(verdicts), verdicts)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -62,8 +63,3 @@ def write_junit(path: Path, suite: str, cases: Sequence[Case], summary: str = ""
     except OSError as error:
         raise InvalidInput(f"can't write {path}: {error.strerror or error}. Choose another with --junit") from error
     return path
-
-
-def _printable(text: str) -> str:
-    """Without control characters, which XML 1.0 can't hold."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else "?" for sign in text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +21,9 @@ from noisescope.comparison.roundoff import Roundoff
 from noisescope.diagnosis.findings_check import CheckResult
 from noisescope.diagnosis.report import SCHEMA_VERSION, Diagnosis, Robustness
 from noisescope.errors import InvalidInput, MissingExtra, unknown
+from noisescope.foreign import FileKind, parse_json, read_text
 from noisescope.jsonform import Json, from_json, schema_of, to_json
+from noisescope.plain_text import LONG, cut, one_line
 from noisescope.plans.migration import MigrationPlan
 from noisescope.plans.precision_results import PrecisionPlan
 from noisescope.reports.document import Document, to_markdown
@@ -32,9 +33,8 @@ V = TypeVar("V")
 FORMATS = ("json", "md", "html", "pdf")
 TITLE = "noisescope report"
 COMMAND = "noisescope diagnose"  # the command that writes a report, where no other is named
-LARGEST = 2**53  # beyond it JSON readers disagree on whole numbers
 MOST_BLOCKS = 100_000
-LONGEST = 240  # characters of an error, beside the name of the file
+REPORT = FileKind("report", f"Give the report.json that `{COMMAND} MODEL -o DIR` writes, or the folder that holds it")
 
 
 # -- the value
@@ -48,6 +48,7 @@ class LocatedSuspect:
     operator: str
     module: str
     tensor: str
+    phase: str  # "backward", or empty for the forward
     occurrence: int
     channels: tuple[int, ...]
     period: int | None
@@ -249,25 +250,7 @@ def diagnosis_of(report: Report | Diagnosis) -> Diagnosis:
 def read_report(path: str | Path) -> Json:
     """What a report.json holds, or that of a folder: of any kind, not checked yet."""
     file = Path(path) / "report.json" if Path(path).is_dir() else Path(path)
-    try:
-        return parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidInput(f"there is no report at {path}: give a report.json or the folder that holds it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(
-            f"{file} is no report: {_one_line(str(error))}. Give the report.json that `{COMMAND} MODEL -o DIR` writes"
-        ) from None
-
-
-def parse_json(text: str) -> Json:
-    """JSON as the standard has it: finite numbers, each key once."""
-    return json.loads(
-        text,
-        parse_constant=_refuse_constant,
-        parse_float=_parse_float,
-        parse_int=_parse_int,
-        object_pairs_hook=_unique_keys,
-    )
+    return parse_json(read_text(file, REPORT), file, REPORT)
 
 
 def read_value(data: Json, kinds: Mapping[str, type[V]], where: str, *, command: str = COMMAND) -> V:
@@ -277,9 +260,11 @@ def read_value(data: Json, kinds: Mapping[str, type[V]], where: str, *, command:
     found = data["schema_version"]
     if type(found) is not int or found != SCHEMA_VERSION:
         first = type(found) is int and found == 1
-        release = "noisescope 0.1 (report version 1)" if first else f"another noisescope (report version {found!r})"
+        release = (
+            "noisescope 0.1 (report version 1)" if first else f"another noisescope (report version {cut(repr(found))})"
+        )
         raise InvalidInput(
-            f"{where} was written by {_one_line(release)}; this version reads {SCHEMA_VERSION}. Run `{command}` again "
+            f"{where} was written by {release}; this version reads {SCHEMA_VERSION}. Run `{command}` again "
             "to write a new one"
         )
     kind = next((kind for key, kind in kinds.items() if key in data), None)
@@ -290,7 +275,7 @@ def read_value(data: Json, kinds: Mapping[str, type[V]], where: str, *, command:
         if isinstance(value, DiagnosisReport):
             _check_layers(value)
     except InvalidInput as error:
-        raise InvalidInput(f"{where} is not a whole report: {_one_line(str(error))}") from None
+        raise InvalidInput(f"{where} is not a whole report: {one_line(str(error), LONG)}") from None
     return value
 
 
@@ -332,38 +317,6 @@ def _named_layers(report: DiagnosisReport) -> Iterator[tuple[str, Iterable[int]]
     if report.format_scores:
         for i, module in enumerate(report.format_scores.modules):
             yield f"format_scores.modules[{i}].place", (module.place,)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _parse_float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {digits[:20]} is too large")
-    return value
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > 17 or abs(int(digits)) > LARGEST:
-        raise ValueError(f"the whole number {digits[:20]} is too large")
-    return int(digits)
-
-
-def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:40]!r} occurs twice")
-    return found
-
-
-def _one_line(text: str) -> str:
-    """One line that can be printed, its middle left out where it is long."""
-    line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
-    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
 
 
 def schema() -> dict[str, Json]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import TypeAlias
 
 import matplotlib
 from matplotlib.ft2font import FT2Font
+
+from noisescope.plain_text import one_line
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 LAST_RESORT = FONTS / "LastResortHE-Regular.ttf"  # a sign for every character; matplotlib brings it since 3.11
@@ -25,10 +26,8 @@ _BREAKS = (r"(?= )", r"(?<=[./\\:,=-])", r"(?<=_)", r"(?<=\S)")  # where it brea
 
 
 def printable(text: str) -> str:
-    """One line of characters that XML, PDF and our fonts can hold; any other becomes a visible replacement sign."""
-    line = "".join(
-        "\ufffd" if unicodedata.category(char) in ("Cc", "Cs", "Cn") else char for char in " ".join(text.split())
-    )
+    """One line of characters that PDF and our fonts can hold; what no font has becomes a replacement sign."""
+    line = one_line(text)
     return line if LAST_RESORT.exists() else "".join("\ufffd" if char in foreign(line) else char for char in line)
 
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput
+from noisescope.foreign import parse_json
 from noisescope.runs import store_file
 from noisescope.runs.store_file import FILE as FILE
 from noisescope.runs.store_file import LOCK, VERSION
-from noisescope.runs.store_rows import Cell, checksum, decode, encode, is_intact
+from noisescope.runs.store_rows import STORED, Cell, checksum, decode, encode, is_intact
 from noisescope.trials import Result, Trial
 
 _ROW = "SELECT checksum, id, content, measure, result, arrays, error, seconds FROM trials"
@@ -242,7 +242,7 @@ class Store(Mapping[str, Result]):
                 f"{key!r} in {self._name} fails its checksum, so the file is damaged there: run the same command again"
                 f"{folder}, which keeps intact trials and writes it anew; if this stays, use another folder"
             )
-        return json.loads(value)
+        return parse_json(value, f"{key!r} in {self._name}", STORED)
 
     def counts(self) -> StoreCounts:
         """How many trials of each kind there are, how many failed and why, and what they took."""
@@ -297,7 +297,7 @@ class Store(Mapping[str, Result]):
             rows = self._db.execute("SELECT number, result, checksum FROM gates ORDER BY number").fetchall()
         intact = [text for number, text, seal in rows if checksum(number, text) == seal]
         self.damaged_gates = len(rows) - len(intact)
-        return [json.loads(text) for text in intact]
+        return [parse_json(text, f"a gate in {self._name}", STORED) for text in intact]
 
     def close(self) -> None:
         self._db.close()
@@ -321,5 +321,5 @@ def _result(row: Any) -> Result | None:
         return None
     try:
         return decode(result, arrays, error)
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):  # somebody made it fit
+    except InvalidInput:  # somebody made the checksum fit
         return None

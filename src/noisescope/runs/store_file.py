@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from noisescope.errors import InvalidInput
+from noisescope.plain_text import LONG, cut, one_line
 from noisescope.runs.store_rows import checksum
 
 SCHEMA_VERSION = 2
@@ -63,7 +64,7 @@ def connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
                 db.executescript(_TABLES)
         found = db.execute("SELECT value FROM about WHERE key = ?", (VERSION,)).fetchone()
         if found != (str(SCHEMA_VERSION),):
-            has = "no schema version" if found is None else f"schema version {str(found[0])[:60]}"
+            has = "no schema version" if found is None else f"schema version {cut(str(found[0]))}"
             raise InvalidInput(
                 f"{name} has {has}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
                 "command again into another folder (-o), or open this one with the noisescope that wrote it"
@@ -71,7 +72,7 @@ def connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
         strange = sorted(str(row[1]) for row in db.execute(_SCHEMA) if row not in _our_schema())
         if strange:
             raise InvalidInput(
-                f"{name} holds what no run has ({', '.join(strange)[:60]}): it was altered, so use another folder (-o)"
+                f"{name} holds what no run has ({cut(', '.join(strange))}): it was altered, so use another folder (-o)"
             )
         if write:
             db.executescript(_TABLES)  # stores of this version that were made before a table or an index was added
@@ -100,7 +101,9 @@ def using(name: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        raise InvalidInput(f"{name} can't be used as a run's store: {error}. Use another folder (-o)") from error
+        raise InvalidInput(
+            f"{name} can't be used as a run's store: {_reason(error)}. Use another folder (-o)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -110,7 +113,8 @@ def reading(name: str) -> Iterator[None]:
         yield
     except sqlite3.DatabaseError as error:
         raise InvalidInput(
-            f"{name} is damaged ({error}): restore it from a copy, or run the command again into another folder (-o)"
+            f"{name} is damaged ({_reason(error)}): restore it from a copy, or run the command again into another "
+            "folder (-o)"
         ) from error
 
 
@@ -121,9 +125,13 @@ def writing(name: str) -> Iterator[None]:
         yield
     except (sqlite3.DatabaseError, OSError) as error:
         raise InvalidInput(
-            f"can't write into {name}: {error}. Trials stored before are kept: run the same command again once the "
-            "folder can be written to, or another folder with -o"
+            f"can't write into {name}: {_reason(error)}. Trials stored before are kept: run the same command again "
+            "once the folder can be written to, or another folder with -o"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return one_line(str(error), LONG)  # names in a foreign schema are in it
 
 
 def refuse_links(folder: Path) -> None:

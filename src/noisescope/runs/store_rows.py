@@ -10,9 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from noisescope.foreign import MIB, FileKind, members, parse_json
+from noisescope.plain_text import shown
 from noisescope.trials import Result
 
 Cell = str | bytes | float | int | None  # what SQLite gives back
+
+STORED = FileKind("part of a run that noisescope wrote", "Run the command again into another folder (-o)", max_depth=96)
+_MOST_ARRAY_BYTES = 4096 * MIB  # of one trial, unpacked
 
 
 def checksum(*cells: Cell) -> str:
@@ -57,14 +62,23 @@ def encode(result: Result) -> tuple[str, bytes | None]:
 
 
 def decode(text: str, arrays: bytes | None, error: str) -> Result:
-    """The result that `encode` wrote."""
-    data = json.loads(text)
+    """The result that `encode` wrote; refused where it is anything else, for a folder may come from elsewhere."""
+    data = members(parse_json(text, "a result", STORED), "a result", STORED)
+    samples, values, facts = (data.get(name, ()) for name in ("samples", "values", "facts"))
+    numbers = isinstance(values, dict) and all(_is_column(column) for column in values.values())
+    if not isinstance(samples, list) or set(map(type, samples)) - {int} or not numbers or not isinstance(facts, dict):
+        raise STORED.refuse("a result", f"samples, values and facts were expected, got {shown(data)}")
     loaded: dict[str, Any] = {}
     if arrays:
-        with np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
+        with STORED.explaining("the arrays of a result"), np.load(io.BytesIO(arrays), allow_pickle=False) as archive:
+            if sum(member.file_size for member in archive.zip.infolist()) > _MOST_ARRAY_BYTES:
+                raise STORED.refuse("the arrays of a result", f"more than {_MOST_ARRAY_BYTES:,} bytes")
             loaded = {name: archive[name] for name in archive.files}
-    values = {name: tuple(column) for name, column in data["values"].items()}
-    return Result(tuple(data["samples"]), values, data["facts"], loaded, error)
+    return Result(tuple(samples), {name: tuple(column) for name, column in values.items()}, facts, loaded, error)
+
+
+def _is_column(column: Any) -> bool:
+    return isinstance(column, list) and not set(map(type, column)) - {float, int, type(None)}
 
 
 def _finite(value: Any) -> Any:

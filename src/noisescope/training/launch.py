@@ -11,9 +11,9 @@ a schedule (aqn.py, trainer_callback.py).
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,19 @@ import torch.distributed as dist
 from torch import nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
+from noisescope.foreign import FileKind, read_foreign
 from noisescope.injection import checked_scale
 from noisescope.sites import PHASES, canonical_operator
 
 TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
+TALLY = FileKind("worker's count of injections", "Call launch.environment() anew, and run again")
+
+
+@dataclass(frozen=True)
+class WorkerTally:
+    rank: int
+    forward: int
+    backward: int
 
 
 def environment(
@@ -79,7 +88,8 @@ def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
     `tally` is the run's own folder, variables["NOISESCOPE_TALLY"]. Workers write every five seconds: ask after the
     first steps, or at the end.
     """
-    found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(Path(tally).glob("rank*.json"))}
+    files = sorted(Path(tally).glob("rank*.json"))
+    found = {path.stem: vars(read_foreign(path, WorkerTally, TALLY)) for path in files}
     if len(found) < workers:
         raise NothingInjected(
             f"{len(found)} of {workers} workers report in {tally}: the others never imported noisescope.noisy_ops, or "
