@@ -150,6 +150,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
         other = others.get(path.replace(ADAPTED, ""))
         if other is None:
             continue
+        faults += _functions_for_modules(path, module, other)
         if type(module) is not type(other):
             faults += _activation_fault(path, module, other)
             continue
@@ -161,7 +162,31 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
                 sure = not _is_dropout(module, name) and not (name == "layer_idx" and in_order)
                 words = f"the attribute {name} is {here[name]!r}; the config gives {there[name]!r}"
                 faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=sure))
-    return Compared(tuple(faults), compared)
+    return Compared((*faults, *_untied(model)), compared)
+
+
+def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
+    """Submodules that somebody has replaced by plain functions, which nothing can watch."""
+    for name in other._modules:
+        if name in vars(module) and callable(vars(module)[name]):
+            words = f"{name} is a plain {type(vars(module)[name]).__name__}; the config gives a module"
+            yield StateFault(path, words, "unknown")
+
+
+def _untied(model: Any) -> Iterator[StateFault]:
+    """An output embedding that the config ties to the input's, and that holds other numbers."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return
+    weights = [getattr(each, "weight", None) for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+    plain = [w for w in weights if type(w) is nn.Parameter and w.device.type != "meta"]
+    if len(plain) < 2 or plain[0] is plain[1] or plain[0].shape != plain[1].shape or plain[0].dtype != plain[1].dtype:
+        return
+    first, last = (w.detach().cpu() for w in plain)
+    if not same_bits(first, last):
+        path = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        rows = tuple((first != last).any(-1).nonzero().flatten().tolist())
+        words = f"the config ties its weight to the input embedding's, and {len(rows)} rows hold other numbers"
+        yield StateFault(path, words, "stale data", channels=rows[:64])
 
 
 def _layers_in_order(model: nn.Module) -> bool:

@@ -37,6 +37,7 @@ Batch = dict[str, Any]  # arguments of a forward: tensors, and a cache or a swit
 ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are judged
 PROMPTS = FileKind("text file of prompts", "Write one prompt in each line, in UTF-8")
 _IDS = ("input_ids", "decoder_input_ids")
+_OF_SOUND = ("input_features", "input_values")
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
 
 
@@ -206,7 +207,7 @@ def _tokens(tokenizer: Any, text: str) -> Tensor:
 def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     config = getattr(model, "config", None)
     length = min(LENGTH, positions_of(model) or LENGTH)
-    if vocabulary_size(model) is not None:
+    if vocabulary_size(model) is not None and getattr(model, "main_input_name", "input_ids") not in _OF_SOUND:
         both = made_ids(model, tokenizer, paragraphs(seed), (2, ROWS, length), seed)
         if getattr(config, "is_encoder_decoder", False):
             return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in both]

@@ -30,6 +30,11 @@ def _owners() -> list[Any]:
     return [F, torch, torch.Tensor, nn.Module, *dict.fromkeys(layers)]
 
 
+def _held(owner: Any) -> dict[str, Any]:
+    """By name; of a tensor those of its native base as well, which a patch hides."""
+    return {**vars(torch._C.TensorBase), **vars(owner)} if owner is torch.Tensor else dict(vars(owner))
+
+
 def _counts(owner: Any, name: str) -> bool:
     """Of a layer, what is called when it runs; the rest of a class is often made by others (dataclasses)."""
     is_layer = isinstance(owner, type) and issubclass(owner, nn.Module)
@@ -72,7 +77,7 @@ def replaced_functions() -> list[Replaced]:
     found = []
     for owner, before in _AT_IMPORT.items():
         for name, was in before.items():
-            now = vars(owner).get(name)
+            now = vars(owner).get(name, was)
             if now is was and not _foreign(was):
                 continue
             shipped = was if not _foreign(was) else _from_package(owner, name)

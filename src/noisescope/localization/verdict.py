@@ -138,6 +138,8 @@ class Verdict:
             return f"{self.unseen[0]}{more} could not be judged"
         if self.suspects:
             return f"{self._blamed()} is possible, but not certain"
+        if self.coverage.measured and not self.coverage.enough:
+            return f"{self.coverage.shares} could be judged, in {self.coverage.ran}"
         return self.notes[0] if self.notes else "the evidence does not suffice"
 
     def to_dict(self) -> dict[str, Any]:
