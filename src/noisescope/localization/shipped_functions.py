@@ -54,7 +54,7 @@ def _foreign(value: Any) -> bool:
 
 # What was there when noisescope was imported: mostly before anything is replaced.
 _AT_IMPORT = {
-    owner: {name: f for name, f in vars(owner).items() if _is_function(f) and _counts(owner, name)}
+    owner: {name: f for name, f in _held(owner).items() if _is_function(f) and _counts(owner, name)}
     for owner in _owners()
 }
 
