@@ -152,6 +152,8 @@ def _positions_asked(batch: Batch) -> int:
 
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device, dtype) for each in value)
     if not isinstance(value, Tensor):
         return value
     return value.to(device, dtype) if value.dtype == torch.float32 else value.to(device)

@@ -52,6 +52,7 @@ DESIGN = (
 MARGIN = 2  # positions left at the end of a sequence: some models look up one or two more than they have tokens
 _OF_TOKENS = re.compile(r"tok|word|wte|vocab")  # in names of embeddings that are not of positions
 _CROSS = re.compile(r"cross|encoder_attn")  # in names of attention that reads an encoder's states
+_ENCODER_STATES = ("encoder_hidden_states", "encoder_outputs")
 _ENCODED = Phase("prefill", 2, 17, encoded=True)
 _STATES = 9  # of an encoder, for each sequence
 _CACHES = ("past_key_values", "cache_params", "state")  # the names that models have for what they keep
@@ -210,7 +211,7 @@ class _Maker:
     def _reads_an_encoder(self) -> bool:
         """A decoder with cross attention that no forward on tokens alone would reach."""
         crosses = any(_CROSS.search(name) for name, _ in self.model.named_modules())
-        return crosses and "encoder_hidden_states" in self.arguments and not self.two_stacks
+        return crosses and bool(self.arguments & {*_ENCODER_STATES}) and not self.two_stacks
 
     def _encoder_states(self, batch: int) -> Tensor:
         sizes = (vars(self.config).get("cross_attention_hidden_size"), getattr(self.config, "hidden_size", None))
@@ -273,7 +274,9 @@ class _Maker:
         if self.two_stacks:
             batch["decoder_input_ids"] = ids.flip(-1)
         if phase.encoded:
-            batch["encoder_hidden_states"] = self._encoder_states(phase.batch)
+            states = self._encoder_states(phase.batch)
+            named = "encoder_hidden_states" in self.arguments
+            batch |= {"encoder_hidden_states": states} if named else {"encoder_outputs": (states,)}
         if decode:
             batch["use_cache"] = True
         return Workload(phase, on_device(self.model, batch), decode)
@@ -341,8 +344,7 @@ def decode_inputs(model: nn.Module, given: Batch, output: Any) -> tuple[Batch | 
     following["input_ids"] = token
     if mask is not None:
         following["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-    if "encoder_hidden_states" in given:
-        following["encoder_hidden_states"] = given["encoder_hidden_states"]
+    following |= {name: given[name] for name in _ENCODER_STATES if name in given}
     if given.get("position_ids") is not None:
         following["position_ids"] = given["position_ids"][:, -1:] + 1
     return following, ""
