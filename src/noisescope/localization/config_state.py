@@ -145,6 +145,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
     classes = {base for module in fresh.modules() for base in type(module).__mro__}
     running = {name for each in classes for name in _set_while_running(each)}
     faults: list[StateFault] = []
+    own: Counter[str] = Counter()  # classes that the config does not give
     compared = 0
     for path, module in model.named_modules():
         other = others.get(path.replace(ADAPTED, ""))
@@ -153,6 +154,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
         faults += _functions_for_modules(path, module, other)
         if type(module) is not type(other):
             faults += _activation_fault(path, module, other)
+            own[f"{type(module).__name__} in place of {type(other).__name__}"] += 1
             continue
         here, there = plain_attributes(module), plain_attributes(other)
         common = (here.keys() & there.keys()) - running
@@ -162,7 +164,8 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
                 sure = not _is_dropout(module, name) and not (name == "layer_idx" and in_order)
                 words = f"the attribute {name} is {here[name]!r}; the config gives {there[name]!r}"
                 faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=sure))
-    return Compared((*faults, *_untied(model)), compared)
+    notes = [f"{words} in {count} modules: judged by its own code, not by the config's" for words, count in own.items()]
+    return Compared((*faults, *_untied(model)), compared, notes=tuple(notes))
 
 
 def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
