@@ -76,7 +76,11 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights and buffers by name, as views: merged projections are taken apart."""
+        """Weights and buffers by name, as the engine uses them: merged projections are taken apart."""
+        ...
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Put other numbers into one of the tensors."""
         ...
 
     def settings(self) -> Mapping[str, Setting]:

@@ -121,6 +121,12 @@ class TransformersEngine:
         yield from ((name, tensor.detach()) for name, tensor in self.model.named_parameters())
         yield from ((name, tensor.detach()) for name, tensor in self.model.named_buffers())
 
+    def write(self, name: str, value: Tensor) -> None:
+        path, _, last = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        held = module._parameters.get(last)
+        (module._buffers[last] if held is None else held.detach()).copy_(value)
+
     def settings(self) -> Mapping[str, Setting]:
         found: dict[str, Setting] = {}
         for path, module in self.model.named_modules():
