@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from noisescope.api import preparation as preparation
     from noisescope.api import records as records
     from noisescope.api import reports as reports
+    from noisescope.api import systems as systems
     from noisescope.api.comparison import compare as compare
     from noisescope.api.diagnosis import diagnose as diagnose
     from noisescope.api.diagnosis import robustness as robustness
@@ -50,6 +51,7 @@ _LAZY = {
     "api.preparation": ("prepare", "prepare_diagnosis"),
     "api.records": ("record", "save_activations"),
     "api.reports": (),
+    "api.systems": (),
     "localization.locate": ("locate",),
     "options.shared": ("Options",),
 }

@@ -18,7 +18,7 @@ from noisescope.comparison.systems import (
     within_band,
 )
 from noisescope.engines.gaps import Gap, gap_of, removed
-from noisescope.engines.operators import Role, coarser, explain, mended_logits, replay, roles
+from noisescope.engines.operators import Role, coarser, explain, mended_logits, replay, roles, rounded_logits
 from noisescope.engines.protocol import Engine, Ids
 from noisescope.engines.semantics import find_semantics
 from noisescope.engines.state import Mended, find_state
@@ -40,13 +40,21 @@ class _Run:
     causes: list[Cause] = field(default_factory=list)
     modules: set[str] = field(default_factory=set)
 
-    def measure(self, modules: set[str] | None = None, prompts: Sequence[Ids] | None = None) -> Gap:
-        """The gap with these modules mended, by default with those that are."""
+    def measure(
+        self, modules: set[str] | None = None, prompts: Sequence[Ids] | None = None, *, stored: bool = False
+    ) -> Gap:
+        """The gap with these modules mended, by default with those that are.
+
+        `stored`: to a with what those modules give rounded to b's dtype, as b must keep it.
+        """
         chosen = self.modules if modules is None else modules
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
             for ids in self.prompts if prompts is None else prompts:
-                sides = [self._rows(logits) for logits in mended_logits(self.a, self.b, ids, chosen)]
+                pair = mended_logits(self.a, self.b, ids, chosen)
+                if stored:
+                    pair = rounded_logits(self.a, ids, chosen, pair[1].dtype), pair[1]
+                sides = [self._rows(logits) for logits in pair]
                 following = torch.tensor(ids[1:])[:, None]
                 yield sides[0], sides[1], *(side.gather(1, following)[:, 0] for side in sides)
 
@@ -77,7 +85,7 @@ def compare_systems(
         sources = _sources(run, left)
         before = run.gap
         run.modules |= {module for role in left for module in role.mend}
-        everything = run.measure()
+        everything = run.measure(stored=a.facts.dtype != b.facts.dtype)
     finally:
         mended.restore()
     round_off, round_off_gap = removed(before, everything)

@@ -98,7 +98,9 @@ def replay(a: Engine, b: Engine, prompts: Sequence[Ids]) -> tuple[list[SiteError
                 arriving.add(x, x, call.inputs, _TOKEN_FACTOR * round_off)
             own = found.setdefault((site.module, False), SiteError(site, False, previous))
             if call.output.shape == y.shape:
-                own.add(x, y, call.again(x.to(call.inputs)), _TOKEN_FACTOR * round_off)
+                # As it was called where it had a's input: a fused add and norm may keep digits of the sum between them.
+                same = torch.equal(call.inputs, x.to(call.inputs))
+                own.add(x, y, call.output if same else call.again(x.to(call.inputs)), _TOKEN_FACTOR * round_off)
                 return y
             return None
 
@@ -193,6 +195,12 @@ def mended_logits(a: Engine, b: Engine, ids: Ids, modules: set[str]) -> tuple[Te
         return a.apply(call.site, call.inputs)
 
     return reference, b.logits(ids, mend, modules=modules) if modules else b.logits(ids)
+
+
+def rounded_logits(a: Engine, ids: Ids, modules: set[str], dtype: torch.dtype) -> Tensor:
+    """Logits of a where what these modules give is rounded to another dtype; of nested ones the outermost decides."""
+    outer = {name for name in modules if not any(name.startswith(f"{other}.") for other in modules)}
+    return a.logits(ids, lambda call: call.output.to(dtype), modules=outer)
 
 
 # -- words

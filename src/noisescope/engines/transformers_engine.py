@@ -14,11 +14,11 @@ from noisescope.data import tokens
 from noisescope.data.dataset import DataSet
 from noisescope.engines.protocol import EngineCall, EngineFacts, Ids, OnCall, Reported, Sampling, Setting
 from noisescope.engines.sampling import reported_rows
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import device_name, device_of, dtype_of, evaluating, input_device, without_cache
-from noisescope.model.loading import Subject
+from noisescope.model.loading import Subject, load
 from noisescope.localization.config_state import plain_attributes
 from noisescope.probe.functions import with_tensor
 from noisescope.probe.watch import RecordedCall, watch
@@ -164,3 +164,15 @@ def _watched(anatomy: Anatomy) -> Anatomy:
             holders.setdefault(parent, Unit(parent, MODULE, leaf.place, leaf.component, (WHOLE,)))
             parent = parent.rpartition(".")[0]
     return dataclasses.replace(anatomy, units=(*leaves, *holders.values(), *blocks.values()))
+
+
+_ARGUMENTS = ("device", "dtype", "attn_implementation", "device_map", "revision")
+
+
+def open_engine(model: str, sampling: Sampling, arguments: dict[str, Setting]) -> TransformersEngine:
+    """What `--engine-args` gives goes to `load`."""
+    for name in arguments:
+        if name not in _ARGUMENTS:
+            raise unknown("argument of the engine transformers", name, (*_ARGUMENTS, *vars(Sampling())))
+    given: dict[str, Any] = dict(arguments)
+    return TransformersEngine(load(model, **given), sampling)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope import demo
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet
 from noisescope.engines.protocol import EngineCall, EngineFacts, Ids, OnCall, Reported, Sampling, Setting
@@ -47,7 +48,8 @@ class VllmEngine:
         self._sampling = sampling or Sampling()
         mode = "processed_logprobs" if self._sampling.processed else "raw_logprobs"
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "enable_prefix_caching": False, "logprobs_mode": mode}
-        self._llm = LLM(model, **{**settings, **arguments, "enforce_eager": True, "disable_log_stats": True})
+        folder = str(demo.folder()) if model == "demo" else model
+        self._llm = LLM(folder, **{**settings, **arguments, "enforce_eager": True, "disable_log_stats": True})
         self._source = model
         self.model: Any = self._llm.apply_model(_itself)[0]
         self._map = ModuleMap.of(self.model)
@@ -280,3 +282,8 @@ def _installed(package: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def open_engine(model: str, sampling: Sampling, arguments: dict[str, Setting]) -> VllmEngine:
+    """What `--engine-args` gives goes to vllm.LLM."""
+    return VllmEngine(model, sampling, **arguments)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from noisescope.errors import unknown
+from noisescope.errors import InvalidInput, unknown
 from noisescope.options.base import Naming
-from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, command_option, option
+from noisescope.options.fields import DETAILS, ENGINES, LOCATE_METHODS, argument, changed, command_option, option
 from noisescope.options.shared import (
     CheckingOptions,
     DeviceOptions,
@@ -18,6 +18,7 @@ from noisescope.options.shared import (
     PrintingOptions,
     SamplingOptions,
     Source,
+    checked_model,
     report_path,
 )
 
@@ -31,6 +32,27 @@ def verdict_path(path: Path) -> Path:
     if path.suffix.lower() not in VERDICT_FILES:
         raise unknown("format of the verdict", path.suffix, VERDICT_FILES)
     return path
+
+
+def is_system(source: object) -> bool:
+    """Whether this is a system to run (ENGINE:MODEL, or from Python a subject or an engine), and no record."""
+    if isinstance(source, (str, Path)):
+        return str(source).partition(":")[0] in ENGINES and ":" in str(source)
+    return type(source).__name__ != "Record"
+
+
+def compared_source(path: Path) -> Path:
+    """A record's folder, or a system as ENGINE:MODEL."""
+    engine, colon, model = str(path).partition(":")
+    if colon and engine in ENGINES:
+        checked_model(model)
+        return path
+    if colon and not path.exists() and engine.isidentifier():
+        raise unknown("engine", engine, ENGINES)
+    path = path.expanduser()
+    if not path.exists():
+        raise InvalidInput(f"there is no folder {path}: give a record, or a system such as vllm:MODEL")
+    return path.absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +83,10 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
     batch: int = option(16, "Prompts of one length in one forward.", least=1)
+    engine: str = command_option("transformers", "What runs the model.", choices=tuple(ENGINES))
+    engine_args: tuple[str, ...] = command_option(
+        (), "Arguments of the engine, such as max_num_seqs=8,dtype=float32.", default_text="none"
+    )
     simulate: str | None = command_option(
         None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
     )
@@ -70,15 +96,22 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(CheckingOptions, PrintingOptions):
+class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions):
     command: ClassVar[str] = "compare"
 
     a: Path | Any = argument(
-        "A", "The reference: a record, or a dump of msprobe.", open=True, exists="folder", aliases=("gpu_checkpoint",)
-    )
+        "A", "The reference: a record, a dump of msprobe, or a system such as transformers:MODEL.", open=True,
+        check=compared_source, aliases=("gpu_checkpoint",),
+    )  # fmt: skip
     b: Path | Any = argument(
-        "B", "The other device's record or dump.", open=True, exists="folder", aliases=("npu_checkpoint",)
+        "B", "The other record, dump or system, such as vllm:MODEL.", open=True, check=compared_source,
+        aliases=("npu_checkpoint",),
+    )  # fmt: skip
+    engine_args: tuple[str, ...] = option(
+        (), "Of systems: arguments of the engines, such as dtype=float32,b.temperature=0.7.", default_text="none"
     )
+    samples: int = changed(SamplingOptions, "samples", 16)
+    max_tokens: int = changed(SamplingOptions, "max_tokens", 64)
     layers: tuple[int, ...] | None = option(
         None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", least=0, default_text="all"
     )
@@ -94,7 +127,21 @@ class CompareOptions(CheckingOptions, PrintingOptions):
     )
     output: Path | None = command_option(None, "Write the comparison there as JSON.", short="-o")
 
+    @property
+    def of_systems(self) -> bool:
+        """Whether two systems are to be run, and not two records read."""
+        return is_system(self.a)
+
     def problems(self, named: Naming) -> Iterator[str]:
+        if is_system(self.a) != is_system(self.b):
+            yield (
+                f"{named('a')} and {named('b')} must both be systems ({', '.join(f'{name}:MODEL' for name in ENGINES)}) or "
+                f"both be records; got {self.a} and {self.b}. `noisescope record MODEL --engine NAME` makes a record"
+            )
+        elif self.of_systems and (self.layers, self.max_mape, self.sensitivity) != (None, None, None):
+            yield f"{named('layers')}, {named('max_mape')} and {named('sensitivity')} are for records, not for systems"
+        elif not self.of_systems and (self.data is not None or self.engine_args):
+            yield f"{named('data')} and {named('engine_args')} are for systems such as vllm:MODEL: records have theirs"
         if self.affordable is not None and self.sensitivity is None:
             yield (
                 f"{named('affordable')} needs {named('sensitivity')}: the report of a diagnosis shows what a "
