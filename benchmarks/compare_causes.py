@@ -259,10 +259,10 @@ def cast_weights() -> tuple[Engine, Engine]:
 
 def other_template() -> tuple[Engine, Engine]:
     a, b = engine(), engine()
-    for one, words in ((a, "Question: "), (b, "Problem: ")):
+    for one, words in ((a, "Then "), (b, "Soon There ")):  # words that the bundled tokenizer knows
         one.subject.tokenizer.chat_template = (
-            "{% for m in messages %}{% if m['role'] == 'user' %}" + words + "{{ m['content'] }}\n"
-            "{% else %}Answer: {{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
+            "{% for m in messages %}{% if m['role'] == 'user' %}" + words + "{{ m['content'] }} "
+            "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
         )
     return a, b
 
@@ -303,6 +303,33 @@ PLANTS = (
 )  # fmt: skip
 
 
+# Two causes at once, in the order in which they are mended.
+PAIRS = (
+    ("stale layer, then head in bfloat16", (stale_layer, head_in_bf16), "state", "operators"),
+    ("rope base, then attention scale in code", (wrong_rope_base, scale_off_in_code), "state", "operators"),
+    ("training step, then another activation", (trained_further, act_approximated), "state", "operators"),
+    ("swapped layer, then gates in bfloat16", (layer_swapped, gate_and_up_in_bf16), "state", "operators"),
+    ("norm eps, then values in bfloat16", (eps_off, values_in_bf16), "state", "operators"),
+)
+
+
+def run_pair(name: str, changes: tuple[Callable[[Any], None], ...], stages: tuple[str, str]) -> dict[str, Any]:
+    """The first cause is what goes when it is taken out of both; the second what the other alone makes."""
+    a = engine()
+    ids = a.encode(read_data(demo.test_file(), limit=PROMPTS), TOKENS)
+    both, second = engine(), engine()
+    with torch.no_grad():
+        for change in changes:
+            change(both.model)
+        changes[1](second.model)
+    found = compare_systems(a, both, (ids, ids))
+    whole, rest = (truth_by_logits(a, one, ids) for one in (both, second))
+    real = (whole - rest, rest)
+    nats = [sum(c.nats.value or 0.0 for c in found.causes if c.stage == stage) for stage in stages]
+    ratios = [mine / its for mine, its in zip(nats, real, strict=True)]
+    return {"name": name, "nats": nats, "truth": real, "ratios": ratios, "named": [c.name for c in found.causes]}
+
+
 def data_of(plant: Plant) -> DataSet:
     if not plant.chat:
         return read_data(demo.test_file(), limit=PROMPTS)
@@ -319,12 +346,14 @@ def truth(a: Any, b: Any, plant: Plant, prompts: tuple[Any, Any]) -> float:
         left, right = a.reported(ids), b.reported(other)
         tail = min(len(ids), len(other)) - 1
         if plant.chat:  # the answer is the same text: its tokens are the last
-            tail = next(n for n in range(1, tail) if ids[-n - 1] != other[-n - 1])
+            tail = next((n for n in range(1, tail) if ids[-n - 1] != other[-n - 1]), tail)
         rows_a, rows_b = left.rows[-tail:].double(), right.rows[-tail:].double()
         if plant.by_token:
             found.append(float((left.tokens - right.tokens).abs().mean()))
         else:
-            found.append(float(F.kl_div(rows_a, rows_b, log_target=True, reduction="none").nan_to_num(0).sum(-1).mean()))
+            found.append(
+                float(F.kl_div(rows_a, rows_b, log_target=True, reduction="none").nan_to_num(0).sum(-1).mean())
+            )
     return sum(found) / len(found)
 
 
@@ -336,7 +365,8 @@ def run(plant: Plant) -> dict[str, Any]:
         ids = tuple(tuple(torch.randint(3, 64, (24,), generator=generator).tolist()) for _ in range(PROMPTS))
         prompts: tuple[Any, Any] = (ids, ids)
     else:
-        prompts = (a.encode(data, TOKENS), b.encode(data, TOKENS))
+        longest = 2 * TOKENS if plant.chat else TOKENS  # too long a chat loses its beginning
+        prompts = (a.encode(data, longest), b.encode(data, longest))
     start = time.process_time()
     found = compare_systems(a, b, prompts, chat=plant.chat)
     seconds = time.process_time() - start
@@ -399,7 +429,14 @@ def vllm_plants(model: str, dtype: str) -> list[dict[str, Any]]:
         found = compare_systems(a, b, prompts)
         real = truth_by_logits(a, b, prompts[0])
         row = judged(plant, found, real) if called else {"name": name, "nats": found.total.value, "truth": real}
-        rows.append({**row, "verdict": found.verdict, "token_gap": found.token_gap.value, "causes": [c.words for c in found.causes]})
+        rows.append(
+            {
+                **row,
+                "verdict": found.verdict,
+                "token_gap": found.token_gap.value,
+                "causes": [c.words for c in found.causes],
+            }
+        )
         print(rows[-1], flush=True)
 
     for first in range(0, 24, 4):
@@ -459,6 +496,10 @@ def main() -> None:
         close = sum(row["ratio"] is not None and 1 / WITHIN <= row["ratio"] <= WITHIN for row in rows)
         named = sum(row["named"] for row in rows)
         print(f"{named} of {len(rows)} named; nats within a factor {WITHIN} for {close}")
+        for name, changes, *stages in PAIRS:
+            if options.only in name:
+                rows.append(run_pair(name, changes, (stages[0], stages[1])))
+                print(json.dumps(rows[-1]), flush=True)
     if options.o:
         options.o.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -73,13 +73,20 @@ def record_engine(options: RecordOptions) -> Record:
     prompts = tuple(_cut(ids) for ids in engine.encode(data, options.max_tokens))
     facts = engine.facts
     about = {
-        "model": {"source": facts.model, "architecture": facts.architecture, "blocks": _blocks(engine), "fingerprint": ""},
+        "model": {
+            "source": facts.model,
+            "architecture": facts.architecture,
+            "blocks": _blocks(engine),
+            "fingerprint": "",
+        },
         "data": {"source": data.source, "samples": len(prompts)},
         "device": f"{facts.device}, {facts.engine} {facts.version}",
         "versions": {**versions(), facts.engine: facts.version},
         "created": now(),
         "dtype": facts.dtype,
-        "notes": [f"attention {facts.attention}, chunked prefill {facts.chunked_prefill}, prefix cache {facts.prefix_cache}"],
+        "notes": [
+            f"attention {facts.attention}, chunked prefill {facts.chunked_prefill}, prefix cache {facts.prefix_cache}"
+        ],
     }
 
     def run(ids: Tensor, recording: Recording) -> Tensor:

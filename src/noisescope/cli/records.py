@@ -120,7 +120,8 @@ def print_systems(found: api.comparison.SystemComparison) -> None:
     rows = [("", "nats per token", "95 %", "|log-prob. difference|", "")]
     rows.append(("all", *_estimate(found.total), _estimate(found.token_gap)[0], ""))
     rows += [
-        (f"  {cause.stage}", *_estimate(cause.nats), _estimate(cause.token_gap)[0], cause.name) for cause in found.causes
+        (f"  {cause.stage}", *_estimate(cause.nats), _estimate(cause.token_gap)[0], cause.name)
+        for cause in found.causes
     ]
     rows.append(("  round-off", *_estimate(found.round_off), _estimate(found.round_off_gap)[0], ""))
     rows.append(("  remainder", *_estimate(found.remainder), "", ""))

@@ -112,14 +112,18 @@ def compare_systems(
 
 
 def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
-    causes, notes = find_state(run.a, run.b)
+    causes, found = find_state(run.a, run.b)
+    notes = list(found)
     for cause in causes:
         mended.mend(run.a, run.b, cause)
         after = run.measure()
         where = (*cause.tensors, *cause.settings)
+        if after == run.gap and cause.settings:
+            notes.append(f"{cause.words}: without effect here")
+            continue
         run.causes.append(Cause("state", cause.name, cause.words, *removed(run.gap, after), where, cause.layers))
         run.gap = after
-    return notes
+    return tuple(notes)
 
 
 def _mend_operators(run: _Run) -> list[Role]:

@@ -211,7 +211,7 @@ def explain(role: Role, weights: dict[str, Tensor]) -> str:
     first = role.errors[0]
     where = _layers(role)
     words = f"{role.name}{where}: relative L2 {role.relative_l2:.2g} on the reference's own inputs"
-    looks = _attention(first) if first.between else _arithmetic(first, weights)
+    looks = (first.between and _attention(first)) or _arithmetic(first, weights)
     return f"{words}; {looks}" if looks else words
 
 
@@ -229,7 +229,7 @@ def _arithmetic(error: SiteError, weights: dict[str, Tensor]) -> str:
         return ""
     x, a, b = error.sample
     gap = float((a - b).norm())
-    return next((words for words, other in _explanations(error.site, x, a, b, weights) if _fits(b, other, gap)), "")
+    return next((words for words, other in _explanations(error, x, a, b, weights) if _fits(b, other, gap)), "")
 
 
 def _fits(b: Tensor, other: Tensor, gap: float) -> bool:
@@ -237,11 +237,13 @@ def _fits(b: Tensor, other: Tensor, gap: float) -> bool:
 
 
 def _explanations(
-    site: Site, x: Tensor, a: Tensor, b: Tensor, weights: dict[str, Tensor]
+    error: SiteError, x: Tensor, a: Tensor, b: Tensor, weights: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
+    site, between = error.site, error.between
     gain = float((a * b).sum() / (a * a).sum()) if bool(a.any()) else 1.0
     yield f"b's output is a's times {gain:.4g}", gain * a
-    weight, bias = weights.get(f"{site.module}.weight"), weights.get(f"{site.module}.bias")
+    names = [f"{site.module}.{name}" for name in ("weight", "bias")]
+    weight, bias = (None, None) if between else (weights.get(name) for name in names)
     for dtype in (torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         if site.operator == "linear" and weight is not None and weight.shape[-1] == x.shape[-1]:
@@ -249,7 +251,10 @@ def _explanations(
             short = short if bias is None else short + bias.double()
             yield f"b computes it in {name}", short
             yield f"b computes it in {name}", short.to(dtype).double()
-        yield f"b rounds its output to {name}", a.to(dtype).double()
+        if site.operator == "norm" and weight is not None and bool(weight.all()):
+            wide = weight.double()
+            yield f"b rounds to {name} before it applies the weight", (a / wide).to(dtype).double() * wide
+        yield f"b rounds {'what arrives there' if between else 'its output'} to {name}", a.to(dtype).double()
     offset = (b - a).mean(0, keepdim=True)
     yield "b adds the same numbers to every token", a + offset
 

@@ -7,7 +7,7 @@ values: a temperature scales differences between tokens, a truncation adds -log(
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from noisescope.engines.protocol import Sampling
 
 CLOSE = 2e-3  # nats by which a reported value may be off its formula: engines compute and store it in float32
+_SHARE = 1e-4  # relative error of a kept share
 _LEAST_TOKENS = 3  # of a row, to tell a temperature
 
 
@@ -68,17 +69,33 @@ def find_processing(rows: Tensor, logits: Tensor) -> Processing:
     if unnormalised:
         rows = rows - total[:, None]
     temperature = _temperature(rows, logits, given)
-    whole = (logits / temperature).log_softmax(-1)
-    lifted = _median(rows - whole, given)  # -log of the kept share
-    found = Processing(temperature, unnormalised=unnormalised)
-    if float(lifted.max()) > CLOSE and not unnormalised:
-        found = _truncation(whole, lifted, temperature)
-    expected = reported_rows(logits, found.sampling)
-    both = given & expected.isfinite()
+    found = [Processing(), Processing(temperature)]
+    for one in dict.fromkeys(candidate.temperature for candidate in found):
+        whole = (logits / one).log_softmax(-1)
+        lifted = _median(rows - whole, given)  # -log of the kept share
+        if float(lifted.max()) > CLOSE and not unnormalised:
+            found.append(_truncation(whole, lifted, rows, one))
+    return replace(_simplest([replace(one, off=_off(rows, logits, one)) for one in found]), unnormalised=unnormalised)
+
+
+def _simplest(found: list[Processing]) -> Processing:
+    """The first that explains the values; else the best, if it explains half of what the first leaves."""
+    exact = next((one for one in found if one.off <= CLOSE), None)
+    best = min(found, key=lambda one: one.off)
+    return exact or (best if best.off < 0.5 * found[0].off else found[0])
+
+
+def _off(rows: Tensor, logits: Tensor, processing: Processing) -> float:
+    """By how much nine of ten given values are off at most; a token left out on one side only is off for certain."""
+    expected = reported_rows(logits, processing.sampling)
+    given = ~rows.isnan()
+    both = given & rows.isfinite() & expected.isfinite()
+    alone = int((given & (rows.isfinite() != expected.isfinite())).sum())
     gaps = (rows - expected)[both].abs()
-    return Processing(
-        found.temperature, found.top_k, found.top_p, unnormalised, float(gaps.quantile(0.9)) if gaps.numel() else 0.0
-    )
+    if not gaps.numel() or alone > 0.02 * int(given.sum()):
+        return torch.inf
+    rank = max(1, int(0.9 * gaps.numel()))
+    return float(gaps.kthvalue(rank).values)
 
 
 def _temperature(rows: Tensor, logits: Tensor, given: Tensor) -> float:
@@ -94,18 +111,18 @@ def _temperature(rows: Tensor, logits: Tensor, given: Tensor) -> float:
     return 1.0 if abs(slope - 1) < CLOSE or slope <= 0 else 1 / slope
 
 
-def _truncation(whole: Tensor, lifted: Tensor, temperature: float) -> Processing:
-    """The same number of tokens kept in every row is top-k, the same share top-p."""
+def _truncation(whole: Tensor, lifted: Tensor, rows: Tensor, temperature: float) -> Processing:
+    """Numbers of tokens kept that fit every row are top-k; else the share that fits is top-p."""
     ranked = whole.sort(-1, descending=True).values.exp().cumsum(-1)
-    share = (-lifted.clamp_min(0)).exp()
-    counts = (ranked < share[:, None] * (1 - 1e-4)).sum(-1) + 1
-    if int(counts.min()) == int(counts.max()):
-        return Processing(temperature, top_k=int(counts[0]))
-    without_last = torch.where(counts > 1, ranked.gather(-1, (counts - 2).clamp_min(0)[:, None])[:, 0], 0.0)
-    low, high = float(without_last.max()), float(share.min())
-    if low <= high * (1 + 1e-3):
-        return Processing(temperature, top_p=round((low + high) / 2, 3))
-    return Processing(temperature, top_k=int(counts.max()), top_p=min(round(high, 3), 0.999))
+    share = (-lifted.clamp_min(0)).exp()[:, None]
+    fewest = (ranked < share * (1 - _SHARE)).sum(-1) + 1
+    most = (ranked <= share * (1 + _SHARE)).sum(-1)
+    if bool((rows == -torch.inf).any()):  # the engine says which tokens it left out
+        fewest = most = rows.isfinite().sum(-1)
+    if int(fewest.max()) <= int(most.min()):
+        return Processing(temperature, top_k=int(fewest.max()))
+    before = torch.where(fewest > 1, ranked.gather(-1, (fewest - 2).clamp_min(0)[:, None])[:, 0], 0.0)
+    return Processing(temperature, top_p=round(float(before.max() + share.min()) / 2, 3))
 
 
 def _median(values: Tensor, given: Tensor) -> Tensor:

@@ -100,7 +100,9 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
     if a.dtype != b.dtype and difference(b, a) is None:
         return Difference(f"holds the reference's numbers rounded to {_name(b.dtype)}", "truncation", rounded=True)
     if a.dtype != b.dtype and difference(a, b) is None:
-        return Difference(f"has numbers that the reference holds rounded to {_name(a.dtype)}", "truncation", rounded=True)
+        return Difference(
+            f"has numbers that the reference holds rounded to {_name(a.dtype)}", "truncation", rounded=True
+        )
     return difference(b.to(wide), a.to(wide))
 
 
@@ -136,8 +138,8 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
             yield StateCause("damaged weight", f"{pair.name} {_words(pair.found.words)}", (pair.name,))
     moved = _moved(dense, reference)
     for (block, other), names in _by_block(moved).items():
-        where = pair_words(block, names)
-        yield StateCause("another layer's weights", f"{where} the numbers of {other}", tuple(names))
+        source = moved[names[0]] if len(names) == 1 else other
+        yield StateCause("another layer's weights", f"{_holders(block, names)} the numbers of {source}", tuple(names))
     yield from _stale([pair for pair in dense if pair.name not in moved], blocks)
 
 
@@ -156,7 +158,7 @@ def _stale(dense: Sequence[_Pair], blocks: int) -> Iterator[StateCause]:
         names = tuple(pair.name for pair in held)
         where = "outside the blocks" if block is None else f"of layer {block}"
         words = f"{len(names)} tensors {where} hold other numbers ({_some(names)}), off by {_sizes(held)}"
-        yield StateCause("stale layer" if block is not None else "stale weights", f"{words}: not updated?", names)
+        yield StateCause("stale layer" if block is not None else "stale weights", f"{words} (not updated?)", names)
 
 
 def _look_quantised(dense: Sequence[_Pair]) -> bool:
@@ -189,7 +191,7 @@ def _by_block(moved: dict[str, str]) -> dict[tuple[int | None, str], list[str]]:
     return groups
 
 
-def pair_words(block: int | None, names: Sequence[str]) -> str:
+def _holders(block: int | None, names: Sequence[str]) -> str:
     """Which tensors, for a sentence that goes on with what they hold."""
     if block is None or len(names) < 2:
         return f"{_some(names)} holds" if len(names) == 1 else f"{_some(names)} hold"

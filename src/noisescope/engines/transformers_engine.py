@@ -15,15 +15,18 @@ from noisescope.data.dataset import DataSet
 from noisescope.engines.protocol import EngineCall, EngineFacts, Ids, OnCall, Reported, Sampling, Setting
 from noisescope.engines.sampling import reported_rows
 from noisescope.errors import InvalidInput, unknown
+from noisescope.localization.config_state import plain_attributes
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.fingerprint import model_fingerprint
-from noisescope.model.forwards import device_name, device_of, dtype_of, evaluating, input_device, without_cache
+from noisescope.model.forwards import device_name, dtype_of, evaluating, input_device, without_cache
 from noisescope.model.loading import Subject, load
-from noisescope.localization.config_state import plain_attributes
 from noisescope.probe.functions import with_tensor
 from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import WHOLE, Site
 
+_CONFIG = "config"  # before the names of settings that forwards read from the config
+_IDLE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "model_type", "pad_token_id",
+         "bos_token_id", "eos_token_id", "attn_implementation", "_attn_implementation"}  # fmt: skip
 _LEAVES = {"linear", "norm", "embedding"}
 
 
@@ -101,7 +104,9 @@ class TransformersEngine:
         call = self._last.get(site.module)
         if call is None or call.first_input is None:
             return None
-        args, kwargs = with_tensor(call.args, call.kwargs, call.first_input, x.reshape(call.first_input.shape).to(call.first_input))
+        args, kwargs = with_tensor(
+            call.args, call.kwargs, call.first_input, x.reshape(call.first_input.shape).to(call.first_input)
+        )
         with evaluating(self.model):
             y = call.callee(*args, **kwargs)
         return _flat(y[0] if isinstance(y, tuple) else y)
@@ -128,7 +133,12 @@ class TransformersEngine:
         (module._buffers[last] if held is None else held.detach()).copy_(value)
 
     def settings(self) -> Mapping[str, Setting]:
-        found: dict[str, Setting] = {}
+        config = self.model.config.to_dict()
+        found: dict[str, Setting] = {
+            f"{_CONFIG}.{name}": value
+            for name, value in config.items()
+            if isinstance(value, (float, int, str, bool, type(None))) and name not in _IDLE
+        }
         for path, module in self.model.named_modules():
             held = plain_attributes(module)
             plain = {name: value for name, value in held.items() if not isinstance(value, torch.dtype)}
@@ -137,7 +147,7 @@ class TransformersEngine:
 
     def set(self, name: str, value: Setting) -> None:
         path, _, attribute = name.rpartition(".")
-        module = self.model.get_submodule(path)
+        module = self.model.config if path == _CONFIG else self.model.get_submodule(path)
         if attribute not in vars(module):
             raise InvalidInput(f"{path} has no attribute {attribute}")
         module.__dict__[attribute] = value

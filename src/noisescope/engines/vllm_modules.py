@@ -106,9 +106,7 @@ def _holders(units: list[Unit]) -> list[Unit]:
     return list(found.values())
 
 
-def _projections(
-    unit: Unit, module: Any, packed: Mapping[str, list[str]]
-) -> Iterator[tuple[str, Projection]]:
+def _projections(unit: Unit, module: Any, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, Projection]]:
     """A merged projection has one part for each that it is made of."""
     parent, _, last = unit.module.rpartition(".")
     names = packed.get(last, [])
