@@ -351,9 +351,7 @@ def truth(a: Any, b: Any, plant: Plant, prompts: tuple[Any, Any]) -> float:
         if plant.by_token:
             found.append(float((left.tokens - right.tokens).abs().mean()))
         else:
-            found.append(
-                float(F.kl_div(rows_a, rows_b, log_target=True, reduction="none").nan_to_num(0).sum(-1).mean())
-            )
+            found.append(kl(rows_a, rows_b))
     return sum(found) / len(found)
 
 
@@ -464,11 +462,17 @@ def vllm_plants(model: str, dtype: str) -> list[dict[str, Any]]:
     return rows
 
 
+def kl(a: Tensor, b: Tensor) -> float:
+    """The mean of KL(b || a) over rows."""
+    terms = F.kl_div(a, b, log_target=True, reduction="none")
+    return float(terms.nan_to_num(0).sum(-1).mean())
+
+
 def truth_by_logits(a: Any, b: Any, prompts: Any) -> float:
     found = []
     for ids in prompts:
         left, right = (one.logits(ids)[:-1].double().log_softmax(-1) for one in (a, b))
-        found.append(float(F.kl_div(left, right, log_target=True, reduction="none").sum(-1).mean()))
+        found.append(kl(left, right))
     return sum(found) / len(found)
 
 

@@ -92,9 +92,15 @@ def compare_devices(options: CompareOptions) -> None:
     """
     with command_builder.plain_warnings():
         found = api.comparison.compare(options=options)
-    show = print_systems if options.of_systems else print_comparison
-    output.emit(found.to_json(), options, lambda: show(found))
+    output.emit(found.to_json(), options, lambda: print_found(found))
     command_builder.exit_by(found.outcome, options)
+
+
+def print_found(found: api.comparison.Comparison | api.comparison.SystemComparison) -> None:
+    if isinstance(found, api.comparison.SystemComparison):
+        print_systems(found)
+    else:
+        print_comparison(found)
 
 
 def print_comparison(found: api.comparison.Comparison) -> None:

@@ -287,7 +287,7 @@ def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: 
     if verdict == "diverged":
         text = _divergence(next(row for row in rows if row.diverges), dtype)
     elif verdict == "compared":
-        text = f"{reason[0].upper()}{reason[1:]}, so differences are given without a verdict of round-off. {_largest(rows)}"
+        text = f"{reason[0].upper()}{reason[1:]}, so no verdict of round-off is due. {_largest(rows)}"
     elif verdict == "identical":
         text = _identical(rows, sites)
     elif verdict == "round-off":

@@ -1,8 +1,8 @@
 """Two systems compared: facts of each engine, what their divergence is made of, and the verdict, as values.
 
-The divergence is KL(b || a) of the next-token distribution in nats per token: the mean log-ratio that samples of b show,
-as in a rollout that a trainer scores. Causes are mended one after another (ORDER); what mending one removes is its
-share, and what is left in the end is printed as the remainder.
+The divergence is KL(b || a) of the next-token distribution in nats per token: the mean log-ratio that samples of b
+show, as in a rollout that a trainer scores. Causes are mended one after another (ORDER); what mending one removes is
+its share, and what is left in the end is printed as the remainder.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +57,8 @@ class _Run:
                     pair = rounded_logits(self.a, ids, chosen, pair[1].dtype), pair[1]
                 sides = [self._rows(logits) for logits in pair]
                 following = torch.tensor(ids[1:])[:, None]
-                yield sides[0], sides[1], *(side.gather(1, following)[:, 0] for side in sides)
+                mine, its = (side.gather(1, following)[:, 0] for side in sides)
+                yield sides[0], sides[1], mine, its
 
         return gap_of(rows())
 
@@ -139,10 +141,16 @@ def _mend_operators(run: _Run) -> list[Role]:
         operator = first.site.operator if not first.between else "between"
         name = f"{operator} {role.name}"
         words = explain(role, weights)
+        if _unchanged(run.gap, after):
+            words += "; a can't run it on b's inputs, so its share is in the remainder"
         run.causes.append(Cause("operators", name, words, *removed(run.gap, after), role.mend, role.layers))
         run.gap = after
     rest = [error for error in errors if error.error and not error.beyond(round_off)]
     return [role for role in roles(rest, run.a.sites) if not set(role.mend) <= run.modules]
+
+
+def _unchanged(before: Gap, after: Gap) -> bool:
+    return all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(before.nats, after.nats, strict=True))
 
 
 def _sources(run: _Run, left: Sequence[Role]) -> tuple[RoundOffSource, ...]:
@@ -188,12 +196,12 @@ def _words(run: _Run, verdict: Verdict, left: Gap, band: Estimate | None) -> str
     if verdict == "different":
         return (
             f"Every operator is within round-off, but the tokens' log-probabilities differ by "
-            f"{left.total_token.value or 0:.2g} on average, more than the {band.high if band else 0:.2g} that two healthy "
-            "systems show."
+            f"{left.total_token.value or 0:.2g} on average, more than the {band.high if band else 0:.2g} that two "
+            "healthy systems show."
         )
     return (
-        f"Round-off: weights and settings are the same, and every operator is within the round-off of {dtypes[0]} on the "
-        "same inputs."
+        f"Round-off: weights and settings are the same, and every operator is within the round-off of {dtypes[0]} on "
+        "the same inputs."
     )
 
 

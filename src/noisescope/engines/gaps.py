@@ -49,7 +49,7 @@ def gap_of(prompts: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Gap:
 def divergence(a: Tensor, b: Tensor) -> float:
     """The mean of KL(b || a) over rows of log-probabilities."""
     a, b = a.double(), b.double()
-    terms = torch.where(b > -torch.inf, b.exp() * (b - a), 0.0)  # 0 log 0 is 0
+    terms = torch.where(b == -torch.inf, 0.0, b.exp() * (b - a))  # 0 log 0 is 0
     return max(float(terms.sum(-1).mean()), 0.0) if not bool(terms.isnan().any()) else math.nan
 
 

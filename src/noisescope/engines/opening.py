@@ -1,4 +1,4 @@
-"""An engine by its name: `open_engine("vllm", model, arguments)`. An adapter is the file NAME_engine.py beside this one."""
+"""An engine by its name: `open_engine("vllm", model, arguments)`. NAME_engine.py beside this file is its adapter."""
 
 from __future__ import annotations
 

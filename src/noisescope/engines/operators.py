@@ -16,7 +16,7 @@ from torch import Tensor
 
 from noisescope.engines.protocol import Engine, EngineCall, Ids, OnCall, is_leaf
 from noisescope.findings import LIMITS, ROUND_OFF
-from noisescope.sites import WHOLE, Site
+from noisescope.sites import WHOLE, Place, Site
 
 _TOKEN_FACTOR = 10.0  # a single token may be off by so many round-offs: few numbers vary more than many
 _SMALL = 0.1  # of the median token's size: a smaller token's error is taken relative to this
@@ -158,7 +158,7 @@ def roles(errors: Sequence[SiteError], sites: Sequence[Site]) -> tuple[Role, ...
     )
 
 
-def _holder(error: SiteError, blocks: dict[object, str], holders: set[str]) -> str | None:
+def _holder(error: SiteError, blocks: dict[Place, str], holders: set[str]) -> str | None:
     """The smallest module that holds this leaf and the one before it: the code between them is that module's.
 
     Where the one before is in another block, what lies between is that block's last add.
@@ -173,7 +173,7 @@ def _holder(error: SiteError, blocks: dict[object, str], holders: set[str]) -> s
     return blocks.get(error.before.place)
 
 
-def _short(module: str, blocks: dict[object, str]) -> str:
+def _short(module: str, blocks: dict[Place, str]) -> str:
     """A module's name without its block; the block itself is "block"."""
     for name in blocks.values():
         if module == name:

@@ -1,8 +1,8 @@
 """What noisescope asks of an engine: names, tensors, recorded calls, log-probabilities, facts.
 
 An adapter gives all of it in one form, whatever the engine does inside. Modules have the names that transformers gives
-them: a merged q, k, v projection is three sites, and a norm that is given (hidden, residual) has their sum as its input.
-Tensors are those of one prompt, [tokens, channels].
+them: a merged q, k, v projection is three sites, and a norm that is given (hidden, residual) has their sum as its
+input. Tensors are those of one prompt, [tokens, channels].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from noisescope.comparison.systems import EngineFacts as EngineFacts
 from noisescope.comparison.systems import Sampling as Sampling
-from noisescope.comparison.systems import Setting
+from noisescope.comparison.systems import Setting as Setting
 from noisescope.data.dataset import DataSet
 from noisescope.sites import WHOLE, Site
 

