@@ -19,7 +19,7 @@ VALUES = {"errors", "estimate", "trial_id_names", "jsonform", "sites", "injectio
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
-ABOVE = {"runs", "localization", "passports", "training"}
+ABOVE = {"runs", "localization", "passports", "training", "engines"}
 BELOW_CLI = TORCHLESS | MEASURING | TORCH_BLOCKED | ABOVE | {"api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": VALUES | {"comparison", "data", "measures", "model", "probe"},
     "passports": {"errors", "estimate", "jsonform", "model"},
     "localization": TORCHLESS - {"findings"} | MEASURING | {"comparison"},
+    "engines": TORCHLESS | MEASURING | {"comparison", "demo", "localization"},
     "training": TORCHLESS | MEASURING | {"diagnosis", "reports", "runs"},
     "compat": BELOW_CLI | {"noisy_ops"},
     "noisy_ops": {"compat", "errors"},

@@ -77,7 +77,6 @@ def record_engine(options: RecordOptions) -> Record:
             "source": facts.model,
             "architecture": facts.architecture,
             "blocks": _blocks(engine),
-            "fingerprint": "",
         },
         "data": {"source": data.source, "samples": len(prompts)},
         "device": f"{facts.device}, {facts.engine} {facts.version}",
@@ -97,7 +96,9 @@ def record_engine(options: RecordOptions) -> Record:
         return engine.logits(tuple(ids[0].tolist()), add)[None, -1]
 
     detail = Detail(options.detail == "full", frozenset(options.full_layers), options.inputs)
-    return read_record(write_batches(run, prompts, options.output, detail=detail, batch=1, about=about))
+    unknown = str  # the numbers that an engine holds are in no common form
+    folder = write_batches(run, prompts, options.output, detail=detail, batch=1, about=about, fingerprint=unknown)
+    return read_record(folder)
 
 
 def _blocks(engine: Engine) -> int:

@@ -8,6 +8,7 @@ comparison/records.py reads it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -231,9 +232,9 @@ def write_record(
         with evaluating(module), torch.no_grad(), recording.watch(module, anatomy):
             return last_token_logits(module, ids.to(device_of(module)))
 
-    known = {**about.get("model", {}), "fingerprint": model_fingerprint(module)}
-    about = {**about, "model": known, "dtype": dtype_of(module)}
-    return write_batches(run, prompts, folder, detail=detail, batch=batch, about=about)
+    about = {**about, "dtype": dtype_of(module)}
+    fingerprint = functools.partial(model_fingerprint, module)
+    return write_batches(run, prompts, folder, detail=detail, batch=batch, about=about, fingerprint=fingerprint)
 
 
 def write_batches(
@@ -244,6 +245,7 @@ def write_batches(
     detail: Detail,
     batch: int,
     about: dict[str, Any],
+    fingerprint: Callable[[], str],
 ) -> Path:
     """A record of whatever `run(ids, recording)` adds to the recording of each batch; it gives the last logits."""
     target = _new_folder(folder)
@@ -270,6 +272,7 @@ def write_batches(
         "format": FORMAT,
         "version": VERSION,
         **about,
+        "model": {**about.get("model", {}), "fingerprint": fingerprint()},
         "detail": "full" if detail.full else "sketch",
         "full_layers": sorted(detail.full_layers.intersection(site.place for site in sites)),
         "sketch": {"seed": sketches.SEED, "version": sketches.VERSION},
