@@ -178,3 +178,32 @@ def test_a_replay_from_the_command_line(tmp_path: Path) -> None:
     output = call("locate", "demo", "--reference", folder, "--simulate", fault).output
     assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "; found" in output
     assert "is no record" in call("locate", "demo", "--reference", tmp_path, code=2).output
+
+
+def test_two_systems_are_compared(tmp_path: Path) -> None:
+    """A table of parts in words, the whole as JSON; exit code 1 where they differ."""
+    file = tmp_path / "found.json"
+    both = ("transformers:demo", "transformers:demo", "--samples", 2, "--max-tokens", 24)
+    assert "identical. Both systems give the same distributions." in call("compare", *both).output
+    output = call("compare", *both, "--engine-args", "b.temperature=0.7", "-o", file, code=1).output
+    assert "different. One cause: semantics: a reports at temperature 1, b at 0.7" in output
+    rows = [line.split() for line in output.splitlines()]
+    assert any(row[:1] == ["semantics"] and row[-1] == "temperature" for row in rows)
+    assert any(row[:2] == ["remainder", "0"] for row in rows)
+    assert json.loads(file.read_text())["causes"][0]["name"] == "temperature"
+    output = call("compare", *both, "--engine-args", "b.dtype=bfloat16", code=1).output
+    assert "round-off of " in output and "% of elements differ" in output
+
+
+def test_mistakes_about_systems(records: Path) -> None:
+    def refused(*words: Any) -> str:
+        return " ".join(call("compare", *words, code=2).output.split())
+
+    record = records / "good.record"
+    assert "are both records or both systems" in refused("transformers:demo", record)
+    assert "are for records, not for systems" in refused("transformers:demo", "transformers:demo", "--max-mape", 1)
+    assert "are for systems such as vllm:MODEL" in refused(record, record, "--engine-args", "dtype=float32")
+    assert "unknown engine 'vlm'" in refused("vlm:demo", "transformers:demo")
+    assert "there is no file or folder './none'" in refused("transformers:./none", "transformers:demo")
+    fault = call("record", "demo", "--engine", "vllm", "--simulate", "gain:0.1@3", "-o", records / "x", code=2)
+    assert "--simulate is for the engine transformers" in fault.output
