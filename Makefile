@@ -49,7 +49,7 @@ newest:
 
 engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 .venv-engines/bin/pytest -m engine -q -p no:cacheprovider tests/engines/test_vllm.py \
-		--cov=noisescope.engines --cov-config=tests/engines/coverage.ini --cov-report=term --cov-fail-under=85
+		--cov --cov-config=tests/engines/coverage.ini --cov-report=term --cov-fail-under=85
 
 demo: setup
 	.venv/bin/noisescope demo -o noisescope-demo

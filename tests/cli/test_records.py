@@ -193,6 +193,7 @@ def test_two_systems_are_compared(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["causes"][0]["name"] == "temperature"
     output = call("compare", *both, "--engine-args", "b.dtype=bfloat16", code=1).output
     assert "round-off of " in output and "% of elements differ" in output
+    assert "2 prompts, 50 tokens" in call("compare", *both, "--generated", 2).output  # of 46 without
 
 
 def test_mistakes_about_systems(records: Path) -> None:

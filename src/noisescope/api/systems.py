@@ -28,6 +28,10 @@ def compare_models(options: CompareOptions) -> SystemComparison:
     b = _opened(options.b, options.engine_args, "b")
     data = _data(options.data, options.samples, demo=str(options.a).endswith(":demo"))
     prompts = (a.encode(data, options.max_tokens), b.encode(data, options.max_tokens))
+    if options.generated:
+        texts = [b.generate(ids, options.generated) for ids in prompts[1]]
+        mine, its = (tuple((*ids, *text) for ids, text in zip(side, texts, strict=True)) for side in prompts)
+        prompts = (mine, its)
     return compare_systems(a, b, prompts, chat=data.kind == "chat", band=roundoff_band(a, prompts[0]))
 
 

@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, ids: Ids, count: int) -> Ids:
-        """The greedy continuation, at most so many tokens."""
+        """The greedy continuation, so many tokens: one that ends a text does not stop it."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

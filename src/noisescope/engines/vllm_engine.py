@@ -134,7 +134,7 @@ class VllmEngine:
         return Reported(rows.gather(1, following[:, None])[:, 0], rows)
 
     def generate(self, ids: Ids, count: int) -> Ids:
-        return tuple(self._generate([ids], max_tokens=count, temperature=0.0)[0].outputs[0].token_ids)
+        return tuple(self._generate([ids], max_tokens=count, temperature=0.0, ignore_eos=True)[0].outputs[0].token_ids)
 
     # -- state
 

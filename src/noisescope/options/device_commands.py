@@ -110,6 +110,7 @@ class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions):
     engine_args: tuple[str, ...] = option(
         (), "Of systems: arguments of the engines, such as dtype=float32,b.temperature=0.7.", default_text="none"
     )
+    generated: int = option(0, "Of systems: tokens that B generates after each prompt, which both then score.", least=0)
     samples: int = changed(SamplingOptions, "samples", 16)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 64)
     layers: tuple[int, ...] | None = option(
