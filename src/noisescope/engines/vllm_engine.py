@@ -86,6 +86,8 @@ class VllmEngine:
         with watch(self.model, listener.after, lambda unit, operator: True, before=listener.before,
                    anatomy=self._map.anatomy):  # fmt: skip
             self._run(ids)
+        if listener.error is not None:
+            raise listener.error
         hidden = torch.cat(last)
         if len(hidden) != len(ids):
             raise InvalidInput(
@@ -141,7 +143,7 @@ class VllmEngine:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             path, _, last = name.rpartition(".")
-            tensor = parameter.detach()
+            tensor = self._without_padding(path, parameter.detach())
             if not tensor.numel():  # packed for a kernel: what it multiplies by shows on the unit vectors
                 tensor = _effective_weight(self.model.get_submodule(path))
             yield from ((f"{other}.{last}", part) for other, part in self._map.taken_apart(path, tensor))
@@ -150,6 +152,11 @@ class VllmEngine:
             cache = self.model.get_submodule(rotary).cos_sin_cache.detach()
             cos, sin = cache[1].chunk(2)
             yield "model.rotary_emb.inv_freq", torch.atan2(sin.float(), cos.float()).to(cache.dtype)
+
+    def _without_padding(self, path: str, tensor: Tensor) -> Tensor:
+        """Embeddings have rows that no token uses, so that their number is a multiple of 64."""
+        size = vars(self.model.get_submodule(path)).get("org_vocab_size")
+        return tensor if size is None else tensor[:size]
 
     def write(self, name: str, value: Tensor) -> None:
         if name == "model.rotary_emb.inv_freq":
@@ -161,7 +168,7 @@ class VllmEngine:
         held = module._parameters[last]
         assert held is not None
         if held.numel():
-            projection.part(held.detach(), dim=0).copy_(value)
+            projection.part(self._without_padding(path, held.detach()), dim=0).copy_(value)
             return
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -202,6 +209,7 @@ class _Listener:
     ) -> None:
         self._map, self._on_call, self._modules, self._length, self._last = names, on_call, modules, length, last
         self._inputs: dict[str, Tensor] = {}
+        self.error: Exception | None = None  # raised when the prompt is done: inside, it would leave vLLM stuck with it
 
     def before(self, call: RecordedCall) -> None:
         """Kernels write over what they are given, so inputs are copied: the sum of a (hidden, residual) pair."""
@@ -213,10 +221,17 @@ class _Listener:
     def after(self, call: RecordedCall) -> Any:
         name = call.unit.module
         x = self._inputs.pop(name)
-        new = self._reported(call, x) if len(x) == self._length else None
+        new = self._guarded(call, x) if len(x) == self._length and self.error is None else None
         if name == self._map.final_norm:
             self._last.append(_first(call.output if new is None else new).clone())
         return new
+
+    def _guarded(self, call: RecordedCall, x: Tensor) -> Any:
+        try:
+            return self._reported(call, x)
+        except Exception as error:
+            self.error = error
+            return None
 
     def _reported(self, call: RecordedCall, x: Tensor) -> Any:
         name, y = call.unit.module, call.output

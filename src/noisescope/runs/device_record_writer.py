@@ -172,7 +172,7 @@ class Whole:
 
     def keep(self, number: int, y: Tensor, x: Tensor | None) -> None:
         if x is not None:
-            known = self._held.get(id(x))
+            known = None if x.is_inference() else self._held.get(id(x))  # those don't count their changes
             if known is not None and known[1] == x._version:
                 self.same[f"{number}.input"] = known[2]
             else:
@@ -181,7 +181,8 @@ class Whole:
 
     def _copy(self, name: str, tensor: Tensor) -> None:
         self.tensors[name] = tensor.detach().contiguous().to("cpu", copy=True)
-        self._held[id(tensor)] = (tensor, tensor._version, name)
+        if not tensor.is_inference():
+            self._held[id(tensor)] = (tensor, tensor._version, name)
 
 
 def _by_token(y: Tensor, shape: tuple[int, int], *, heads: bool) -> Tensor | None:
