@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.engines.fake_engine import FakeEngine
 
 import noisescope as ns
+from noisescope.api.systems import roundoff_band
 from noisescope.comparison.systems import Sampling
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.protocol import Reported
 from noisescope.engines.transformers_engine import TransformersEngine
-from noisescope.estimate import Estimate
 
 
 def kl(a, b, prompts):
@@ -297,12 +298,41 @@ def test_a_reference_that_truncates_has_no_finite_divergence(tiny, prompts):
     assert [cause.name for cause in found.causes] == ["truncation"] and found.remainder.value == 0
 
 
+def blurred(model):
+    """Every linear is off by 1.5e-6 of each element: within what float32's round-off may be."""
+    draw = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, x, y: y * (1 + 1.5e-6 * torch.randn(y.shape, generator=draw)))
+
+
 def test_the_band_decides_what_operators_do_not_show(tiny, prompts):
     a, b = tiny(attn_implementation="sdpa"), tiny(attn_implementation="eager")
-    narrow, wide = (Estimate(high, high, high, 10) for high in (1e-12, 1.0))
-    assert compare_systems(a, b, (prompts, prompts), band=wide).verdict == "round-off"
-    found = compare_systems(a, b, (prompts, prompts), band=narrow)
-    assert found.verdict == "different" and "more than the 1e-12 that two healthy systems show" in found.words
+    band = roundoff_band(a, prompts)
+    found = compare_systems(a, b, (prompts, prompts), band=band)
+    assert found.verdict == "round-off" and "within the " in found.words and "99 % of healthy pairs" in found.words
+    assert 0 < found.unexplained_gap.value <= found.band.high
+    blurred(b.model)
+    found = compare_systems(a, b, (prompts, prompts), band=band)
+    assert found.verdict == "different" and not found.causes and "above the " in found.words
+    found = compare_systems(a, b, (prompts, prompts))
+    assert found.verdict == "round-off" and "no band was measured" in found.words
+
+
+def test_a_band_needs_tokens_and_transformers(tiny, prompts):
+    a, b = tiny(attn_implementation="sdpa"), tiny(attn_implementation="eager")
+    few = prompts[:2]
+    found = compare_systems(a, b, (few, few), band=roundoff_band(a, few))
+    assert found.verdict == "undecided" and "22 tokens are too few" in found.words
+    assert roundoff_band(a, ((5,),)) is None and roundoff_band(FakeEngine(a.model), prompts) is None
+
+
+def test_a_gap_is_judged_at_temperature_1(tiny, prompts):
+    """The band is that of the model's own distribution, whatever both engines report."""
+    cold = Sampling(temperature=0.25, processed=True)
+    a, b = (tiny(attn_implementation=name, sampling=cold) for name in ("sdpa", "eager"))
+    found = compare_systems(a, b, (prompts, prompts), band=roundoff_band(a, prompts))
+    assert found.verdict == "round-off" and found.token_gap.value > 2 * found.unexplained_gap.value
 
 
 def test_subjects_are_systems_too(tiny, prompts, tmp_path):

@@ -7,15 +7,16 @@ from pathlib import Path
 from torch import Tensor
 
 from noisescope.api.reports import now, versions
+from noisescope.api.roundoff import measure_band
 from noisescope.comparison.records import Record, read_record
+from noisescope.comparison.roundoff import RoundoffBand
 from noisescope.comparison.systems import SystemComparison
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.opening import open_engine, read_arguments
-from noisescope.engines.protocol import Engine, EngineCall
+from noisescope.engines.protocol import Engine, EngineCall, Ids
 from noisescope.engines.transformers_engine import TransformersEngine
 from noisescope.errors import InvalidInput
-from noisescope.estimate import Estimate
 from noisescope.model.loading import Subject
 from noisescope.options.device_commands import CompareOptions, RecordOptions
 from noisescope.plain_text import last_part
@@ -33,12 +34,20 @@ def compare_models(options: CompareOptions) -> SystemComparison:
         texts = [b.generate(ids, options.generated) for ids in prompts[1]]
         mine, its = (tuple((*ids, *text) for ids, text in zip(side, texts, strict=True)) for side in prompts)
         prompts = (mine, its)
-    return compare_systems(a, b, prompts, chat=data.kind == "chat", band=roundoff_band(a, prompts[0]))
+    one_dtype = a.facts.dtype == b.facts.dtype
+    band = roundoff_band(a, prompts[0]) if one_dtype else None  # no verdict of round-off is due between two
+    return compare_systems(a, b, prompts, chat=data.kind == "chat", band=band)
 
 
-def roundoff_band(engine: Engine, prompts: tuple[tuple[int, ...], ...]) -> Estimate | None:
-    """The |difference| of log-probabilities that two healthy systems show here; None where it is not measured."""
-    return None
+def roundoff_band(engine: Engine, prompts: tuple[Ids, ...]) -> RoundoffBand | None:
+    """The |difference| of log-probabilities that two healthy systems show here, by `ns.Rounding` in the engine.
+
+    None for engines other than transformers, into which no noise can be put here.
+    """
+    scored = [ids for ids in prompts if len(ids) > 1]
+    if not isinstance(engine, TransformersEngine) or not scored:
+        return None
+    return measure_band(engine.subject, scored)
 
 
 def _opened(source: object, arguments: tuple[str, ...], side: str) -> Engine:

@@ -143,6 +143,12 @@ def print_systems(found: api.comparison.SystemComparison) -> None:
     rows.append(("  round-off", *_estimate(found.round_off), _estimate(found.round_off_gap)[0], ""))
     rows.append(("  remainder", *_estimate(found.remainder), "", ""))
     say(output.aligned(rows))
+    if found.band is not None:
+        say(
+            f"healthy systems: |log-prob. difference| of {_estimate(found.band.expected)[0]}, below "
+            f"{found.band.high:.3g} for {100 * (1 - found.band.false_alarm):g} % of pairs; here, causes mended, "
+            f"{_estimate(found.unexplained_gap)[0]}"
+        )
     for cause in found.causes:
         say(f"{cause.name}: {cause.words}")
     for source in found.sources[:MOST_TOKENS]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from noisescope.atomic_write import write_file
+from noisescope.comparison.roundoff import RoundoffBand
 from noisescope.estimate import Estimate
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED
 from noisescope.findings.pass_fail import Verdict as CheckVerdict
@@ -92,7 +93,8 @@ class SystemComparison:
 
     `total` = the causes' nats + `round_off` + `remainder`, up to what is not finite. `round_off` is what operators
     make whose every output is within round-off of the reference's; `band` is the |difference| of log-probabilities
-    that is to be expected of two healthy systems, where it is known. `remainder` belongs to no operator that was seen.
+    that two healthy systems show, where it was measured, and `unexplained_gap` what is judged by it: the |difference|
+    that is left when the causes are mended, at temperature 1. `remainder` belongs to no operator that was seen.
     """
 
     schema_version: int
@@ -108,7 +110,8 @@ class SystemComparison:
     round_off: Estimate
     round_off_gap: Estimate
     sources: tuple[RoundOffSource, ...]
-    band: Estimate | None
+    unexplained_gap: Estimate
+    band: RoundoffBand | None
     remainder: Estimate
     order: tuple[str, ...]
     notes: tuple[str, ...]
@@ -125,10 +128,3 @@ class SystemComparison:
     def save(self, path: str | Path) -> Path:
         """Write it as JSON; its folder is made where there is none."""
         return write_file(Path(path), self.to_json())
-
-
-def within_band(gap: Estimate, band: Estimate | None) -> bool | None:
-    """Whether a |difference| of log-probabilities is what healthy systems show; None where no band is known."""
-    if band is None or band.high is None or gap.value is None:
-        return None
-    return gap.value <= band.high or (gap.low is not None and gap.low <= band.high)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from noisescope.comparison.roundoff import FEWEST_TOKENS, RoundoffBand
 from noisescope.comparison.systems import (
     ORDER,
     SCHEMA_VERSION,
@@ -16,7 +17,6 @@ from noisescope.comparison.systems import (
     RoundOffSource,
     SystemComparison,
     Verdict,
-    within_band,
 )
 from noisescope.engines.gaps import Gap, gap_of, removed
 from noisescope.engines.operators import Role, coarser, explain, mended_logits, replay, roles, rounded_logits
@@ -72,11 +72,12 @@ def compare_systems(
     prompts: tuple[Sequence[Ids], Sequence[Ids]],
     *,
     chat: bool = False,
-    band: Estimate | None = None,
+    band: RoundoffBand | None = None,
 ) -> SystemComparison:
     """What b's divergence from a is made of; `prompts` are token ids of the same texts, as a and as b make them.
 
-    `band` is the mean |difference| of log-probabilities that two healthy systems show.
+    `band` is the mean |difference| of log-probabilities that two healthy systems show on a's prompts. Without it the
+    verdict "round-off" rests on each operator alone.
     """
     meant = find_semantics(a, b, prompts, chat=chat)
     run = _Run(a, b, prompts[0], meant.temperature, meant.after, list(meant.causes))
@@ -86,16 +87,17 @@ def compare_systems(
         left = _mend_operators(run)
         sources = _sources(run, left)
         before = run.gap
+        judged = before.total_token if run.temperature == 1 else replace(run, temperature=1.0).measure().total_token
         run.modules |= {module for role in left for module in role.mend}
         everything = run.measure(stored=a.facts.dtype != b.facts.dtype)
     finally:
         mended.restore()
     round_off, round_off_gap = removed(before, everything)
-    verdict = _verdict(run, meant.before, before, band)
+    verdict = _verdict(run, meant.before, judged, band)
     return SystemComparison(
         schema_version=SCHEMA_VERSION,
         verdict=verdict,
-        words=_words(run, verdict, before, band),
+        words=_words(run, verdict, judged, band),
         a=a.facts,
         b=b.facts,
         prompts=len(prompts[0]),
@@ -106,6 +108,7 @@ def compare_systems(
         round_off=round_off,
         round_off_gap=round_off_gap,
         sources=sources,
+        unexplained_gap=judged,
         band=band,
         remainder=everything.total,
         order=ORDER,
@@ -167,22 +170,32 @@ def _sources(run: _Run, left: Sequence[Role]) -> tuple[RoundOffSource, ...]:
     return tuple(sorted(found, key=lambda source: -(source.nats.value or 0.0)))
 
 
-def _verdict(run: _Run, total: Gap, left: Gap, band: Estimate | None) -> Verdict:
+def _verdict(run: _Run, total: Gap, left: Estimate, band: RoundoffBand | None) -> Verdict:
     if run.causes:
         return "different"
     if not any(total.nats) and not any(total.token):
         return "identical"
-    if run.a.facts.dtype != run.b.facts.dtype or within_band(left.total_token, band) is False:
+    if run.a.facts.dtype != run.b.facts.dtype:
         return "different"
-    return "round-off" if left.total.value is not None else "undecided"
+    if left.value is None or run.gap.total.value is None:
+        return "undecided"
+    found = "round-off" if band is None else band.judge(left)
+    if found == "more than round-off":
+        return "different"
+    return "undecided" if found == "undecided" else "round-off"
 
 
-def _words(run: _Run, verdict: Verdict, left: Gap, band: Estimate | None) -> str:
+def _words(run: _Run, verdict: Verdict, left: Estimate, band: RoundoffBand | None) -> str:
     causes = sorted(run.causes, key=lambda cause: -_size(cause))
     dtypes = (run.a.facts.dtype, run.b.facts.dtype)
     if verdict == "identical":
         return "Both systems give the same distributions."
     if verdict == "undecided":
+        if band is not None and left.value is not None and run.gap.total.value is not None:
+            return (
+                f"Every operator is within round-off, but {band.tokens} tokens are too few to judge their "
+                f"log-probabilities by: give {FEWEST_TOKENS} or more."
+            )
         return "The distributions have no finite divergence, and no cause was found."
     if causes:
         named = "; ".join(f"{cause.stage}: {cause.words}" for cause in causes[:2])
@@ -193,15 +206,21 @@ def _words(run: _Run, verdict: Verdict, left: Gap, band: Estimate | None) -> str
             f"a computes in {dtypes[0]} and b in {dtypes[1]}: every operator is within the round-off of the coarser "
             "one. That is the cost of the dtype, not a difference between two runs of the same arithmetic."
         )
+    judged = "" if band is None else _judged(left, band)
     if verdict == "different":
-        return (
-            f"Every operator is within round-off, but the tokens' log-probabilities differ by "
-            f"{left.total_token.value or 0:.2g} on average, more than the {band.high if band else 0:.2g} that two "
-            "healthy systems show."
-        )
+        return f"Every operator is within round-off, but {judged}."
     return (
-        f"Round-off: weights and settings are the same, and every operator is within the round-off of {dtypes[0]} on "
-        "the same inputs."
+        f"Weights and settings are the same, every operator is within the round-off of {dtypes[0]} on the same inputs"
+        + (f", and {judged}." if judged else "; no band was measured, since a is not transformers.")
+    )
+
+
+def _judged(gap: Estimate, band: RoundoffBand) -> str:
+    side = "within" if (gap.value or 0.0) <= band.high else "above"
+    return (
+        f"the tokens' log-probabilities differ by {gap.value or 0:.2g} nats on average: {side} the {band.high:.2g} "
+        f"that {100 * (1 - band.false_alarm):g} % of healthy pairs stay below ({band.expected.value or 0:.2g} is "
+        "expected)"
     )
 
 
