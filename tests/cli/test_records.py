@@ -96,7 +96,10 @@ def test_what_can_not_be_meant_is_refused(records: Path, tmp_path: Path) -> None
     for options, reason in refused.items():
         assert reason in " ".join(call("compare", *pair, *options, code=2).output.split())
     file = records / "good.record" / "record.json"
-    assert "is a file: a record is the folder" in " ".join(call("compare", file, pair[1], code=2).output.split())
+    assert "two records (folders)" in " ".join(call("compare", file, pair[1], code=2).output.split())
+    text = records / "note.txt"
+    text.write_text("no record", encoding="utf-8")
+    assert "is a file: a record is the folder" in " ".join(call("compare", text, pair[1], code=2).output.split())
 
 
 def test_sketches_rank_tokens_without_sizes(tmp_path: Path) -> None:
@@ -210,3 +213,39 @@ def test_log_probability_files_have_causes_and_exit_codes(tmp_path: Path) -> Non
     assert "is for records" in call("compare", a, b, "--layers", "1", code=2).output
     assert "two names" in call("compare", a, b, "--fields", "old_log_probs", code=2).output
     assert "no such" not in call("compare", a, tmp_path, code=2).output
+
+
+def test_two_systems_are_compared(tmp_path: Path) -> None:
+    """A table of parts in words, the whole as JSON; exit code 1 where they differ."""
+    file = tmp_path / "found.json"
+    both = ("transformers:demo", "transformers:demo", "--samples", 2, "--max-tokens", 24)
+    assert "identical. Both systems give the same distributions." in call("compare", *both).output
+    output = call("compare", *both, "--engine-args", "b.temperature=0.7", "-o", file, code=1).output
+    assert "different. One cause: semantics: a reports at temperature 1, b at 0.7" in output
+    rows = [line.split() for line in output.splitlines()]
+    assert any(row[:1] == ["semantics"] and row[-1] == "temperature" for row in rows)
+    assert any(row[:2] == ["remainder", "0"] for row in rows)
+    assert json.loads(file.read_text())["causes"][0]["name"] == "temperature"
+    output = call("compare", *both, "--engine-args", "b.dtype=bfloat16", code=1).output
+    assert "round-off of " in output and "% of elements differ" in output
+    assert "2 prompts, 50 tokens" in call("compare", *both, "--generated", 2).output  # of 46 without
+    kernels = call("compare", *both, "--engine-args", "b.attn_implementation=eager").output
+    assert "round-off. Weights and settings are the same" in kernels and "for 99 % of pairs" in kernels
+
+
+def test_mistakes_about_systems(records: Path) -> None:
+    def refused(*words: Any) -> str:
+        return " ".join(call("compare", *words, code=2).output.split())
+
+    record = records / "good.record"
+    assert "are of one kind: two records" in refused("transformers:demo", record)
+    assert "--max-mape is for records, and these are systems" in refused(
+        "transformers:demo", "transformers:demo", "--max-mape", 1
+    )
+    assert "--engine-args is for systems such as vllm:MODEL" in refused(
+        record, record, "--engine-args", "dtype=float32"
+    )
+    assert "unknown engine 'vlm'" in refused("vlm:demo", "transformers:demo")
+    assert "there is no file or folder './none'" in refused("transformers:./none", "transformers:demo")
+    fault = call("record", "demo", "--engine", "vllm", "--simulate", "gain:0.1@3", "-o", records / "x", code=2)
+    assert "--simulate is for the engine transformers" in fault.output

@@ -212,14 +212,21 @@ def test_a_description_that_contradicts_itself_is_refused(kept_whole, tmp_path, 
         ns.compare(kept_whole, folder)
 
 
+def test_two_dtypes_and_two_checkpoints_are_compared_without_a_round_off_verdict(recorded, tmp_path):
+    """What differs is measured; neither a divergence nor round-off explains other weights or another dtype."""
+    for model, words in (
+        (tiny_model("llama", seed=1), r"The weights or configs differ \(fingerprints"),
+        (tiny_model("llama").bfloat16(), "A computed in float32 and b in bfloat16"),
+    ):
+        other = ns.record(ns.wrap(model), output=tmp_path / str(model.dtype), prompts=PROMPTS)
+        found = ns.compare(recorded, other)
+        assert (found.verdict, found.first, found.outcome) == ("compared", None, "pass")
+        assert re.search(f"{words}.*no verdict of round-off is due. The largest relative L2 is", found.words)
+        assert found.logits.kl > 0 and any(row.relative_l2 for row in found.sites)
+
+
 def test_records_of_different_things_are_not_subtracted(recorded, copy, tmp_path):
-    """Another model, another dtype, other prompts, other sketches: each with its reason."""
-    other = ns.record(ns.wrap(tiny_model("llama", seed=1)), output=tmp_path / "model", prompts=PROMPTS)
-    with pytest.raises(InvalidInput, match=r"about another model .* weights or config differ"):
-        ns.compare(recorded, other)
-    other = ns.record(ns.wrap(tiny_model("llama").bfloat16()), output=tmp_path / "dtype", prompts=PROMPTS)
-    with pytest.raises(InvalidInput, match="one computed in float32, the other in bfloat16"):
-        ns.compare(recorded, other)
+    """Other prompts, other sketches: each with its reason."""
     other = ns.record(ns.wrap(tiny_model("llama")), output=tmp_path / "prompts", prompts=PROMPTS[:1])
     with pytest.raises(InvalidInput, match="on other prompts"):
         ns.compare(recorded, other)

@@ -121,7 +121,10 @@ def test_a_python_function_has_the_options_as_keywords() -> None:
         (lambda: LocateOptions(quick=True, batch=2), "leave it out, or batch"),
         (lambda: LocateOptions(reference=object(), repeat=2), "repeat is for the audit .*got a reference"),
         (lambda: CompareOptions(a=object(), b=object(), affordable=1), "affordable needs sensitivity"),
-        (lambda: CompareOptions(a="nowhere.record", b="x"), "there is no folder nowhere.record .a."),
+        (
+            lambda: CompareOptions(a="nowhere.record", b="x"),
+            "there is no folder nowhere.record: give a record, a .jsonl file, or a system",
+        ),
         (lambda: GateOptions(baseline="none.json"), "there is no report at none.json"),
         (lambda: GateOptions(max_degradation=15), "max_degradation must be below 1, got 15"),
         (lambda: RobustnessOptions(noise_levels=(0,)), "noise_levels must hold a noise level above 0"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from noisescope.api import records as records
     from noisescope.api import reports as reports
     from noisescope.api import roundoff as roundoff
+    from noisescope.api import systems as systems
     from noisescope.api.comparison import compare as compare
     from noisescope.api.diagnosis import diagnose as diagnose
     from noisescope.api.diagnosis import robustness as robustness
@@ -52,6 +53,7 @@ _LAZY = {
     "api.records": ("record", "save_activations"),
     "api.reports": (),
     "api.roundoff": (),
+    "api.systems": (),
     "localization.locate": ("locate",),
     "options.shared": ("Options",),
 }

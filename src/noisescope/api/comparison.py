@@ -16,6 +16,7 @@ from noisescope.comparison.priorities import DifferenceCosts as DifferenceCosts
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.rows import SiteRow as SiteRow
 from noisescope.comparison.rows import TokenRow as TokenRow
+from noisescope.comparison.systems import SystemComparison as SystemComparison
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.base import takes_options
@@ -28,17 +29,24 @@ from noisescope.reports.report_file import Report
 
 
 @takes_options(CompareOptions, "a", "b")
-def compare(options: CompareOptions) -> Comparison | LogprobComparison:
-    """How two devices differ; `a` is the reference.
+def compare(options: CompareOptions) -> Comparison | LogprobComparison | SystemComparison:
+    """How two devices or systems differ; `a` is the reference.
 
         found = ns.compare("gpu.record", "npu.record", max_mape=0.05, sensitivity="out/report.json")
         found.verdict, found.first.site, found.passed; found.save("comparison.json")
 
     Records are those of `record`, or dumps of msprobe (a folder with dump.json). Two .jsonl files are compared as
-    log-probabilities: `found.causes`, `found.remainder`.
+    log-probabilities: `found.causes`, `found.remainder`. Systems are run here:
+
+        found = ns.compare("transformers:path/to/model", "vllm:path/to/model", data="gsm8k.jsonl")
+        found.verdict, found.causes, found.round_off, found.remainder
     """
     if options.of_logprobs:
         return _compare_files(options)
+    if options.of_systems:
+        from noisescope.api.systems import compare_models
+
+        return compare_models(options)
     a, b, sensitivity = open_record(options.a), open_record(options.b), _diagnosed(options.sensitivity)
     return compare_records(a, b, sensitivity=sensitivity, **options.pick("layers", "max_mape", "affordable"))
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -28,6 +29,7 @@ def record_device(options: RecordOptions) -> None:
     noisescope record path/to/model --data gsm8k.jsonl --device cuda -o gpu.record
     noisescope record path/to/model --data gsm8k.jsonl --device npu -o npu.record --full-layers 9,10
     noisescope compare gpu.record npu.record
+    noisescope record path/to/model --data gsm8k.jsonl --engine vllm -o vllm.record
     noisescope record demo --simulate dead_zone:0.3@10 -o broken.record     as a faulty device would record
 
     Sketches of every operator's output take about 1 % of the tensors' size. Use the same data, --samples and
@@ -37,7 +39,10 @@ def record_device(options: RecordOptions) -> None:
     folder = options.output
     api.locate_simulated.check_fault(options.simulate)  # before torch is imported
     with command_builder.plain_warnings(), _interruptible(folder):
-        found = api.records.record(api.preparation.load_subject(options), options=options)
+        if options.engine == "transformers":
+            found = api.records.record(api.preparation.load_subject(options), options=options)
+        else:
+            found = api.systems.record_engine(options)
     size = sum(file.stat().st_size for file in folder.iterdir())
     facts = {
         "record": str(folder),
@@ -70,9 +75,12 @@ def _interruptible(folder: Path) -> Iterator[None]:
 
 
 def compare_devices(options: CompareOptions) -> None:
-    """Compare what two devices computed.
+    """Compare what two devices computed, or run two systems and say why they disagree.
 
     \b
+    noisescope compare transformers:path/to/model vllm:path/to/model --data gsm8k.jsonl
+    noisescope compare transformers:step100 transformers:step200        two checkpoints
+    noisescope compare transformers:demo transformers:demo --engine-args b.dtype=bfloat16
     noisescope compare gpu.record npu.record
     noisescope compare gpu.record npu.record --layers 9,10 --max-mape 0.05
     noisescope compare gpu.record npu.record --sensitivity out/report.json
@@ -80,17 +88,30 @@ def compare_devices(options: CompareOptions) -> None:
     noisescope compare rollout.jsonl trainer.jsonl --roundoff out       log-probabilities of the same tokens
 
     Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
-    --max-mape is exceeded, 3 where no site decides; records of other models or prompts are refused with code 2.
+    --max-mape is exceeded, 3 where no site decides; records of other prompts are refused with code 2.
+
     Of log-probability files (OpenAI-style, vLLM, TRL, verl, NeMo-RL) it names causes, each in nats: misalignment,
     truncation, temperature, top-p or top-k, missing values, growth with position or step, duplicated or reordered
     rows. Exit code 1 where a cause is found or more than round-off remains, 3 where nothing says what may remain.
+
+    Of systems (ENGINE:MODEL) the divergence of the next token's distribution is split into semantics, state, operators,
+    round-off and a remainder. Exit code 1 where they differ by more than round-off.
     """
-    found = api.comparison.compare(options=options)
-    if isinstance(found, api.comparison.LogprobComparison):
-        output.emit(found.to_json(), options, lambda: print_logprobs(found))
-        command_builder.exit_by(found.outcome, options)
-    output.emit(found.to_json(), options, lambda: print_comparison(found))
+    with command_builder.plain_warnings():
+        found = api.comparison.compare(options=options)
+    output.emit(found.to_json(), options, lambda: print_found(found))
     command_builder.exit_by(found.outcome, options)
+
+
+def print_found(
+    found: api.comparison.Comparison | api.comparison.LogprobComparison | api.comparison.SystemComparison,
+) -> None:
+    if isinstance(found, api.comparison.SystemComparison):
+        print_systems(found)
+    elif isinstance(found, api.comparison.LogprobComparison):
+        print_logprobs(found)
+    else:
+        print_comparison(found)
 
 
 def print_comparison(found: api.comparison.Comparison) -> None:
@@ -105,6 +126,47 @@ def print_comparison(found: api.comparison.Comparison) -> None:
     if found.max_mape is not None:
         say(f"\n{_decision(found)}")
     output.print_each(found.notes, "note: ")
+
+
+def print_systems(found: api.comparison.SystemComparison) -> None:
+    """Both systems, the verdict, and the divergence as a table of its parts."""
+    for name, side in (("a", found.a), ("b", found.b)):
+        attention = f", {side.attention} attention" if side.attention else ""
+        say(f"{name}: {side.model} ({side.engine} {side.version}, {side.dtype}, {side.device}{attention})")
+    say(f"\n{found.verdict}. {found.words}\n")
+    rows = [("", "nats per token", "95 %", "|log-prob. difference|", "")]
+    rows.append(("all", *_estimate(found.total), _estimate(found.token_gap)[0], ""))
+    rows += [
+        (f"  {cause.stage}", *_estimate(cause.nats), _estimate(cause.token_gap)[0], cause.name)
+        for cause in found.causes
+    ]
+    rows.append(("  round-off", *_estimate(found.round_off), _estimate(found.round_off_gap)[0], ""))
+    rows.append(("  remainder", *_estimate(found.remainder), "", ""))
+    say(output.aligned(rows))
+    if found.band is not None:
+        say(
+            f"healthy systems: |log-prob. difference| of {_estimate(found.band.expected)[0]}, below "
+            f"{found.band.high:.3g} for {100 * (1 - found.band.false_alarm):g} % of pairs; here, causes mended, "
+            f"{_estimate(found.unexplained_gap)[0]}"
+        )
+    for cause in found.causes:
+        say(f"{cause.name}: {cause.words}")
+    for source in found.sources[:MOST_TOKENS]:
+        say(
+            f"round-off of {source.role}: {_estimate(source.nats)[0]} nats; {source.sites} sites, relative L2 "
+            f"{source.relative_l2:.2g}, {100 * source.changed:.0f} % of elements differ"
+        )
+    say(f"{found.prompts} prompts, {found.tokens} tokens. Mended in this order: {', '.join(found.order)}.")
+    output.print_each(found.notes, "note: ")
+
+
+def _estimate(found: Any) -> tuple[str, str]:
+    """A value and its interval."""
+    if found.value is None:
+        return found.note, ""
+    ends = ["" if end is None else f"{end:.2g}" for end in (found.low, found.high)]
+    interval = f"{ends[0]} to {ends[1]}" if all(ends) else f"at least {ends[0]}" if ends[0] else ""
+    return f"{found.value:.3g}", interval
 
 
 def _decision(found: api.comparison.Comparison) -> str:

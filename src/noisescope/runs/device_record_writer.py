@@ -8,9 +8,10 @@ comparison/records.py reads it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,9 +77,9 @@ class Recording:
             return
         x = call.first_input if unit.kind == MODULE and operator != "residual" else None
         with torch._C.DisableTorchFunction():
-            self._add(call.site, y, x, heads=unit.kind == ATTENTION and operator != "linear")
+            self.add(call.site, y, x, heads=unit.kind == ATTENTION and operator != "linear")
 
-    def _add(self, site: Site, y: Tensor, x: Tensor | None, *, heads: bool) -> None:
+    def add(self, site: Site, y: Tensor, x: Tensor | None, *, heads: bool = False) -> None:
         """One output, and the input it came from."""
         y, x, shape = self._batch_first(site, y, x)
         rows = _by_token(y, shape, heads=heads)
@@ -172,7 +173,7 @@ class Whole:
 
     def keep(self, number: int, y: Tensor, x: Tensor | None) -> None:
         if x is not None:
-            known = self._held.get(id(x))
+            known = None if x.is_inference() else self._held.get(id(x))  # those don't count their changes
             if known is not None and known[1] == x._version:
                 self.same[f"{number}.input"] = known[2]
             else:
@@ -181,7 +182,8 @@ class Whole:
 
     def _copy(self, name: str, tensor: Tensor) -> None:
         self.tensors[name] = tensor.detach().contiguous().to("cpu", copy=True)
-        self._held[id(tensor)] = (tensor, tensor._version, name)
+        if not tensor.is_inference():
+            self._held[id(tensor)] = (tensor, tensor._version, name)
 
 
 def _by_token(y: Tensor, shape: tuple[int, int], *, heads: bool) -> Tensor | None:
@@ -227,6 +229,27 @@ def write_record(
     """
     module = unwrap(model)
     check_vocabulary(module, prompts, "the data")
+
+    def run(ids: Tensor, recording: Recording) -> Tensor | None:
+        with evaluating(module), torch.no_grad(), recording.watch(module, anatomy):
+            return last_token_logits(module, ids.to(device_of(module)))
+
+    about = {**about, "dtype": dtype_of(module)}
+    fingerprint = functools.partial(model_fingerprint, module)
+    return write_batches(run, prompts, folder, detail=detail, batch=batch, about=about, fingerprint=fingerprint)
+
+
+def write_batches(
+    run: Callable[[Tensor, Recording], Tensor | None],
+    prompts: Prompts,
+    folder: str | Path,
+    *,
+    detail: Detail,
+    batch: int,
+    about: dict[str, Any],
+    fingerprint: Callable[[], str],
+) -> Path:
+    """A record of whatever `run(ids, recording)` adds to the recording of each batch; it gives the last logits."""
     target = _new_folder(folder)
     ordered = tuple(sorted(prompts, key=len))  # stable: the same prompts give the same order on every machine
     sites: tuple[Site, ...] = ()
@@ -235,11 +258,9 @@ def write_record(
     notes: set[str] = set()
     with ThreadPoolExecutor(1) as disk:
         for first, count in _batches(ordered, batch):
-            ids = torch.tensor(ordered[first : first + count], device=device_of(module))
+            ids = torch.tensor(ordered[first : first + count])
             recording = Recording(ids.shape, first, detail, target / f"{len(batches):04d}")
-            with evaluating(module), torch.no_grad(), recording.watch(module, anatomy):
-                logits = last_token_logits(module, ids)
-            tensors = recording.finish(logits)
+            tensors = recording.finish(run(ids, recording))
             if batches and recording.sites != sites:
                 raise NothingInjected("the model called other operators on later prompts than on the first")
             sites = recording.sites
@@ -253,8 +274,7 @@ def write_record(
         "format": FORMAT,
         "version": VERSION,
         **about,
-        "model": {**about.get("model", {}), "fingerprint": model_fingerprint(module)},
-        "dtype": dtype_of(module),
+        "model": {**about.get("model", {}), "fingerprint": fingerprint()},
         "detail": "full" if detail.full else "sketch",
         "full_layers": sorted(detail.full_layers.intersection(site.place for site in sites)),
         "sketch": {"seed": sketches.SEED, "version": sketches.VERSION},

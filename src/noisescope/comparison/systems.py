@@ -1,0 +1,130 @@
+"""Two systems compared: facts of each engine, what their divergence is made of, and the verdict, as values.
+
+The divergence is KL(b || a) of the next-token distribution in nats per token: the mean log-ratio that samples of b
+show, as in a rollout that a trainer scores. Causes are mended one after another (ORDER); what mending one removes is
+its share, and what is left in the end is printed as the remainder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from noisescope.atomic_write import write_file
+from noisescope.comparison.roundoff import RoundoffBand
+from noisescope.estimate import Estimate
+from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED
+from noisescope.findings.pass_fail import Verdict as CheckVerdict
+from noisescope.jsonform import to_json
+
+SCHEMA_VERSION = 1
+Setting = float | int | str | bool | None
+Stage = Literal["semantics", "state", "operators"]
+Verdict = Literal["identical", "round-off", "different", "undecided"]
+ORDER = (
+    "inputs (template, special tokens)", "missing values", "alignment", "other processing", "truncation", "temperature",
+    "settings", "weights and buffers", "operators in the order they run", "round-off",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine makes its next-token distribution from logits, and which log-probabilities it reports.
+
+    `processed`: those after temperature, top-k and top-p; else those of the model itself.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    processed: bool = False
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What is known of an engine before it runs; None where it has no such thing or does not say."""
+
+    engine: str
+    version: str
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    attention: str = ""
+    chunked_prefill: bool | None = None
+    prefix_cache: bool | None = None
+    sampling: Sampling = Sampling()
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that makes b's distribution another one; `nats` and `token_gap` are what mending it removes.
+
+    `token_gap` is of the mean |difference| of the tokens' log-probabilities. `nats.value` is None where a
+    distribution has no finite divergence before or after, or was not given whole.
+    """
+
+    stage: Stage
+    name: str
+    words: str
+    nats: Estimate
+    token_gap: Estimate
+    where: tuple[str, ...] = ()  # modules, tensors or settings
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RoundOffSource:
+    """Operators of one role whose outputs differ by no more than round-off, and what mending them alone removes."""
+
+    role: str
+    sites: int
+    relative_l2: float
+    changed: float  # share of output elements that differ at all
+    nats: Estimate
+
+
+@dataclass(frozen=True)
+class SystemComparison:
+    """What the divergence of b from a is made of. Fields are the keys of its JSON form.
+
+    `total` = the causes' nats + `round_off` + `remainder`, up to what is not finite. `round_off` is what operators
+    make whose every output is within round-off of the reference's; `band` is the |difference| of log-probabilities
+    that two healthy systems show, where it was measured, and `unexplained_gap` what is judged by it: the |difference|
+    that is left when the causes are mended, at temperature 1. `remainder` belongs to no operator that was seen.
+    """
+
+    schema_version: int
+    verdict: Verdict
+    words: str
+    a: EngineFacts
+    b: EngineFacts
+    prompts: int
+    tokens: int
+    total: Estimate
+    token_gap: Estimate
+    causes: tuple[Cause, ...]
+    round_off: Estimate
+    round_off_gap: Estimate
+    sources: tuple[RoundOffSource, ...]
+    unexplained_gap: Estimate
+    band: RoundoffBand | None
+    remainder: Estimate
+    order: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def outcome(self) -> CheckVerdict:
+        if self.verdict == "undecided":
+            return UNDECIDED
+        return FAIL if self.verdict == "different" else PASS
+
+    def to_json(self) -> str:
+        return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON; its folder is made where there is none."""
+        return write_file(Path(path), self.to_json())

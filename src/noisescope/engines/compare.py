@@ -1,0 +1,228 @@
+"""Two systems compared: causes found and mended one after another, each with what mending it removes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from noisescope.comparison.roundoff import FEWEST_TOKENS, RoundoffBand
+from noisescope.comparison.systems import (
+    ORDER,
+    SCHEMA_VERSION,
+    Cause,
+    RoundOffSource,
+    SystemComparison,
+    Verdict,
+)
+from noisescope.engines.gaps import Gap, gap_of, removed
+from noisescope.engines.operators import Role, coarser, explain, mended_logits, replay, roles, rounded_logits
+from noisescope.engines.protocol import Engine, Ids
+from noisescope.engines.semantics import find_semantics
+from noisescope.engines.state import Mended, find_state
+from noisescope.estimate import Estimate
+
+_SOURCES = 6  # roles whose share of the round-off is measured
+_SOURCE_PROMPTS = 4
+
+
+@dataclass
+class _Run:
+    """What is known so far: causes, the gap that is left, and modules of b that are mended."""
+
+    a: Engine
+    b: Engine
+    prompts: Sequence[Ids]
+    temperature: float
+    gap: Gap
+    causes: list[Cause] = field(default_factory=list)
+    modules: set[str] = field(default_factory=set)
+
+    def measure(
+        self, modules: set[str] | None = None, prompts: Sequence[Ids] | None = None, *, stored: bool = False
+    ) -> Gap:
+        """The gap with these modules mended, by default with those that are.
+
+        `stored`: to a with what those modules give rounded to b's dtype, as b must keep it.
+        """
+        chosen = self.modules if modules is None else modules
+
+        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+            for ids in self.prompts if prompts is None else prompts:
+                pair = mended_logits(self.a, self.b, ids, chosen)
+                if stored:
+                    pair = rounded_logits(self.a, ids, chosen, pair[1].dtype), pair[1]
+                sides = [self._rows(logits) for logits in pair]
+                following = torch.tensor(ids[1:])[:, None]
+                mine, its = (side.gather(1, following)[:, 0] for side in sides)
+                yield sides[0], sides[1], mine, its
+
+        return gap_of(rows())
+
+    def _rows(self, logits: Tensor) -> Tensor:
+        return (logits[:-1].cpu().double() / self.temperature).log_softmax(-1)
+
+
+def compare_systems(
+    a: Engine,
+    b: Engine,
+    prompts: tuple[Sequence[Ids], Sequence[Ids]],
+    *,
+    chat: bool = False,
+    band: RoundoffBand | None = None,
+) -> SystemComparison:
+    """What b's divergence from a is made of; `prompts` are token ids of the same texts, as a and as b make them.
+
+    `band` is the mean |difference| of log-probabilities that two healthy systems show on a's prompts. Without it the
+    verdict "round-off" rests on each operator alone.
+    """
+    meant = find_semantics(a, b, prompts, chat=chat)
+    run = _Run(a, b, prompts[0], meant.temperature, meant.after, list(meant.causes))
+    mended = Mended()
+    try:
+        notes = (*meant.notes, *_mend_state(run, mended))
+        left = _mend_operators(run)
+        sources = _sources(run, left)
+        before = run.gap
+        judged = before.total_token if run.temperature == 1 else replace(run, temperature=1.0).measure().total_token
+        run.modules |= {module for role in left for module in role.mend}
+        everything = run.measure(stored=a.facts.dtype != b.facts.dtype)
+    finally:
+        mended.restore()
+    round_off, round_off_gap = removed(before, everything)
+    verdict = _verdict(run, meant.before, judged, band)
+    return SystemComparison(
+        schema_version=SCHEMA_VERSION,
+        verdict=verdict,
+        words=_words(run, verdict, judged, band),
+        a=a.facts,
+        b=b.facts,
+        prompts=len(prompts[0]),
+        tokens=sum(len(ids) - 1 for ids in prompts[0]),
+        total=meant.before.total,
+        token_gap=meant.before.total_token,
+        causes=tuple(run.causes),
+        round_off=round_off,
+        round_off_gap=round_off_gap,
+        sources=sources,
+        unexplained_gap=judged,
+        band=band,
+        remainder=everything.total,
+        order=ORDER,
+        notes=notes,
+    )
+
+
+def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
+    causes, found = find_state(run.a, run.b)
+    notes = list(found)
+    for cause in causes:
+        mended.mend(run.a, run.b, cause)
+        after = run.measure()
+        where = (*cause.tensors, *cause.settings)
+        if after == run.gap and cause.settings:
+            notes.append(f"{cause.words}: without effect here")
+            continue
+        run.causes.append(Cause("state", cause.name, cause.words, *removed(run.gap, after), where, cause.layers))
+        run.gap = after
+    return tuple(notes)
+
+
+def _mend_operators(run: _Run) -> list[Role]:
+    """Roles beyond round-off become causes; those within it are given back."""
+    errors, _ = replay(run.a, run.b, run.prompts)
+    round_off = coarser(run.a.facts.dtype, run.b.facts.dtype)
+    wrong = [error for error in errors if error.beyond(round_off)]
+    weights = dict(run.a.tensors()) if wrong else {}
+    for role in roles(wrong, run.a.sites):
+        run.modules |= set(role.mend)
+        after = run.measure()
+        first = role.errors[0]
+        operator = first.site.operator if not first.between else "between"
+        name = f"{operator} {role.name}"
+        words = explain(role, weights)
+        if _unchanged(run.gap, after):
+            words += "; a can't run it on b's inputs, so its share is in the remainder"
+        run.causes.append(Cause("operators", name, words, *removed(run.gap, after), role.mend, role.layers))
+        run.gap = after
+    rest = [error for error in errors if error.error and not error.beyond(round_off)]
+    return [role for role in roles(rest, run.a.sites) if not set(role.mend) <= run.modules]
+
+
+def _unchanged(before: Gap, after: Gap) -> bool:
+    return all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(before.nats, after.nats, strict=True))
+
+
+def _sources(run: _Run, left: Sequence[Role]) -> tuple[RoundOffSource, ...]:
+    """What the largest of the roles within round-off make, each mended alone, on a few prompts."""
+    prompts = run.prompts[:_SOURCE_PROMPTS]
+    if not left:
+        return ()
+    before = run.measure(prompts=prompts)
+    found = []
+    for role in sorted(left, key=lambda role: -role.relative_l2)[:_SOURCES]:
+        after = run.measure(run.modules | set(role.mend), prompts)
+        nats = removed(before, after)[0]
+        found.append(RoundOffSource(role.name, len(role.errors), role.relative_l2, role.changed, nats))
+    return tuple(sorted(found, key=lambda source: -(source.nats.value or 0.0)))
+
+
+def _verdict(run: _Run, total: Gap, left: Estimate, band: RoundoffBand | None) -> Verdict:
+    if run.causes:
+        return "different"
+    if not any(total.nats) and not any(total.token):
+        return "identical"
+    if run.a.facts.dtype != run.b.facts.dtype:
+        return "different"
+    if left.value is None or run.gap.total.value is None:
+        return "undecided"
+    found = "round-off" if band is None else band.judge(left)
+    if found == "more than round-off":
+        return "different"
+    return "undecided" if found == "undecided" else "round-off"
+
+
+def _words(run: _Run, verdict: Verdict, left: Estimate, band: RoundoffBand | None) -> str:
+    causes = sorted(run.causes, key=lambda cause: -_size(cause))
+    dtypes = (run.a.facts.dtype, run.b.facts.dtype)
+    if verdict == "identical":
+        return "Both systems give the same distributions."
+    if verdict == "undecided":
+        if band is not None and left.value is not None and run.gap.total.value is not None:
+            return (
+                f"Every operator is within round-off, but {band.tokens} tokens are too few to judge their "
+                f"log-probabilities by: give {FEWEST_TOKENS} or more."
+            )
+        return "The distributions have no finite divergence, and no cause was found."
+    if causes:
+        named = "; ".join(f"{cause.stage}: {cause.words}" for cause in causes[:2])
+        more = f" {len(causes) - 2} more causes are listed." if len(causes) > 2 else ""
+        return f"The largest of {len(causes)} causes: {named}.{more}" if len(causes) > 1 else f"One cause: {named}."
+    if dtypes[0] != dtypes[1]:
+        return (
+            f"a computes in {dtypes[0]} and b in {dtypes[1]}: every operator is within the round-off of the coarser "
+            "one. That is the cost of the dtype, not a difference between two runs of the same arithmetic."
+        )
+    judged = "" if band is None else _judged(left, band)
+    if verdict == "different":
+        return f"Every operator is within round-off, but {judged}."
+    return (
+        f"Weights and settings are the same, every operator is within the round-off of {dtypes[0]} on the same inputs"
+        + (f", and {judged}." if judged else "; no band was measured, since a is not transformers.")
+    )
+
+
+def _judged(gap: Estimate, band: RoundoffBand) -> str:
+    side = "within" if (gap.value or 0.0) <= band.high else "above"
+    return (
+        f"the tokens' log-probabilities differ by {gap.value or 0:.2g} nats on average: {side} the {band.high:.2g} "
+        f"that {100 * (1 - band.false_alarm):g} % of healthy pairs stay below ({band.expected.value or 0:.2g} is "
+        "expected)"
+    )
+
+
+def _size(cause: Cause) -> float:
+    return cause.nats.value if cause.nats.value is not None else (cause.token_gap.value or 0.0)

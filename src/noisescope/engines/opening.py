@@ -1,0 +1,73 @@
+"""An engine by its name: `open_engine("vllm", model, arguments)`. NAME_engine.py beside this file is its adapter."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from noisescope.comparison.systems import Sampling, Setting
+from noisescope.engines.protocol import Engine
+from noisescope.errors import InvalidInput, MissingExtra, unknown
+from noisescope.options.fields import ENGINES
+
+Arguments = Mapping[str, Setting]
+_WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
+
+
+def open_engine(name: str, model: str, arguments: Arguments | None = None) -> Engine:
+    """Start an engine with a model; settings of `Sampling` among the arguments say what it reports."""
+    if name not in ENGINES:
+        raise unknown("engine", name, ENGINES)
+    given = dict(arguments or {})
+    chosen = {field.name: given.pop(field.name) for field in fields(Sampling) if field.name in given}
+    if any(key != "processed" for key in chosen):
+        chosen.setdefault("processed", True)
+    if model == "demo":
+        given.setdefault("dtype", "float32")  # stored in bfloat16 to be small
+    try:
+        adapter = importlib.import_module(f"noisescope.engines.{name}_engine")
+        engine: Engine = adapter.open_engine(model, _sampling(chosen), given)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "noisescope":
+            raise
+        raise MissingExtra(f"the engine {name} is not installed ({error.name} is missing): {ENGINES[name]}") from error
+    return engine
+
+
+def _sampling(chosen: Arguments) -> Sampling:
+    try:
+        return Sampling(
+            float(chosen.get("temperature") or 1.0),
+            float(chosen.get("top_p") or 1.0),
+            int(chosen.get("top_k") or 0),
+            bool(chosen.get("processed")),
+        )
+    except ValueError:
+        raise InvalidInput(f"temperature, top_p and top_k are numbers; got {dict(chosen)}") from None
+
+
+def read_arguments(words: Sequence[str], side: str = "") -> dict[str, Setting]:
+    """Arguments from words such as dtype=float32 (of both sides) or b.temperature=0.7 (of one)."""
+    found: dict[str, Setting] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        which, dot, name = key.partition(".")
+        if not equals or not key or (dot and which not in ("a", "b")):
+            raise InvalidInput(
+                f"an engine argument is NAME=VALUE, or a.NAME=VALUE or b.NAME=VALUE for one side; got {word!r}"
+            )
+        if not dot or which == side:
+            found[name if dot else key] = _value(value)
+    return found
+
+
+def _value(text: str) -> Setting:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

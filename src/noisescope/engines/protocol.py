@@ -1,0 +1,101 @@
+"""What noisescope asks of an engine: names, tensors, recorded calls, log-probabilities, facts.
+
+An adapter gives all of it in one form, whatever the engine does inside. Modules have the names that transformers gives
+them: a merged q, k, v projection is three sites, and a norm that is given (hidden, residual) has their sum as its
+input. Tensors are those of one prompt, [tokens, channels].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from noisescope.comparison.systems import EngineFacts as EngineFacts
+from noisescope.comparison.systems import Sampling as Sampling
+from noisescope.comparison.systems import Setting as Setting
+from noisescope.data.dataset import DataSet
+from noisescope.sites import WHOLE, Site
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """One call at a site: `inputs` [T, C] (token ids [T] of an embedding), `output` [T, C].
+
+    `again(x)` is what the same module gives for other inputs.
+    """
+
+    site: Site
+    inputs: Tensor
+    output: Tensor
+    again: Callable[[Tensor], Tensor]
+
+
+OnCall = Callable[[EngineCall], Tensor | None]  # gets a call, may give the output that the engine goes on with
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Log-probabilities as an engine reports them: row t belongs to token t + 1 of the ids.
+
+    `rows` [T - 1, vocabulary] are NaN where the engine names no value and -inf where it says that a token is
+    impossible. `tokens` [T - 1] are the values that it gives the tokens themselves.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+
+
+class Engine(Protocol):
+    """An adapter. `sites` are in module order; a site of operator `WHOLE` is a module that holds others."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    @property
+    def sites(self) -> tuple[Site, ...]: ...
+
+    def encode(self, data: DataSet, max_tokens: int) -> tuple[Ids, ...]:
+        """Token ids of each item, by the engine's own tokenizer and template."""
+        ...
+
+    def logits(self, ids: Ids, on_call: OnCall | None = None, *, modules: Collection[str] | None = None) -> Tensor:
+        """Logits [T, vocabulary] of one prompt; `on_call` sees the calls of these modules, by default of all sites."""
+        ...
+
+    def reported(self, ids: Ids) -> Reported:
+        """The log-probabilities that users of the engine get for a prompt."""
+        ...
+
+    def generate(self, ids: Ids, count: int) -> Ids:
+        """The greedy continuation, so many tokens: one that ends a text does not stop it."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and buffers by name, as the engine uses them: merged projections are taken apart."""
+        ...
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Put other numbers into one of the tensors."""
+        ...
+
+    def settings(self) -> Mapping[str, Setting]:
+        """Plain attributes that a forward depends on, such as `model.layers.0.self_attn.scaling`."""
+        ...
+
+    def set(self, name: str, value: Setting) -> None:
+        """Change one of the settings."""
+        ...
+
+    def apply(self, site: Site, x: Tensor) -> Tensor | None:
+        """What a module gives for x, all else as in the last prompt that ran; None where it can't be called alone."""
+        ...
+
+
+def is_leaf(site: Site) -> bool:
+    """Whether a site is one operator, and holds no others."""
+    return site.operator not in (WHOLE, "residual")

@@ -1,0 +1,249 @@
+"""Second stage: settings, weights and buffers that differ, by name, grouped into causes, and how each is mended.
+
+b gets a's numbers. Where b's dtype can't hold them (b was cast to 16 bits), a gets b's instead: either way both compute
+with the same numbers afterwards. `Mended.restore` puts everything back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from noisescope.comparison.systems import Setting
+from noisescope.engines.protocol import Engine
+from noisescope.localization.weight_difference import Difference, bits_of, difference
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
+_MANY = 0.5  # of the blocks: such a model is another checkpoint, and not one with a stale layer
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class StateCause:
+    """A group of differences with one explanation."""
+
+    name: str
+    words: str
+    tensors: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({block for name in (*self.tensors, *self.settings) if (block := _block(name)) is not None}))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    name: str
+    a: Tensor
+    b: Tensor
+    found: Difference
+
+
+@dataclass
+class Mended:
+    """What was changed, to be put back."""
+
+    tensors: list[tuple[Engine, str, Tensor]] = field(default_factory=list)  # what it held before
+    settings: list[tuple[Engine, str, Setting]] = field(default_factory=list)
+
+    def mend(self, a: Engine, b: Engine, cause: StateCause) -> None:
+        wanted = set(cause.tensors)
+        mine, its = ({name: x.clone() for name, x in engine.tensors() if name in wanted} for engine in (a, b))
+        for name in cause.tensors:
+            to_b = torch.promote_types(mine[name].dtype, its[name].dtype) == its[name].dtype
+            engine, source, held = (b, mine[name], its[name]) if to_b else (a, its[name], mine[name])
+            self.tensors.append((engine, name, held))
+            engine.write(name, source)
+        for name in cause.settings:
+            self.settings.append((b, name, b.settings()[name]))
+            b.set(name, a.settings()[name])
+
+    def restore(self) -> None:
+        for engine, name, held in reversed(self.tensors):
+            engine.write(name, held)
+        for engine, name, value in reversed(self.settings):
+            engine.set(name, value)
+
+
+def find_state(a: Engine, b: Engine) -> tuple[tuple[StateCause, ...], tuple[str, ...]]:
+    """Causes in the order of mending, and notes on what could not be compared."""
+    mine, its = dict(a.tensors()), dict(b.tensors())
+    common = [name for name in mine if name in its]
+    pairs: list[_Pair] = []
+    notes = list(_lacking(mine, its))
+    for name in common:
+        here, there = mine[name].cpu(), its[name].cpu()
+        if here.shape != there.shape:
+            notes.append(f"{name} is {tuple(here.shape)} in a and {tuple(there.shape)} in b: not compared")
+        elif (found := _difference(name, here, there)) is not None:
+            pairs.append(_Pair(name, here, there, found))
+    causes = (*_settings(a, b), *_grouped(pairs, mine, len({_block(name) for name in common} - {None})))
+    return causes, tuple(notes)
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
+    wide = torch.promote_types(a.dtype, b.dtype)
+    if name.endswith("inv_freq"):  # an engine may keep sines and cosines instead
+        eps = max(torch.finfo(x.dtype).eps for x in (a, b))
+        same = torch.allclose(a.to(wide), b.to(wide), rtol=16 * eps, atol=0)
+        return None if same else Difference("differs from the reference")
+    if torch.equal(bits_of(a.to(wide)), bits_of(b.to(wide))):
+        return None
+    if a.dtype != b.dtype and difference(b, a) is None:
+        return Difference(f"holds the reference's numbers rounded to {_name(b.dtype)}", "truncation", rounded=True)
+    if a.dtype != b.dtype and difference(a, b) is None:
+        return Difference(
+            f"has numbers that the reference holds rounded to {_name(a.dtype)}", "truncation", rounded=True
+        )
+    return difference(b.to(wide), a.to(wide))
+
+
+def _settings(a: Engine, b: Engine) -> Iterator[StateCause]:
+    """One cause for each kind of setting, over all modules."""
+    mine, its = a.settings(), b.settings()
+    differing: dict[str, list[str]] = defaultdict(list)
+    for name in mine:
+        if name in its and mine[name] != its[name] and not _same_number(mine[name], its[name]):
+            differing[name.rpartition(".")[2]].append(name)
+    for kind, names in differing.items():
+        values = f"{its[names[0]]!r} in b, {mine[names[0]]!r} in a"
+        yield StateCause(f"setting {kind}", f"{kind} is {values} ({_some(names)})", settings=tuple(names))
+
+
+def _same_number(one: Setting, other: Setting) -> bool:
+    """Equal as float32 numbers: engines compute the same scale in other ways."""
+    return isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=1e-6)
+
+
+def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) -> Iterator[StateCause]:
+    tables = [pair for pair in pairs if pair.name.endswith("inv_freq")]
+    if tables:
+        yield StateCause("rotary frequencies", _rotary(tables[0]), tuple(pair.name for pair in tables))
+    rest = [pair for pair in pairs if pair not in tables]
+    rounded = [pair for pair in rest if pair.found.rounded]
+    for words in dict.fromkeys(pair.found.words for pair in rounded):
+        names = tuple(pair.name for pair in rounded if pair.found.words == words)
+        yield StateCause("cast", f"{len(names)} tensors: each {_words(words)} ({_some(names)})", names)
+    dense = [pair for pair in rest if pair.found.dense]
+    for pair in rest:
+        if not pair.found.rounded and not pair.found.dense:
+            yield StateCause("damaged weight", f"{pair.name} {_words(pair.found.words)}", (pair.name,))
+    moved = _moved(dense, reference)
+    for (block, other), held in _by_block(moved).items():
+        source = moved[held[0]] if len(held) == 1 else other
+        yield StateCause("another layer's weights", f"{_holders(block, held)} the numbers of {source}", tuple(held))
+    yield from _stale([pair for pair in dense if pair.name not in moved], blocks)
+
+
+def _stale(dense: Sequence[_Pair], blocks: int) -> Iterator[StateCause]:
+    """Tensors whose numbers are others throughout: of some layers (not updated), or of the whole model."""
+    by_block: dict[int | None, list[_Pair]] = defaultdict(list)
+    for pair in dense:
+        by_block[_block(pair.name)].append(pair)
+    if blocks and len(by_block.keys() - {None}) > _MANY * blocks:
+        names = tuple(pair.name for pair in dense)
+        quantised = "quantised weights" if _look_quantised(dense) else "another checkpoint or training step"
+        words = f"{len(names)} tensors of {len(by_block)} places differ throughout, by {_sizes(dense)}: {quantised}"
+        yield StateCause("quantised checkpoint" if _look_quantised(dense) else "another checkpoint", words, names)
+        return
+    for block, held in by_block.items():
+        names = tuple(pair.name for pair in held)
+        where = "outside the blocks" if block is None else f"of layer {block}"
+        words = f"{len(names)} tensors {where} hold other numbers ({_some(names)}), off by {_sizes(held)}"
+        yield StateCause("stale layer" if block is not None else "stale weights", f"{words} (not updated?)", names)
+
+
+def _look_quantised(dense: Sequence[_Pair]) -> bool:
+    """Whether rows of most matrices have few different numbers: those that a grid with a scale allows."""
+    matrices = [pair for pair in dense if pair.b.dim() == 2 and pair.b.shape[1] >= 32]
+    few = sum(_levels(pair.b) < 0.6 * _levels(pair.a) for pair in matrices)
+    return bool(matrices) and 2 * few > len(matrices)
+
+
+def _levels(matrix: Tensor) -> float:
+    """Different numbers per element in some rows."""
+    rows = matrix[:8]
+    different = sum(int(row.unique().numel()) for row in rows)
+    return different / rows.numel()
+
+
+def _moved(dense: Sequence[_Pair], reference: dict[str, Tensor]) -> dict[str, str]:
+    """Names of tensors that hold what the reference has under another name."""
+    if not dense:
+        return {}
+    digests = {_digest(tensor.cpu().to(dense[0].b.dtype)): name for name, tensor in reference.items()}
+    found = {pair.name: digests.get(_digest(pair.b)) for pair in dense}
+    return {name: other for name, other in found.items() if other is not None and other != name}
+
+
+def _by_block(moved: dict[str, str]) -> dict[tuple[int | None, str], list[str]]:
+    groups: dict[tuple[int | None, str], list[str]] = defaultdict(list)
+    for name, other in moved.items():
+        block = _block(other)
+        groups[_block(name), other if block is None else f"layer {block}"].append(name)
+    return groups
+
+
+def _holders(block: int | None, names: Sequence[str]) -> str:
+    """Which tensors, for a sentence that goes on with what they hold."""
+    if block is None or len(names) < 2:
+        return f"{_some(names)} holds" if len(names) == 1 else f"{_some(names)} hold"
+    return f"{len(names)} tensors of layer {block} hold"
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(bits_of(tensor).numpy().tobytes() + str(tensor.shape).encode()).digest()
+
+
+def _rotary(pair: _Pair) -> str:
+    """The bases, where both tables are powers of one."""
+    a, b = (_base(table) for table in (pair.a, pair.b))
+    words = f"{pair.name} differs"
+    return f"{words}: base {b:g} in b, {a:g} in a" if a and b and not math.isclose(a, b, rel_tol=1e-3) else words
+
+
+def _base(table: Tensor) -> float:
+    """inv_freq[i] is base^(-i / n); 0 where it is no such table."""
+    n = table.numel()
+    if n < 2 or float(table[0]) != 1 or not 0 < float(table[1]) < 1:
+        return 0.0
+    return float(f"{float(table[1].double()) ** -n:.4g}")
+
+
+def _sizes(pairs: Sequence[_Pair]) -> str:
+    error = sum(float((pair.a.double() - pair.b.double()).square().sum()) for pair in pairs)
+    size = sum(float(pair.a.double().square().sum()) for pair in pairs)
+    return f"a relative L2 of {math.sqrt(error / size) if size else math.inf:.2g}"
+
+
+def _lacking(mine: dict[str, Tensor], its: dict[str, Tensor]) -> Iterator[str]:
+    for which, here, there in (("b", mine, its), ("a", its, mine)):
+        names = [name for name in here if name not in there]
+        if names:
+            yield f"{which} lacks {len(names)} tensors, which are not compared ({_some(names)})"
+
+
+def _block(name: str) -> int | None:
+    found = _BLOCK.search(name)
+    return int(found[1]) if found else None
+
+
+def _some(names: Sequence[str]) -> str:
+    text = ", ".join(names[:_SHOWN])
+    return text if len(names) <= _SHOWN else f"{text} ... {len(names)} in all"
+
+
+def _words(text: str) -> str:
+    return text.replace("the checkpoint", "the reference")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

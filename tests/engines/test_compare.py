@@ -1,0 +1,346 @@
+"""Two transformers systems: planted causes are named, their nats are those that taking them out removes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.engines.fake_engine import FakeEngine
+
+import noisescope as ns
+from noisescope.api.systems import roundoff_band
+from noisescope.comparison.systems import Sampling
+from noisescope.engines.compare import compare_systems
+from noisescope.engines.protocol import Reported
+from noisescope.engines.transformers_engine import TransformersEngine
+
+
+def kl(a, b, prompts):
+    """KL(b || a) per token by plain forwards."""
+    found = []
+    for ids in prompts:
+        rows = [F.log_softmax(one.model(torch.tensor([ids])).logits[0, :-1].double(), -1) for one in (a, b)]
+        found.append(F.kl_div(rows[0], rows[1], log_target=True, reduction="none").sum(-1).mean().item())
+    return sum(found) / len(found)
+
+
+def stale(model):
+    for parameter in model.model.layers[1].parameters():
+        parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+
+
+def swapped(model):
+    model.model.layers[0].load_state_dict(copy.deepcopy(model.model.layers[2].state_dict()))
+
+
+def rope(model):
+    rotary = model.model.rotary_emb
+    rotary.inv_freq.copy_(500.0 ** -(torch.arange(len(rotary.inv_freq)) / len(rotary.inv_freq)))
+
+
+def scale(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.3
+
+
+def cast(model):
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
+def trained(model):
+    for number, parameter in enumerate(model.parameters()):
+        parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+
+
+def quantised(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            step = module.weight.abs().amax(1, keepdim=True) / 7
+            module.weight.copy_((module.weight / step).round() * step)
+
+
+def gates(model):
+    for layer in model.model.layers:
+        for module in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            weight = module.weight
+            module.forward = lambda x, weight=weight: F.linear(x.bfloat16(), weight.bfloat16()).float()
+
+
+def activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn.forward = lambda x: F.gelu(x)
+
+
+def stream(model):
+    for layer in model.model.layers[:2]:
+        inner = layer.forward
+        layer.forward = lambda *args, inner=inner, **kwargs: inner(*args, **kwargs).half().float()
+
+
+CAUSES = [
+    (stale, "state", "stale layer", (1,)),
+    (swapped, "state", "another layer's weights", (0,)),
+    (rope, "state", "rotary frequencies", ()),
+    (scale, "state", "setting scaling", (0, 1, 2)),
+    (cast, "state", "cast", (0, 1, 2)),
+    (trained, "state", "another checkpoint", (0, 1, 2)),
+    (quantised, "state", "quantised checkpoint", (0, 1, 2)),
+    (gates, "operators", "linear mlp.gate_proj", (0, 1, 2)),
+    (activation, "operators", "between mlp (between its operators)", (0, 1, 2)),
+    (stream, "operators", "between block (between its operators)", (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("change", "stage", "name", "layers"), CAUSES, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_planted_cause_is_named(tiny, prompts, change, stage, name, layers):
+    a, b = tiny(), tiny()
+    with torch.no_grad():
+        change(b.model)
+    kept = copy.deepcopy(b.model.state_dict())
+    found = compare_systems(a, b, (prompts, prompts))
+    assert found.verdict == "different"
+    assert (found.causes[0].stage, found.causes[0].name, found.causes[0].layers) == (stage, name, layers)
+    real = kl(a, b, prompts)
+    assert found.total.value == pytest.approx(real, rel=1e-3)
+    assert sum(cause.nats.value for cause in found.causes) == pytest.approx(real, rel=1e-3)
+    assert found.remainder.value < 1e-9
+    assert all(torch.equal(kept[key], value) for key, value in b.model.state_dict().items())
+
+
+def test_two_causes_have_their_own_shares(tiny, prompts):
+    """The first is mended first: its share is what it adds to the second."""
+    a, both, second = tiny(), tiny(), tiny()
+    with torch.no_grad():
+        stale(both.model)
+        activation(both.model)
+        activation(second.model)
+    found = compare_systems(a, both, (prompts, prompts))
+    assert [cause.name for cause in found.causes] == ["stale layer", "between mlp (between its operators)"]
+    rest = kl(a, second, prompts)
+    assert found.causes[1].nats.value == pytest.approx(rest, rel=1e-3)
+    assert found.causes[0].nats.value == pytest.approx(kl(a, both, prompts) - rest, rel=1e-3)
+    assert found.words.startswith("The largest of 2 causes")
+
+
+def test_the_same_system_is_identical(tiny, prompts):
+    found = compare_systems(tiny(), tiny(), (prompts, prompts))
+    assert (found.verdict, found.total.value, found.causes, found.sources) == ("identical", 0.0, (), ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_kernels_differ_by_round_off(tiny, prompts, dtype):
+    a, b = tiny(attn_implementation="sdpa"), tiny(attn_implementation="eager")
+    for one in (a, b):
+        one.model.to(dtype)
+    found = compare_systems(a, b, (prompts, prompts))
+    assert found.verdict in ("round-off", "identical") and not found.causes
+    assert found.remainder.value <= 1e-12
+
+
+def test_a_sliding_window_off_by_one_is_a_setting_or_an_operator(tiny, prompts):
+    a, b = tiny("mistral", sliding_window=4), tiny("mistral", sliding_window=5)
+    found = compare_systems(a, b, (prompts, prompts))
+    assert [cause.name for cause in found.causes] == ["setting sliding_window"]
+    b.model.config.sliding_window = 5
+    b.settings = dict  # type: ignore[method-assign]
+    found = compare_systems(a, b, (prompts, prompts))
+    assert found.causes[0].name.startswith("between self_attn") and "only from token 4 on" in found.causes[0].words
+
+
+def test_the_order_of_casts_in_a_norm_is_the_source_of_round_off(tiny, prompts):
+    """In bfloat16 it is no fault, and named as where the round-off comes from."""
+    a, b = tiny(), tiny()
+    for one in (a, b):
+        one.model.bfloat16()
+    for name, module in b.model.named_modules():
+        if name.endswith("norm"):
+
+            def forward(x, module=module):
+                unit = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + module.variance_epsilon)
+                return (module.weight.float() * unit).to(x.dtype)
+
+            module.weight.data *= 1.3
+            module.forward = forward
+    for name, module in a.model.named_modules():
+        if name.endswith("norm"):
+            module.weight.data *= 1.3
+    found = compare_systems(a, b, (prompts, prompts))
+    assert (found.verdict, found.causes) == ("round-off", ())
+    assert "norm" in found.sources[0].role and found.sources[0].changed > 0.05
+
+
+# -- dtypes
+
+
+def test_two_dtypes_get_no_round_off_verdict(tiny, prompts):
+    """b holds a's weights rounded and computes in bfloat16: state, then round-off, and nothing is left."""
+    a, b = tiny(), tiny()
+    b.model.bfloat16()
+    before = copy.deepcopy(a.model.state_dict())
+    found = compare_systems(a, b, (prompts, prompts))
+    assert found.verdict == "different" and found.a.dtype == "float32" and found.b.dtype == "bfloat16"
+    assert [cause.name for cause in found.causes] == ["cast"]
+    assert "rounded to bfloat16" in found.causes[0].words
+    assert found.remainder.value < 0.05 * found.round_off.value
+    assert all(torch.equal(before[key], value) for key, value in a.model.state_dict().items())
+
+
+def test_weights_that_fit_the_other_dtype_leave_its_arithmetic(tiny, prompts):
+    a, b = tiny(), tiny()
+    with torch.no_grad():
+        cast(a.model)
+    b.model.bfloat16()
+    found = compare_systems(a, b, (prompts, prompts))
+    assert (found.verdict, found.causes) == ("different", ())
+    assert "a computes in float32 and b in bfloat16" in found.words
+
+
+# -- semantics
+
+
+def test_a_temperature_is_told_from_a_scaled_head(tiny, prompts):
+    """The same distribution, once made by the report and once by the weights."""
+    a, b, scaled = tiny(), tiny(sampling=Sampling(0.8, processed=True)), tiny()
+    with torch.no_grad():
+        scaled.model.lm_head.weight /= 0.8
+    report, weights = (compare_systems(a, one, (prompts, prompts)) for one in (b, scaled))
+    assert [cause.name for cause in report.causes] == ["temperature"]
+    assert [cause.stage for cause in weights.causes] == ["state"]
+    assert report.total.value == pytest.approx(weights.total.value, rel=1e-3)
+    assert "b's values are those after sampling" in report.words
+
+
+@pytest.mark.parametrize(
+    ("mine", "its", "names", "words"),
+    [
+        (Sampling(), Sampling(top_p=0.8, processed=True), ["truncation"], "a share of 0.8"),
+        (Sampling(), Sampling(top_k=7, processed=True), ["truncation"], "b the 7 likeliest tokens, renormalised"),
+        (Sampling(0.7, processed=True), Sampling(0.49, processed=True), ["temperature"], "b applies it twice"),
+        (Sampling(0.7, processed=True), Sampling(0.6, processed=True), ["temperature"], "at temperature 0.7, b at 0.6"),
+        (Sampling(0.5, 0.9, processed=True), Sampling(0.5, 0.9, processed=True), [], ""),
+        (Sampling(), Sampling(0.9, 0.8, processed=True), ["truncation", "temperature"], "a share of 0.8"),
+    ],
+)
+def test_processing_of_reports_is_found(tiny, prompts, mine, its, names, words):
+    found = compare_systems(tiny(sampling=mine), tiny(sampling=its), (prompts, prompts))
+    assert [cause.name for cause in found.causes] == names
+    assert words in found.words
+    assert found.round_off.value == 0 and found.remainder.value == 0
+    if names:
+        assert sum(cause.nats.value for cause in found.causes) == pytest.approx(found.total.value)
+
+
+class Altered(TransformersEngine):
+    """Reports that were altered on their way to the user."""
+
+    def __init__(self, engine, change):
+        super().__init__(engine.subject)
+        self.change = change
+
+    def reported(self, ids):
+        return self.change(super().reported(ids))
+
+
+def test_misplaced_and_missing_values_are_found(tiny, prompts):
+    def zeros(found):
+        return Reported(torch.where(torch.arange(len(found.tokens)) % 4 == 1, 0.0, found.tokens), found.rows)
+
+    def shifted(found):
+        return Reported(found.tokens.roll(1), found.rows)
+
+    def missing(found):
+        return Reported(torch.where(torch.arange(len(found.tokens)) % 4 == 1, torch.nan, found.tokens), found.rows)
+
+    a = tiny()
+    for change, name, words in (
+        (zeros, "missing values", "12 token log-probabilities of b are given as 0"),
+        (missing, "missing values", "12 token log-probabilities of b are not given"),
+        (shifted, "alignment", "belong to tokens 1 earlier"),
+    ):
+        found = compare_systems(a, Altered(tiny(), change), (prompts, prompts))
+        assert [cause.name for cause in found.causes] == [name]
+        assert words in found.causes[0].words
+        assert found.total.value == 0  # the distributions are the same: the tokens' values are not
+        if change is not missing:
+            assert found.causes[0].token_gap.value == pytest.approx(found.token_gap.value)
+
+
+def test_logits_and_penalties_in_reports_are_found(tiny, prompts):
+    a = tiny()
+
+    def raw(found):
+        return Reported(found.tokens + 3, found.rows + 3)
+
+    def penalised(found):
+        rows = found.rows - 0.5 * (torch.arange(64) % 3 == 0)
+        return Reported(found.tokens, rows.log_softmax(-1))
+
+    logits = compare_systems(a, Altered(tiny(), raw), (prompts, prompts))
+    assert logits.causes[0].name == "other processing" and "reports logits" in logits.words
+    assert logits.total.value is None and logits.total.note == "not measurable"
+    found = compare_systems(a, Altered(tiny(), penalised), (prompts, prompts))
+    assert found.causes[0].name == "other processing" and "a penalty, a bias" in found.words
+
+
+def test_other_token_ids_are_a_cause(tiny, prompts):
+    found = compare_systems(tiny(), tiny(), (prompts, tuple(ids[1:] for ids in prompts)))
+    assert [cause.name for cause in found.causes] == ["special tokens"]
+    assert found.causes[0].nats.value == pytest.approx(found.total.value) and found.total.value > 0.01
+
+
+def test_a_reference_that_truncates_has_no_finite_divergence(tiny, prompts):
+    """It has as impossible what b has not; mending makes it finite."""
+    found = compare_systems(tiny(sampling=Sampling(top_k=5, processed=True)), tiny(), (prompts, prompts))
+    assert found.total.value is None and found.total.note == "unbounded"
+    assert [cause.name for cause in found.causes] == ["truncation"] and found.remainder.value == 0
+
+
+def blurred(model):
+    """Every linear is off by 1.5e-6 of each element: within what float32's round-off may be."""
+    draw = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, x, y: y * (1 + 1.5e-6 * torch.randn(y.shape, generator=draw)))
+
+
+def test_the_band_decides_what_operators_do_not_show(tiny, prompts):
+    a, b = tiny(attn_implementation="sdpa"), tiny(attn_implementation="eager")
+    band = roundoff_band(a, prompts)
+    found = compare_systems(a, b, (prompts, prompts), band=band)
+    assert found.verdict == "round-off" and "within the " in found.words and "99 % of healthy pairs" in found.words
+    assert 0 < found.unexplained_gap.value <= found.band.high
+    blurred(b.model)
+    found = compare_systems(a, b, (prompts, prompts), band=band)
+    assert found.verdict == "different" and not found.causes and "above the " in found.words
+    found = compare_systems(a, b, (prompts, prompts))
+    assert found.verdict == "round-off" and "no band was measured" in found.words
+
+
+def test_a_band_needs_tokens_and_transformers(tiny, prompts):
+    a, b = tiny(attn_implementation="sdpa"), tiny(attn_implementation="eager")
+    few = prompts[:2]
+    found = compare_systems(a, b, (few, few), band=roundoff_band(a, few))
+    assert found.verdict == "undecided" and "22 tokens are too few" in found.words
+    assert roundoff_band(a, ((5,),)) is None and roundoff_band(FakeEngine(a.model), prompts) is None
+
+
+def test_a_gap_is_judged_at_temperature_1(tiny, prompts):
+    """The band is that of the model's own distribution, whatever both engines report."""
+    cold = Sampling(temperature=0.25, processed=True)
+    a, b = (tiny(attn_implementation=name, sampling=cold) for name in ("sdpa", "eager"))
+    found = compare_systems(a, b, (prompts, prompts), band=roundoff_band(a, prompts))
+    assert found.verdict == "round-off" and found.token_gap.value > 2 * found.unexplained_gap.value
+
+
+def test_subjects_are_systems_too(tiny, prompts, tmp_path):
+    """ns.compare takes engines and subjects."""
+    a, b = ns.load("demo"), ns.load("demo")
+    with torch.no_grad():
+        b.model.model.layers[3].mlp.down_proj.weight *= 1.1
+    found = ns.compare(a, b, samples=4, max_tokens=24)
+    assert found.causes[0].where == ("model.layers.3.mlp.down_proj.weight",)
+    assert "times 1.1" in found.words
+    assert found.save(tmp_path / "new" / "found.json").read_text().startswith("{")
