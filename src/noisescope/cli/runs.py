@@ -146,7 +146,8 @@ def resume_run(options: ResumeOptions) -> None:
                 f"folder, give it again: noisescope runs resume {options.folder} {known[name].flag}"
             )
         say(f"not repeated: {known[name].flag} (it writes outside the run's folder)", err=True)
-    run(dataclasses.replace(found, resumes=fingerprint) if isinstance(found, ExecutionOptions) else found)
+    assert isinstance(found, (ExecutionOptions, DemoOptions))
+    run(dataclasses.replace(found, resumes=fingerprint))
 
 
 def _shown(name: str, value: object) -> str:
