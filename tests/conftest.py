@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-import torch
+from tests.network import Network
 
-from noisescope.testing import tiny_model
+NETWORK = Network()  # before anything else is imported: libraries may ask then
+
+import torch  # noqa: E402
+
+from noisescope.testing import tiny_model  # noqa: E402
 
 hypothesis.settings.register_profile("here", deadline=None, max_examples=50)  # a busy machine is no failure
 hypothesis.settings.load_profile("here")
@@ -66,6 +70,21 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # tiny models: more threads only wait for each other, worst on a busy machine
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """From the first fixture of a test to the last."""
+    NETWORK.allowed = item.get_closest_marker("ray") is not None
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def network() -> Iterator[Network]:
+    """What this process asked of the network, which is nothing: who asked and went on without an answer fails here."""
+    yield NETWORK
+    refused, NETWORK.refused = NETWORK.refused, []
+    assert not refused
 
 
 @pytest.fixture

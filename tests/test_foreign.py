@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import socket
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.passports.diff import read_passport
 from noisescope.reports.report_file import Report
 from noisescope.runs.store import Store
+from noisescope.trials import Conditions, Result, Slice, Trial
 
 CORPUS = Path(__file__).parent / "fuzz" / "corpus"
 KIND = FileKind("thing", "Make it again", max_bytes=10_000, max_depth=5)
@@ -268,17 +271,58 @@ def test_a_stored_result_of_another_shape_is_refused(tmp_path: Path) -> None:
     """With the right checksum: a run folder may come from elsewhere."""
     from noisescope.runs.store_rows import decode
 
-    for text in ("3", "{}", '{"samples": 3, "values": {}, "facts": {}}', '{"samples": [], "values": {"a": ["b"]}, '
-                 '"facts": {}}', "[" * 5000, '{"samples": [0], "values": {"a": [NaN]}, "facts": {}}'):  # fmt: skip
+    parts = (
+        "3, 'values': {}",
+        "[], 'values': {'a': ['b']}",
+        "[0], 'values': {'a': [NaN]}",
+        "[0], 'values': {'a': []}",
+    )
+    wrong = [f"{{'samples': {one}, 'facts': {{}}}}".replace("'", '"') for one in parts]
+    for text in ("3", "{}", b"{}", "[" * 5000, *wrong):
         with pytest.raises(InvalidInput, match="is no part of a run that noisescope wrote"):
             decode(text, None, "")
     good = '{"samples": [0], "values": {"a": [0.5]}, "facts": {}}'
     for arrays in (b"x", b"PK\x03\x04" + b"\0" * 40, b"\x93NUMPY\x01\x00v\x00" + b"\xff" * 200):
         with pytest.raises(InvalidInput, match="the arrays of a result is no part"):
             decode(good, arrays, "")
+    for other in ((good, "x", ""), (good, None, b"")):
+        with pytest.raises(InvalidInput, match="a result is no part of a run that noisescope wrote: a cell of another"):
+            decode(*other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"asked": [1], "command": 3, "report": "x"},
+        {"asked": {"model": 3, "data": [], "settings": "x", "conditions": 3, "device": {}}, "answered": 3},
+        {"asked": {"model": {"source": ["a\nb"]}, "settings": {"a\nb": ["\u202e", {}]}}, "command": {"name": [3]}},
+        {"report": {"run": [3]}, "command": {"name": "x" * 5000}},
+    ],
+)
+def test_notes_of_another_shape_are_shown_as_what_they_are(notes: dict[str, Any], tmp_path: Path) -> None:
+    """A line each, however long; none is taken for more than text."""
     with Store(tmp_path) as store:
-        store.note(asked=[1], command=3, report="x")
-    assert CliRunner().invoke(app, ["runs", "show", str(tmp_path)]).exit_code == 0
+        store.note(**notes)
+        store.add_gate({"x": 1})
+    for command in ("list", "show", "check"):
+        found = CliRunner().invoke(app, ["runs", command, str(tmp_path)])
+        assert found.exit_code == 0 and found.output.replace("\n", "").isprintable(), found.output
+        assert max(map(len, found.output.splitlines())) < 1100 and len(found.output.splitlines()) < 12
+    assert one_line(CliRunner().invoke(app, ["runs", "resume", str(tmp_path)]).output.strip(), 2100)
+
+
+@pytest.mark.parametrize("cell", ["measure = x'00ff'", "error = x'00ff'", "seconds = 9e999", "seconds = x'00'"])
+def test_a_cell_of_another_kind_is_one_line(cell: str, tmp_path: Path) -> None:
+    """SQLite keeps any kind of value in any column."""
+    with Store(tmp_path) as store:
+        store.put(Trial(Conditions("m", "float32", "cpu", "sdpa", 1), "score", Slice("d", 0, 1)), Result(), 1.0)
+    with closing(sqlite3.connect(tmp_path / "run.sqlite")) as db:
+        db.execute(f"UPDATE trials SET {cell}")
+        db.commit()
+    for command in ("show", "list", "check", "resume"):
+        found = CliRunner().invoke(app, ["runs", command, str(tmp_path)])
+        assert "Traceback" not in found.output and (found.exception is None or isinstance(found.exception, SystemExit))
+    assert "1 trials, 1 damaged" in CliRunner().invoke(app, ["runs", "check", str(tmp_path)]).output
 
 
 @pytest.mark.parametrize(

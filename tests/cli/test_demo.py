@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +122,15 @@ def test_reports_from_elsewhere(demo: tuple[Path, str], tmp_path: Path) -> None:
 def test_an_interrupted_demo_resumes(demo: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`runs resume` knows the demo, and runs no stored trial again; the steps that store no trial are left out."""
     (tmp_path / "run.sqlite").write_bytes((demo[0] / "run.sqlite").read_bytes())
+    with closing(sqlite3.connect(tmp_path / "run.sqlite")) as db:  # a damaged trial that nobody asks for
+        db.execute("INSERT INTO trials VALUES ('x', '{}', 'score', '{}', NULL, '', 1.0, '', 'y')")
+        db.commit()
+    assert "1 damaged" in call("runs", "check", tmp_path, code=1).output
     for step in ("check_findings", "add_precision_plan", "add_located_fault"):
         monkeypatch.setattr(diagnosis, step, lambda subject, report, *rest, **settings: report)
     monkeypatch.setattr("noisescope.cli.diagnose.print_check", lambda report: None)  # the words on those steps
     assert "0 trials run now" in call("runs", "resume", tmp_path).output
+    assert " 0 damaged" in call("runs", "check", tmp_path).output
 
 
 def test_one_bad_store_does_not_hide_the_others(demo: tuple[Path, str]) -> None:

@@ -62,7 +62,8 @@ def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, m
     """Undecided tests are counted, and decide only where all are."""
     monkeypatch.setattr("noisescope.api.reports.load_report", lambda path: SimpleNamespace(diagnosis=None))
     monkeypatch.setattr("noisescope.api.plans.generate", lambda report: [])
-    monkeypatch.setattr("noisescope.api.preparation.load_report_subject", lambda report, options: None)
+    for step in ("cli.command_builder.show_named_model", "api.preparation.load_report_subject"):
+        monkeypatch.setattr(f"noisescope.{step}", lambda report, options: None)
     results = [FaultTestResult("t", "t", row, "m", (), None) for row in rows]  # type: ignore[arg-type]
     monkeypatch.setattr("noisescope.api.fault_tests.run_report_tests", lambda *_, **__: results)
     assert codes("plan", "fault-tests", tmp_path, "--run") == wanted

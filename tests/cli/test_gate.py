@@ -70,6 +70,20 @@ def test_fault_tests_load_the_model_as_the_report_says(baseline, monkeypatch):
     assert seen == [("demo", "float32"), ("demo", "bfloat16")]
 
 
+def test_another_model_of_the_same_name_is_refused(baseline, tmp_path):
+    """A path in a report is cut to its last part, so what has that name here may be something else."""
+    report = json.loads((baseline / "report.json").read_text())
+    report["run"]["model"]["fingerprint"] = "0" * 64
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    code, said = run("plan", "fault-tests", tmp_path, "--run", "--limit", 1)
+    assert code == 2 and "demo is not the model of the report" in said and "with --model" in " ".join(said.split())
+    assert run("plan", "fault-tests", tmp_path, "--run", "--limit", 1, "--samples", 4, "--model", "demo")[0] in (
+        0,
+        1,
+        3,
+    )
+
+
 def test_migration_and_fault_tests(baseline, tmp_path):
     """Both plans from the report; a test that fails gives code 1, with everything written."""
     code, said = run("plan", "migration", baseline, "-o", tmp_path / "plan.json", "--device", "npu")

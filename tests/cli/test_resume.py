@@ -39,6 +39,14 @@ def forged(folder: Path, name: str = "diagnose", again: Any = (), **options: Any
     return folder
 
 
+def test_a_resumed_demo_looks_for_damage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As every other run does that is resumed."""
+    seen: list[Any] = []
+    monkeypatch.setitem(COMMANDS, "demo", (COMMANDS["demo"][0], seen.append))
+    call("runs", "resume", forged(tmp_path, "demo"))
+    assert seen[0].resumes == ""
+
+
 def test_what_widens_trust_is_never_stored(tmp_path: Path) -> None:
     """Neither are files outside the run's folder; that they were given is."""
     chosen = DiagnoseOptions(model="demo", trust_remote_code=True, executor="ray", address="ray://10.0.0.1", samples=8)

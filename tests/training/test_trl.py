@@ -24,6 +24,12 @@ COMMON = {"max_steps": 2, "use_cpu": True, "report_to": [], "disable_tqdm": True
           "save_strategy": "no", "dataloader_pin_memory": False, "bf16": False}  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's trainers, which these tests make themselves, tell the hub of it otherwise."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+
+
 def subject() -> Any:
     return ns.load("demo", dtype="float32")
 

@@ -108,7 +108,7 @@ BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # the fault that the demo simula
 FAULT = "int4"  # 4-bit integers with one scale per tensor
 
 
-def run_demo(output: Path, progress: object, announce: Callable[[str], None]) -> Report:
+def run_demo(output: Path, progress: object, announce: Callable[[str], None], *, resumes: str | None = None) -> Report:
     """A diagnosis of the bundled model, its findings checked, its precision planned, and a fault located.
 
     `announce` gets a line as each step begins.
@@ -116,7 +116,7 @@ def run_demo(output: Path, progress: object, announce: Callable[[str], None]) ->
     problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
     unseen = replace(problems, items=problems.items[SAMPLES:])
     subject = load_subject(LoadingOptions(model="demo"))
-    options = Options(output=output, progress=progress, repeat={"name": "demo", "options": {}})
+    options = Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}, resumes=resumes)
     report = diagnose(subject, samples=SAMPLES, seeds=2, slice=SAMPLES, calibration_samples=128, options=options)
     announce("2. simulating a fault where the report warns, and where it does not")
     name = "4-bit integers (one scale per tensor)"

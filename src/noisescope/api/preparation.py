@@ -20,6 +20,7 @@ from noisescope.diagnosis.report import Cost as RunCost
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.measures.divergence import KL_FLOOR
+from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import device_name
 from noisescope.model.loading import Subject, load
 from noisescope.options.base import takes_options
@@ -64,10 +65,19 @@ def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) 
     dtype = options.dtype or run["conditions"]["dtype"]
     if options.model:
         return _loaded(options.model, dtype, options)
+    source = run["model"]["source"]
     try:
-        return _loaded(run["model"]["source"], dtype, options)
+        found = _loaded(source, dtype, options)
     except InvalidInput as error:
         raise InvalidInput(f"{error} (the report names its model so: give it with --model)") from error
+    # a path that was cut to its last part may be another model's here
+    same_numbers = dtype == run["conditions"]["dtype"] and options.revision is None
+    if same_numbers and model_fingerprint(found.model) != run["model"]["fingerprint"]:
+        raise InvalidInput(
+            f"{source} is not the model of the report, which has another fingerprint: give the model you mean with "
+            "--model"
+        )
+    return found
 
 
 def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
@@ -321,7 +331,7 @@ class Prepared:
         model = self.facts.model
         if options.resumes and options.resumes != model.fingerprint:
             raise InvalidInput(
-                f"{model.source} is not the model that the run in {options.output} measured (fingerprint "
+                f"{self.subject.source} is not the model that the run in {options.output} measured (fingerprint "
                 f"{model.fingerprint[:12]}, and that one had {options.resumes[:12]}): put the model back, or measure "
                 "this one into another folder (-o)"
             )

@@ -111,7 +111,7 @@ def run_demo(options: DemoOptions) -> None:
     announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
 
     with command_builder.plain_warnings(), command_builder.explain_resuming(options.output), ProgressBar() as progress:
-        report = api.diagnosis.run_demo(options.output, progress, announce)
+        report = api.diagnosis.run_demo(options.output, progress, announce, resumes=options.resumes)
     output.finish(report, options.output, print_demo, as_json=options.json)
     if not options.json:
         seconds = time.perf_counter() - started

@@ -11,7 +11,7 @@ import typer
 from noisescope import api
 from noisescope.cli.command_builder import COMMANDS, add_command
 from noisescope.cli.output import print_each
-from noisescope.cli.terminal import say
+from noisescope.cli.terminal import say, say_line
 from noisescope.errors import InvalidInput
 from noisescope.options.base import unlike_default
 from noisescope.options.experiment_and_run_commands import (
@@ -58,13 +58,13 @@ def list_runs(options: ListOptions) -> None:
         say(json.dumps(rows, indent=1))
         return
     if not rows:
-        say(f"no runs in {options.folder.resolve()}")
+        say_line(f"no runs in {options.folder.resolve()}")
     for problem in unreadable:
-        say(f"can't be read: {problem}", err=True)
+        say_line(f"can't be read: {problem}", err=True)
     for row in rows:
         failed = f", {row['failed']} failed" if row["failed"] else ""
         trials = "" if row["gates"] and not row["trials"] else f", {row['trials']} trials{failed}"
-        say(f"{row['folder']}: {row['command']} of {row['model']}{trials}; {row['state']}")
+        say_line(f"{row['folder']}: {row['command']} of {row['model']}{trials}; {row['state']}")
 
 
 def show_run(options: ShowOptions) -> None:
@@ -73,16 +73,16 @@ def show_run(options: ShowOptions) -> None:
     if options.json:
         say(json.dumps(row, indent=1))
         return
-    say(f"{row['command']} of {row['model']}, data: {row['data']}")
-    say(row["state"])
+    say_line(f"{row['command']} of {row['model']}, data: {row['data']}")
+    say_line(row["state"])
     for measure, count in row["measures"].items():
-        say(f"  {measure}: {count} trials")
-    say(f"  {row['seconds']:.1f} s measured")
+        say_line(f"  {measure}: {count} trials")
+    say_line(f"  {row['seconds']:.1f} s measured")
     for error, count in row["errors"].items():
-        say(f"  failed {count} x: {error}")
-    say("settings")
+        say_line(f"  failed {count} x: {error}")
+    say_line("settings")
     for name, value in row["settings"].items():
-        say(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+        say_line(f"  {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
 
 
 def check_run(options: CheckRunOptions) -> None:
@@ -98,15 +98,15 @@ def check_run(options: CheckRunOptions) -> None:
     if options.json:
         say(api.reports.as_json(found), nl=False)
     else:
-        say(f"{found.trials} trials, {found.damaged} damaged")
+        say_line(f"{found.trials} trials, {found.damaged} damaged")
         if found.damaged_gates:
-            say(f"{found.damaged_gates} gate verdicts damaged: they are left out of the history")
+            say_line(f"{found.damaged_gates} gate verdicts damaged: they are left out of the history")
         for name in found.damaged_notes:
-            say(f"damaged: {name!r}, written anew when the same command runs again")
+            say_line(f"damaged: {name!r}, written anew when the same command runs again")
         if found.structure != "ok":
-            say(f"damaged: pages or indexes of {options.folder / api.reports.FILE} ({found.structure})")
+            say_line(f"damaged: pages or indexes of {options.folder / api.reports.FILE} ({found.structure})")
         if not found.sound:
-            say(f"measure what is damaged again: noisescope runs resume {options.folder}")
+            say_line(f"measure what is damaged again: noisescope runs resume {options.folder}")
     if not found.sound:
         raise typer.Exit(1)
 
@@ -135,9 +135,9 @@ def resume_run(options: ResumeOptions) -> None:
             raise InvalidInput(f"{options_of(ResumeOptions)[name].flag} is no option of noisescope {cls.command}")
     left_out = [name for name in command.again if name in known and name not in given]
     found = cls.from_stored(command.options, output=options.folder, **given)
-    say(f"resuming {options.folder}: noisescope {cls.command}", err=True)
+    say_line(f"resuming {options.folder}: noisescope {cls.command}", err=True)
     for name, value in unlike_default(found).items():
-        say(f"  {name}: {_shown(name, value)}", err=True)
+        say_line(f"  {name}: {_shown(name, value)}", err=True)
     _refuse_another_place(command.options.get("model"))
     for name in left_out:
         if name in options_of(ResumeOptions):
@@ -145,8 +145,9 @@ def resume_run(options: ResumeOptions) -> None:
                 f"this run was started with {known[name].flag}, which is never stored: if you trust its model and "
                 f"folder, give it again: noisescope runs resume {options.folder} {known[name].flag}"
             )
-        say(f"not repeated: {known[name].flag} (it writes outside the run's folder)", err=True)
-    run(dataclasses.replace(found, resumes=fingerprint) if isinstance(found, ExecutionOptions) else found)
+        say_line(f"not repeated: {known[name].flag} (it writes outside the run's folder)", err=True)
+    assert isinstance(found, (ExecutionOptions, DemoOptions))
+    run(dataclasses.replace(found, resumes=fingerprint))
 
 
 def _shown(name: str, value: object) -> str:

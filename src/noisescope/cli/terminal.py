@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from noisescope.plain_text import visible
+from noisescope.plain_text import one_line, visible
+
+LONGEST_LINE = 1000  # characters
 
 
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Print lines of text. What a terminal would obey (colours, cursor, direction of writing) is shown instead."""
     typer.echo(visible(str(text), keep="\n\t"), err=err, nl=nl)
+
+
+def say_line(text: str, *, err: bool = False) -> None:
+    """Print what another file says: a line however it was broken, and not a megabyte."""
+    indent = text[: len(text) - len(text.lstrip(" "))]
+    say(indent + one_line(text, LONGEST_LINE), err=err)

@@ -315,9 +315,7 @@ def activation_formula(module: nn.Module) -> tuple[str, bool] | None:
 def _find_activation(module: nn.Module) -> tuple[str, bool] | None:
     if any(p is not None for p in module._parameters.values()) or getattr(module, "inplace", False):
         return None
-    x = torch.linspace(
-        -6, 6, 2001, device="cpu", dtype=torch.float64
-    )  # a wrong kernel is mostly one of a shorter dtype
+    x = torch.linspace(-6, 6, 2001, device="cpu", dtype=torch.float64)  # wrong kernels are mostly of shorter ones
     y = _run(module, {}, x)
     if y is None or y.shape != x.shape:
         return None

@@ -149,3 +149,4 @@ class DemoOptions(PrintingOptions):
     command: ClassVar[str] = "demo"
 
     output: Path = changed(ExecutionOptions, "output", Path("noisescope-demo"), default_text="")
+    resumes: str | None = changed(ExecutionOptions, "resumes", None)

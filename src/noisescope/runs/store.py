@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -253,6 +254,8 @@ class Store(Mapping[str, Result]):
             rows = self._db.execute(
                 "SELECT measure, error, COUNT(*), SUM(seconds) FROM trials GROUP BY 1, 2"
             ).fetchall()
+            if not all(map(_is_count, rows)):
+                raise sqlite3.DatabaseError("a trial without measure, message or time")
         for measure, error, count, seconds in rows:
             measures[measure] = measures.get(measure, 0) + count
             spent += seconds
@@ -312,6 +315,12 @@ class Store(Mapping[str, Result]):
         self.close()
         if kind is None and self._write:
             self._require_file()
+
+
+def _is_count(row: Any) -> bool:
+    """SQLite keeps any kind of value in any column, and infinite sums."""
+    measure, error, _, seconds = row
+    return isinstance(measure, str) and isinstance(error, str) and isinstance(seconds, float) and seconds < math.inf
 
 
 def _result(row: Any) -> Result | None:

@@ -63,10 +63,12 @@ def encode(result: Result) -> tuple[str, bytes | None]:
 
 def decode(text: str, arrays: bytes | None, error: str) -> Result:
     """The result that `encode` wrote; refused where it is anything else, for a folder may come from elsewhere."""
+    if not (isinstance(text, str) and isinstance(error, str) and isinstance(arrays, bytes | None)):
+        raise STORED.refuse("a result", "a cell of another kind")  # SQLite keeps any value in any column
     data = members(parse_json(text, "a result", STORED), "a result", STORED)
     samples, values, facts = (data.get(name, ()) for name in ("samples", "values", "facts"))
-    numbers = isinstance(values, dict) and all(_is_column(column) for column in values.values())
-    if not isinstance(samples, list) or set(map(type, samples)) - {int} or not numbers or not isinstance(facts, dict):
+    known = isinstance(samples, list) and not set(map(type, samples)) - {int} and isinstance(facts, dict)
+    if not (known and isinstance(values, dict) and all(_is_column(one, len(samples)) for one in values.values())):
         raise STORED.refuse("a result", f"samples, values and facts were expected, got {shown(data)}")
     loaded: dict[str, Any] = {}
     if arrays:
@@ -77,8 +79,8 @@ def decode(text: str, arrays: bytes | None, error: str) -> Result:
     return Result(tuple(samples), {name: tuple(column) for name, column in values.items()}, facts, loaded, error)
 
 
-def _is_column(column: Any) -> bool:
-    return isinstance(column, list) and not set(map(type, column)) - {float, int, type(None)}
+def _is_column(column: Any, length: int) -> bool:
+    return isinstance(column, list) and len(column) == length and not set(map(type, column)) - {float, int, type(None)}
 
 
 def _finite(value: Any) -> Any:

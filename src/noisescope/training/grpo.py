@@ -8,11 +8,13 @@ generation that is rewarded. A training takes minutes and has no checkpoints: on
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import PrinterCallback, TrainerCallback
 
 from noisescope.errors import MissingExtra
@@ -43,7 +45,7 @@ def train(job: Job) -> Trained:
     aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
     recorder = _HeldOutLoss(lambda: task.held_out_loss(loop))
     # the Trainer seeds Python, NumPy and torch for the whole process
-    with random_state_kept(), tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
+    with random_state_kept(), _no_telemetry(), tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
         trainer = GRPOTrainer(
             model=loop.model,
             processing_class=task.tokenizer(),
@@ -57,6 +59,17 @@ def train(job: Job) -> Trained:
     steps = [row for row in trainer.state.log_history if "grad_norm" in row]
     injections = {phase: steps[-1].get(f"noise_{phase}", 0) for phase in PHASES}
     return Trained(loop.model, curve(steps, recorder.held_out), injections)
+
+
+@contextmanager
+def _no_telemetry() -> Iterator[None]:
+    """A trainer of TRL tells the hub that it was made; noisescope asks the network for nothing."""
+    before = constants.HF_HUB_DISABLE_TELEMETRY
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_TELEMETRY = before
 
 
 def _config(task: Any, folder: str, seed: int, *, on_cpu: bool) -> GRPOConfig:
