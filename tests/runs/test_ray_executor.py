@@ -211,13 +211,13 @@ def test_a_trial_that_kills_three_workers_is_a_failed_row(subject: Any) -> None:
 def test_workers_that_die_while_loading_end_the_run(subject: Any) -> None:
     """Actors that never come up are not replaced for ever."""
     what, stage = prepared(subject), Rehearsal(deaths=lambda number, method: True)
-    with (
-        Store(None) as store,
-        pytest.raises(NoisescopeError, match="3 workers died one after the other while loading"),
-        rehearsed(stage, what) as executor,
-    ):
-        executor.execute(what.context.ask(None), store, NoProgress())
-    assert len(store) == 0
+    with Store(None) as store:
+        with (
+            pytest.raises(NoisescopeError, match="3 workers died one after the other while loading"),
+            rehearsed(stage, what) as executor,
+        ):
+            executor.execute(what.context.ask(None), store, NoProgress())
+        assert len(store) == 0
 
 
 def test_a_worker_with_another_model_is_refused(subject: Any) -> None:
@@ -253,13 +253,13 @@ def test_another_version_of_a_trial_is_refused(subject: Any) -> None:
     """The actor's id of a trial is compared with the driver's before anything is stored."""
     what, stage = prepared(subject), Rehearsal()
     stage.answers = lambda answer: replace(answer, identity="0" * 64) if isinstance(answer, Answer) else answer
-    with (
-        Store(None) as store,
-        pytest.raises(NoisescopeError, match="computes another id for trial"),
-        rehearsed(stage, what) as executor,
-    ):
-        executor.execute(what.context.ask(None), store, NoProgress())
-    assert len(store) == 0
+    with Store(None) as store:
+        with (
+            pytest.raises(NoisescopeError, match="computes another id for trial"),
+            rehearsed(stage, what) as executor,
+        ):
+            executor.execute(what.context.ask(None), store, NoProgress())
+        assert len(store) == 0
 
 
 def test_another_tokenizer_is_refused(subject: Any) -> None:
@@ -524,7 +524,7 @@ def test_a_wrapped_model_is_written_once(tmp_path: Path) -> None:
     torch.set_num_threads(3)  # Ray's own choice would be the two cores
     what = prepared(ns.wrap(tiny_model("llama", seed=5)), Witness(os.getpid(), 3))
     run, found = what.run(all_levels, Options(output=tmp_path, executor="ray", workers=1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run.sqlite"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run.lock", "run.sqlite"]
     assert (tmp_path / "model" / "model.safetensors").exists()
     assert found == what.run(all_levels, Options())[1]
     assert run.notes[0] == f"the model was written to {tmp_path / 'model'} for the workers"
