@@ -369,3 +369,14 @@ def test_a_report_can_hide_no_characters(tmp_path: Path) -> None:
         (tmp_path / "report.json").write_text(json.dumps(found))
         with pytest.raises(InvalidInput, match=r"run\.model\.source: text without control characters was expected"):
             Report.load(tmp_path)
+
+
+@pytest.mark.parametrize("count", [0, -5])
+def test_a_module_without_weights_is_refused(count: int, tmp_path: Path) -> None:
+    """Plans divide by the number of weights."""
+    found = json.loads((CORPUS / "report" / "diagnosis.json").read_text())
+    for row in found["format_scores"]["modules"]:
+        row["parameters"] = count
+    (tmp_path / "report.json").write_text(json.dumps(found))
+    with pytest.raises(InvalidInput, match=rf"parameters must be a whole number from 1 on, got {count}"):
+        Report.load(tmp_path)

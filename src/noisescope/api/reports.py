@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
+from noisescope.atomic_write import folder_inside
 from noisescope.atomic_write import write_file as write_file
 from noisescope.diagnosis.changes import compare_runs
 from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
@@ -64,10 +65,10 @@ def write_junit(
 
 
 def save_figures(document: Document, folder: Path) -> list[Path]:
-    """The charts of a report as PNG and SVG; matplotlib is loaded here and not before."""
+    """The charts of a report as PNG and SVG, in figures/ of the folder; matplotlib is loaded here and not before."""
     from noisescope.reports.figures import save_figures as save
 
-    return save(document, folder)
+    return save(document, folder_inside(folder, "figures"))
 
 
 def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:

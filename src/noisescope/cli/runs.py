@@ -47,7 +47,7 @@ def draw_report(options: DrawOptions) -> None:
     target = options.output or (options.run if options.run.is_dir() else options.run.parent)
     paths = report.save(target, formats=options.format)
     if options.figures:
-        paths += api.reports.save_figures(report.document(), target / "figures")
+        paths += api.reports.save_figures(report.document(), target)
     print_each(paths, "")
 
 
