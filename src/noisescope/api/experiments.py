@@ -79,7 +79,8 @@ def phases(options: PhasesOptions) -> PhasesReport:
         ended = end_facts(options.output, full_paths=options.full_paths)
         del ended["store"]
         run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **ended)
-        report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
+        with store.interpreting():
+            report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
         if options.output is not None:
             store.note(report=report.data)
     return report

@@ -313,9 +313,10 @@ class Prepared:
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
             with self._executor(options) as (execute, cost):
-                run_waves(lambda results: question.propose(self.context, results), store, execute, progress)
+                run_waves(lambda results: self._proposed(question, store, results), store, execute, progress)
                 forwards, notes = cost()
-            found = question.conclude(self.context, store, self.notes)
+            with store.interpreting():
+                found = question.conclude(self.context, store, self.notes)
             spent = RunCost(
                 seconds=time.perf_counter() - started,
                 trials=store.counts().trials,
@@ -325,6 +326,10 @@ class Prepared:
             ended = end_facts(options.output, full_paths=options.full_paths)
             run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **ended)
         return run, found
+
+    def _proposed(self, question: Question[C], store: Store, results: Results) -> list[Trial]:
+        with store.interpreting():
+            return question.propose(self.context, results)
 
     def _refuse_another_model(self, options: ExecutionOptions) -> None:
         """A resumed run is of the model it was of, or it is another run."""

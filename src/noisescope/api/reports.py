@@ -41,7 +41,7 @@ from noisescope.reports.report_file import schema as schema
 from noisescope.reports.run_changes import Comparison
 from noisescope.runs.store import FILE as FILE
 from noisescope.runs.store import Store, StoreCheck
-from noisescope.runs.store_rows import STORED
+from noisescope.runs.store_rows import RESULTS, STORED
 from noisescope.sites import OPERATORS as OPERATORS
 
 
@@ -85,7 +85,9 @@ def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def compare_stored(a: Path, b: Path) -> Comparison:
     """What changed from one run to another."""
-    return Comparison(compare_runs(read_run(a), read_run(b)))
+    first, second = read_run(a), read_run(b)
+    with RESULTS.explaining(f"{a} or {b}"):
+        return Comparison(compare_runs(first, second))
 
 
 @dataclass(frozen=True)
