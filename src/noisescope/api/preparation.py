@@ -51,6 +51,7 @@ from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 C = TypeVar("C", covariant=True)
 PATHS_CUT = "absolute paths are cut to their last part (--full-paths keeps them)"
+MOST_SEEDS = 100_000
 FEW = 8  # samples for curvature and gradients: a second derivative is dear
 
 
@@ -272,6 +273,8 @@ def _with_short_paths(facts: Asked) -> Asked:
 
 
 def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(seeds, int) and seeds > MOST_SEEDS:
+        raise InvalidInput(f"seeds must be at most {MOST_SEEDS}, got {seeds}")
     return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
 
