@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import noisescope as ns
+from noisescope import demo
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
 from noisescope.foreign import FileKind, inside, parse_json, parse_yaml, read_bytes, read_foreign
@@ -265,6 +266,23 @@ def test_a_dump_names_nothing_outside(change: dict[str, Any], tmp_path: Path) ->
     with pytest.raises(InvalidInput, match=r"the name of a file in this folder|lacks ") as caught:
         ns.compare(tmp_path / "dump", tmp_path / "dump")
     assert one_line(str(caught.value), 800)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_max_length": "256"}', 'config.model_max_length: a number was expected, got "256"'),
+        ("[]", "tokenizer_config.json is no config of a tokenizer: an object was expected"),
+        ("{", "tokenizer_config.json is no config of a tokenizer: "),
+    ],
+)
+def test_a_hostile_tokenizer_config_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    """transformers compares the length when a text is encoded, far from any reader."""
+    shutil.copytree(demo.folder(), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(text)
+    with pytest.raises(InvalidInput) as caught:
+        ns.load(tmp_path / "model")
+    assert words in str(caught.value) and one_line(str(caught.value))
 
 
 def test_a_stored_result_of_another_shape_is_refused(tmp_path: Path) -> None:
