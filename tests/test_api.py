@@ -155,6 +155,7 @@ def test_what_a_run_would_cost() -> None:
         ({"samples": 0}, "samples must be at least 1"),
         ({"generate": True}, "generation needs prompts"),
         ({"seeds": 0}, "seeds must be at least 1"),
+        ({"seeds": 10**20}, "seeds must be at most 100000"),
         ({"effort": "max"}, "standard"),
         ({"executor": "slurm"}, "ray"),
         ({"noise_scal": 0.1}, "unknown keyword 'noise_scal'.*Did you mean 'noise_scale'"),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from noisescope.atomic_write import replacing, write_file
+from noisescope.atomic_write import folder_inside, read_sealed, replacing, write_file, write_sealed
+from noisescope.cli import app
+from noisescope.errors import InvalidInput
 
 
 def test_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -59,3 +63,32 @@ def test_a_device_is_written_as_it_is() -> None:
         file.symlink_to("/dev/null")
         assert not write_file(file, "text").is_symlink() and file.read_text() == "text"
         file.unlink()
+
+
+def test_a_folder_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    """A run's folder from elsewhere may hold figures -> ~/somewhere."""
+    (tmp_path / "mine").mkdir()
+    out = tmp_path / "out"
+    assert folder_inside(out, "figures") == folder_inside(out, "figures") == out / "figures"
+    for name in ("trend", "work", "figures"):
+        shutil.rmtree(out)
+        out.mkdir()
+        (out / name).symlink_to(tmp_path / "mine")
+        with pytest.raises(InvalidInput, match=f"{name} is a symbolic link: remove it, or use another folder"):
+            folder_inside(out, name)
+    corpus = Path(__file__).parent / "fuzz" / "corpus" / "report" / "robustness.json"
+    said = CliRunner().invoke(app, ["report", str(corpus), "-o", str(out), "--format", "json", "--figures"])
+    assert said.exit_code == 2 and "is a symbolic link" in said.output and not list((tmp_path / "mine").iterdir())
+
+
+def test_a_sealed_file_is_read_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
+    """Any flipped bit, any cut, no file, no plain file."""
+    file = write_sealed(tmp_path / "x", b"content")
+    assert read_sealed(file) == b"content"
+    raw = file.read_bytes()
+    for at in range(len(raw)):
+        file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        assert read_sealed(file) is None
+        file.write_bytes(raw[:at])
+        assert read_sealed(file) is None
+    assert read_sealed(tmp_path) is None and read_sealed(tmp_path / "y") is None

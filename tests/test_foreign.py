@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import noisescope as ns
+from noisescope import demo
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
 from noisescope.foreign import FileKind, inside, parse_json, parse_yaml, read_bytes, read_foreign
@@ -267,6 +268,23 @@ def test_a_dump_names_nothing_outside(change: dict[str, Any], tmp_path: Path) ->
     assert one_line(str(caught.value), 800)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_max_length": "256"}', 'config.model_max_length: a number was expected, got "256"'),
+        ("[]", "tokenizer_config.json is no config of a tokenizer: an object was expected"),
+        ("{", "tokenizer_config.json is no config of a tokenizer: "),
+    ],
+)
+def test_a_hostile_tokenizer_config_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    """transformers compares the length when a text is encoded, far from any reader."""
+    shutil.copytree(demo.folder(), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(text)
+    with pytest.raises(InvalidInput) as caught:
+        ns.load(tmp_path / "model")
+    assert words in str(caught.value) and one_line(str(caught.value))
+
+
 def test_a_stored_result_of_another_shape_is_refused(tmp_path: Path) -> None:
     """With the right checksum: a run folder may come from elsewhere."""
     from noisescope.runs.store_rows import decode
@@ -369,3 +387,14 @@ def test_a_report_can_hide_no_characters(tmp_path: Path) -> None:
         (tmp_path / "report.json").write_text(json.dumps(found))
         with pytest.raises(InvalidInput, match=r"run\.model\.source: text without control characters was expected"):
             Report.load(tmp_path)
+
+
+@pytest.mark.parametrize("count", [0, -5])
+def test_a_module_without_weights_is_refused(count: int, tmp_path: Path) -> None:
+    """Plans divide by the number of weights."""
+    found = json.loads((CORPUS / "report" / "diagnosis.json").read_text())
+    for row in found["format_scores"]["modules"]:
+        row["parameters"] = count
+    (tmp_path / "report.json").write_text(json.dumps(found))
+    with pytest.raises(InvalidInput, match=rf"parameters must be a whole number from 1 on, got {count}"):
+        Report.load(tmp_path)

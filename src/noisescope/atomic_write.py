@@ -8,11 +8,14 @@ followed: a folder that came from elsewhere can't make noisescope write outside 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from noisescope.errors import InvalidInput
 
 _DEVICES = (Path("/dev"), Path("/dev/fd"))
 
@@ -46,3 +49,24 @@ def write_file(path: Path, content: str | bytes) -> Path:
     with replacing(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
     return path
+
+
+def write_sealed(path: Path, content: bytes) -> Path:
+    """Write a file that `read_sealed` reads, behind its SHA-256."""
+    return write_file(path, hashlib.sha256(content).digest() + content)
+
+
+def read_sealed(path: Path) -> bytes | None:
+    """What `write_sealed` wrote; None where there is no file, or one that was damaged: it is made again."""
+    raw = path.read_bytes() if path.is_file() else b""
+    seal, content = raw[:32], raw[32:]
+    return content if hashlib.sha256(content).digest() == seal else None
+
+
+def folder_inside(folder: Path, name: str) -> Path:
+    """A folder of an output folder, made if it is missing. A symbolic link there would lead out of it."""
+    inner = folder / name
+    if inner.is_symlink():
+        raise InvalidInput(f"{inner} is a symbolic link: remove it, or use another folder (-o)")
+    inner.mkdir(parents=True, exist_ok=True)
+    return inner

@@ -105,6 +105,8 @@ def inside(folder: Path, name: str, kind: FileKind) -> Path:
 
 def parse_json(text: str, where: str | Path, kind: FileKind) -> Json:
     """JSON as the standard has it: finite numbers, each key once, no deeper than allowed."""
+    if len(text) > kind.max_bytes:
+        raise kind.refuse(where, f"it is longer than {kind.max_bytes:,} characters")
     try:
         found = json.loads(
             text,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from noisescope.cli import app
 from noisescope.cli.command_builder import COMMANDS, resumable_options
 from noisescope.options.sensitivity import DiagnoseOptions, GateOptions
 from noisescope.runs.store import Store
+from noisescope.runs.store_rows import checksum
 
 
 @pytest.fixture
@@ -142,3 +145,25 @@ def test_another_model_at_the_same_path_is_refused(tmp_path: Path) -> None:
     assert f"{tmp_path / 'model'} is not the model that the run in {out} measured" in said
     assert "put the model back, or measure this one into another folder (-o)" in said
     assert json.loads((out / "report.json").read_text()) == again
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"samples": [0, 1, 2, 3], "values": {"accuracy": [1.0] * 4}, "facts": {"injections": "x"}},
+        {"samples": [0, 1, 2, 3], "values": {"other": [1.0] * 4}, "facts": {"injections": 1}},
+        {"samples": [], "values": {}, "facts": {}},
+    ],
+)
+def test_results_that_fit_no_question_are_one_line(result: dict[str, Any], tmp_path: Path) -> None:
+    """Somebody made them, with the right checksums."""
+    call("robustness", "demo", "--samples", 4, "--seeds", 1, "--noise-levels", "0,0.1", "-o", tmp_path)
+    with closing(sqlite3.connect(tmp_path / "run.sqlite")) as db:
+        for row in db.execute("SELECT id, content, measure, arrays, error, seconds FROM trials").fetchall():
+            cells = (*row[:3], json.dumps(result), *row[3:])
+            db.execute(
+                "UPDATE trials SET result = ?, checksum = ? WHERE id = ?", (cells[3], checksum(*cells), cells[0])
+            )
+        db.commit()
+    said = call("runs", "resume", tmp_path, code=2)
+    assert "run.sqlite is no store of results that fit their question: " in said and "another folder (-o)" in said

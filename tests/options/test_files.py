@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
-from noisescope.options.base import canonical_names
+from noisescope.options.base import WIDEN_TRUST, canonical_names
 from noisescope.options.fields import options_of
 from noisescope.options.files import read_file
 from noisescope.options.sensitivity import DiagnoseOptions
@@ -80,7 +80,7 @@ BY_KIND: dict[type, st.SearchStrategy[Any]] = {
 @st.composite
 def options(draw: st.DrawFn) -> dict[str, Any]:
     """Any subset of the options with values that they allow."""
-    chosen = draw(st.sets(st.sampled_from(sorted(set(KEYS) - {"model"}))))
+    chosen = draw(st.sets(st.sampled_from(sorted(set(KEYS) - {"model", *WIDEN_TRUST}))))
     return {name: draw(VALUES.get(name, BY_KIND[KEYS[name].kind])) for name in ["model", *sorted(chosen)]}
 
 
@@ -212,6 +212,11 @@ def test_lists_and_empty_values(tmp_path: Path) -> None:
         ("diagnostic: {enabled: false}", "diagnostic.enabled is false"),
         ("noise_scale: 0.1\ndiagnostic: {window: 3}", "noise_scale stands beside `diagnostic:`"),
         ("noise_scal: 0.1\ndiagnostic: {window: 3}", "noise_scal stands beside `diagnostic:`"),
+        (
+            "trust-remote-code: true",
+            "trust-remote-code can't be set in a file.*give --trust-remote-code on the command",
+        ),
+        ("diagnostic: {address: 'ray://x:1'}", "diagnostic.address can't be set in a file.*give --address on the"),
         ("- window", "must hold `option: value` lines, got a list"),
         ("diagnostic: 3", "diagnostic must hold `option: value` lines, got the number 3"),
         ("window: 3\nstep: [1", "run.yaml is no config file: line 2: "),

@@ -113,3 +113,17 @@ def test_facts_that_are_not_finite_are_none(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.put(TRIAL, Result(facts={"norms": {"0": math.inf, "1": 2.0}, "list": [math.nan, 1]}), 0.0)
         assert store[TRIAL.id].facts == {"norms": {"0": None, "1": 2.0}, "list": [None, 1]}
+
+
+def test_a_surprise_is_the_stores_where_it_held_results_before(tmp_path: Path) -> None:
+    """What this process measured itself can't be wrong but by its own fault, which is to be seen as it is."""
+    with Store(tmp_path) as store:
+        store.put(TRIAL, Result(), 1.0)
+        with pytest.raises(KeyError), store.interpreting():
+            raise KeyError("x")
+    with (
+        Store(tmp_path) as store,
+        pytest.raises(InvalidInput, match="no store of results that fit their question: KeyError: 'x'"),
+        store.interpreting(),
+    ):
+        raise KeyError("x")

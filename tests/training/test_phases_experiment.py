@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from noisescope import api
 from noisescope.api.experiments import outcome
+from noisescope.atomic_write import read_sealed, write_sealed
 from noisescope.cli import app
 from noisescope.demo import experiment_tasks as demo_task
 from noisescope.demo import problems, train, training_data
@@ -151,11 +153,30 @@ def test_the_seconds_of_all_pieces_count(task: Arithmetic, cache: Path) -> None:
         clock = iter([0.0])
         patch.setattr(time, "time", lambda: next(clock, 2e9))
         assert trial_processes.attempt(dataclasses.replace(first, deadline=1.0))[0] is None
-    kept = torch.load(first.checkpoint, weights_only=True)
+    kept = torch.load(io.BytesIO(read_sealed(first.checkpoint) or b""), weights_only=True)
     assert 0 < kept["seconds"] < 100
-    torch.save({**kept, "seconds": 1000.0}, first.checkpoint)
+    buffer = io.BytesIO()
+    torch.save({**kept, "seconds": 1000.0}, buffer)
+    write_sealed(first.checkpoint, buffer.getvalue())
     result, seconds = trial_processes.attempt(first)
     assert result is not None and 1000 < seconds < 1100
+
+
+@pytest.mark.parametrize("place", [0.001, 0.5, 0.999])
+def test_a_damaged_checkpoint_is_not_believed(task: Arithmetic, cache: Path, place: float) -> None:
+    """One flipped bit, which torch reads without a word: the training starts anew and ends as a whole one."""
+    whole = phases_experiment.run(job(task, cache, "none"))
+    first = job(task, cache, "none", deadline=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        clock = iter([0.0])
+        patch.setattr(time, "time", lambda: next(clock, 2.0))
+        assert phases_experiment.run(first) is None
+    raw = bytearray(first.checkpoint.read_bytes())
+    raw[int(place * len(raw))] ^= 4
+    first.checkpoint.write_bytes(raw)
+    assert phases_experiment.seconds_before(first) == 0
+    again = phases_experiment.run(job(task, cache, "none"))
+    assert whole is not None and again is not None and (again.values, again.facts) == (whole.values, whole.facts)
 
 
 def test_training_problems_are_whole_or_made_again(
@@ -165,7 +186,10 @@ def test_training_problems_are_whole_or_made_again(
     content = cache.read_bytes()
     cache.write_bytes(content[: len(content) // 2])
     task.prepare(cache, workers=1)
-    assert cache.read_bytes()[:4] == content[:4] and len(cache.read_bytes()) == len(content)
+    assert cache.read_bytes() == content
+    cache.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    task.prepare(cache, workers=1)
+    assert cache.read_bytes() == content
     written = cache.stat().st_mtime_ns
     task.prepare(cache, workers=1)
     assert cache.stat().st_mtime_ns == written

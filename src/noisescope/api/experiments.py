@@ -15,6 +15,7 @@ import numpy as np
 
 from noisescope.api.preparation import progress_of
 from noisescope.api.reports import end_facts
+from noisescope.atomic_write import folder_inside
 from noisescope.demo.experiment_tasks import Arithmetic, arithmetic, practice
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
@@ -78,7 +79,8 @@ def phases(options: PhasesOptions) -> PhasesReport:
         ended = end_facts(options.output, full_paths=options.full_paths)
         del ended["store"]
         run = PhasesRun(**vars(about), cost=cost, notes=tuple(store.damage()), **ended)
-        report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
+        with store.interpreting():
+            report = PhasesReport(conclude(design, store, options.noise_scale, run=run))
         if options.output is not None:
             store.note(report=report.data)
     return report
@@ -175,9 +177,7 @@ def _work_folder(output: str | Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="noisescope-") as name:
             yield Path(name)
         return
-    folder = Path(output) / "work"
-    folder.mkdir(parents=True, exist_ok=True)
-    yield folder
+    yield folder_inside(Path(output), "work")
 
 
 def _asked(design: Design, scale: float, start: str) -> PhasesRequest:

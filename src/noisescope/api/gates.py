@@ -11,6 +11,7 @@ from typing import Any
 from noisescope.api.plan_trials import check_model, find_data
 from noisescope.api.preparation import Prepared, prepare_run, seeds_of
 from noisescope.api.reports import now
+from noisescope.atomic_write import folder_inside
 from noisescope.diagnosis import gate_baseline, operators
 from noisescope.diagnosis.context import GROUP, Settings, StudyContext
 from noisescope.diagnosis.report import Diagnosis
@@ -124,7 +125,7 @@ def keep(result: GateResult, folder: str | Path) -> list[Path]:
         damaged = store.damaged_gates
     if damaged:
         warnings.warn(f"{damaged} earlier gates in {folder} failed the checksum and are left out", stacklevel=2)
-    return save_figures(trend(history), Path(folder) / "trend")
+    return save_figures(trend(history), folder_inside(Path(folder), "trend"))
 
 
 def _kept(report: Diagnosis) -> GateNumbers:

@@ -51,6 +51,7 @@ from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 C = TypeVar("C", covariant=True)
 PATHS_CUT = "absolute paths are cut to their last part (--full-paths keeps them)"
+MOST_SEEDS = 100_000
 FEW = 8  # samples for curvature and gradients: a second derivative is dear
 
 
@@ -272,6 +273,8 @@ def _with_short_paths(facts: Asked) -> Asked:
 
 
 def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(seeds, int) and seeds > MOST_SEEDS:
+        raise InvalidInput(f"seeds must be at most {MOST_SEEDS}, got {seeds}")
     return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
 
@@ -313,9 +316,10 @@ class Prepared:
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
             with self._executor(options) as (execute, cost):
-                run_waves(lambda results: question.propose(self.context, results), store, execute, progress)
+                run_waves(lambda results: self._proposed(question, store, results), store, execute, progress)
                 forwards, notes = cost()
-            found = question.conclude(self.context, store, self.notes)
+            with store.interpreting():
+                found = question.conclude(self.context, store, self.notes)
             spent = RunCost(
                 seconds=time.perf_counter() - started,
                 trials=store.counts().trials,
@@ -325,6 +329,10 @@ class Prepared:
             ended = end_facts(options.output, full_paths=options.full_paths)
             run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **ended)
         return run, found
+
+    def _proposed(self, question: Question[C], store: Store, results: Results) -> list[Trial]:
+        with store.interpreting():
+            return question.propose(self.context, results)
 
     def _refuse_another_model(self, options: ExecutionOptions) -> None:
         """A resumed run is of the model it was of, or it is another run."""

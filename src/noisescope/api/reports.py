@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
+from noisescope.atomic_write import folder_inside
 from noisescope.atomic_write import write_file as write_file
 from noisescope.diagnosis.changes import compare_runs
 from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
@@ -42,7 +43,7 @@ from noisescope.reports.roundoff_sections import roundoff_lines as roundoff_line
 from noisescope.reports.run_changes import Comparison
 from noisescope.runs.store import FILE as FILE
 from noisescope.runs.store import Store, StoreCheck
-from noisescope.runs.store_rows import STORED
+from noisescope.runs.store_rows import RESULTS, STORED
 from noisescope.sites import OPERATORS as OPERATORS
 
 
@@ -66,10 +67,10 @@ def write_junit(
 
 
 def save_figures(document: Document, folder: Path) -> list[Path]:
-    """The charts of a report as PNG and SVG; matplotlib is loaded here and not before."""
+    """The charts of a report as PNG and SVG, in figures/ of the folder; matplotlib is loaded here and not before."""
     from noisescope.reports.figures import save_figures as save
 
-    return save(document, folder)
+    return save(document, folder_inside(folder, "figures"))
 
 
 def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -86,7 +87,9 @@ def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def compare_stored(a: Path, b: Path) -> Comparison:
     """What changed from one run to another."""
-    return Comparison(compare_runs(read_run(a), read_run(b)))
+    first, second = read_run(a), read_run(b)
+    with RESULTS.explaining(f"{a} or {b}"):
+        return Comparison(compare_runs(first, second))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from noisescope.cli.command_builder import COMMANDS, add_command
 from noisescope.cli.output import print_each
 from noisescope.cli.terminal import say, say_line
 from noisescope.errors import InvalidInput
-from noisescope.options.base import unlike_default
+from noisescope.options.base import WIDEN_TRUST, unlike_default
 from noisescope.options.experiment_and_run_commands import (
     CheckRunOptions,
     CompareRunsOptions,
@@ -47,7 +47,7 @@ def draw_report(options: DrawOptions) -> None:
     target = options.output or (options.run if options.run.is_dir() else options.run.parent)
     paths = report.save(target, formats=options.format)
     if options.figures:
-        paths += api.reports.save_figures(report.document(), target / "figures")
+        paths += api.reports.save_figures(report.document(), target)
     print_each(paths, "")
 
 
@@ -128,7 +128,7 @@ def resume_run(options: ResumeOptions) -> None:
             f"{options.folder} was made from Python, not by a command: call the same function again with "
             f"output={str(options.folder)!r}"
         )
-    given = {name: value for name, value in options.pick("trust_remote_code", "address").items() if value}
+    given = {name: value for name, value in options.pick(*WIDEN_TRUST).items() if value}
     known = options_of(cls, "command")
     for name in given:
         if name not in known:

@@ -8,8 +8,8 @@ draws of noise token by token.
 from __future__ import annotations
 
 import functools
+import io
 import math
-import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from noisescope.atomic_write import replacing
+from noisescope.atomic_write import read_sealed, write_sealed
 from noisescope.demo import folder, problems, train, training_data
 from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.model.forwards import evaluating
@@ -65,13 +65,14 @@ class Arithmetic:
 
     def prepare(self, cache: Path, *, workers: int) -> None:
         """Make the training problems once, for all processes; the file is whole or not there."""
-        if not _readable(cache):
+        if read_sealed(cache) is None:
             tests = problems.held_out(self.settings.tests, train.TEST_SEED)
             calibration = problems.held_out(HELD_OUT, train.CALIBRATION_SEED)
             without = frozenset(item.prompt for item in [*tests, *calibration])
             data = training_data.training_set(self.settings.examples, without, workers=workers)
-            with replacing(cache) as file:
-                np.savez_compressed(file, tokens=data.tokens, ends=data.ends, values=data.values)
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, tokens=data.tokens, ends=data.ends, values=data.values)
+            write_sealed(cache, buffer.getvalue())
 
     def begin(self, seed: int, *, device: str, cache: Path) -> train.TrainingLoop:
         """A model before its first step: weights (from scratch) and the order of problems are those of the seed."""
@@ -184,18 +185,9 @@ def practice(start: str, **settings: float | None) -> Practice:
     return Practice(arithmetic(start, **{**base, **given}).settings, start)  # type: ignore[arg-type]
 
 
-def _readable(cache: Path) -> bool:
-    """Whether the file is there and whole: a zip's list of contents stands at its end."""
-    try:
-        with cache.open("rb") as file, np.load(file) as arrays:
-            return {"tokens", "ends", "values"} <= set(arrays.files)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile):
-        return False
-
-
 @functools.lru_cache(maxsize=4)
 def _training_data(cache: Path, device: str) -> training_data.Batch:
-    with np.load(cache) as arrays:
+    with np.load(io.BytesIO(read_sealed(cache) or b"")) as arrays:
         parts = [torch.from_numpy(arrays[name]) for name in ("tokens", "ends", "values")]
     return training_data.Batch(*parts).to(device)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noisescope.diagnosis.rows import AvalanchePoint, Divergence, Effect, LayerAnalysis
+from noisescope.errors import whole_number
 from noisescope.findings import Finding, Recommendation, Risk
 from noisescope.findings.finding import Evidence
 from noisescope.findings.thresholds import (
@@ -261,6 +262,9 @@ class ModuleScores:
     inputs: int
     kind: str
     formats: Mapping[str, FormatScore]
+
+    def __post_init__(self) -> None:
+        whole_number(self.parameters, "parameters")  # plans divide by their sum
 
 
 @dataclass(frozen=True)

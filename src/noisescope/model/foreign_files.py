@@ -13,8 +13,10 @@ from noisescope.jsonform import Json, from_json
 
 CONFIG = FileKind("config of a model", "Fetch the model's files again", max_bytes=4 * MIB, infinite=True, root="config")
 INDEX = FileKind("index of shards", "Fetch the model's files again", max_bytes=64 * MIB)
+TOKENIZER = FileKind("config of a tokenizer", CONFIG.cure, max_bytes=64 * MIB, infinite=True, root="config")
 SHARD = FileKind("safetensors file", "Fetch the model's files again")
 GGUF = FileKind("GGUF file", "Fetch it again")
+_TOKENIZER = "tokenizer_config.json"
 WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MOST_LAYERS = 2000  # the deepest models have a few hundred; building many more would hardly end
@@ -28,6 +30,11 @@ _SIZES = ("hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size",
 
 
 @dataclass(frozen=True)
+class _TokenizerConfig:
+    model_max_length: float | None  # compared with lengths long after it was loaded
+
+
+@dataclass(frozen=True)
 class _Index:
     weight_map: Mapping[str, str]
 
@@ -36,6 +43,10 @@ def check_folder_files(folder: Path) -> None:
     """Refuse a config that can't be a model's, and shards that lie elsewhere: before anything is built or read."""
     check_config(folder / "config.json")
     shards_of(folder)
+    if (folder / _TOKENIZER).exists():
+        path = folder / _TOKENIZER
+        found = members(parse_json(read_text(path, TOKENIZER), path, TOKENIZER), path, TOKENIZER)
+        fitting(_TokenizerConfig, {"model_max_length": found.get("model_max_length")}, path, TOKENIZER)
 
 
 def check_config(path: Path) -> None:

@@ -17,6 +17,9 @@ from noisescope.options.fields import Option, options_of
 Naming = Callable[[str], str]  # an option's name -> how the user gave it: a keyword, a flag, a key of a file
 
 
+WIDEN_TRUST = ("trust_remote_code", "address")  # only what is typed counts: no file of a run, no config file
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
     """Options of one command or of a group that commands share. Errors name options by `naming`, else as keywords."""

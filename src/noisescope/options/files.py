@@ -20,7 +20,7 @@ from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.foreign import FileKind, parse_yaml, read_text
-from noisescope.options.base import CommandOptions, canonical_names
+from noisescope.options.base import WIDEN_TRUST, CommandOptions, canonical_names
 from noisescope.options.fields import described, options_of
 from noisescope.plain_text import cut, shown
 
@@ -46,6 +46,11 @@ def read_file(path: Path, cls: type[CommandOptions]) -> dict[str, Any]:
     came_as: dict[str, str] = {}
     for where, name, value in _entries(path, parse_yaml(read_text(path, OPTIONS), path, OPTIONS), names):
         ready = known[name].checked(value, where=f"{path}: {where}", in_file=True)
+        if name in WIDEN_TRUST and ready:
+            raise InvalidInput(
+                f"{path}: {where} can't be set in a file, which may be anybody's: give {known[name].flag} on the "
+                "command line, if you trust the model and the cluster"
+            )
         if name in values and values[name] != ready:
             raise InvalidInput(
                 f"{path}: {came_as[name]} and {where} both set {name!r}, to {shown(values[name])} and "

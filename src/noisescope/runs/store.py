@@ -21,7 +21,7 @@ from noisescope.foreign import parse_json
 from noisescope.runs import store_file
 from noisescope.runs.store_file import FILE as FILE
 from noisescope.runs.store_file import LOCK, VERSION
-from noisescope.runs.store_rows import STORED, Cell, checksum, decode, encode, is_intact
+from noisescope.runs.store_rows import RESULTS, STORED, Cell, checksum, decode, encode, is_intact
 from noisescope.trials import Result, Trial
 
 _ROW = "SELECT checksum, id, content, measure, result, arrays, error, seconds FROM trials"
@@ -76,6 +76,8 @@ class Store(Mapping[str, Result]):
                 opened.callback(store_file.release_lock, self._lock)
             self._db = store_file.connect(self.path, write=create)
             self._number = None if self.path is None else store_file.file_number(self.path)
+            with self._reading():
+                self._is_resumed = self._db.execute("SELECT 1 FROM trials LIMIT 1").fetchone() is not None
             opened.pop_all()
 
     def _prepare(self, folder: Path) -> int | None:
@@ -221,6 +223,10 @@ class Store(Mapping[str, Result]):
     def contents(self) -> dict[str, str]:
         """The canonical JSON of every trial that is kept, by id."""
         return {str(row[1]): str(row[2]) for _, row, result in self._rows() if result is not None}
+
+    def interpreting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is concluded from results: where they were stored before, by whomever, a surprise is theirs."""
+        return RESULTS.explaining(self._name) if self._is_resumed else contextlib.nullcontext()
 
     # -- the run itself
 

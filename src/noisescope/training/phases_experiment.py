@@ -9,6 +9,7 @@ noise does to the gradients, phase by phase, before anything is trained.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from noisescope import stats
-from noisescope.atomic_write import replacing
+from noisescope.atomic_write import read_sealed, write_sealed
 from noisescope.errors import InvalidInput, NoiseRoundsAway, unknown
 from noisescope.findings import band
 from noisescope.injection import Injection, checked_scale
@@ -204,8 +205,8 @@ def train(job: Job) -> Trained | None:
     curve: list[dict[str, float]] = []
     before = dict.fromkeys(PHASES, 0)  # injections up to the checkpoint
     started = time.perf_counter()
-    if job.checkpoint.exists():
-        kept = torch.load(job.checkpoint, map_location=design.device, weights_only=True)
+    kept = _read_checkpoint(job.checkpoint, design.device)
+    if kept is not None:
         loop.resume(kept["fitting"])
         curve, before = kept["curve"], kept["injections"]
         started -= kept["seconds"]
@@ -229,8 +230,9 @@ def train(job: Job) -> Trained | None:
                     "injections": _added(before, scoped),
                     "seconds": time.perf_counter() - started,
                 }
-                with replacing(job.checkpoint) as file:
-                    torch.save(state, file)
+                buffer = io.BytesIO()
+                torch.save(state, buffer)
+                write_sealed(job.checkpoint, buffer.getvalue())
                 if late:
                     break
     if loop.step < task.steps:
@@ -240,9 +242,14 @@ def train(job: Job) -> Trained | None:
 
 def seconds_before(job: Job) -> float:
     """What the pieces of a training up to its checkpoint took."""
-    if not job.checkpoint.exists():
-        return 0.0
-    return float(torch.load(job.checkpoint, map_location="cpu", weights_only=True, mmap=True)["seconds"])
+    kept = _read_checkpoint(job.checkpoint, "cpu")
+    return 0.0 if kept is None else float(kept["seconds"])
+
+
+def _read_checkpoint(path: Path, device: str) -> dict[str, Any] | None:
+    """None where there is none, or a damaged one: torch would not notice, and the training starts anew."""
+    raw = read_sealed(path)
+    return None if raw is None else torch.load(io.BytesIO(raw), map_location=device, weights_only=True)
 
 
 def _added(before: dict[str, int], scope: TrainingNoise | None) -> dict[str, int]:
