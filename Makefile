@@ -54,7 +54,7 @@ newest:
 	touch .venv-engines/ready
 
 engines: .venv-engines/ready
-	OMP_NUM_THREADS=1 .venv-engines/bin/pytest -m engine -q -p no:cacheprovider tests/engines/test_vllm.py \
+	OMP_NUM_THREADS=1 .venv-engines/bin/pytest -m engine -q -p no:cacheprovider tests/engines/test_vllm.py tests/engines/test_vllm_plugin.py \
 		--cov --cov-config=tests/engines/coverage.ini --cov-report=term --cov-fail-under=85
 
 demo: setup

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": VALUES | {"comparison", "data", "measures", "model", "probe"},
     "passports": READING | {"atomic_write", "estimate", "model"},
     "localization": TORCHLESS - {"findings"} | MEASURING | {"comparison"},
-    "engines": TORCHLESS | MEASURING | {"comparison", "demo", "localization"},
+    "engines": TORCHLESS | MEASURING | {"comparison", "demo", "localization", "training"},
     "training": TORCHLESS | MEASURING | {"diagnosis", "reports", "runs"},
     "compat": BELOW_CLI | {"noisy_ops"},
     "noisy_ops": {"compat", "errors"},

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm", reason="make engines installs it")
 
 import noisescope as ns
-from noisescope.api.systems import record_engine
+from noisescope.api.systems import record_engine, roundoff_band
 from noisescope.comparison.systems import Sampling
 from noisescope.data.dataset import read_data
 from noisescope.demo import test_file as demo_data
@@ -59,8 +59,9 @@ def test_sites_and_tensors_have_the_names_of_transformers(reference, vllm):
 
 
 def test_a_healthy_pair_differs_by_round_off(reference, vllm, prompts):
-    found = compare_systems(reference, vllm, (prompts, prompts))
+    found = compare_systems(reference, vllm, (prompts, prompts), band=roundoff_band(reference, prompts))
     assert (found.verdict, found.causes) == ("round-off", ())
+    assert 0 < found.unexplained_gap.value <= found.band.high
     assert found.token_gap.value < 1e-4 and found.remainder.value < 0.01 * found.total.value
 
 

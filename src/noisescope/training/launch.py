@@ -5,8 +5,9 @@
     launch.confirm(variables["NOISESCOPE_TALLY"], workers=8)                 # raises unless all eight injected
 
 Workers read them when `noisescope.noisy_ops` is imported there; docs/training.md has the one line for each launcher.
-The scale is constant: a launcher's worker does not know the step. Where you write the loop, or there is a Trainer, use
-a schedule (aqn.py, trainer_callback.py).
+The scale is constant there: a launcher's worker does not know the step. Where you write the loop, or there is a
+Trainer, use a schedule (aqn.py, trainer_callback.py). vLLM's rollout workers read the variables by a plugin
+(engines/vllm_plugin.py) and learn the step by `set_step`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.foreign import FileKind, read_foreign
 from noisescope.injection import checked_scale
 from noisescope.sites import PHASES, canonical_operator
+from noisescope.training import schedules
+from noisescope.training.worker_environment import STEP_FILE
 
 TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
 TALLY = FileKind("worker's count of injections", "Call launch.environment() anew, and run again")
@@ -44,11 +48,15 @@ def environment(
     seed: int = 0,
     tally: str | Path | None = None,
     without_gradients: bool = False,
+    schedule: str = "constant",
+    steps: int = 1,
 ) -> dict[str, str]:
     """The environment variables of a run's workers; what they inherit of these is overridden.
 
     `tally` is a folder that all workers can write into. Each call is a run with a folder of its own in it
     (variables["NOISESCOPE_TALLY"]), so that an earlier run's counts are never taken for this one's.
+
+    A `schedule` over `steps` is for rollout workers (`without_gradients`), which learn the step from `set_step`.
     """
     if checked_scale(scale, "scale") == 0:
         raise InvalidInput("scale 0 is no noise: give a scale above 0, or start the workers without these variables")
@@ -63,7 +71,15 @@ def environment(
     targets = None if operators is None else sorted(canonical_operator(name) for name in _names(operators))
     if targets == []:
         raise InvalidInput("operators is empty: name some, such as ['softmax'], or leave it out for all products")
+    schedules.named(schedule, scale, steps)  # which refuses bad values
+    if schedule != "constant" and (tally is None or not without_gradients):
+        raise InvalidInput(
+            f"the schedule {schedule} is for rollout workers, which read the step in the folder of the tally: give "
+            "without_gradients=True and tally. In a trainer use training.noise or its callback"
+        )
     variables = {
+        "NOISESCOPE_SCHEDULE": schedule,
+        "NOISESCOPE_STEPS": str(steps),
         "NOISESCOPE_ENABLED": "1",
         "NOISESCOPE_SCALE": repr(float(scale)),
         "NOISESCOPE_SEED": str(seed),
@@ -80,6 +96,16 @@ def environment(
 def _names(given: Iterable[str] | str) -> set[str]:
     """A set given as any collection, or (a kind mistake) as one bare name."""
     return {given} if isinstance(given, str) else set(given)
+
+
+def set_step(tally: str | Path, step: int) -> None:
+    """Tell rollout workers the trainer's step, from which their next forward takes its scale and its draws.
+
+    `tally` is the run's own folder, variables["NOISESCOPE_TALLY"].
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidInput(f"a step is a whole number from 0 on, got {step!r}")
+    write_file(Path(tally) / STEP_FILE, str(step))
 
 
 def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
