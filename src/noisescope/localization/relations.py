@@ -130,10 +130,11 @@ class Search:
             # Where kernels themselves do not repeat, modules were seen to; where they do, the model must as well.
             alone = repeats[Law.REPEAT].broken and not self.results.forgiven
             answers = (flipped.flip(0), again)
-            if alone or any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
+            if any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
                 forwards += self._search_for_old_data()
+            if alone:
                 forwards += self._look_between_again()
-                self.results.unexplained = alone and not self.results.suspects()
+                self.results.unexplained = not self.results.suspects()
         if not self.narrowed:
             forwards += self._cache(first)
         with host_arithmetic():
