@@ -327,3 +327,17 @@ def test_other_ways_to_add_and_to_turn_are_known(stem, own, dtype):
     assert quick(model).verdict == "healthy"
     with ns.faulty(model, "bias", 2):
         assert quick(model).suspects[0].site.place == 2
+
+
+def test_noise_between_modules_is_called_noise():
+    """The same numbers should come each time, and other ones do."""
+    model, draw = tiny_model("llama", layers=3), torch.Generator().manual_seed(3)
+
+    def noisy(_, args, output):
+        y = output[0] if isinstance(output, tuple) else output
+        y = y + 0.05 * torch.randn(y.shape, generator=draw)
+        return (y, *output[1:]) if isinstance(output, tuple) else y
+
+    model.model.layers[1].register_forward_hook(noisy)
+    suspect = audit(model, quick=True).suspects[0]
+    assert suspect.fault_class == "noise" and suspect.site.place in (1, 2)

@@ -182,3 +182,8 @@ def test_exact_functions_depend_on_no_layout(dtype):
         assert torch.equal(function(x, y), function(x.T.contiguous().T, y))
         assert torch.equal(function(x, y), function(wide[:, 7:55], y))
     assert torch.equal(x.abs().sqrt(), wide[:, 7:55].abs().sqrt())
+
+
+def test_products_of_complex_numbers_are_not_exact():
+    z = torch.ones(2, dtype=torch.complex64)
+    assert not is_exact(torch.mul, (z, z)) and is_exact(torch.mul, (z.real, z.real)) and is_exact(torch.cat, ([z],))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.host_copies import HostParameters, copied_modules, own_state, set_state
+from noisescope.localization.host_copies import HostParameters, HostStates, copied_modules, own_state, set_state
 from noisescope.testing import tiny_model
 
 
@@ -101,3 +101,24 @@ def test_a_state_is_taken_and_given_back():
         assert (model.calls, float(model.mean[0]), float(model.table[0])) == (calls, calls, calls)
         model(torch.ones(1, 2))  # must not write to the kept state
     assert model.linear.weight.requires_grad and model.empty is None
+
+
+def test_recurrent_states_in_lists_are_adopted_and_keys_are_not():
+    """Round-off of a state grows from step to step; keys and values must stay what was written."""
+
+    class Layer:
+        def __init__(self) -> None:
+            self.recurrent_states, self.keys = [torch.ones(4)], torch.ones(4)
+            self.by_name = {"conv": torch.ones(4), "key_cache": torch.ones(4)}
+
+    theirs, states = Layer(), HostStates()
+    mine = states.on_host({"cache": theirs})["cache"]
+    for x in (theirs.recurrent_states[0], theirs.keys, *theirs.by_name.values()):
+        x += 1e-6
+    states.adopt()
+    assert torch.equal(mine.recurrent_states[0], theirs.recurrent_states[0])
+    assert torch.equal(mine.by_name["conv"], theirs.by_name["conv"])
+    assert torch.equal(mine.keys, torch.ones(4)) and torch.equal(mine.by_name["key_cache"], torch.ones(4))
+    theirs.recurrent_states[0] += 1  # no round-off
+    states.adopt()
+    assert float(mine.recurrent_states[0][0]) < 1.1

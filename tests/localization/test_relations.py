@@ -224,3 +224,20 @@ def test_the_table_of_laws_is_whole():
         assert law.access in ("H", "C", "W") and law.levels
     inner = {Law.ODDNESS, Law.ZERO, Law.SCALE_BY_TWO, Law.ONE_HOT_READBACK, Law.NAN_PASSES}
     assert {law for law in Law if law.floor == EXACT} == inner | {Law.SUM_OF_PARTS}
+
+
+def test_a_model_that_does_not_repeat_itself_is_not_called_healthy():
+    """A rare spike behind a block: laws at modules are kept, and two runs of the model differ."""
+    model, calls = tiny_model("llama", layers=3), []
+
+    def spike(_, args, output):
+        calls.append(1)
+        y = (output[0] if isinstance(output, tuple) else output).clone()
+        if len(calls) % 3 == 0:
+            y.view(-1)[7] += 50
+        return (y, *output[1:]) if isinstance(output, tuple) else y
+
+    model.model.layers[1].register_forward_hook(spike)
+    verdict = relations(model)
+    assert verdict.verdict != "healthy"
+    assert not verdict.suspects or verdict.suspects[0].site.place in (1, 2)

@@ -279,3 +279,21 @@ def test_a_budget_cuts_the_tail_and_names_it() -> None:
     assert f"{found[3]}: the budget of 10 s was spent" in not_run
     assert list(within_budget(found, None, [])) == found
     assert list(within_budget(found, 0, [])) == found[:1]
+
+
+@pytest.mark.parametrize("stem", ["Bart", "Whisper"])
+def test_cross_attention_is_reached_by_made_up_encoder_states(stem: str) -> None:
+    """A decoder alone never calls it on tokens: a third of its parameters would stay unjudged."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48, "vocab_size": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = getattr(transformers, f"{stem}Config")(**sizes, **tokens)
+    model = getattr(transformers, f"{stem}ForCausalLM")(config).eval()
+    workloads, _ = workloads_for(model, None)
+    (encoded,) = [workload for workload in workloads if workload.phase.encoded]
+    called = []
+    for name, module in model.named_modules():
+        if name.endswith("encoder_attn"):
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+    inputs, _, problem = run(model, encoded)
+    assert not problem and len(inputs) == 3 and len(called) == 6
+    assert "with encoder states" in str(encoded.phase)
