@@ -113,7 +113,7 @@ def test_tables_of_cache_layers_stay_as_they_are(monkeypatch):
     before = tables()
     apart = f"{caches.__name__}_as_on_disk"
     monkeypatch.setitem(sys.modules, apart, sys.modules.get(apart))  # what others have read stays theirs
-    again = host_code._read_again.__wrapped__(caches.__name__)
+    again = host_code.read_again.__wrapped__(caches.__name__)
     assert again is not None and again.DynamicLayer is not caches.DynamicLayer
     assert tables() == before and before
     monkeypatch.setattr(host_code, "as_on_disk", lambda cls: getattr(again, cls.__name__))
