@@ -165,7 +165,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
                 words = f"the attribute {name} is {here[name]!r}; the config gives {there[name]!r}"
                 faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=sure))
     notes = [f"{words} in {count} modules: judged by its own code, not by the config's" for words, count in own.items()]
-    return Compared((*faults, *_untied(model)), compared, notes=tuple(notes))
+    return Compared((*faults, *_untied(model, fresh)), compared, notes=tuple(notes))
 
 
 def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
@@ -176,9 +176,10 @@ def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> It
             yield StateFault(path, words, "unknown")
 
 
-def _untied(model: Any) -> Iterator[StateFault]:
-    """An output embedding that the config ties to the input's, and that holds other numbers."""
-    if not getattr(model.config, "tie_word_embeddings", False):
+def _untied(model: Any, fresh: Any) -> Iterator[StateFault]:
+    """An output embedding that the class ties to the input's, and that holds other numbers."""
+    made = [getattr(each, "weight", None) for each in (fresh.get_input_embeddings(), fresh.get_output_embeddings())]
+    if made[0] is None or made[0] is not made[1]:
         return
     weights = [getattr(each, "weight", None) for each in (model.get_input_embeddings(), model.get_output_embeddings())]
     plain = [w for w in weights if type(w) is nn.Parameter and w.device.type != "meta"]
