@@ -410,3 +410,38 @@ def test_two_tensors_that_are_one_stay_one(bench):
             return self.child(x, x)
 
     assert not bench(Asks(), module="layers.0.inner.child").differences
+
+
+class Kinds:
+    """Goes the other way round once it is copied, as a set of words may."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __deepcopy__(self, memo: Any) -> Kinds:
+        return Kinds(self.names[::-1])
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        return x * (2 if kind == "full" else 4)
+
+
+class ByKind(nn.Module):
+    """Calls one module for each kind of layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.scaled = Kinds(("full", "sliding")), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = {kind: self.scaled(x, kind) for kind in self.kinds}
+        return found["full"] - found["sliding"] / 8
+
+
+def test_calls_are_answered_by_their_words_in_whatever_order(bench):
+    result = bench(ByKind())
+    assert not result.problem and not result.differences and not result.others

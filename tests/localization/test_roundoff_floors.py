@@ -13,7 +13,9 @@ from noisescope.localization.roundoff_floors import (
     ROUNDING_STD,
     Reference,
     Shortening,
+    convolution_bits,
     number_format,
+    operand_bits,
     rounded_once,
     shortened,
     sum_spread,
@@ -100,3 +102,10 @@ def test_allowed_short_operands_widen_the_floor():
     finally:
         torch.set_float32_matmul_precision(before)
     assert shortened(torch.bfloat16, "cpu") == Shortening()  # split-K in 16 bits is a matter of CUDA
+
+
+def test_convolutions_on_cuda_keep_what_cudnn_is_allowed_to(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert convolution_bits("cuda") == 11 and convolution_bits("cpu") == operand_bits()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert convolution_bits("cuda") == 24

@@ -72,10 +72,6 @@ class LogprobFile:
         return sum(len(row.values) for row in self.rows)
 
 
-def is_logprob_file(path: Path) -> bool:
-    return path.is_file() and path.suffix.lower() in SUFFIXES
-
-
 def read_logprobs(path: Path, *, field: str | None = None) -> LogprobFile:
     """A file of log-probabilities; `field` chooses where it holds several."""
     objects = list(_objects(path))

@@ -189,7 +189,7 @@ def _untied(model: Any, fresh: Any) -> Iterator[StateFault]:
     if not same_bits(first, last):
         path = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
         rows = tuple((first != last).any(-1).nonzero().flatten().tolist())
-        words = f"the config ties its weight to the input embedding's, and {len(rows)} rows hold other numbers"
+        words = f"the config ties its weight to the input embedding's, and {len(rows)} of its {len(first)} rows differ"
         yield StateFault(path, words, "stale data", channels=rows[:64])
 
 

@@ -28,6 +28,7 @@ from noisescope.localization.laws.repeated_calls import Handler, Listening
 from noisescope.localization.tensors import on_host
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
+from noisescope.probe.unfused_attention import FUSED_FUNCTION
 from noisescope.sites import FUSED, Site
 
 _DRIVEN = ("norm", "softmax", FUSED)
@@ -38,7 +39,6 @@ _WEIGHTS = 6144  # exponentials that one attention call takes
 _NEAR, _FAR = 1.45, 8.0  # how far the other key is below: two octaves of exp, and where 16-bit weights still count
 _FAR_SHARE = 0.25
 _HEADS, _WIDTH = 4, 16  # of a call of attention whose own shapes are not known
-_ATTEND = torch._C._nn.scaled_dot_product_attention  # F.scaled_dot_product_attention, unless somebody replaced it
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def drive(
     wanted = [unit for unit in anatomy.units if unit.kind == ATTENTION or set(unit.operators) & set(_DRIVEN)]
     with Listening(model, Anatomy(anatomy.architecture, anatomy.blocks, tuple(wanted)), driver.choose):
         run()
-    if F.scaled_dot_product_attention is not _ATTEND:  # replaced by a function that no one sees being called
+    if F.scaled_dot_product_attention is not FUSED_FUNCTION:  # replaced by a function that no one sees being called
         driver.replaced_attention(model, anatomy)
     return driver.found
 
@@ -195,7 +195,7 @@ class _Driver:
             with host_arithmetic():
                 values = v[0, 0, 1].double()
                 weight = (on_host(y).double() @ values / values.square().sum()).flatten()
-                found = DrivenWeights(site, _ATTEND, depth, weight, len(values), y.dtype, dtype, unseen)
+                found = DrivenWeights(site, FUSED_FUNCTION, depth, weight, len(values), y.dtype, dtype, unseen)
                 self.found.weights.append(found)
 
     def _two_keys(

@@ -36,7 +36,7 @@ from noisescope.localization.roundoff_floors import (
 from noisescope.localization.shipped_functions import shipped_functions
 from noisescope.localization.tensors import on_host
 from noisescope.probe.functions import ADDED, OUTER, argument, first_tensor, is_grouped
-from noisescope.probe.unfused_attention import AttentionArguments
+from noisescope.probe.unfused_attention import FUSED_FUNCTION, AttentionArguments
 
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
 _FUNCTION_SHARE = 0.125  # of a function's error limit that may be systematic: libraries' exp and rsqrt lean one way
@@ -348,7 +348,7 @@ _MODULES: dict[str, Again] = {
     "embedding": _embedding_module,
 }
 _FUNCTIONS: dict[Any, Again] = {
-    torch._C._nn.scaled_dot_product_attention: _fused_attention,
+    FUSED_FUNCTION: _fused_attention,
     F.linear: _linear_function,
     **dict.fromkeys(ADDED, _added_function),
 }

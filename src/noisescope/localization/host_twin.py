@@ -221,10 +221,7 @@ class HostTwin:
         run = self._running
         if run is None:
             return _code_of(module)(module, *args, **kwargs)
-        words = _words((args, kwargs))  # "sliding_attention", say: code may go through a set in another order
-        at = run.next_call(
-            lambda child: child.is_module and child.module == name and _words((child.args, child.kwargs)) == words
-        )
+        at = run.next_call(lambda child: child.module == name and _same_words(child, args, kwargs))
         if at is None:
             at = run.next_call(lambda child: child.is_module and child.module == name)
         if at is None:

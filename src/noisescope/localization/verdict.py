@@ -127,7 +127,7 @@ class Verdict:
         if not self.suspects:
             return "something computes wrongly, and no place stands out"
         first, *others = self.suspects
-        also = f" and {len(first.also)} more places" if first.also else ""
+        also = f" and {len(first.also)} more place{'s' * (len(first.also) > 1)}" if first.also else ""
         more = f"; {len(others)} more suspect{'s' * (len(others) > 1)}" if others else ""
         return f"{first.site}{also}: {first.fault_class}{more}"
 

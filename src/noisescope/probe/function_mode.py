@@ -11,13 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from noisescope.probe.functions import OUTER, TRANSPOSED, Function, operands, operators_within
 from noisescope.probe.operator_target import CallListener, Context, Once, Target
-from noisescope.probe.unfused_attention import scaled_dot_product
+from noisescope.probe.unfused_attention import FUSED_FUNCTION, scaled_dot_product
 from noisescope.sites import FUSED
 
 if TYPE_CHECKING:
     from noisescope.probe.forward_patching import ModelScope
-
-_FUSED = torch._C._nn.scaled_dot_product_attention
 
 
 def _by_name(func: Function) -> str:
@@ -51,9 +49,9 @@ class OperatorCalls(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._scope.owner is self:
-            if func is _FUSED and FUSED in self._targets:
+            if func is FUSED_FUNCTION and FUSED in self._targets:
                 return self._perform(self._targets[FUSED], func, list(args), kwargs)
-            if func is _FUSED and self._opens_attention:
+            if func is FUSED_FUNCTION and self._opens_attention:
                 with self._scope.mode or self:
                     return scaled_dot_product(*args, **kwargs)
             target = self._targets.get(self._operator(func, args))

@@ -17,13 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INTERFACE_NAME = "noisescope_decomposed"
-_NATIVE_ATTENTION = torch._C._nn.scaled_dot_product_attention  # F's, unless somebody has replaced that
+FUSED_FUNCTION = torch._C._nn.scaled_dot_product_attention  # F's, unless somebody has replaced that
 _BY_FUNCTION = ("sdpa", "eager", None)  # reached by watching functions; others go through the interface
 _KERNELS = ("flash", "flex", "paged")  # of transformers' own names, those of kernels that no function of torch's shows
-
-
-def is_fused_attention(function: Any) -> bool:
-    return function is _NATIVE_ATTENTION
 
 
 @dataclass(frozen=True)
