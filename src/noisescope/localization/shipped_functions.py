@@ -22,6 +22,7 @@ from noisescope.localization.host_code import read_again
 
 _TORCH = str(Path(torch.__file__).parent)
 _NATIVE: dict[Any, Any] = {torch: torch._C._VariableFunctions, torch.Tensor: torch._C.TensorBase, F: torch._C._nn}
+_COMPUTES_NOTHING = {"compile"}  # Lightning wraps torch.compile, and the host compiles nothing
 _REGISTRY = {"sdpa": ("transformers.integrations.sdpa_attention", "sdpa_attention_forward")}
 
 
@@ -38,6 +39,8 @@ def _held(owner: Any) -> dict[str, Any]:
 def _counts(owner: Any, name: str) -> bool:
     """Of a layer, what is called when it runs; the rest of a class is often made by others (dataclasses)."""
     is_layer = isinstance(owner, type) and issubclass(owner, nn.Module)
+    if owner is torch and name in _COMPUTES_NOTHING:
+        return False
     return not is_layer or name in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
 
