@@ -125,6 +125,18 @@ def test_a_state_space_scan_that_is_scaled():
     assert verdict.suspects[0].fault_class == "gain"
 
 
+def test_a_subclass_that_only_wraps_the_call_is_the_device():
+    """Like a hook, it runs around the model's code."""
+
+    class Scaled(nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(1.1 * x)
+
+    model = tiny_model("llama", layers=2)
+    model.model.layers[1].mlp.down_proj.__class__ = Scaled
+    assert named(audit(model, quick=True)) == [(1, "model.layers.1.mlp.down_proj", "input")]
+
+
 @pytest.mark.parametrize("fault", [False, True])
 def test_weights_quantised_by_torchao(fault):
     """Their class has its own product, which the host runs as well."""

@@ -307,8 +307,14 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, value in own.items():
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 own[name] = value.detach().to("cpu")
-        module.__class__ = as_on_disk(type(module))
+        module.__class__ = as_on_disk(_without_call_wrapper(type(module)))
     return {name: found[name] for name in names}
+
+
+def _without_call_wrapper(cls: type) -> type:
+    """The class below one that only wraps `__call__`: like a hook, such a wrapper runs around the model's own code."""
+    own = {name for name, value in vars(cls).items() if callable(value)}
+    return cls.__bases__[0] if own == {"__call__"} and len(cls.__bases__) == 1 else cls
 
 
 def _shadows(cls: type, name: str, value: Any) -> bool:
