@@ -60,6 +60,10 @@ _AT_IMPORT = {
     owner: {name: f for name, f in _held(owner).items() if _is_function(f) and _counts(owner, name)}
     for owner in _owners()
 }
+# Flat, and with views that stay current: these 2,000 names are looked up before every product on the host.
+_LOOKUPS = [
+    (vars(owner).get, name, f, _foreign(f), owner) for owner, held in _AT_IMPORT.items() for name, f in held.items()
+]
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,11 @@ class Replaced:
 def replaced_functions() -> list[Replaced]:
     """All of them that have a known original."""
     found = []
-    for owner, before in _AT_IMPORT.items():
-        for name, was in before.items():
-            now = vars(owner).get(name, was)
-            if now is was and not _foreign(was):
-                continue
-            shipped = was if not _foreign(was) else _from_package(owner, name)
-            if callable(now) and _foreign(now) and shipped is not None:
+    for get, name, was, early, owner in _LOOKUPS:
+        now = get(name, was)
+        if (early or now is not was) and callable(now) and _foreign(now):
+            shipped = _from_package(owner, name) if early else was
+            if shipped is not None:
                 found.append(Replaced(owner, name, shipped))
     return found + list(_attention_functions())
 
