@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 from noisescope.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"(?P<mark><!-- not run[^>]*-->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)```", re.DOTALL)
 Stores = dict[tuple[str, ...], bytes]  # the command without its folder -> what it stored
 ELSEWHERE = {"noisescope demo": "tests/cli/test_demo.py"}  # a command that has a test of its own
