@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +88,31 @@ class Row:
     note: str
 
 
+PREFIXES = {
+    "Classes of noisescope.diagnostic": "noisescope.diagnostic.",
+    "Functions of noisescope.diagnostic": "noisescope.diagnostic.",
+    "noisescope.noisy_ops": "noisescope.noisy_ops.",
+}
+UNCHANGED = re.compile(r"^Unchanged: (.*?)(?=\n\n|\Z)", re.M | re.S)
+
+
+def same_name(section: str, name: str) -> str:
+    """What a name is called here where it keeps its own."""
+    return name.split()[-1] if section == "Values" else PREFIXES.get(section, "") + name
+
+
 def rows_of(page: str) -> list[Row]:
-    found, section = [], ""
-    for line in page.splitlines():
-        if line.startswith("## "):
-            section = line.removeprefix("## ")
-        elif line.startswith("| `"):
-            name, here, note = (cell.strip() for cell in line.strip().strip("|").split(" | ", 2))
-            found.append(Row(section, name.strip("`"), here.strip("`"), note.strip()))
+    """The rows of every section's table, and the names that it lists as unchanged."""
+    found = []
+    for part in re.split(r"^## ", page, flags=re.M)[1:]:
+        section = part.splitlines()[0]
+        for line in part.splitlines():
+            if line.startswith("| `"):
+                name, here, note = (cell.strip() for cell in line.strip().strip("|").split(" | ", 2))
+                name, here = name.strip("`"), here.strip("`")
+                found.append(Row(section, name, same_name(section, name) if here == "same" else here, note))
+        for names in UNCHANGED.findall(part):
+            found += [Row(section, name, same_name(section, name), "") for name in re.findall(r"`([^`]+)`", names)]
     return found
 
 
