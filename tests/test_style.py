@@ -59,6 +59,9 @@ BANNED = {  # a pattern, and what to write instead
 }
 
 
+ANY = re.compile("|".join(f"(?:{pattern})" for pattern in BANNED), re.IGNORECASE)
+
+
 def prose(page: Path) -> str:
     """A page on one line, without code."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -66,8 +69,11 @@ def prose(page: Path) -> str:
 
 
 def strings(file: Path) -> Iterator[str]:
-    """String literals and docstrings of a file, each on one line."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    """String literals and docstrings of a file, each on one line; none of a file without any of the phrases."""
+    text = file.read_text(encoding="utf-8")
+    if not ANY.search(" ".join(re.sub(r'"\s+f?"', "", text).split())):  # adjacent literals are one string
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield " ".join(node.value.split())
 
