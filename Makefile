@@ -60,10 +60,10 @@ engines: .venv-engines/ready
 demo: setup
 	.venv/bin/noisescope demo -o noisescope-demo
 
-# The documentation as a site in build/site; a broken link or anchor is an error.
+# The documentation as a site in build/site; a broken link or anchor is an error. --quiet would hide what --strict counts.
 docs: setup
 	$(PIP) install -q -c constraints.txt -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 bench: setup
 	$(RUN) benchmarks/overhead.py
