@@ -19,8 +19,8 @@ setup: .venv/ready
 test: setup lint types unit
 
 lint:
-	.venv/bin/ruff check src tests benchmarks examples docs
-	.venv/bin/ruff format --check src tests benchmarks examples docs
+	.venv/bin/ruff check src tests benchmarks examples docs/site_files.py
+	.venv/bin/ruff format --check src tests benchmarks examples docs/site_files.py
 
 types:
 	.venv/bin/mypy
