@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 PIP = .venv/bin/pip --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: setup test lint types unit fuzz newest engines demo bench clean
+.PHONY: setup test lint types unit fuzz newest engines demo docs bench clean
 
 # torch first and by exact version: any other order may fetch a build with gigabytes of GPU libraries.
 # constraints.txt pins what CI installs; pyproject.toml has the floors that users need.
@@ -19,8 +19,8 @@ setup: .venv/ready
 test: setup lint types unit
 
 lint:
-	.venv/bin/ruff check src tests benchmarks examples
-	.venv/bin/ruff format --check src tests benchmarks examples
+	.venv/bin/ruff check src tests benchmarks examples docs/site_files.py
+	.venv/bin/ruff format --check src tests benchmarks examples docs/site_files.py
 
 types:
 	.venv/bin/mypy
@@ -59,6 +59,11 @@ engines: .venv-engines/ready
 
 demo: setup
 	.venv/bin/noisescope demo -o noisescope-demo
+
+# The documentation as a site in build/site; a broken link or anchor is an error. --quiet would hide what --strict counts.
+docs: setup
+	$(PIP) install -q -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 bench: setup
 	$(RUN) benchmarks/overhead.py

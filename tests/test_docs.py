@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,10 @@ from typer.testing import CliRunner
 from noisescope.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"(?P<mark><!-- not run[^>]*-->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)```", re.DOTALL)
 Stores = dict[tuple[str, ...], bytes]  # the command without its folder -> what it stored
 ELSEWHERE = {"noisescope demo": "tests/cli/test_demo.py"}  # a command that has a test of its own
@@ -89,9 +95,27 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
 
 
-def test_no_page_is_an_orphan() -> None:
-    """Every page in docs/ is linked from the README, so that a reader can find it."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"log.md"}
-    missing = sorted(page for page in pages if f"docs/{page}" not in readme)
-    assert not missing
+def test_every_page_is_in_the_navigation_and_on_the_start_page() -> None:
+    """mkdocs.yml orders the site; docs/index.md is for readers of the repository."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert not [page for page in pages if not re.search(rf": {re.escape(page)}$", navigation, re.MULTILINE)]
+    assert not [page for page in pages if f"]({page}" not in start]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_list_starts_after_an_empty_line(page: Path) -> None:
+    """Otherwise the site shows it as part of the paragraph."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"^(?![-*\d|#<]|\s).+\n(?:- |1\. ).*", prose, re.MULTILINE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="pip install 'noisescope[docs]'")
+def test_the_site_builds(tmp_path: Path) -> None:
+    """With strict links, as `make docs` (--quiet would hide what --strict counts); nothing is fetched."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    start = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert not re.findall(r"<(?:link|script|img)[^>]*(?:href|src)=\"?https?://[^>]*", start)

@@ -1,6 +1,6 @@
 """How far two tensors are apart: errors, where they are, and what sketches show of them.
 
-MAPE is mean |a - b| / max(|a|, rms(a) / 10), a the reference: elements near 0 would otherwise rule it (a 16-bit model
+MAPE is mean |a - b| / max(|a|, rms(a) / 10), a the reference: elements near 0 would otherwise dominate (a 16-bit model
 may show 22 % in a layer whose relative L2 error is 0.8 %). The original method notes' own formula, with |a| + 1e-8
 below, stands beside it as `mape_notes`. An ulp is the spacing of the tensor's own dtype at the reference's value.
 

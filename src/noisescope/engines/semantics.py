@@ -1,6 +1,6 @@
 """First stage: do both systems mean the same thing? Token ids, and how reported log-probabilities are made.
 
-Each engine's report is compared with its own logits, so that a temperature in the report is told from a scaled weight.
+Each engine's report is compared with its own logits, so a temperature in the report is not taken for a scaled weight.
 b is mended step by step: it gets a's token ids, missing values are left out, shifted ones moved, then other processing,
 truncation and temperature are undone. What both sides do alike is no cause.
 """

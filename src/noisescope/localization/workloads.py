@@ -246,7 +246,7 @@ class _Maker:
         return decode
 
     def _positions(self) -> int | None:
-        """How many are surely there: an index beyond a table is no exception on a GPU, it ends all work on it."""
+        """How many certainly exist: on a GPU an index beyond the table raises no exception but aborts the context."""
         named = positions_of(self.model)
         if self.config is not None:
             return None if named is None else max(1, named - MARGIN)

@@ -69,7 +69,7 @@ class Scheme:
 
 
 W8A8 = Scheme("W8A8", Format("int8", "channel"), Format("int8", "token"))
-W8A8_TENSOR = Scheme("W8A8, one scale a tensor", Format("int8", "tensor"), Format("int8", "tensor"))
+W8A8_TENSOR = Scheme("W8A8, one scale per tensor", Format("int8", "tensor"), Format("int8", "tensor"))
 W4A16 = Scheme("W4A16", weight_format("int4"), None)
 
 

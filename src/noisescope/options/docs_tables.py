@@ -1,6 +1,7 @@
 """The option tables of docs/cli.md: `python -m noisescope.options.docs_tables docs/cli.md` writes them anew.
 
 A table stands between `<!-- options: COMMAND -->` and `<!-- end of options -->`, a shared group's under its title.
+`Common options` is the table of options that most commands have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _CLASSES = [
 COMMANDS: tuple[type[CommandOptions], ...] = tuple(
     dict.fromkeys(one for one in _CLASSES if isinstance(one, type) and issubclass(one, CommandOptions) and one.command)
 )
+COMMON = ("json", "config")
 _PLACE = re.compile(r"(<!-- options: (.+?) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
 
 
@@ -34,13 +36,20 @@ def table(cls: type[CommandOptions]) -> str:
     shared = {
         name for group in groups for name, one in options_of(group).items() if _as_shown(known[name]) == _as_shown(one)
     }
-    own = [one for name, one in known.items() if name not in shared and one.shown]
+    own = [one for name, one in known.items() if name not in (*shared, *COMMON) and one.shown]
     own.sort(key=lambda option: not option.argument)
     lines = ["| option | default | |", "|---|---|---|", *map(_row, own)] if own else []
-    if groups:
-        links = ", ".join(f"[{one.title.lower()}](#{one.title.lower().replace(' ', '-')})" for one in groups)
-        lines += ["", f"And the options of {links}."] if lines else [f"The options of {links}."]
+    also = [f"[`{known[name].flag}`](#common-options)" for name in COMMON if name in known]
+    also += [f"[{one.title.lower()}](#{one.title.lower().replace(' ', '-')})" for one in groups]
+    if also:
+        lines += ["", f"Also: {', '.join(also)}."] if lines else [f"Options: {', '.join(also)}."]
     return "\n".join(lines)
+
+
+def common_table() -> str:
+    """The options that most commands have, from the first command that has them all."""
+    known = next(known for known in map(options_of, COMMANDS) if set(COMMON) <= set(known))
+    return "\n".join(["| option | default | |", "|---|---|---|", *(_row(known[name]) for name in COMMON)])
 
 
 def _as_shown(option: Option) -> tuple[object, ...]:
@@ -61,8 +70,8 @@ def _cell(text: str) -> str:
 
 def rewritten(page: str) -> str:
     """A page with its tables as the options are."""
-    classes = {one.command: one for one in COMMANDS} | {one.title: one for one in GROUPS}
-    return _PLACE.sub(lambda found: f"{found[1]}{table(classes[found[2]])}\n{found[4]}", page)
+    tables = {one.command or one.title: table(one) for one in (*COMMANDS, *GROUPS)} | {"Common options": common_table()}
+    return _PLACE.sub(lambda found: f"{found[1]}{tables[found[2]]}\n{found[4]}", page)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ class ExecutionOptions(CommandOptions):
         None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster", stored=False
     )
     retry_failed: bool = option(False, "Run trials again that failed before.")
-    full_paths: bool = option(False, "Keep absolute paths and the host's name in the report, for use in house.")
+    full_paths: bool = option(False, "Keep absolute paths and the host's name in the report, for internal use.")
     progress: Any = option(None, "An object with wave(trials) and step(trial, result, seconds).", surface="python",
                               open=True)  # fmt: skip
     repeat: Any = option(None, "How to repeat this, for `noisescope runs resume`.", surface="none", open=True)

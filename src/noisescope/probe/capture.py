@@ -209,7 +209,7 @@ class LogHistogram:
     """Counts [C, BINS] of the magnitudes of each channel: quantiles in memory that does not grow with the data.
 
     A bin is what the exponent and the first two bits of the mantissa of a float32 say, so it is found by a shift: four
-    bins an octave from 2^-24 to 2^16, one below (with the zeros) and one above. A quantile is interpolated inside its
+    bins per octave from 2^-24 to 2^16, one below (with the zeros) and one above. A quantile is interpolated inside its
     bin; it is off by at most the bin's width, a quarter, and by a few percent for smooth data.
     """
 

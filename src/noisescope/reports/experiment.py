@@ -213,7 +213,7 @@ class PhasesReport(SavedReport[PhasesResult]):
 def theory_line(report: PhasesResult) -> str:
     """The theory's verdict in a sentence."""
     return (
-        f"The theory that backward noise regularises and forward noise makes robust, by its own criteria: "
+        f"The theory that backward noise regularises and forward noise makes models robust, by its own criteria: "
         f"{report.theory.verdict}."
     )
 

@@ -29,7 +29,7 @@ from noisescope.stats.score_arrays import (
     unseen_error,
 )
 
-NO_LOSS_BELOW = "the loss it is compared with does not stand clear of 0"
+NO_LOSS_BELOW = "the loss it is compared with is not significantly different from 0"
 
 
 def mean(values: ArrayLike, level: float = 0.95, *, countable: bool = True) -> Estimate:
@@ -79,7 +79,7 @@ def difference(clean: ArrayLike, noisy: ArrayLike, *, level: float = 0.95) -> Es
 
 
 def measurable(clean: ArrayLike, chance: float = 0.0, *, level: float = 0.95) -> bool:
-    """Whether the clean score stands clear of chance, so that a share of it can be lost.
+    """Whether the clean score is significantly above chance, so that a share of it can be lost.
 
     The interval of its mean must stay above `chance` (1 / choices for multiple choice, 0 for free generation), and the
     mean must exceed its own error t times, or a ratio to it has no bound (Fieller's condition; for 0/1 scores with
@@ -123,7 +123,7 @@ def degradation_ratio(clean: ArrayLike, noisy: ArrayLike, beside: ArrayLike, *, 
     """(clean - noisy) / (clean - beside): how many times the loss of `beside` the loss of `noisy` is, same samples.
 
     Fieller's interval of the paired losses. Seeds are averaged within a sample, so `beside` may hold the columns of
-    several neighbours. Where the loss of `beside` does not stand clear of 0 there is no interval: use
+    several neighbours. If the loss of `beside` is not significantly above 0 there is no interval: use
     `degradation_excess` to decide.
 
     >>> clean = [1.0] * 20

@@ -104,7 +104,7 @@ _VERIFIED = ("forward beats both", "backward is worse", "similar stability: grad
 
 
 def theory(rows: Sequence[JudgedCriterion]) -> Theory:
-    """The notes' theory (gradient noise regularises, activation noise makes robust) by its own rule.
+    """The notes' theory (gradient noise regularises, activation noise makes models robust) by its own rule.
 
     Verified where every one of its predictions is supported; falsified where forward noise is refuted to beat both, or
     refuted to help at all. What this task can't measure speaks neither for it nor against it.

@@ -265,7 +265,7 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
 
 
 def _learned(runs: Sequence[Outcome]) -> bool:
-    """Whether the clean accuracy stands clear of chance."""
+    """Whether the clean accuracy is significantly above chance."""
     return stats.measurable(np.stack([_accuracy(run, 0.0) for run in runs]).mean(axis=0), CHANCE)
 
 

@@ -314,7 +314,7 @@ def gradient_pretest(
 ) -> dict[str, dict[str, Any]]:
     """For noise forward, backward and both: ratio of gradient norms and relative change, over batches.
 
-    If backward noise were what regularises and forward noise what makes robust, backward noise should move the gradient
+    If backward noise regularises and forward noise makes models robust, backward noise should move the gradient
     at least as much as forward noise does. The bands of the ratio are those of the original method notes.
 
     Each batch has draws of its own. The model runs in evaluation mode, because dropout would differ between the clean
