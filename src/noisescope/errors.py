@@ -49,5 +49,5 @@ def unknown(what: str, given: object, allowed: Iterable[object]) -> InvalidInput
 def whole_number(value: object, what: str, *, least: int = 1) -> int:
     """The value, refused where it is no whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{what} must be a whole number from {least} on, got {cut(repr(value))}")
+        raise InvalidInput(f"{what} must be an integer of at least {least}, got {cut(repr(value))}")
     return value

@@ -36,7 +36,9 @@ class FileKind:
     infinite: bool = False  # whether Infinity and NaN are numbers in it, as Python writes them
 
     def refuse(self, where: str | Path, reason: object) -> InvalidInput:
-        return InvalidInput(f"{_end(str(where))} is no {self.name}: {one_line(str(reason), LONG)}. {self.cure}")
+        return InvalidInput(
+            f"{_end(str(where))} is not a valid {self.name}: {one_line(str(reason), LONG)}. {self.cure}"
+        )
 
     @contextmanager
     def explaining(self, where: str | Path) -> Iterator[None]:
@@ -203,7 +205,7 @@ def _check_nodes(root: Any, most_deep: int) -> None:
         inner = [*_members_of(node)] if isinstance(node, yaml.CollectionNode) else []
         sizes[id(node)] = 1 + sum(size(member, depth + 1) for member in inner)
         if sizes[id(node)] > MOST_NODES:
-            problem = f"more than {MOST_NODES:,} values, with its aliases written out"
+            problem = f"more than {MOST_NODES:,} values after expanding its aliases"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and len(node.value) > LONGEST_NUMBER:
             raise yaml.MarkedYAMLError(problem="a whole number of too many digits", problem_mark=node.start_mark)
@@ -223,7 +225,7 @@ def _members_of(node: Any) -> Iterator[Any]:
     for key, value in node.value:
         if isinstance(key, yaml.ScalarNode):
             if key.value in first:
-                problem = f"{cut(key.value)} is there twice (first in line {first[key.value]}): keep one"
+                problem = f"{cut(key.value)} occurs twice (first on line {first[key.value]}): keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             first[key.value] = key.start_mark.line + 1
         yield key

@@ -43,8 +43,8 @@ def function_name(value: Any) -> str:
     if inspect.ismethod(value):
         if not isinstance(bound, type):
             raise InvalidInput(
-                f"{value!r} is a method of an object, whose state has no name: use a function, or a dataclass with "
-                "__call__"
+                f"{value!r} is a bound method, whose object has no stable name: use a function, or a dataclass with "
+                f"__call__"
             )
         return f"{class_name(bound)}.{value.__name__}"  # a class method may do something else in a subclass
     return _qualified(value)
@@ -59,7 +59,7 @@ def _qualified(value: Any) -> str:
     name = getattr(value, "__qualname__", "")
     if not name or "<" in name:  # "<lambda>", "<locals>"
         raise InvalidInput(
-            f"{value!r} has no name of its own, so a stored trial could not be told from another: define it with `def` "
-            "or `class` at the top level of a module"
+            f"{value!r} has no unique name, so stored trials with it can't be distinguished: define it with `def` "
+            f"or `class` at the top level of a module"
         )
     return f"{getattr(value, '__module__', None) or 'builtins'}.{name}"

@@ -36,11 +36,13 @@ def canonical(value: Any) -> Any:
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise InvalidInput(f"{value} can't be part of a trial: it equals nothing, so the trial could not be found")
+            raise InvalidInput(
+                f"{value} can't be part of a trial: it is not equal to itself, so the trial could not be found again"
+            )
         return {"float": (value + 0.0).hex()}  # -0.0 is 0.0
     if isinstance(value, Mapping):
         if any(not isinstance(key, (str, int)) for key in value):
-            raise InvalidInput(f"keys of a trial's settings are names or ints, got {sorted(map(repr, value))}")
+            raise InvalidInput(f"keys of a trial's settings must be names or ints, got {sorted(map(repr, value))}")
         return dict(sorted((_key(key), canonical(member)) for key, member in value.items()))
     if isinstance(value, (set, frozenset)):
         return {"set": sorted((canonical(member) for member in value), key=_order)}
@@ -75,8 +77,8 @@ def _fields(value: Any) -> dict[str, Any]:
     more = sorted(getattr(value, "__dict__", {}).keys() - fields.keys())
     if more and "__dataclass_fields__" not in vars(type(value)):
         raise InvalidInput(
-            f"{type(value).__qualname__} inherits from a dataclass and keeps {', '.join(more)} besides its fields, so "
-            "trials could not be told apart by it: make it a dataclass, too"
+            f"{type(value).__qualname__} inherits from a dataclass but has {', '.join(more)} in addition to its "
+            f"fields, so trials with it can't be distinguished: make it a dataclass too"
         )
     return fields
 

@@ -206,7 +206,7 @@ def test_a_missing_part_is_never_low_risk(arguments: Any, level: str) -> None:
 
 def test_impossible_channel_counts_are_refused() -> None:
     """More outliers than channels means that the count of channels was guessed."""
-    with pytest.raises(InvalidInput, match="real channel counts"):
+    with pytest.raises(InvalidInput, match="actual channel counts"):
         f.report_risk({"softmax": 0.1}, 0, 100, 64)
 
 

@@ -67,7 +67,7 @@ def test_keys_that_are_rotated_one_position_off(model, implementation, layers, m
         "input",
     )
     assert suspect.fault_class == "position"
-    assert f"should be keys of model.layers.{place}.self_attn as LlamaAttention makes it" in suspect.evidence
+    assert f"should be keys of model.layers.{place}.self_attn as LlamaAttention computes it" in suspect.evidence
     assert [site.place for site in suspect.also] == ([1] if layers == "all" else [])
     monkeypatch.undo()
     assert audit(model, quick=True).verdict == "healthy"
@@ -87,7 +87,7 @@ def test_heads_that_get_the_keys_of_another_group(layers, monkeypatch):
         "matmul",
         "input",
     )
-    assert first.fault_class == "swapped channels" and "head 1 holds what belongs to head 2" in first.evidence
+    assert first.fault_class == "swapped channels" and "head 1 holds the values of head 2" in first.evidence
     assert (1 in {site.place for site in first.also}) == (layers == "all")
 
 
@@ -181,7 +181,7 @@ def sees_padding(query: Tensor, kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "quick", "words"),
-    [(sees_all, True, "its mask is ignored"), (sees_padding, False, "only the causal part of its mask counts")],
+    [(sees_all, True, "its mask is ignored"), (sees_padding, False, "only the causal part of its mask is applied")],
 )
 def test_masks_that_the_kernel_ignores(change, quick, words):
     """It is given the right ones: the call itself is wrong, in every layer, and it is one suspect."""

@@ -141,7 +141,7 @@ def test_a_cubic_exponential_in_fused_attention_is_named(monkeypatch, name, how)
         verdict = located(model)
     first = verdict.suspects[0]
     assert (first.site.operator, first.fault_class) == ("attention", "function table"), first
-    assert "poor exponential" in first.evidence
+    assert "exp is inaccurate" in first.evidence
 
 
 def test_a_poor_exponential_in_softmax_is_named():

@@ -19,8 +19,8 @@ def model() -> torch.nn.Module:
 @pytest.mark.parametrize(
     "ids, words",
     [
-        (torch.tensor([[3, 64]]), "from 3 to 64, this model's are 0 to 63"),
-        (torch.tensor([[3, -100]]), "from -100 to 3, this model's are 0 to 63"),
+        (torch.tensor([[3, 64]]), "from 3 to 64, but this model accepts 0 to 63"),
+        (torch.tensor([[3, -100]]), "from -100 to 3, but this model accepts 0 to 63"),
         (torch.zeros(2, 0, dtype=torch.long), r"input_ids is empty \(shape \[2, 0\]\)"),
         (torch.tensor([1, 2, 3]), r"\[sequences, tokens\], got \[3\]: one sequence is ids\[None\]"),
         (torch.tensor([[[1, 2]]]), r"got \[1, 1, 2\]"),
@@ -54,8 +54,8 @@ def test_one_token_is_told_of(model):
     """A verdict on one token says what it could not see; one on two tokens a sequence has nothing to add."""
     verdict = ns.locate(model, method="relations", inputs=torch.tensor([[5]]))
     assert verdict.verdict == "healthy"
-    assert any(note.startswith("one token a sequence") and "exp" in note for note in verdict.notes)
-    assert any(note.startswith("one row in all") for note in verdict.notes)
+    assert any(note.startswith("one token per sequence") and "exp" in note for note in verdict.notes)
+    assert any(note.startswith("only one row") for note in verdict.notes)
     column, row = torch.tensor([[5], [6]]), torch.tensor([[5, 6]])
     assert [note[:9] for note in remarks(model, [{"input_ids": column}])] == ["one token"]
     assert remarks(model, [{"input_ids": row}]) == []

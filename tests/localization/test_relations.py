@@ -63,11 +63,11 @@ def test_no_false_alarm_over_dtypes_weights_and_attention_kernels(name, dtype, e
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("mixtral", "MoE routing may jump"),
+        ("mixtral", "MoE routing may switch experts"),
         ("bert", "not a causal language model"),
         ("t5", "cross attention"),
         ("gpt2", "MLP identity: the MLP adds biases"),
-        ("transformer_encoder", "nn.MultiheadAttention is judged as a whole"),
+        ("transformer_encoder", "nn.MultiheadAttention is checked as a whole"),
     ],
 )
 def test_laws_that_can_not_be_tried_are_told(name, words):

@@ -153,4 +153,4 @@ def test_srdd_and_scans_are_methods_of_their_own(model):
     assert "composite score" in probes_verdict.suspects[0].evidence
     assert any("what it can't see" in note for note in probes_verdict.notes)
     assert (scans_verdict.method, scans_verdict.verdict) == ("scans", "healthy")
-    assert any("what scans can't see" in note for note in scans_verdict.notes)
+    assert any("scans can't detect" in note for note in scans_verdict.notes)

@@ -251,5 +251,5 @@ def test_refusals() -> None:
         kl_divergence(z.long(), z.long())
     with pytest.raises(InvalidInput, match="block_rows must be at least 1, got 0"):
         kl_divergence(z, z, block_rows=0)
-    with pytest.raises(InvalidInput, match="move one of them"):
+    with pytest.raises(InvalidInput, match="move them to the same device"):
         kl_divergence(z, z.to("meta"))

@@ -79,7 +79,7 @@ def tensor_core(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def short_operands(bits: int, how: str) -> Call:
-    """Operands cut to `bits` bits behind the leading one, then a healthy product."""
+    """Operands cut to `bits` bits after the leading one, then a healthy product."""
     return lambda x, w: cut(x.double(), bits + 1, how).to(x.dtype) @ cut(w.double(), bits + 1, how).to(x.dtype)
 
 
@@ -540,7 +540,7 @@ def test_the_diff_explains_saturation_and_lost_nan(passport: dict[str, Any]) -> 
     lines = product_specials(Product(lambda x, w: saturated(x @ w), torch.float16))
     found = diff(passport, with_lines(passport, "float16", lines))
     assert "infinity on the first, saturates on the second" in only(found, "overflow").sentence
-    assert "NaN on the first, 0 on the second. Where NaN is lost" in only(found, "nan").sentence
+    assert "NaN on the first, 0 on the second. A device that loses NaN" in only(found, "nan").sentence
 
 
 def test_the_diff_names_a_coarse_function_and_lists_the_rest(passport: dict[str, Any]) -> None:

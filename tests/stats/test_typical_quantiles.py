@@ -103,7 +103,7 @@ def test_zeros_in_a_ratio() -> None:
     above, below = np.arange(1.0, 13), np.ones(12)
     below[:3] = 0
     found = stats.typical_ratio([*above, 0.0], [*below, 0.0])
-    assert found.n == 12 and found.note == "1 of 13 samples left out: 0 on both sides"
+    assert found.n == 12 and found.note == "1 of 13 samples excluded: 0 on both sides"
     assert (found.value, found.low, found.high) == (9.5, 6, None)
     mostly = stats.typical_ratio(np.ones(12), [0.0] * 8 + [1.0] * 4)
     assert mostly.value is None and mostly.low == 1 and stats.UNBOUNDED in mostly.note

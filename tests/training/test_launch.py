@@ -84,7 +84,7 @@ def test_what_workers_inherit_is_overridden(monkeypatch: pytest.MonkeyPatch) -> 
         ({"phases": []}, "phases is empty"),
         ({"operators": []}, "operators is empty"),
         ({"operators": "softmx"}, "Did you mean 'softmax'"),
-        ({"scale": 0.0}, "scale 0 is no noise"),
+        ({"scale": 0.0}, "scale 0 means no noise"),
         ({"seed": "x"}, "seed must be an int"),
     ],
 )
@@ -122,5 +122,5 @@ def test_confirm_says_who_is_missing(tmp_path: Path) -> None:
         launch.confirm(tmp_path, workers=2)
     write("rank1-2", 1, 5)
     assert launch.confirm(tmp_path, workers=2)["rank1-2"]["forward"] == 5
-    with pytest.raises(InvalidInput, match=r"2 workers report in .* but 1 are expected"):
+    with pytest.raises(InvalidInput, match=r"2 workers reported in .* but 1 were expected"):
         launch.confirm(tmp_path, workers=1)

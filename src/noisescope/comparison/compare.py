@@ -114,9 +114,11 @@ def compare_records(
     may cost by it.
     """
     if max_mape is not None and not 0 <= max_mape < math.inf:
-        raise InvalidInput(f"the largest MAPE allowed is a share such as 0.05, not below 0; got {max_mape}")
+        raise InvalidInput(f"--max-mape must be a share of at least 0, such as 0.05; got {max_mape}")
     if affordable is not None and sensitivity is None:
-        raise InvalidInput("what a difference may cost needs a sensitivity report, which says what it costs")
+        raise InvalidInput(
+            "a limit on the cost of a difference needs a sensitivity report (--sensitivity), which gives that cost"
+        )
     check_comparable(a, b)
     notes = [f"{last_part(side.path)}: {note}" for side in (a, b) for note in side.notes]
     seen = measure_sites(a, b, notes)
@@ -171,17 +173,19 @@ def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> lis
         lacking = list(dict.fromkeys(str(row.place) for row in sketched))
         more = " ..." if len(lacking) > _MOST_NAMED else ""
         raise InvalidInput(
-            f"MAPE needs full detail, and one record or both have only sketches of {', '.join(lacking[:_MOST_NAMED])}"
+            f"MAPE needs full tensors, but at least one record has only sketches of {', '.join(lacking[:_MOST_NAMED])}"
             f"{more}: record again with --detail full, or with --full-layers"
         )
-    return [f"MAPE was checked at {len(rows) - len(sketched)} of {len(rows)} sites: the others are sketches"]
+    return [
+        f"MAPE was checked at {len(rows) - len(sketched)} of {len(rows)} sites; the others were recorded as sketches"
+    ]
 
 
 def _chosen(rows: tuple[SiteRow, ...], layers: frozenset[int]) -> tuple[SiteRow, ...]:
     blocks = sorted({row.place for row in rows if isinstance(row.place, int)})
     missing = sorted(layers.difference(blocks))
     if not layers:
-        raise InvalidInput(f"no layers are chosen: name some of the blocks {', '.join(map(str, blocks))}")
+        raise InvalidInput(f"no layers selected: choose from the blocks {', '.join(map(str, blocks))}")
     if missing:
         raise InvalidInput(
             f"no site of layers {', '.join(map(str, missing))} is in both records: choose from the blocks "
@@ -263,7 +267,7 @@ def _side(a: Record) -> Side:
 
 
 def verdict_of(rows: Sequence[SiteRow], logits: Logits | None, reason: str = "") -> Verdict:
-    """By the rows that decide; "undecided" where none does, since nothing finite is left on either side.
+    """By the rows that decide; "undecided" where none does, since no values are finite on both sides.
 
     With a `reason` why the two compute other things, differences are "compared": round-off is no explanation then.
     """
@@ -282,7 +286,10 @@ def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: 
     if verdict == "diverged":
         text = _divergence(next(row for row in rows if row.diverges), dtype)
     elif verdict == "compared":
-        text = f"{reason[0].upper()}{reason[1:]}, so no verdict of round-off is due. {_largest(rows)}"
+        text = (
+            f"{reason[0].upper()}{reason[1:]}, so noisescope can't conclude that the difference is round-off. "
+            f"{_largest(rows)}"
+        )
     elif verdict == "identical":
         text = _identical(rows, sites)
     elif verdict == "round-off":
@@ -292,9 +299,11 @@ def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: 
             f"relative L2 is {worst.relative_l2:.2g}, at {worst.site}. {_power(rows)}"
         )
     else:
-        text = f"At none of the {len(rows)} sites is a finite number left on both sides, so nothing could be compared."
+        text = f"None of the {len(rows)} sites has finite values on both sides, so nothing could be compared."
     if len(rows) < sites:
-        text += f" {len(rows)} of {sites} sites could be compared: one side lacks the others, or has another shape."
+        text += (
+            f" {len(rows)} of {sites} sites could be compared: the others are missing on one side or differ in shape."
+        )
     return text + _undecided(rows) + _left_out(rows) + ("" if verdict == "identical" else _next_token(logits))
 
 
@@ -307,12 +316,12 @@ def _largest(rows: Sequence[SiteRow]) -> str:
 
 
 def _identical(rows: Sequence[SiteRow], sites: int) -> str:
-    which = "The records are" if len(rows) == sites else "What could be compared is"
+    which = "The records are" if len(rows) == sites else "The sites that could be compared are"
     sketched = sum(row.detail == "sketch" for row in rows)
     if not sketched:
         return f"{which} identical in every element."
     where = "all sites" if sketched == len(rows) else f"{sketched} of {len(rows)} sites"
-    return f"{which} identical; {where} were compared by sketch, which does not show relative L2 below 2e-7."
+    return f"{which} identical; {where} were compared by sketch, which can't detect a relative L2 below 2e-7."
 
 
 def _divergence(first: SiteRow, dtype: str) -> str:
@@ -321,14 +330,14 @@ def _divergence(first: SiteRow, dtype: str) -> str:
     if first.nonfinite:
         what = f"{first.nonfinite} {first.counted} are NaN or infinite on one side only, which is critical"
     elif first.relative_l2 is None:
-        what = "the reference is all zeros there, the other side is not"
+        what = "the reference is all zeros there, but the other side is not"
     elif first.too_far:
         what = f"relative L2 {first.relative_l2:.2g}, {_times(first.relative_l2, first.expected, least_size)}"
-        what += f", most of it a gain of {100 * gain:+.2f} %" if gain else ""
+        what += f", mostly a gain of {100 * gain:+.2f} %" if gain else ""
     else:
         what = (
-            f"a gain of {100 * gain:+.2f} %, {_times(abs(gain), first.expected_gain, least_gain)}, in a relative L2 of "
-            f"{first.relative_l2:.2g} that may be round-off"
+            f"a gain of {100 * gain:+.2f} %, {_times(abs(gain), first.expected_gain, least_gain)}, although the "
+            f"relative L2 of {first.relative_l2:.2g} may be round-off"
         )
     return f"The devices diverge at {first.site}: {what}. Later sites inherit this difference."
 
@@ -342,8 +351,12 @@ def _power(rows: Sequence[SiteRow]) -> str:
     """What a fault must reach to be called a divergence."""
     sizes = [row.smallest_detectable for row in rows]
     gains = [row.smallest_detectable_gain for row in rows if row.smallest_detectable_gain is not None]
-    text = f"A fault of one operator is detected if it adds a relative L2 above {_range(sizes)}"
-    return f"{text}; a common gain if it is above {_range([100 * gain for gain in gains])} %." if gains else f"{text}."
+    text = f"A fault in one operator is detected if it adds a relative L2 above {_range(sizes)}"
+    return (
+        (f"{text}; a gain common to all elements if it exceeds {_range([100 * gain for gain in gains])} %.")
+        if gains
+        else f"{text}."
+    )
 
 
 def _range(values: Sequence[float]) -> str:
@@ -357,7 +370,7 @@ def _undecided(rows: Sequence[SiteRow]) -> str:
     if not lost or len(lost) == len(rows):
         return ""
     which = f"{len(lost)} of {len(rows)} sites are undecided, {lost[0].site} first"
-    return f" {which}: nothing finite is left on either side."
+    return f" {which}: no values are finite on both sides."
 
 
 def _left_out(rows: Sequence[SiteRow]) -> str:
@@ -367,8 +380,8 @@ def _left_out(rows: Sequence[SiteRow]) -> str:
         return ""
     first = there[0]
     return (
-        f" NaN or infinite numbers that are the same on both sides are left out at {len(there)} of {len(rows)} sites: "
-        f"{first.nonfinite_both} {first.counted} at {first.site}, the first."
+        f" NaN or infinite values that match on both sides were ignored at {len(there)} of {len(rows)} sites: "
+        f"{first.nonfinite_both} {first.counted} at {first.site}first."
     )
 
 

@@ -96,7 +96,7 @@ def read_logprobs(path: Path, *, field: str | None = None) -> LogprobFile:
     if len(leading) < 0.9 * len(rows):  # here and there it is a missing value
         return LogprobFile(str(path), where, tuple(rows), tuple(known))
     rows = [_without_first(row) if math.isnan(row.values[:1].sum()) else row for row in rows]
-    note = f"{path}: a leading null of {len(leading)} sequences was dropped (a first token has no log-probability)"
+    note = f"{path}: a leading null of {len(leading)} sequences was dropped (the first token has no log-probability)"
     return LogprobFile(str(path), where, tuple(rows), tuple(known), (note,))
 
 

@@ -26,7 +26,7 @@ from noisescope.sites import Place, Site
 FORMAT = "noisescope record"
 VERSION = 2  # 2: prompts have a checksum
 DESCRIPTION = "record.json"
-RECORD = FileKind("whole record", "It is truncated or damaged: copy it again, or record again", root="record")
+RECORD = FileKind("record", "It is truncated or damaged: copy it again, or record again", root="record")
 _BEING_WRITTEN = re.compile(r"\.tmp.*|\.record\.json\..*\.part")  # by safetensors, by atomic_write
 # 0003.safetensors: the sketches of batch 3; 0003-012-7.safetensors: its thirteenth file of whole tensors, of block 7
 TENSORS = re.compile(r"(?P<batch>\d{4,9})(?:-\d{3,9}-(?P<place>\w+))?\.safetensors")
@@ -126,10 +126,10 @@ def read_description(folder: Path) -> Description:
     file = folder / DESCRIPTION
     if not file.exists():
         reason = "it was never finished: record again" if is_unfinished(folder) else "`noisescope record` writes one"
-        raise InvalidInput(f"{folder} is no record, it holds no {DESCRIPTION}: {reason}")
+        raise InvalidInput(f"{folder} is not a record: it has no {DESCRIPTION}: {reason}")
     found = members(parse_json(read_text(file, RECORD), file, RECORD), file, RECORD)
     if found.get("format") != FORMAT:
-        raise InvalidInput(f"{file} is no record of noisescope: it does not say {FORMAT!r}")
+        raise InvalidInput(f"{file} is not a noisescope record: it does not contain {FORMAT!r}")
     if found.get("version") != VERSION:
         raise InvalidInput(
             f"{file} has version {cut(repr(found.get('version')))} of the format; this noisescope reads "
@@ -144,7 +144,7 @@ def read_description(folder: Path) -> Description:
 def _contradictions(about: Description) -> Iterator[str]:
     """Facts that can't be so together: batches go through the prompts in order, and each has its own files."""
     if prompts_digest(about.prompts) != about.prompts_sha256:
-        yield "the prompts do not fit their checksum"
+        yield "the prompts do not match their checksum"
     places, layers = {str(site.place) for site in about.sites}, set(map(str, about.full_layers))
     if not layers <= places:
         yield f"no site is in the full_layers {', '.join(sorted(layers - places))}"
@@ -152,14 +152,14 @@ def _contradictions(about: Description) -> Iterator[str]:
     first = 0
     for number, batch in enumerate(about.batches):
         if batch.first != first:
-            yield f"batch {number} begins with prompt {batch.first}, where {first} is the next"
+            yield f"batch {number} begins with prompt {batch.first}, expected {first}"
         lengths = {len(prompt) for prompt in about.prompts[first : first + batch.count]}
         if lengths != {batch.length}:
-            yield f"the prompts of batch {number} have {sorted(lengths)} tokens, not the {batch.length} it says"
+            yield f"the prompts of batch {number} have {sorted(lengths)} tokens, not {batch.length} as it states"
         first += batch.count
         yield from _wrong_files(number, [file.name for file in batch.files], kept)
     if first != len(about.prompts):
-        yield f"the batches have {first} prompts, where there are {len(about.prompts)}"
+        yield f"the batches have {first} prompts, expected {len(about.prompts)}"
 
 
 def _wrong_files(number: int, names: Sequence[str], kept: set[str]) -> Iterator[str]:
@@ -303,7 +303,7 @@ def _batch(folder: Path, about: RecordedPrompts, sites: int) -> Batch:
         found = (0, 0) if sketch is None else sketch.values.shape[:2]
         if found != (sites, about.count):
             raise InvalidInput(
-                f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json has "
+                f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, but record.json lists "
                 f"{sites} and {about.count}: damaged or altered. Copy both again, or record again"
             )
         return files
@@ -325,17 +325,17 @@ def check_comparable(a: Record, b: Record) -> None:
     if a.prompts and b.prompts and a.prompts != b.prompts:
         mine, its = (prompts_digest(side.prompts)[:12] for side in (a, b))
         raise InvalidInput(
-            f"{b.path} was recorded on other prompts ({len(b.prompts)}, hash {its}) than {a.path} "
+            f"{b.path} was recorded on different prompts ({len(b.prompts)}, hash {its}) than {a.path} "
             f"({len(a.prompts)}, {mine}): record both on the same data, --samples and --max-tokens"
         )
     if a.sketch is not None and b.sketch is not None and a.sketch != b.sketch:
         raise InvalidInput(
             f"{b.path} has sketches of version {b.sketch.version} and seed {b.sketch.seed}, {a.path} of version "
-            f"{a.sketch.version} and seed {a.sketch.seed}: they can't be subtracted. Record both with one version of "
-            "noisescope"
+            f"{a.sketch.version} and seed {a.sketch.seed}: they can't be compared. Record both with the same "
+            f"version of noisescope"
         )
     if not set(map(site_key, a.sites)) & set(map(site_key, b.sites)):
-        raise InvalidInput(f"{a.path} and {b.path} have no site in common: nothing to compare")
+        raise InvalidInput(f"{a.path} and {b.path} have no site in common, so there is nothing to compare")
 
 
 def unlike(a: Record, b: Record) -> str:

@@ -80,7 +80,7 @@ class RoundoffBand:
         known = [np.asarray(row, dtype=np.float64)[np.isfinite(row)] for row in logprobs]
         known = [row for row in known if len(row)]
         if not known:
-            raise InvalidInput("a band needs log-probabilities of at least one sequence; all are missing")
+            raise InvalidInput("a round-off band needs log-probabilities of at least one sequence; all are missing")
         edges = np.array([one.low for one in self.by_surprise[1:]])
         levels = np.array([one.expected for one in self.by_surprise])
         means = [float(levels[np.searchsorted(edges, -row, side="right")].mean()) for row in known]
@@ -104,7 +104,7 @@ def band_of(logprobs: Sequence[Array], differences: Sequence[Array], *, dtype: s
     factor = SUMMATION.get(dtype, 1.0)
     sizes = [np.abs(np.asarray(one, dtype=np.float64)) * factor for one in differences]
     if not sizes or not all(size.size and np.isfinite(size).all() for size in sizes):
-        raise InvalidInput("a band needs finite differences of at least one token in every sequence")
+        raise InvalidInput("a round-off band needs finite differences of at least one token in every sequence")
     means = np.array([size.mean() for size in sizes])
     expected = stats.mean(means, countable=False)
     tokens = np.concatenate([size.mean(0) for size in sizes])
@@ -208,7 +208,7 @@ def forecast(flipped: Sequence[NDArray[np.bool_]], *, watched: int) -> GreedyFor
     """From flags [S, T] per text: whether the likeliest token differs at each step of one and the same text."""
     whole = [np.asarray(one, dtype=bool) for one in flipped if np.asarray(one).size]
     if not whole:
-        raise InvalidInput("no text has a generated token: nothing can be said of greedy texts")
+        raise InvalidInput("no text has a generated token, so greedy texts can't be judged")
     waits = np.array([[_first(row) for row in one] for one in whole])
     happened = np.array([[bool(row.any()) for row in one] for one in whole])
     shares = stats.mean([float(one.mean()) for one in whole], countable=False)

@@ -21,7 +21,7 @@ from noisescope.plain_text import shown
 
 Array = NDArray[np.generic]
 
-TENSORS = FileKind("whole file of tensors", "It is truncated or damaged: copy it again, or record again", root="header")
+TENSORS = FileKind("tensor file", "It is truncated or damaged: copy it again, or record again", root="header")
 _LONGEST_HEADER = 100 * MIB  # as safetensors itself has it
 _MOST_DIMENSIONS, _MOST_BYTES = 32, 2**60  # of a tensor, with those of no elements counted as one
 
@@ -62,10 +62,10 @@ class TensorFile:
         try:
             found = path.stat().st_size
             if found != size:
-                raise TENSORS.refuse(path, f"it has {found} bytes, {size} belong there")
+                raise TENSORS.refuse(path, f"it has {found} bytes, expected {size}")
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise TENSORS.refuse(path, "its checksum is another")
+                    raise TENSORS.refuse(path, "its checksum does not match")
                 file.seek(0)
                 length = int.from_bytes(file.read(8), "little")
                 if length > min(found, _LONGEST_HEADER):
@@ -86,7 +86,7 @@ class TensorFile:
         size, largest = math.prod(entry.shape) * item, math.prod(max(1, n) for n in entry.shape) * item
         fits = min((first, *entry.shape)) >= 0 and last - first == size and self._start + last <= self._end
         if not fits or largest > _MOST_BYTES or len(entry.shape) > _MOST_DIMENSIONS:
-            raise TENSORS.refuse(self.path, f"{shown(name)} does not lie within it")
+            raise TENSORS.refuse(self.path, f"{shown(name)} lies outside the file")
 
     def read(self, name: str) -> Numbers | None:
         name = self._header.same.get(name, name)

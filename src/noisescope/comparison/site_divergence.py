@@ -62,14 +62,16 @@ def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
     if _alone(a, b) or _alone(b, a):
         notes.append(f"{len(found)} sites are compared; {a.path} has {len(a.sites)}, {b.path} has {len(b.sites)}")
     if not found:
-        raise InvalidInput("the records share sites, but no tensor of the same shape: were other inputs given?")
+        raise InvalidInput("the records share sites, but no tensors of the same shape: were the inputs different?")
     if uncompared:
         named = ", ".join(map(str, uncompared[:_MOST_NAMED])) + (" ..." if len(uncompared) > _MOST_NAMED else "")
-        notes.append(f"{len(uncompared)} sites are not compared, as one side lacks them or has another shape: {named}")
+        notes.append(
+            f"{len(uncompared)} sites were not compared, because one side lacks them or has a different shape: {named}"
+        )
     if left is not None and right is not None and numbers < LEAST_FOR_GAIN:
         notes.append(
-            f"no gain can be detected from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record with "
-            "--samples 4 or more"
+            f"sketches of {numbers} numbers can't detect a gain ({LEAST_FOR_GAIN} are needed): record with "
+            f"--samples 4 or more"
         )
     return MeasuredSites(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
 

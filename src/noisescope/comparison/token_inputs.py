@@ -33,7 +33,7 @@ def input_difference(a: Sequence[Ids], b: Sequence[Ids], *, chat: bool) -> Input
     if not kinds:
         return None
     (name, detail), _ = Counter(kinds).most_common(1)[0]
-    return InputDifference(name, f"{len(kinds)} of {len(a)} prompts have other token ids in b: {detail}")
+    return InputDifference(name, f"{len(kinds)} of {len(a)} prompts have different token ids in b: {detail}")
 
 
 def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
@@ -49,12 +49,12 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
         return "truncation", f"{lacking} lacks tokens at the end"
     matcher = SequenceMatcher(None, a, b, autojunk=False)
     if matcher.ratio() < _LIKE:
-        return "tokenizer", "fewer than half of the tokens are the same"
+        return "tokenizer", "fewer than half of the tokens match"
     first = next(code for code in matcher.get_opcodes() if code[0] != "equal")
     where = f"they first differ at token {first[1]}"
     if chat:
-        return "template", f"{where}: another chat template"
-    return "tokenizer", f"{where}: another tokenizer, template or normalisation"
+        return "template", f"{where}: different chat template"
+    return "tokenizer", f"{where}: different tokenizer, template or normalisation"
 
 
 def _ids(ids: list[int]) -> str:

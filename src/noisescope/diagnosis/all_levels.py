@@ -57,7 +57,7 @@ def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ())
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
     if screened is not None and screened.unpredicted:
         count, first = len(screened.unpredicted), screened.unpredicted[0]
-        limits.append(f"{count} sites changed in place have no prediction, such as {first}")
+        limits.append(f"{count} sites modified in place have no prediction, such as {first}")
     return Conclusions(
         **vars(found),
         executive_summary=executive_summary(context, found, ranked, wanted),

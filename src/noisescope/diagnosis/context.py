@@ -47,11 +47,11 @@ class Settings:
             if level not in LEVELS:
                 raise unknown("level", level, LEVELS)
         if not self.levels:
-            raise InvalidInput(f"no level is left: choose from {', '.join(LEVELS)}")
+            raise InvalidInput(f"no levels selected: choose from {', '.join(LEVELS)}")
         if self.window < 1 or self.step < 1:
-            raise InvalidInput(f"window and step are at least 1, got {self.window} and {self.step}")
+            raise InvalidInput(f"window and step must be at least 1, got {self.window} and {self.step}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise InvalidInput(f"at least one seed is needed, and each once; got {list(self.seeds)}")
+            raise InvalidInput(f"give at least one seed, and each only once; got {list(self.seeds)}")
         checked_scale(getattr(self.perturbation, "scale", None), "noise scale")
         if self.scale == 0:
             raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")

@@ -48,7 +48,9 @@ def chosen_windows(report: Diagnosis) -> list[ChosenWindow]:
     section = report.layer_analysis
     rows = [] if section is None else [row for row in section.windows if row.injected and row.kl is not None]
     if section is None or len(rows) < 2:
-        raise InvalidInput("the report has no two injected windows to choose from: diagnose the layer level first")
+        raise InvalidInput(
+            "the report has fewer than two injected windows to choose from: run diagnose with the layer level first"
+        )
     points = {point.layer_range: point.degradation.value or 0.0 for point in section.avalanche_points if point.decided}
     warned = max(rows, key=lambda row: (points.get(row.layer_range, 0.0), row.nats))
     chosen: list[WindowEffect] = [warned]

@@ -191,7 +191,7 @@ def _without_nested(
         if enough:
             best = max(enough, key=lambda part: (-_extent(part.target), part.loss, part.effect.nats))
             dropped.add(whole.target)
-            adds = f"{whole.target.name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
+            adds = f"{whole.target.name}: {percent(whole.loss)} lost, not detectably more than here"
             notes[best.target] += [*notes[whole.target], adds]
             gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
         elif whole.target.layers:
@@ -283,23 +283,26 @@ def _layer_notes(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
         if row.target.layers and set(row.target.layers) <= set(range(point.start, point.end + 1)):
             where = f"layers {point.start} to {point.end}"
             if not point.decided:
-                yield f"{where} may be an avalanche point: the intervals do not decide"
+                yield f"{where} may be an avalanche point: the intervals overlap the limit"
             elif point.ratio is not None:
                 times = f"{point.ratio.value:.1f} {span(point.ratio, '.1f')}"
                 yield f"{where} are an avalanche point: {times} times their neighbours"
             else:
-                yield f"{where} are an avalanche point: their neighbours lose far less"
+                yield f"{where} are an avalanche point: their neighbours lose much less"
     for window in layers.windows if layers is not None and row.target.kind == "window" else ():
         index = window.interaction_index
         if window.layers == row.target.layers and index is not None and index.compounds:
-            yield f"errors compound: noise in all diverges {index.index.value:.2f} times as far as in each alone"
+            yield (
+                f"errors compound: noise in all of them together diverges {index.index.value:.2f} times as far as "
+                f"the sum of each alone"
+            )
     yield from _nonlinearity_note(row.effect)
 
 
 def _nonlinearity_note(effect: Effect) -> Iterable[str]:
     if effect.nonlinear and effect.injected_over_predicted is not None:
         times = effect.injected_over_predicted.value
-        yield f"injected noise diverges {times:.2f} times as far as predicted: not linear here"
+        yield f"injected noise diverges {times:.2f} times as far as predicted: the response is not linear here"
 
 
 def _channel_findings(found: ChannelAnalysis | None) -> list[Finding]:
@@ -312,7 +315,9 @@ def _channel_findings(found: ChannelAnalysis | None) -> list[Finding]:
         layers = (row.layer,) if isinstance(row.layer, int) else ()
         target = Target("channels", (row.operator,), layers, module=name)
         if row.nonfinite_channels:
-            statement = f"{row.nonfinite_channels} of {row.total_channels} channels hold NaN or infinity, without noise"
+            statement = (
+                f"{row.nonfinite_channels} of {row.total_channels} channels contain NaN or infinity even without noise"
+            )
             size = Estimate(float(row.nonfinite_channels), None, None, found.n)
             rows.append(Finding("CRITICAL", name, statement, target, size, "count", None, "captured"))
         if row.num_outliers:

@@ -44,7 +44,7 @@ def _sampling(chosen: Arguments) -> Sampling:
             bool(chosen.get("processed")),
         )
     except ValueError:
-        raise InvalidInput(f"temperature, top_p and top_k are numbers; got {dict(chosen)}") from None
+        raise InvalidInput(f"temperature, top_p and top_k must be numbers; got {dict(chosen)}") from None
 
 
 def read_arguments(words: Sequence[str], side: str = "") -> dict[str, Setting]:
@@ -55,7 +55,7 @@ def read_arguments(words: Sequence[str], side: str = "") -> dict[str, Setting]:
         which, dot, name = key.partition(".")
         if not equals or not key or (dot and which not in ("a", "b")):
             raise InvalidInput(
-                f"an engine argument is NAME=VALUE, or a.NAME=VALUE or b.NAME=VALUE for one side; got {word!r}"
+                f"an engine argument must be NAME=VALUE, or a.NAME=VALUE or b.NAME=VALUE for one side; got {word!r}"
             )
         if not dot or which == side:
             found[name if dot else key] = _value(value)

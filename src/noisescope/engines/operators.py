@@ -25,7 +25,7 @@ _EXPLAINS = 0.3  # an explanation must make the error at least so many times sma
 
 @dataclass
 class SiteError:
-    """The difference at one site over all prompts; `between`: of what arrives there, made by the code before it."""
+    """The difference at one site over all prompts; `between`: of its input, made by the code before it."""
 
     site: Site
     between: bool
@@ -254,7 +254,7 @@ def _explanations(
         if site.operator == "norm" and weight is not None and bool(weight.all()):
             wide = weight.double()
             yield f"b rounds to {name} before it applies the weight", (a / wide).to(dtype).double() * wide
-        yield f"b rounds {'what arrives there' if between else 'its output'} to {name}", a.to(dtype).double()
+        yield f"b rounds {'its input' if between else 'its output'} to {name}", a.to(dtype).double()
     offset = (b - a).mean(0, keepdim=True)
     yield "b adds the same numbers to every token", a + offset
 
@@ -267,7 +267,13 @@ def _attention(error: SiteError) -> str:
     if at is None:
         return ""
     if at == 0:
-        return "also at the first token, which attends to itself alone: values or precision, not scores"
+        return (
+            "it also differs at the first token, which attends only to itself: the cause is values or precision, "
+            "not scores"
+        )
     if at <= 2:
-        return "not at the first token, which attends to itself alone: scores differ (scale, position, softmax)"
-    return f"only from token {at} on: a mask or window that acts from there"
+        return (
+            "it does not differ at the first token, which attends only to itself: the scores differ (scale, "
+            "position, softmax)"
+        )
+    return f"it differs only from token {at} on: a mask or window starts there"

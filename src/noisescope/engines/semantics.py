@@ -96,7 +96,9 @@ def find_semantics(a: Engine, b: Engine, prompts: tuple[Sequence[Ids], Sequence[
     after = _gap(left, right, *_plain(left, right, temperature))
     notes = []
     if left.processing.truncates and right.processing.truncates:
-        notes.append("both sides cut the distribution off: what follows is measured on whole distributions")
+        notes.append(
+            "both sides truncate the distribution (top-k or top-p): the comparison uses the full distributions"
+        )
     if left.processing.temperature != 1:
         notes.append(f"both are compared at a's temperature of {temperature:.3g}")
     return Semantics(tuple(causes), first, after, temperature, tuple(notes))
@@ -202,10 +204,14 @@ def _places(shift: int) -> str:
 
 def _other(mine: Processing, its: Processing) -> str:
     if mine.unnormalised != its.unnormalised:
-        return f"{'b' if its.unnormalised else 'a'} reports logits, not log-probabilities: its rows do not sum to 1"
+        return (
+            f"{'b' if its.unnormalised else 'a'} reports logits, not log-probabilities: its probabilities do not "
+            f"sum to 1"
+        )
     return (
-        f"reported values are {max(mine.off, its.off):.2g} nats off what {'a' if mine.off > its.off else 'b'}'s own "
-        "logits give at any temperature: a penalty, a bias or another processor acts before they are reported"
+        f"reported values are {max(mine.off, its.off):.2g} nats away from what "
+        f"{'a' if mine.off > its.off else 'b'}'s own logits give at any temperature: a penalty, bias or other "
+        f"processor is applied before they are reported"
     )
 
 
@@ -220,5 +226,5 @@ def _temperatures(mine: float, its: float) -> str:
     if mine != 1 and abs(mine * mine / its - 1) < CLOSE:
         return f"{words}: b applies it twice"
     if mine == 1:
-        return f"{words}: b's values are those after sampling, a's those of the model"
+        return f"{words}: b's values are after the sampling temperature, a's are the model's own"
     return words

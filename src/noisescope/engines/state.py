@@ -151,13 +151,15 @@ def _stale(dense: Sequence[_Pair], blocks: int) -> Iterator[StateCause]:
     if blocks and len(by_block.keys() - {None}) > _MANY * blocks:
         names = tuple(pair.name for pair in dense)
         quantised = "quantised weights" if _look_quantised(dense) else "another checkpoint or training step"
-        words = f"{len(names)} tensors of {len(by_block)} places differ throughout, by {_sizes(dense)}: {quantised}"
+        words = (
+            f"{len(names)} tensors in {len(by_block)} places differ in all elements, by {_sizes(dense)}: {quantised}"
+        )
         yield StateCause("quantised checkpoint" if _look_quantised(dense) else "another checkpoint", words, names)
         return
     for block, held in by_block.items():
         names = tuple(pair.name for pair in held)
         where = "outside the blocks" if block is None else f"of layer {block}"
-        words = f"{len(names)} tensors {where} hold other numbers ({_some(names)}), off by {_sizes(held)}"
+        words = f"{len(names)} tensors {where} hold different numbers ({_some(names)}), off by {_sizes(held)}"
         yield StateCause("stale layer" if block is not None else "stale weights", f"{words} (not updated?)", names)
 
 
@@ -228,7 +230,7 @@ def _lacking(mine: dict[str, Tensor], its: dict[str, Tensor]) -> Iterator[str]:
     for which, here, there in (("b", mine, its), ("a", its, mine)):
         names = [name for name in here if name not in there]
         if names:
-            yield f"{which} lacks {len(names)} tensors, which are not compared ({_some(names)})"
+            yield f"{which} lacks {len(names)} tensors, which were not compared ({_some(names)})"
 
 
 def _block(name: str) -> int | None:

@@ -92,8 +92,8 @@ class VllmEngine:
         hidden = torch.cat(last)
         if len(hidden) != len(ids):
             raise InvalidInput(
-                f"vLLM ran {len(hidden)} tokens of a prompt of {len(ids)}: switch prefix caching off "
-                "(--engine-args enable_prefix_caching=false)"
+                f"vLLM ran {len(hidden)} tokens of a prompt of {len(ids)}: turn off prefix caching (--engine-args "
+                f"enable_prefix_caching=false)"
             )
         y: Tensor = self.model.compute_logits(hidden)
         head = self._map.head
@@ -273,7 +273,7 @@ def _pass(call: EngineCall) -> None:
 
 
 def _not_again(x: Tensor) -> Tensor:
-    raise InvalidInput("a block of vLLM can't be called outside its forward")
+    raise InvalidInput("a vLLM block can't be called outside its forward")
 
 
 def _first(y: Any) -> Tensor:

@@ -28,7 +28,7 @@ from noisescope.probe.noise import Gaussian
 from noisescope.training import schedules
 from noisescope.training.worker_environment import STEP_FILE, flag, keep_tally, read
 
-STEP = FileKind("trainer's step", "training.launch.set_step writes it", max_bytes=64)
+STEP = FileKind("step file", "training.launch.set_step writes it", max_bytes=64)
 _STEP_BITS = 32  # of the seed, above those of the seed itself
 _MOST_PROMPTS = 1 << 16  # whose names are remembered
 _PUT: list[Callable[..., Any]] = []  # forwards that have noise already: vLLM may load a plugin more than once
@@ -75,7 +75,7 @@ class FlatProbe(Probe):
         self, samples: Tensor, positions: Tensor | int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(positions, Tensor) or len(samples) != len(positions):
-            raise InvalidInput(f"{len(samples)} tokens have names, but their positions are {positions!r}")
+            raise InvalidInput(f"{len(samples)} tokens are named, but their positions are {positions!r}")
         return samples, positions[:, None]
 
 
@@ -116,7 +116,7 @@ class _Worker:
 def prompt_name(ids: Sequence[int] | None) -> int:
     """63 bits that belong to a prompt's token ids, in every process."""
     if ids is None:
-        raise InvalidInput("noise in vLLM is named by the prompt's token ids, and this prompt is embeddings")
+        raise InvalidInput("noise in vLLM is keyed by the prompt's token ids, but this prompt consists of embeddings")
     digest = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -157,9 +157,10 @@ def noisy_forward(inner: Callable[..., Any], noise: RolloutNoise) -> Callable[..
 def check_supported(config: Any) -> None:
     """Refuse what noise would miss in silence."""
     if int(config.compilation_config.mode or 0) != 0:
-        raise InvalidInput("noise in vLLM needs eager forwards: compiled graphs pass it by. Give enforce_eager=True")
+        raise InvalidInput("noise in vLLM needs eager mode, because compiled graphs bypass it: pass enforce_eager=True")
     if config.parallel_config.tensor_parallel_size > 1:
         raise InvalidInput(
-            f"noise in vLLM is for tensor_parallel_size=1, got {config.parallel_config.tensor_parallel_size}: each "
-            "rank would draw the same numbers for its part of the channels"
+            f"noise in vLLM supports only tensor_parallel_size=1, got "
+            f"{config.parallel_config.tensor_parallel_size}: with more, each rank would draw the same numbers for "
+            f"its part of the channels"
         )

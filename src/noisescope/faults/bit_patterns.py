@@ -42,8 +42,8 @@ def checked_bit(bit: int, dtype: torch.dtype) -> int:
     if bit >= width(dtype):
         name = str(dtype).removeprefix("torch.")
         raise InvalidInput(
-            f"bit {bit} does not exist in {name}: its bits are 0 (lowest of the mantissa) to {width(dtype) - 1} "
-            f"(the sign), and the exponent begins at {mantissa_bits(dtype)}"
+            f"bit {bit} does not exist in {name}: its bits are 0 (lowest mantissa bit) to {width(dtype) - 1} "
+            f"(sign), and the exponent starts at {mantissa_bits(dtype)}"
         )
     return bit
 

@@ -24,7 +24,7 @@ _PLAIN = (torch.matmul, torch.mm, torch.bmm, _T.matmul, _T.mm, _T.bmm, _T.__matm
 def input_of(call: RecordedCall) -> Tensor:
     """The first tensor given; an operator that wrote its result into it has none any more."""
     if getattr(call.callee, "inplace", False) or call.kwargs.get("inplace"):
-        raise InvalidInput(f"{call.name} writes its result over its input, so it can't be computed again")
+        raise InvalidInput(f"{call.name} overwrites its input, so it can't be recomputed")
     if call.first_input is None:
         raise InvalidInput(f"{call.name} was called without a tensor")
     return call.first_input
@@ -90,7 +90,7 @@ def product(call: RecordedCall) -> Product:
         )
     if is_grouped(callee):
         return _grouped(call)
-    raise InvalidInput(f"{call.name} is not a plain product, so it can't be computed again from its operands")
+    raise InvalidInput(f"{call.name} is not a plain product, so it can't be recomputed from its operands")
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
@@ -101,7 +101,7 @@ def _module_product(module: nn.Module, call: RecordedCall) -> Product:
     """A Linear [out, in], or transformers' Conv1D [in, out]."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise InvalidInput(f"{call.name} has no plain weight, so it can't be computed again from its operands")
+        raise InvalidInput(f"{call.name} has no plain weight, so it can't be recomputed from its operands")
     if not keeps_weight_transposed(module):
         return _linear(input_of(call), weight, bias)
 
@@ -136,7 +136,7 @@ def softmax_scores(call: RecordedCall) -> tuple[Tensor, int]:
     """A softmax call's input, in the dtype that the softmax is computed in, and its dimension."""
     x = call.argument(0, "input", "self")
     if isinstance(call.callee, nn.Module) or not isinstance(x, Tensor):
-        raise InvalidInput(f"{call.name} is not a call of softmax that can be computed again")
+        raise InvalidInput(f"{call.name} is not a softmax call that can be recomputed")
     dtype = next((v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)), None)
     dim = call.argument(1, "dim", default=-1)
     return (x if dtype is None else x.to(dtype)), -1 if dim is None else dim

@@ -169,7 +169,7 @@ def _order(fault: families.SwappedChannels, width: int, mask: Tensor | None) -> 
 @act.register
 def stale_tile(fault: families.StaleTile, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     if fault.column >= y.shape[-1]:
-        raise InvalidInput(f"stale_tile begins at column {fault.column}, but the output has {y.shape[-1]}")
+        raise InvalidInput(f"stale_tile starts at column {fault.column}, but the output has {y.shape[-1]} columns")
     new = y.clone(memory_format=torch.contiguous_format)
     rows = new.view(-1, y.shape[-1])
     tile = rows[fault.row : fault.row + fault.rows, fault.column : fault.column + fault.columns]
@@ -193,7 +193,9 @@ def block_scale(fault: families.BlockScale, y: Tensor, call: RecordedCall, memor
 def _block_scaled(fault: families.BlockScale, x: Tensor) -> Tensor:
     start, stop = fault.block * fault.width, (fault.block + 1) * fault.width
     if start >= x.shape[-1]:
-        raise InvalidInput(f"block {fault.block} of {fault.width} channels begins beyond the {x.shape[-1]} there are")
+        raise InvalidInput(
+            f"block {fault.block} of {fault.width} channels starts beyond the tensor's {x.shape[-1]} channels"
+        )
     new = x.clone()
     new[..., start:stop] = (wide(x[..., start:stop]) * fault.factor).to(x.dtype)
     return new
@@ -251,7 +253,7 @@ def _cut(fault: families.InputTruncation, x: Tensor) -> Tensor:
 def rounding_mode(fault: families.RoundingMode, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     exact = exact_dtype(y)
     if y.dtype == exact:
-        raise InvalidInput(f"rounding_mode needs a wider dtype to round from, and {call.name} computes in {exact}")
+        raise InvalidInput(f"rounding_mode needs a wider dtype to round from, but {call.name} computes in {exact}")
     return bit_patterns.round_towards(product(call).exact(exact), y.dtype, fault.mode)
 
 

@@ -101,7 +101,7 @@ def indices(value: Any, what: str) -> tuple[int, ...]:
     listed = isinstance(many, Iterable) and not isinstance(many, (str, bytes))
     found = list(many) if listed else []
     if not found or any(isinstance(i, bool) or not isinstance(i, numbers.Integral) or i < 0 for i in found):
-        raise InvalidInput(f"{what} must be a list of numbers from 0 on, got {value!r}")
+        raise InvalidInput(f"{what} must be a list of numbers of at least 0, got {value!r}")
     return tuple(sorted({int(i) for i in found}))
 
 
@@ -111,14 +111,16 @@ def _channels(value: Any, label: str) -> Channels:
         return value
     if isinstance(value, float):
         if not 0 < value <= 1:
-            raise InvalidInput(f"channels as a share must be above 0 and at most 1, got {value}")
+            raise InvalidInput(f"a share of channels must be above 0 and at most 1, got {value}")
         return float(value)
     if isinstance(value, dict):
         if not {"period"} <= set(value) <= {"period", "offset"}:
-            raise InvalidInput(f'a lane is {{"period": 32, "offset": 5}}, got {value!r}')
+            raise InvalidInput(f'a lane must look like {{"period": 32, "offset": 5}}, got {value!r}')
         return Lanes(**value)
     if isinstance(value, bool):
-        raise InvalidInput("channels are a share such as 0.1, a list of channel numbers, Lanes(32, 5) or None (all)")
+        raise InvalidInput(
+            "channels must be a share such as 0.1, a list of channel numbers, Lanes(32, 5) or None (all)"
+        )
     return indices(value, "channels")
 
 
@@ -135,7 +137,7 @@ class Lanes:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.offset >= self.period:
-            raise InvalidInput(f"a lane's offset is below its period {self.period}, got {self.offset}")
+            raise InvalidInput(f"a lane's offset must be below its period {self.period}, got {self.offset}")
 
 
 Channels = float | tuple[int, ...] | Lanes | None  # a share (Bernoulli, drawn once), a list, a lane, or all
@@ -182,7 +184,7 @@ class Fault:
     def resized(self, size: float) -> Self:
         """The same fault of another size."""
         if self.sized_by is None:
-            raise InvalidInput(f"{self.family} has no size, so it can't be given one: {size!r}")
+            raise InvalidInput(f"{self.family} takes no size, got {size!r}")
         changes: dict[str, Any] = {self.sized_by: size}
         return dataclasses.replace(self, **changes)
 

@@ -56,9 +56,13 @@ def faulty(
             raise InvalidInput(f"the place is given twice: in {fault!r} and as an argument")
         fault, site = parse_fault(fault) if "@" in fault else (parse_settings(fault), site)
     if not isinstance(fault, Fault):
-        raise InvalidInput(f"a fault is a value such as DeadZone(0.3) or a text such as 'dead_zone:0.3', got {fault!r}")
+        raise InvalidInput(
+            f"a fault must be a value such as DeadZone(0.3) or a text such as 'dead_zone:0.3', got {fault!r}"
+        )
     if (site is None) == (place is None):
-        raise InvalidInput("say where the fault sits, once: faulty(model, fault, 10) or faulty(model, fault, place=10)")
+        raise InvalidInput(
+            "give the place of the fault exactly once: faulty(model, fault, 10) or faulty(model, fault, place=10)"
+        )
     where = _where(place if site is None else site)
     for name, value in (("operator", operator), ("module", module), ("occurrence", occurrence)):
         if value is not None and getattr(where, name) is not None:
@@ -126,7 +130,9 @@ class FaultScope(Probe):
             return (self._replaced(count, memories, call, y[0]), *y[1:])
         if not isinstance(y, Tensor) or not y.is_floating_point():
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise InvalidInput(f"{call.unit.site(call.operator)} gave {kind}; faults fall on floating-point tensors")
+            raise InvalidInput(
+                f"{call.unit.site(call.operator)} returned {kind}, but faults apply only to floating-point tensors"
+            )
         return self._replaced(count, memories, call, y)
 
     def _replaced(self, count: SiteCount, memories: dict[int, Memory], call: RecordedCall, y: Tensor) -> Tensor:
@@ -150,14 +156,14 @@ class FaultScope(Probe):
     def check(self) -> None:
         if self.forwards and not self.calls and self.where.occurrence is not None:
             raise NothingInjected(
-                f"{self.fault.family} sits at call {self.where.occurrence} of {self.where.operator} within its module, "
-                f"and none had that many in {self.forwards} forward(s): calls count from 0"
+                f"{self.fault.family} was set for call {self.where.occurrence} of {self.where.operator} within its "
+                f"module, but no module made that many calls in {self.forwards} forward(s); calls are numbered from 0"
             )
         super().check()
         if not any(self.fault.is_due(forward) for forward in range(self.forwards)):
             raise NothingInjected(
-                f"{self.fault.family} was to act from forward {self.fault.start} on (from 0), and the scope saw "
-                f"{self.forwards}: nothing was injected"
+                f"{self.fault.family} was set to start at forward {self.fault.start} (counted from 0), but only "
+                f"{self.forwards} ran: nothing was injected"
             )
 
 

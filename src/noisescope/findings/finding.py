@@ -160,5 +160,5 @@ def span(estimate: Estimate, form: str, times: float = 1) -> str:
 def times_better(gain: float) -> str:
     """What divides an error, in words: 0.04 is "25 x worse", and 0 means that there was none before."""
     if not gain:
-        return "nothing to gain"
+        return "no gain possible"
     return f"{gain:.3g} x better" if gain >= 1 else f"{1 / gain:.3g} x worse"

@@ -188,7 +188,7 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Genera
 def _compared(name: str, got: Tensor, expected: Tensor) -> ArithmeticFault | None:
     """None where both are the same numbers; quotients may be one unit in the last place apart."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        effect = f"{tuple(got.shape)} {got.dtype} came back, {tuple(expected.shape)} {expected.dtype} was expected"
+        effect = f"{tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
         judgement = Judgement({"exact": math.inf}, elements=expected.numel())
         return ArithmeticFault(name, (), (), effect, judgement, Pattern("unknown", 0.5, "another shape or dtype"))
     got, expected = (t.float() if t.dtype == torch.bool else t for t in (got, expected))
@@ -216,7 +216,7 @@ def _effect(got: Tensor, expected: Tensor, off: Tensor) -> str:
     if steady and 0 < middle != 1:
         return f"{which} {100 * abs(middle - 1):.2g} % too {'large' if middle > 1 else 'small'}"
     gap = (got - expected).abs().nan_to_num(math.inf)
-    return f"{which} differ from the host's, by up to {float(gap.max()):.3g}"
+    return f"{which} differ from the host's by up to {float(gap.max()):.3g}"
 
 
 def _joined(faults: list[ArithmeticFault]) -> ArithmeticFault:
@@ -257,7 +257,7 @@ def _as_consequence(suspect: Suspect, operations: str) -> Suspect:
     site = suspect.site
     if not (site.operator in _MADE_OF_THEM or site.tensor == "input" or site.place == "rotary"):
         return suspect
-    evidence = f"{suspect.evidence}; likely a consequence of the device's {operations}"
+    evidence = f"{suspect.evidence}; probably caused by the device's {operations}"
     return dataclasses.replace(suspect, evidence=evidence, details={**suspect.details, "consequence_of": operations})
 
 
@@ -265,4 +265,4 @@ def self_test_note(faults: list[ArithmeticFault]) -> str:
     """What the self-test says, for a verdict's notes."""
     if faults:
         return f"self-test of elementwise arithmetic: {'; '.join(str(fault) for fault in faults)}"
-    return f"self-test of elementwise arithmetic: {len(OPERATIONS)} kinds of operations are right bit for bit"
+    return f"self-test of elementwise arithmetic: {len(OPERATIONS)} kinds of operations match the host bit for bit"

@@ -115,7 +115,7 @@ def audit(
 def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Workload]) -> list[str]:
     found = remarks(model, [workload.inputs for workload in workloads])
     if model is not (subject.model if isinstance(subject, Subject) else subject):
-        found.append("a compiled model is audited as it runs uncompiled: its own fused kernels are not judged")
+        found.append("the model is compiled, but the audit runs it uncompiled: its own fused kernels are not checked")
     return found
 
 
@@ -140,7 +140,9 @@ class AuditRun:
         self._twin: HostTwin | None = None
         self._no_twin = ""
         words = ", ".join(map(str, replaced_functions()))
-        log.remarks += [f"not as shipped, so that the host used the packages' own: {words}"] * bool(words)
+        log.remarks += [
+            f"patched at run time, so the host ran the code from the installed package instead: {words}"
+        ] * bool(words)
         self._has_short = False  # whether operators that can be driven were given sixteen bits
         try:
             with host_arithmetic():

@@ -121,7 +121,7 @@ class AuditLog:
         self._count = node.order
         self.nonfinite.explain(node, recomputed)
         if not _any_finite(recomputed.y) and not _any_finite(recomputed.reference.values):
-            reason = "it gave no finite number, and neither does the host from the same inputs"
+            reason = "its output is not finite, and the host's result from the same inputs is not finite either"
             self.leave_open(node.site("output"), reason)
             return
         judgement = self._judge(node.site("output"), recomputed, node.order, node=node, judgement=judgement)
@@ -145,7 +145,9 @@ class AuditLog:
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
         self.tests += found.compared
         for other in found.others:
-            self.leave_open(other.node.site(other.tensor), f"{other.words}: other code than its class's, or a fault")
+            self.leave_open(
+                other.node.site(other.tensor), f"{other.words}: it runs different code from its class, or it is faulty"
+            )
         seen: list[Difference] = []
         # One tensor may enter several modules (q, k and v). Rotary embeddings only ask for its dtype.
         for difference in sorted(found.differences, key=lambda each: each.node.unit.place == "rotary"):
@@ -170,7 +172,7 @@ class AuditLog:
         order = node.order if found.tensor == "input" else node.ended
         if found.got.shape != found.expected.shape:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
-            self.leave_open(site, f"its shape is {shapes}: other code than its class's, or a fault")
+            self.leave_open(site, f"its shape is {shapes}: it runs different code from its class, or it is faulty")
             return
         given = (site, found.path, _hash([found.expected]))
         if self._between.setdefault(given, now := _hash([found.got])) != now:
@@ -221,7 +223,7 @@ class AuditLog:
 
     def _weights_changed(self, site: Site) -> None:
         weights = dataclasses.replace(site, tensor="weight")
-        self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
+        self.leave_open(weights, "its weights changed between two forwards: a memory fault, or code that modifies them")
 
     def settled(self) -> frozenset[Site]:
         """Sites whose alarms leave no doubt; of others, driving the operator may say more."""
@@ -283,7 +285,7 @@ class AuditLog:
             self.made.setdefault(site, {}).setdefault(about.made, judgement.words)
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
             return
-        pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
+        pattern = Pattern("unknown", 0.0, "not examined: too many alarms in one forward")
         forward = self.forwards if node is None else node.number
         if self._patterns[forward] < _MOST_PATTERNS:
             self._patterns[forward] += 1

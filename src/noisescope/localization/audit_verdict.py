@@ -43,7 +43,7 @@ class JudgedModel:
 def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     """The verdict; without a model (a replay of a record) the coverage is left empty."""
     if not log.limits:
-        raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
+        raise NothingInjected("the model ran, but none of its operators was observed: see `noisescope inspect`")
     suspects = ranked(in_all_layers(tuple(suspects_of(log)), judged_sites(log), log.anatomy))
     unseen = tuple(dict.fromkeys(site for sites in log.unseen.values() for site in sites))
     coverage = Coverage() if judged is None else _coverage(log, judged)
@@ -146,11 +146,11 @@ def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
     certainty = 0.99 if strong else 0.9
     evidence = f"{judgement.words}; {pattern.text}" + (f"; in {alarm.phase}" if alarm.phase else "")
     if alarm.stale:
-        evidence += "; wrong elements hold what belongs to another call"
+        evidence += "; the wrong elements hold another call's values"
     elif unrepeatable and name != "noise":
-        evidence += "; not the same each time"
+        evidence += "; differs from run to run"
     if "made_as" in pattern.details:
-        evidence += f"; should be {pattern.details['made_as']}"
+        evidence += f"; expected {pattern.details['made_as']}"
     others = [(made, words) for made, words in log.made.get(alarm.site, {}).items() if made not in evidence]
     for made, words in others[:_MOST_OTHERS]:  # a wrong cache spoils keys and values
         evidence += f"; nor is {made} ({words})"
@@ -267,25 +267,27 @@ def _notes(log: AuditLog) -> Iterator[str]:
     yield from log.remarks
     if log.nonfinite.origin is not None:
         origin = log.nonfinite.origin
-        yield f"NaN or infinity first arises at {origin.site}: {_cause(log, origin)}"
+        yield f"NaN or infinity first appears at {origin.site}: {_cause(log, origin)}"
     for reason, sites in log.unseen.items():
         first = min(sites, key=lambda site: place_order(site.place))
         more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
-        yield f"not decided: {first}{more}: {reason}"
+        yield f"undecided: {first}{more}: {reason}"
     if log.hashes and not log.compared:
-        yield "no operator had the same inputs twice: what does not repeat was not judged"
+        yield "no operator received the same inputs twice, so repeatability was not checked"
     quiet = {site for site in log.unrepeatable if site not in log.alarms}
     if quiet:
         yield f"{len(quiet)} operators differ from run to run, within the round-off floor"
     if log.checksums:
-        yield f"{log.checksums} rows of linears were checked by checksums, which show errors above about 14 ulp"
+        yield (
+            f"{log.checksums} output rows of linears were checked by checksum, which detects errors above about 14 ulp"
+        )
     if operand_bits() < 24:
-        yield "float32 products may be shortened here (TF32): their floor is wider"
+        yield "this device may compute float32 products in reduced precision (TF32), so their detection limit is higher"
 
 
 def _cause(log: AuditLog, origin: Origin) -> str:
     """Why it is not finite: a fault, an overflow, or open."""
     here = (origin.site.place, origin.site.module)
     if any((a.site.place, a.site.module) == here and a.judgement.nonfinite for a in log.alarms.values()):
-        return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
-    return origin.why or "how it is made is not known here, so that it may be an overflow or a fault"
+        return f"a fault: from the same inputs the host's result is finite and within the range of {origin.dtype}"
+    return origin.why or "noisescope has no formula for it, so it may be an overflow or a fault"

@@ -112,7 +112,7 @@ def _obstacle(model: nn.Module) -> str:
         if p.is_meta:
             return f"{name} is offloaded"
     if any(p.is_inference() for _, p in parameters):
-        return "the weights were made in inference mode and have no gradient"
+        return "the weights were created in inference mode and have no gradient"
     packed = next((name for name, m in model.named_modules() if _is_packed(m)), None)
     return "" if packed is None else f"the weights are quantised ({packed}) and have no gradient"
 
@@ -144,7 +144,7 @@ class BackwardRun:
         with host_arithmetic():
             self._twin = GradientTwin(model)
         if any(p._post_accumulate_grad_hooks for p in model.parameters()):
-            self.notes.append("backward: what runs after gradients are accumulated (hooks on parameters) was left out")
+            self.notes.append("backward: hooks on parameters that run after gradient accumulation were not run")
 
     def all_groups(self) -> None:
         inside = frozenset(name for block in self._blocks for name in self._within(block) if name != block)

@@ -49,7 +49,7 @@ def _coverage(forward: Coverage, found: BackwardAudit) -> Coverage:
         not_judged=tuple(_not_judged(open_ones, found)),
     )
     cells = [dataclasses.replace(cell, operator=f"{cell.operator}, {BACKWARD}") for cell in cells_of(found.log)]
-    shapes = "backward: other shapes than this one, padding, dropout: the model runs in evaluation mode"
+    shapes = "backward: other shapes, padding and dropout (the model runs in evaluation mode)"
     return dataclasses.replace(
         forward,
         phases=(*forward.phases, *found.phases),

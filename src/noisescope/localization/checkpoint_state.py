@@ -96,7 +96,7 @@ def _no_comparison(model: Any, path: str, tensor: Tensor, stored: Tensor) -> str
     if tensor.device.type == "meta":
         return "offloaded"
     if tensor.shape != stored.shape:
-        return "of another shape than in the checkpoint"
+        return "shape differs from the checkpoint"
     if vars(model.base_model).get("layers_are_rescaled") is True:  # RWKV halves weights in place while it runs
         return "rescaled by the model itself"
     merged = ADAPTED in path and getattr(model.get_submodule(path.split(ADAPTED)[0]), "merged", False) is True
@@ -135,7 +135,7 @@ def _unexplained(
         left = [each for each in left if not each.difference.rounded]
     edited = [each for each in left if each.difference.dense and id(each.tensor) not in others] if loaded else left
     if _are_many(edited, matrices):
-        notes.append(f"{len(edited)} tensors differ from the checkpoint: the model was trained or edited since")
+        notes.append(f"{len(edited)} tensors differ from the checkpoint: the model was trained or edited after loading")
         left = [each for each in left if each not in edited]
     return left, tuple(notes)
 

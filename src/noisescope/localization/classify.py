@@ -64,7 +64,11 @@ def _nan_to_zero(e: Evidence) -> Pattern | None:
         return None
     values = e.y[lost].abs()
     whole = ((values == 0) | (values >= e.form.largest)).double().mean()
-    return Pattern("nan to zero", 0.95, f"{int(lost.sum())} results should not be finite") if whole > _MOST else None
+    return (
+        Pattern("nan to zero", 0.95, f"{int(lost.sum())} results are finite but should not be")
+        if whole > _MOST
+        else None
+    )
 
 
 def _cut_off(e: Evidence) -> Pattern | None:
@@ -74,7 +78,7 @@ def _cut_off(e: Evidence) -> Pattern | None:
     given, x = e.y[e.bad], e.x[e.bad]
     cut = torch.where(x < 0, given == 0, given == x)
     limit = float(x.abs().min())
-    return Pattern("function table", 0.9, f"0 or its input beyond +-{limit:.3g}") if bool(cut.all()) else None
+    return Pattern("function table", 0.9, f"0 or equal to its input beyond +-{limit:.3g}") if bool(cut.all()) else None
 
 
 def _dead_zone(e: Evidence) -> Pattern | None:
@@ -95,8 +99,8 @@ def _dead_zone(e: Evidence) -> Pattern | None:
     else:  # no sign to tell them apart: a dead zone is a share of the largest value, what is flushed is next to nothing
         flushed = limit < _DEAD_SHARE * float(e.values[inside & e.fits].abs().max())
     if flushed or limit <= 2.0**e.form.least:
-        return Pattern("flush to zero", 0.9, f"values below {limit:.3g} are 0 and keep their sign")
-    return Pattern("dead zone", 0.9, f"values below {limit:.3g} are 0, those above are right")
+        return Pattern("flush to zero", 0.9, f"values below {limit:.3g} are flushed to 0 and keep their sign")
+    return Pattern("dead zone", 0.9, f"values below {limit:.3g} are zeroed, larger values are correct")
 
 
 def _dead_lane(e: Evidence) -> Pattern | None:
@@ -122,7 +126,7 @@ def _saturation(e: Evidence) -> Pattern | None:
     tied = (given == top) & (wanted > given) & (e.y[e.bad].sign() == e.values[e.bad].sign())
     if float(tied.double().mean()) < _MOST or top == 0:
         return None
-    return Pattern("saturation", 0.95, f"{int(tied.sum())} values that should be larger lie at +-{top:.6g}")
+    return Pattern("saturation", 0.95, f"{int(tied.sum())} values that should be larger are clipped to +-{top:.6g}")
 
 
 def _stuck_bit(e: Evidence) -> Pattern | None:
@@ -147,7 +151,7 @@ def _short(e: Evidence, run: int) -> Pattern:
     text = f"the lowest {run} bits of the mantissa are always 0"
     toward_zero = float(error.clamp(-1.5, 1.5).mean()) < -0.25
     if e.operator in (*PRODUCTS, "attention") and not toward_zero:
-        return Pattern("accumulation", 0.8, f"{text}, and the errors are as of sums that were kept so short")
+        return Pattern("accumulation", 0.8, f"{text}, and the errors match sums accumulated in that many bits")
     return Pattern("truncation", 0.9, text)
 
 
@@ -165,7 +169,7 @@ def _swapped(e: Evidence) -> Pattern | None:
     if len(partners) < 0.9 * len(columns):
         return None
     a, b = next(iter(partners.items()))
-    text = f"{len(partners)} channels hold what belongs to another (channel {a} that of {b})"
+    text = f"{len(partners)} channels hold another channel's values (channel {a} holds those of {b})"
     return Pattern("swapped channels", 0.95, text, tuple(sorted(partners)))
 
 
@@ -187,7 +191,7 @@ def _rounding(e: Evidence) -> Pattern | None:
         mode = "toward zero" if along < 0 else "away from zero"
     else:
         mode = "down" if offset < 0 else "up"
-    return Pattern("rounding mode", 0.9, f"rounded {mode}: {along:+.2f} ulp along the sign, {offset:+.2f} along +1")
+    return Pattern("rounding mode", 0.9, f"rounded {mode}: {along:+.2f} ulp away from zero, {offset:+.2f} ulp upward")
 
 
 def _not_finite(e: Evidence) -> Pattern | None:
@@ -195,7 +199,7 @@ def _not_finite(e: Evidence) -> Pattern | None:
     nonfinite = int((e.bad & ~e.y.isfinite()).sum())
     if nonfinite == 0 or nonfinite < _MOST * int(e.bad.sum()):
         return None
-    return Pattern("unknown", 0.3, f"{nonfinite} results are NaN or infinite where a finite number belongs")
+    return Pattern("unknown", 0.3, f"{nonfinite} results are NaN or infinite but should be finite")
 
 
 def _spike(e: Evidence) -> Pattern | None:
@@ -209,7 +213,9 @@ def _spike(e: Evidence) -> Pattern | None:
     if share > _SPARSE or not healthy:
         return None
     height = float((e.error[e.bad].abs() / e.scale).nan_to_num(posinf=1e30).median())
-    return Pattern("spike", 0.9, f"{count} elements are off, by {height:.3g} times the output's rms, the rest is right")
+    return Pattern(
+        "spike", 0.9, f"{count} elements are wrong by {height:.3g} times the output's rms; the rest are correct"
+    )
 
 
 def _bias(e: Evidence) -> Pattern | None:
@@ -241,9 +247,13 @@ def _row_gain(e: Evidence) -> Pattern | None:
         return None
     if e.operator == "softmax":
         return Pattern(
-            "accumulation", 0.7, "each row has a factor of its own, as a short sum of its exponentials gives"
+            "accumulation",
+            0.7,
+            "each row is scaled by its own factor, as when the sum of exponentials is accumulated in too few bits",
         )
-    return Pattern("function table", 0.8, "each row has a factor of its own, as a table for the reciprocal root gives")
+    return Pattern(
+        "function table", 0.8, "each row is scaled by its own factor, as when rsqrt comes from a coarse table"
+    )
 
 
 # -- rows
@@ -258,18 +268,18 @@ def _moved(e: Evidence) -> Pattern | None:
     here, there = (e.places[torch.tensor(list(rows))] for rows in (found, found.values()))
     other = here.head != there.head  # repeated heads are alike, so that some rows find themselves in another
     if bool(other.all()) or (bool(other.any()) and torch.equal(here.token, there.token)):
-        text = f"head {int(here.head[0])} holds what belongs to head {int(there.head[0])}"
+        text = f"head {int(here.head[0])} holds the values of head {int(there.head[0])}"
         return Pattern("swapped channels", 0.8, text, row_words=row_words(wrong, e.places))
     unit = "token" if here.tokens else "row"
     steps = (there.token - here.token)[here.sequence == there.sequence]
     if len(steps) == len(found) and bool((steps == steps[0]).all()):
-        text = f"each holds what belongs to the {unit} {abs(int(steps[0]))} {'before' if steps[0] < 0 else 'after'} it"
+        text = f"each holds the values of the {unit} {abs(int(steps[0]))} {'before' if steps[0] < 0 else 'after'} it"
     else:
         first, second = (
             f"{unit} {int(p.token[0])}" + (f" of sequence {int(p.sequence[0])}" if p.shape[0] > 1 else "")
             for p in (here, there)
         )
-        text = f"rows hold what belongs to others ({first} that of {second})"
+        text = f"rows hold the values of other rows ({first} holds those of {second})"
     return Pattern("stale data", 0.9, text, details={"also": "rows"}, row_words=row_words(wrong, e.places))
 
 

@@ -100,14 +100,14 @@ def compare_buffers(model: nn.Module, fresh: nn.Module, *, was_cast: Mapping[tor
 
 def _no_comparison(module: nn.Module, found: Tensor, expected: Tensor | None) -> str:
     if expected is None:
-        return "not among the buffers that the config gives"
+        return "the model built from the config has no such buffer"
     kinds: Any = vars(module).get("rope_type", "")
     if any(kind in _CHANGING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
-        return "follows the length of the text"
+        return "depends on the sequence length"
     if found.shape != expected.shape or found.device.type == "meta":
-        return "of another shape or offloaded"
+        return "different shape, or offloaded"
     unset = expected.isnan() if expected.is_floating_point() or expected.is_complex() else expected == _unset(expected)
-    return "no code of the class computes it anew" if expected.dtype == torch.bool or bool(unset.any()) else ""
+    return "the class has no code that recomputes it" if expected.dtype == torch.bool or bool(unset.any()) else ""
 
 
 def _buffer_faults(
@@ -118,7 +118,7 @@ def _buffer_faults(
         return
     kind = "position" if "inv_freq" in name or "rotary" in path.lower() else "unknown"
     if not found.is_floating_point():
-        yield StateFault(path, f"the buffer {name} is not the one that the config gives", kind)
+        yield StateFault(path, f"the buffer {name} differs from the one built from the config", kind)
         return
     # Devices compute powers and quotients to an ulp or two, and a cast to 16 bits may then go either way.
     eps = torch.finfo(found.dtype).eps
@@ -128,11 +128,11 @@ def _buffer_faults(
     rounded = {kind: wanted.to(kind).to(found.dtype) for kind in was_cast if eps < 1e-5}
     short = [kind for kind, value in rounded.items() if torch.allclose(found, value, rtol=8 * eps, atol=0)]
     if short:
-        words = f"the buffer {name} is {found.dtype} with numbers rounded to {short[0]}".replace("torch.", "")
+        words = f"the buffer {name} is {found.dtype} but its values are rounded to {short[0]}".replace("torch.", "")
         yield StateFault(path, words, "truncation", sure=not any(was_cast[kind] for kind in short))
         return
     worst = float((gap / wanted.double().abs().clamp_min(1e-30)).nan_to_num(torch.inf).max())
-    yield StateFault(path, f"the buffer {name} differs from the one that the config gives by up to {worst:.2g}", kind)
+    yield StateFault(path, f"the buffer {name} differs from the one built from the config by up to {worst:.2g}", kind)
 
 
 # -- attributes
@@ -164,7 +164,9 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
                 sure = not _is_dropout(module, name) and not (name == "layer_idx" and in_order)
                 words = f"the attribute {name} is {here[name]!r}; the config gives {there[name]!r}"
                 faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=sure))
-    notes = [f"{words} in {count} modules: judged by its own code, not by the config's" for words, count in own.items()]
+    notes = [
+        f"{words} in {count} modules: checked against its own code, not the config's" for words, count in own.items()
+    ]
     return Compared((*faults, *_untied(model, fresh)), compared, notes=tuple(notes))
 
 
@@ -189,7 +191,7 @@ def _untied(model: Any, fresh: Any) -> Iterator[StateFault]:
     if not same_bits(first, last):
         path = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
         rows = tuple((first != last).any(-1).nonzero().flatten().tolist())
-        words = f"the config ties its weight to the input embedding's, and {len(rows)} of its {len(first)} rows differ"
+        words = f"the config ties its weight to the input embedding, but {len(rows)} of its {len(first)} rows differ"
         yield StateFault(path, words, "stale data", channels=rows[:64])
 
 

@@ -149,7 +149,7 @@ class Coverage:
         parts = [f"prefill ({_some(prefill)})"] if prefill else []
         parts += [f"batches of images ({_some(images)})"] if images else []
         parts += [kind for kind in ("decode", BACKWARD) if any(phase.kind == kind for phase in self.phases)]
-        *first, last = parts or ["the forwards that were run"]
+        *first, last = parts or ["the forwards that ran"]
         return f"{', '.join(first)} and {last}" if first else last
 
     def to_dict(self) -> dict[str, Any]:

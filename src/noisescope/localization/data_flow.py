@@ -58,20 +58,22 @@ class About:
 
 def about_difference(found: Difference) -> About:
     node, what = found.node, _meaning(found)
-    made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
+    made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} computes it"
     if found.source is not None:
-        made += f", which is what {found.source.module} gave"
+        made += f", which is the output of {found.source.module}"
     elif found.before is not None and found.before is not node:
         made += f" after {found.before.module}"
     hint = None
     if what == "mask":
-        hint = Pattern("mask", 0.95, "attention is given another mask than the model's code makes")
+        hint = Pattern("mask", 0.95, "attention receives a mask that differs from the one the model's code builds")
     elif not found.got.is_floating_point():
-        hint = Pattern("unknown", 1.0, "other indices than the code chooses")
+        hint = Pattern("unknown", 1.0, "the indices differ from those the code selects")
     elif what in ("keys", "queries") and _rotated(found):
-        hint = Pattern("position", 0.8, f"{what} keep their length and point elsewhere, as with other angles")
+        hint = Pattern(
+            "position", 0.8, f"{what} have the right norm but the wrong direction, as with wrong rotary angles"
+        )
     elif what in ("keys", "values") and _facing(found.got, found).shape[-2] > _queries(node):
-        hint = Pattern("stale data", 0.7, f"cached {what} are not what was written")
+        hint = Pattern("stale data", 0.7, f"cached {what} differ from what was written")
     return About(made, hint)
 
 
@@ -209,7 +211,7 @@ class Origin:
 
     @property
     def overflow(self) -> str:
-        return f"an overflow of {self.dtype}, whose largest number is {self.largest:.5g}, and no fault"
+        return f"an overflow of {self.dtype} (largest value {self.largest:.5g}), not a fault"
 
 
 class NonFiniteOrigin:
@@ -243,11 +245,11 @@ class NonFiniteOrigin:
             return
         values = recomputed.reference.values[~recomputed.y.isfinite()]
         if not len(values):
-            why = "not in the rows that the host computed again: give more rows="
+            why = "not among the rows the host recomputed: raise rows="
         elif bool(values.isfinite().all()):
             why = f"the host's own result reaches {float(values.abs().max()):.4g}: {self.origin.overflow}"
         else:
-            why = "nor is the host's result finite: its weights are not, or it has none"
+            why = "the host's result is not finite either: the weights are not finite, or it has no weights"
         self.origin = dataclasses.replace(self.origin, why=why)
 
     def compared(self, node: Node, found: Comparison) -> None:
@@ -260,7 +262,7 @@ class NonFiniteOrigin:
         if (input_here or output_here) and not found.problem:
             tensor = origin.site.tensor
             if not any(each.node is at and each.tensor == tensor for each in found.differences):
-                why = f"{origin.overflow}: the host makes the same of the finite numbers before it"
+                why = f"{origin.overflow}: the host gets the same result from the finite inputs"
                 self.origin = dataclasses.replace(origin, why=why)
 
 

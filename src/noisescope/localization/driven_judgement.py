@@ -97,8 +97,8 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
             judgement.strengths = {"driven": min(strength, _LARGEST)}
             one = float(error.median())
             judgement.said = (
-                f"driven with {len(size)} made-up rows, each row's {name} is off by {_percent(_rms(size))} (rms), "
-                f"{_percent(mean, sign=True)} on average, where roundings explain {_percent(one)}"
+                f"driven with {len(size)} synthetic rows, each row's {name} is off by {_percent(_rms(size))} (rms), "
+                f"{_percent(mean, sign=True)} on average; rounding explains at most {_percent(one)}"
             )
             pattern = _norm_pattern(name, size, _mean_square(call, formula), mean if scattered <= 1 else None)
     judgement.tests = 4
@@ -169,12 +169,12 @@ def _mean_square(call: DrivenNorm, formula: NormFormula) -> Tensor:
 def _norm_pattern(name: str, size: Tensor, square: Tensor, constant: float | None) -> Pattern:
     """`constant`: what all rows are off by alike, if they are."""
     if name == "mean":
-        return Pattern("accumulation", 0.7, "as of a mean that is kept in too few bits")
+        return Pattern("accumulation", 0.7, "as when the mean is computed in too few bits")
     if _is_smooth(size, torch.remainder(square[: len(size)].log2(), 2.0)):
-        return Pattern("function table", 0.8, "as of a poor reciprocal root of the row's mean square")
+        return Pattern("function table", 0.8, "as when rsqrt of the row's mean square is inaccurate")
     if constant is not None:
         return Pattern("gain", 0.7, f"multiplied by {1 + constant:.5g}")
-    return Pattern("accumulation", 0.7, "as of a mean square, or its root, that is kept in too few bits")
+    return Pattern("accumulation", 0.7, "as when the mean square or its root is computed in too few bits")
 
 
 def _is_smooth(values: Tensor, along: Tensor) -> bool:
@@ -202,7 +202,7 @@ def judge_weights(call: DrivenWeights) -> Driven:
     finite = error.isfinite()
     if not bool(finite.all()):
         judgement.strengths = {"driven": math.inf}
-        judgement.said = f"driven with {len(depth)} made-up scores, {int((~finite).sum())} weights are not finite"
+        judgement.said = f"driven with {len(depth)} synthetic scores, {int((~finite).sum())} weights are not finite"
     else:
         for part in _parts(depth):
             lever = variance[part].reciprocal()
@@ -214,10 +214,10 @@ def judge_weights(call: DrivenWeights) -> Driven:
                 judgement.strengths = {"driven": min(abs(mean) / limit, _LARGEST)}
                 low, high = (float(v) for v in torch.aminmax(depth[part]))
                 judgement.said = (
-                    f"driven with {len(depth)} made-up scores, weights of keys {low:.2g} to {high:.2g} below the top "
-                    f"are off by {_percent(mean, sign=True)} on average, where roundings explain {_percent(limit)}"
+                    f"driven with {len(depth)} synthetic scores, weights of keys {low:.2g} to {high:.2g} below the top "
+                    f"are off by {_percent(mean, sign=True)} on average; rounding explains at most {_percent(limit)}"
                 )
-    pattern = Pattern("function table", 0.85, "as of a poor exponential")
+    pattern = Pattern("function table", 0.85, "as when exp is inaccurate")
     values = exact[:, None]
     reference = Reference(values, (form.ulp(values), limit_of * values))
     found = Recomputed(weight[:, None].to(call.dtype), reference, x=-depth[:, None])

@@ -250,7 +250,7 @@ def input_pattern(e: Evidence) -> Pattern | None:
         return None
     lanes, size, explained = _lanes(e)
     if explained and lanes:
-        text = f"{len(lanes)} lanes of the inner dimension count {1 + size:.3g} times (such as lane {lanes[0]})"
+        text = f"{len(lanes)} lanes of the inner dimension are weighted by {1 + size:.3g} (such as lane {lanes[0]})"
         details = {"input_lanes": lanes}
         if abs(size + 1) < 0.25:
             return Pattern("dead input lane", 0.95, text, details=details)

@@ -57,8 +57,8 @@ _MARGIN = 4.0
 _REFINED, _FINEST, _SURE = 8, 1.05, 0.999  # layers whose best size is sought, how finely, and the cosine that will do
 _PROMISING = 0.5  # of the cosine that drawn faults reach: below, no size is sought
 _WHAT_TO_DO = (
-    "give other families or sizes (in Python), or look on the suspect device itself: `noisescope locate` there, with "
-    "--reference and a record of full detail from a good one if there is one"
+    "try other families or sizes (in Python), or run `noisescope locate` on the suspect device itself, with "
+    "--reference and a record made with --detail full on a good device if you have one"
 )
 
 
@@ -122,9 +122,9 @@ def explained(
     broken = f"{int((~usable).sum())} of {len(usable)} prompts gave logits that are not finite"
     if not changed.any():
         if usable.all():
-            verdict, note = "healthy", "the logits differ from the good ones by no more than rounding, in every prompt"
+            verdict, note = "healthy", "the logits match the reference within rounding in every prompt"
         else:
-            verdict, note = "faulty", f"{broken}, and the others are right: nothing to compare"
+            verdict, note = "faulty", f"{broken}, and the others match the reference: nothing to compare"
         return Verdict(verdict, name, (), visible, runner.forwards, 0, (note,))
     candidates = [
         _candidate(runner, layer, setting, observed, logits, floor, blind=mode == "blind")
@@ -139,7 +139,7 @@ def explained(
         match = blind(sketch(observed[changed]), candidates, changed)
     notes: tuple[str, ...] = (match.note,)
     if not usable.all():
-        notes += (f"{broken}: left out",)
+        notes += (f"{broken}: excluded",)
     if match.fitting:
         suspects = ranked(_suspect(runner.anatomy, layer, fit) for layer, fit in match.fits.items())
         return Verdict("faulty", name, suspects, visible, runner.forwards, len(candidates), notes)
@@ -158,7 +158,7 @@ def explained(
 def _logits(record: Record) -> Array:
     logits = record.logits()
     if logits is None:
-        raise InvalidInput(f"{record.path} holds no logits: it is no record of a language model")
+        raise InvalidInput(f"{record.path} holds no logits, so it is not a record of a language model")
     return logits
 
 
@@ -204,7 +204,7 @@ def _words(faults: Sequence[Setting]) -> str:
 def _suspect(anatomy: Anatomy, layer: int, fit: Fit) -> Suspect:
     candidate, setting = fit.candidate, fit.candidate.setting
     kind = "noise" if setting.family == NOTES_NOISE else FAMILIES[setting.family].fault_class
-    same = ", the same logits bit for bit" if candidate.identical else ""
+    same = ", identical logits bit for bit" if candidate.identical else ""
     evidence = f"{setting.words} in this layer: {fit.how} {fit.score:.4f}{same}"
     details: dict[str, Any] = {
         "family": setting.family,

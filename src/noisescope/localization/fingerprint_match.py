@@ -261,11 +261,14 @@ def same_seed(candidates: Sequence[Candidate], changed: Mask) -> Match:
     fits = {
         layer: Fit(c, c.cosine, 1.0 if c.identical else max(0.0, c.cosine), "mean cosine") for layer, c in best.items()
     }
-    known = "an identity test: candidates have the seed and the noise model of the failure, which no device tells"
+    known = (
+        "identity test: the candidates know the failure's seed and noise model, which is never the case on a real "
+        "device"
+    )
     if top.identical:
         return Match(fits, True, known)
     reach = _reach(candidates, candidates, changed, "layer")
-    other = "no candidate repeats the failure bit for bit: another seed, family, size or kind of device"
+    other = "no candidate reproduces the failure bit for bit: the seed, family, size or kind of device differs"
     return Match(fits, top.cosine > reach, f"{known}; {other} (best cosine {top.cosine:.3f}, wrong layers {reach:.3f})")
 
 
@@ -280,21 +283,21 @@ def blind(observed: Array, candidates: Sequence[Candidate], changed: Mask) -> Ma
     if top is not None and (cosine > by_chance or not drawn):
         reach = max(_reach(direct, direct, changed, "family"), _reach([top], direct, changed, "layer"))
         fits = {layer: Fit(c, c.cosine, _confidence(c, best), "mean cosine") for layer, c in best.items()}
-        note = f"best cosine {cosine:.3f}; drawn faults reach {by_chance:.3f}, other families and layers {reach:.3f}"
+        note = f"best cosine {cosine:.3f}; random faults reach {by_chance:.3f}, other families and layers {reach:.3f}"
         return Match(fits, cosine > reach, f"matched by cosine: {note}")
     fits = _by_covariance(observed, drawn)
     share = _with_neighbours(fits)
     common, usual = coherence(observed), max(coherence(draw) for c in drawn for draw in c.sketches[:, changed])
     note = (
-        f"no fault that is a function of the data fits (best cosine {cosine:.3f}, {by_chance:.3f} by chance): matched "
-        f"by the covariance of drawn ones, which tells neighbouring layers apart poorly; the likeliest layer with its "
-        f"neighbours has {share:.2f} of the probability; prompts have {common:.1f} in common, drawn faults' up to "
+        f"no deterministic fault fits (best cosine {cosine:.3f}, {by_chance:.3f} by chance): matched by the "
+        f"covariance of random faults, which separates neighbouring layers poorly; the likeliest layer and its "
+        f"neighbours have {share:.2f} of the probability; prompts have {common:.1f} in common, random faults up to "
         f"{usual:.1f}"
     )
     near = share > _DISTINCT and common <= usual
     alike = _alike(fits) if near else ()
     if alike:
-        note = f"layers {', '.join(map(str, alike))} fit alike, so that none of them is named; {note}"
+        note = f"layers {', '.join(map(str, alike))} fit equally well, so none of them is named; {note}"
     return Match(fits, near and not alike, note, alike)
 
 

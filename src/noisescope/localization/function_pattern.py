@@ -31,7 +31,9 @@ def attention_pattern(e: Evidence) -> Pattern | None:
         if float(fits[e.bad].double().mean()) > _FITS and e.explains(other[e.weighing.seen] - e.values):
             return Pattern(name, 0.9, text)
     if _explained_by_depth(e, e.weighing):
-        return Pattern("function table", 0.85, "the weights of keys are off by how far their scores are below the top")
+        return Pattern(
+            "function table", 0.85, "the error in a key's weight depends on how far its score is below the maximum"
+        )
     return None
 
 
@@ -45,12 +47,12 @@ def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
     if length == keys:
         causal |= torch.ones(length, keys, dtype=torch.bool).triu(1)
     masks = {
-        "a key after the last one that its mask shows is seen as well": hidden & later,
-        "a key before the first one that its mask shows is seen as well": hidden & earlier,
-        "the last key that its mask shows is not seen": hidden | earlier,
-        "the first key that its mask shows is not seen": hidden | later,
+        "one key beyond the end of the mask is attended to": hidden & later,
+        "one key before the start of the mask is attended to": hidden & earlier,
+        "the last key the mask allows is ignored": hidden | earlier,
+        "the first key the mask allows is ignored": hidden | later,
         "its mask is ignored": torch.zeros_like(hidden),
-        "only the causal part of its mask counts": causal,
+        "only the causal part of its mask is applied": causal,
     }
     for text, mask in masks.items():
         if not torch.equal(mask, hidden):
@@ -58,10 +60,10 @@ def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
     keys_before, keys_after = (_one_off(scores, -1, back=back) for back in (True, False))
     values_before, values_after = (_one_off(values, -2, back=back) for back in (True, False))
     moved = {
-        "keys are those of the position before": (keys_before, values),
-        "keys are those of the position after": (keys_after, values),
-        "values are those of the position before": (scores, values_before),
-        "values are those of the position after": (scores, values_after),
+        "keys are shifted by one position (from the position before)": (keys_before, values),
+        "keys are shifted by one position (from the position after)": (keys_after, values),
+        "values are shifted by one position (from the position before)": (scores, values_before),
+        "values are shifted by one position (from the position after)": (scores, values_after),
     }
     for text, (other_scores, other_values) in moved.items():
         yield "position", text, _weighed(other_scores, hidden, other_values)
@@ -147,10 +149,14 @@ def remaining(e: Evidence) -> Pattern | None:
     if e.operator not in (*PRODUCTS, "attention", *_FUNCTIONS) or not _like_rounding(e):
         return None
     if e.operator in _FUNCTIONS:
-        return Pattern("function table", 0.5, "small errors everywhere, as a coarse table or short sums make")
+        return Pattern("function table", 0.5, "small errors everywhere, as from a coarse table or low-precision sums")
     if e.weighing is not None and _weights_are_off(e, e.weighing):
-        return Pattern("function table", 0.6, "small errors everywhere, as of weights made by a poor exp")
-    return Pattern("accumulation", 0.6, "small errors everywhere, in proportion to what was summed, as of short sums")
+        return Pattern(
+            "function table", 0.6, "small errors everywhere, as from an inaccurate exp in the attention weights"
+        )
+    return Pattern(
+        "accumulation", 0.6, "small errors everywhere, proportional to the terms summed, as from low-precision sums"
+    )
 
 
 def _weights_are_off(e: Evidence, given: Weighing) -> bool:

@@ -182,7 +182,7 @@ class GradientJudge:
         side, at, _ = leaf
         receiver = node if at < 0 else node.children[at]
         senders = [node.children[one].module for one in sorted(found.reached[leaf]) if one >= 0]
-        words = f"what {type(node.callee).__name__} makes of the gradients that come back"
+        words = f"what {type(node.callee).__name__} computes from the incoming gradients"
         words += f" from {', '.join(senders)}" if senders else ""
         sender = None if at >= 0 and _hooked(receiver) else _sender(node, found, leaf, wrong)
         if sender is not None:
@@ -206,7 +206,7 @@ class GradientJudge:
             return
         own = next((name for name, q in self._modules[node.module]._parameters.items() if q is p), "weight")
         if id(p) in self._unknown or not uses:
-            reason = self._unknown.get(id(p), "no use of it is known")
+            reason = self._unknown.get(id(p), "it is not used anywhere noisescope can see")
             self._log.judged.unknown(node, f"gradient of {own}: {reason}")
             self.parameters[id(p)] = Share(0, p.numel())
             return
@@ -229,7 +229,7 @@ class GradientJudge:
         width = held.shape[-1] if held.dim() else 1
         exact = Reference(expected.reshape(-1, width).double(), (), exact=True)
         found = Recomputed(held.reshape(-1, width), exact)
-        words = f"the sum of the gradients of {own} that the micro-batches sent, in {p.dtype}"
+        words = f"the sum of the gradients of {own} from all micro-batches, in {p.dtype}"
         self._log.gradient(_site(node, ACCUMULATED), found, judge(found.y, exact), node, About(words))
 
     # -- judging

@@ -73,7 +73,7 @@ class GradientTwin(HostTwin):
             for leaf in coarse:
                 own, value = plain[leaf], expected[leaf].values
                 if own is not None and _rms(own.double() - value) < _NEAR * _rms(value):
-                    raise NotDifferentiated("a choice in its code turns under random rounding")
+                    raise NotDifferentiated("a branch in its code depends on rounding")
         return CodeGradients(expected, exact.reached)
 
     def _dtype(self, node: Node, calls: GradientCalls, leaf: Leaf) -> torch.dtype:
@@ -86,7 +86,7 @@ class GradientTwin(HostTwin):
         """A leaf that stands for a parameter of the model, in the precision of this run."""
         if id(value) not in self._leaves:
             if value.numel() > _MOST_PARAMETERS or type(value) not in (Tensor, nn.Parameter) or value.is_meta:
-                raise NotDifferentiated(f"its code reads a parameter that is packed or too large {list(value.shape)}")
+                raise NotDifferentiated(f"its code reads a packed or oversized parameter {list(value.shape)}")
             self._dtypes[id(value)] = value.dtype
             self._leaves[id(value)] = _leaf(value.detach().to("cpu"), wide=self._wide)
         return self._leaves[id(value)]
@@ -187,7 +187,7 @@ class _GradientRun(_Run):
             if gradient is None:
                 continue
             if gradient.shape != x.shape:
-                raise NotDifferentiated("its code gives other shapes on the host than on the device")
+                raise NotDifferentiated("its code returns different shapes on the host and on the device")
             ends.setdefault(at, []).append((x, gradient.to(x.dtype)))
         names = list(leaves)
         last = len(ends) - 1

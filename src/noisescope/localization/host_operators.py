@@ -44,7 +44,7 @@ _GAIN_SHARE = 0.1  # of half an ulp
 _STEPS = (
     0.5  # of what gelu's steps could add up to: of all numbers in 16 bits none is off by more than an eighth of that
 )
-NOT_LINEAR = "something else than x W^T + b"
+NOT_LINEAR = "something other than x W^T + b"
 
 
 class Unseen(Exception):
@@ -79,7 +79,7 @@ def recompute(
     else:
         again = _FUNCTIONS.get(callee) or _FUNCTIONS_BY_OPERATOR.get(operator)
     if again is None:
-        raise Unseen(f"no formula is known for {name}")
+        raise Unseen(f"noisescope has no formula for {name}")
     return again(callee, args, kwargs, y, rows)
 
 
@@ -101,14 +101,14 @@ def given_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not given_one_tensor(args, kwargs):
-        raise Unseen("it is given more than one tensor")
+        raise Unseen("it takes more than one tensor")
     return input_of(args, kwargs)
 
 
 def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.is_meta:
-        raise Unseen("its weight is not at hand (offloaded, or packed)")
+        raise Unseen("its weight is not available (offloaded or packed)")
     if type(weight) not in (Tensor, nn.Parameter):
         raise Unseen(f"its weight is packed ({type(weight).__name__})")
     if weight.dim() != 2 or weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -119,7 +119,7 @@ def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -
         raise Unseen(f"its class {type(module).__name__} computes {NOT_LINEAR}")
     weight = weight.detach().T if formula.transposed else weight
     if weight.shape != (y.shape[-1], x.shape[-1]):
-        raise Unseen(f"its weight {tuple(weight.shape)} does not fit its input and output")
+        raise Unseen(f"its weight {tuple(weight.shape)} does not match its input and output shapes")
     return host_products.linear(x, weight, bias if formula.bias else None, y, rows)
 
 
@@ -127,7 +127,7 @@ def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Row
     x = _only_input(args, kwargs)
     formula = norm_formula(module, x.shape[-1])
     if formula is None:
-        raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+        raise Unseen(f"the formula of {type(module).__name__} is not recognised")
     if norm_rounds_at_every_step(module, x.shape[-1], x.dtype):
         raise Unseen(f"the code of {type(module).__name__} rounds to {x.dtype} at every step")
     return norm_by(formula, module, x, y, rows)
@@ -137,7 +137,7 @@ def norm_by(formula: NormFormula, module: nn.Module, x: Tensor, y: Tensor, rows:
     """A norm module by its formula, with its own gain and bias."""
     weight, bias = formula.parameters_of(module)
     if any(p is not None and p.is_meta for p in (weight, bias)):
-        raise Unseen("its weight is not at hand (offloaded)")
+        raise Unseen("its weight is not available (offloaded)")
     return _norm(formula, x, weight, bias, y, rows)
 
 
@@ -146,7 +146,7 @@ def _norm(
 ) -> Recomputed:
     """A norm rounds once, or (cast before the gain) twice; its two sums run over the width of the row."""
     if x.shape != y.shape:
-        raise Unseen("its output has another shape than its input")
+        raise Unseen("its output shape differs from its input shape")
     out, wide = _pick(x, y)
     out = out.to(narrower(x.dtype, out.dtype))  # under autocast sixteen bits may come out as float32
     w = None if weight is None else on_host(weight).double()
@@ -178,7 +178,7 @@ def _norm(
 def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     found = activation_formula(module)
     if found is None:
-        raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+        raise Unseen(f"the formula of {type(module).__name__} is not recognised")
     return _activation(found[0], _only_input(args, kwargs), y, stepwise=found[1])
 
 
@@ -223,10 +223,10 @@ def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     elif looks_up_rows(module, args, kwargs):
         found = run_on_host(module, args, kwargs)
         if not isinstance(found, Tensor) or found.shape != y.shape:
-            raise Unseen(f"its class {type(module).__name__} gives something else on the host")
+            raise Unseen(f"its class {type(module).__name__} gives a different result on the host")
         expected = found.reshape(out.shape)
     else:
-        raise Unseen(f"its class {type(module).__name__} computes something else than rows of its table")
+        raise Unseen(f"its class {type(module).__name__} computes something other than rows of its table")
     return Recomputed(out, Reference(expected.double(), (), exact=True), lead=_lead(y))
 
 
@@ -250,14 +250,14 @@ def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     if callee is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
         if len(operands) != 2 or not isinstance(args[0], str):
-            raise Unseen("an einsum of other than two operands")
+            raise Unseen("an einsum with more or fewer than two operands")
         return host_products.einsum(args[0], operands[0], operands[1], y, rows)
     a, b = argument(args, kwargs, 0, "input", "self"), argument(args, kwargs, 1, "other", "mat2", "tensor2")
     if callee is Tensor.__rmatmul__:
         a, b = b, a
     if callee in OUTER:
         if a.shape[-1:] != (1,) or b.dim() != 1:
-            raise Unseen("a product of elements that is no outer product")
+            raise Unseen("an elementwise product that is not an outer product")
         b = b[None]
     if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can check all of them
         return host_products.linear(a, b.detach().T, None, y, rows)
@@ -276,7 +276,7 @@ def _grouped_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     x, weights = argument(args, kwargs, 0, "input", "self", "mat_a"), argument(args, kwargs, 1, "weight", "mat2")
     ends = argument(args, kwargs, 2, "offs")
     if ends is None or x.dim() != 2 or weights.dim() != 3 or kwargs.get("bias") is not None:
-        raise Unseen("a grouped product of another form than rows by experts")
+        raise Unseen("a grouped product that is not rows by experts")
     return host_products.grouped(x, weights, ends, y, rows)
 
 
@@ -299,7 +299,7 @@ def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
 
 def _activation_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     if kwargs.get("inplace") or (callee is F.silu and len(args) > 1 and args[1]):
-        raise Unseen("it writes its result over its input")
+        raise Unseen("it overwrites its input with its result")
     name = "silu"
     if callee is F.gelu:
         name = {"none": "gelu", "tanh": "gelu_tanh"}[argument((), kwargs, 0, "approximate", default="none")]
@@ -334,7 +334,7 @@ def _fused_attention(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows)
         scale=given.scale,
     )
     if not len(again.y):
-        raise Unseen("all its rows hold NaN, or may look nowhere")
+        raise Unseen("every row holds NaN or is fully masked")
     return again
 
 

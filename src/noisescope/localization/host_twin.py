@@ -136,7 +136,7 @@ class HostTwin:
         if not first.was_inexact and not first.problem:
             self._exact.add(kind)
         elif different and first.inexact and before is None:
-            result.problem = "its code has inexact functions in some calls only"
+            result.problem = "its code calls inexact functions in some calls only"
             return result
         elif different and first.inexact:
             after = own_state(twin)

@@ -35,7 +35,7 @@ from noisescope.probe.forward_patching import unwrap
 Batch = dict[str, Any]  # arguments of a forward: tensors, and a cache or a switch where it takes one
 
 ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are judged
-PROMPTS = FileKind("text file of prompts", "Write one prompt in each line, in UTF-8")
+PROMPTS = FileKind("text file of prompts", "Write one prompt per line, in UTF-8")
 _IDS = ("input_ids", "decoder_input_ids")
 _OF_SOUND = ("input_features", "input_values")
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
@@ -66,15 +66,15 @@ def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
     tokens = [batch[name] for batch in batches for name in (*_IDS, "inputs_embeds") if batch.get(name) is not None]
     if tokens and all(t.shape[1] == 1 for t in tokens):
         found.append(
-            "one token a sequence: softmax over one key is 1 whatever its score, so exp, masks, positions, the "
-            "key-value cache and data left from another call were not tested: give 8 tokens or more"
+            "one token per sequence: softmax over one key is always 1, so exp, masks, positions, the key-value cache "
+            "and stale data from another call were not tested. Give 8 tokens or more"
         )
     if tokens and all(t.shape[:2].numel() == 1 for t in tokens):
-        found.append("one row in all: row order, and what shows only over many rows, were not tested")
+        found.append("only one row: row order, and faults that show only over many rows, were not tested")
     if any(p.dtype == torch.float64 for p in model.parameters()):
         found.append(
-            "float64 is judged to float32's precision: models take norms, softmax and angles in float32 whatever their "
-            "dtype, and the host has nothing wider than float64"
+            "float64 is checked to float32 precision: models compute norms, softmax and rotary angles in float32 "
+            "whatever their dtype, and the host has nothing wider than float64"
         )
     return found
 
@@ -87,7 +87,7 @@ def _check_ids(batch: Batch, vocabulary: int | None) -> None:
     for name, ids in ((name, batch[name]) for name in _IDS if batch.get(name) is not None):
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise InvalidInput(f"{name} must be a tensor of whole numbers (torch.long), got {kind}")
+            raise InvalidInput(f"{name} must be an integer tensor (torch.long), got {kind}")
         if ids.dim() != 2:
             raise InvalidInput(
                 f"{name} must have the shape [sequences, tokens], got {list(ids.shape)}: one sequence is ids[None]"
@@ -96,8 +96,8 @@ def _check_ids(batch: Batch, vocabulary: int | None) -> None:
         if least < 0 or (vocabulary is not None and most >= vocabulary):
             allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}"
             raise InvalidInput(
-                f"{name} holds ids from {least} to {most}, this model's are {allowed}: use its own tokenizer, and "
-                "leave labels such as -100 out"
+                f"{name} holds ids from {least} to {most}, but this model accepts {allowed}: use the model's own "
+                f"tokenizer, and leave out label values such as -100"
             )
 
 
@@ -127,7 +127,7 @@ def check_positions(model: nn.Module, asked: int, what: str) -> None:
     room = min(_tables_of_positions(model), default=asked)
     if asked > room:
         raise InvalidInput(
-            f"{what} needs {asked} positions, but {type(model).__name__} has learned {room}: give at most {room} tokens"
+            f"{what} needs {asked} positions, but {type(model).__name__} has {room}: give at most {room} tokens"
         )
 
 
@@ -167,7 +167,7 @@ def prompts_in(path: Path) -> list[str]:
     lines = read_text(path, PROMPTS).removeprefix("\ufeff").splitlines()
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise InvalidInput(f"{path} holds no prompt: write one in each line")
+        raise InvalidInput(f"{path} holds no prompts: write one per line")
     return prompts
 
 
@@ -178,12 +178,15 @@ def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
         inputs = [inputs]
     if not isinstance(inputs, Sequence) or not inputs:
         raise InvalidInput(
-            f"inputs are a batch (a dict of the model's arguments, or a tensor of token ids), a list of batches, or a "
+            f"inputs must be a batch (a dict of the model's arguments, or a tensor of token ids), a list of batches, "
+            f"or a "
             f"list of texts; got {type(inputs).__name__}"
         )
     if all(isinstance(item, str) for item in inputs):
         if tokenizer is None:
-            raise InvalidInput("inputs are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
+            raise InvalidInput(
+                "inputs are texts, but the model has no tokenizer: pass token ids, or wrap the model with a tokenizer"
+            )
         return [{"input_ids": _tokens(tokenizer, text)[None]} for text in inputs]
     return [_batch(model, item) for item in inputs]
 
@@ -195,14 +198,14 @@ def _batch(model: nn.Module, item: Any) -> Batch:
         names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
         return {"input_ids" if "input_ids" in names else names[0]: item}
     raise InvalidInput(
-        f"a batch is a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
+        f"a batch must be a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
     )
 
 
 def _tokens(tokenizer: Any, text: str) -> Tensor:
     ids = tokenizer(text, verbose=False)["input_ids"]
     if not ids:
-        raise InvalidInput(f"the tokenizer makes no tokens of {text[:40]!r}")
+        raise InvalidInput(f"the tokenizer returns no tokens for {text[:40]!r}")
     return torch.tensor(ids, device="cpu")
 
 
@@ -218,7 +221,7 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     if drawn is not None:
         return [{"pixel_values": drawn[:ROWS]}, {"pixel_values": drawn[ROWS:]}]
     raise InvalidInput(
-        f"no input can be made up for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
+        f"can't generate inputs for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
     )
 
 
@@ -300,8 +303,8 @@ def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
             logits = last_token_logits(model, ids)
             if logits is None:
                 raise InvalidInput(
-                    f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: it is no "
-                    "language model"
+                    f"{type(model).__name__} returned no logits [batch, tokens, vocabulary] for token ids, so it is "
+                    f"not a language model"
                 )
             last = logits.to("cpu")
             found.update(zip(chosen, last if last.dtype == torch.float64 else last.float(), strict=True))
@@ -315,12 +318,12 @@ def prompt_ids(
     if prompts is None:
         vocabulary = vocabulary_size(model)
         if vocabulary is None:
-            raise InvalidInput(f"{type(model).__name__} takes no token ids: prompts can't be made up for it")
+            raise InvalidInput(f"{type(model).__name__} takes no token ids, so prompts can't be generated for it")
         return _built_in(tokenizer, vocabulary, seed, count, length)
     if isinstance(prompts, (str, Tensor)):
         prompts = [prompts] if isinstance(prompts, str) or prompts.dim() == 1 else list(prompts)
     if not isinstance(prompts, Sequence) or not prompts:
-        raise InvalidInput(f"prompts are a list of texts or of token ids, got {prompts!r:.60}")
+        raise InvalidInput(f"prompts must be a list of texts or of token ids, got {prompts!r:.60}")
     chosen = tuple(_ids(prompt, tokenizer) for prompt in prompts)
     check_vocabulary(model, chosen, "a prompt")
     check_positions(model, max(map(len, chosen)), "a prompt")
@@ -330,12 +333,14 @@ def prompt_ids(
 def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidInput("prompts are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
+            raise InvalidInput(
+                "prompts are texts, but the model has no tokenizer: pass token ids, or wrap the model with a tokenizer"
+            )
         prompt = tokenizer(prompt, verbose=False)["input_ids"]
     try:
         ids = tuple(int(token) for token in prompt)
     except (TypeError, ValueError):
-        raise InvalidInput(f"a prompt is a text or a list of token ids, got {prompt!r:.60}") from None
+        raise InvalidInput(f"a prompt must be a text or a list of token ids, got {prompt!r:.60}") from None
     if not ids:
         raise InvalidInput("a prompt has no tokens")
     return ids
@@ -359,7 +364,9 @@ def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: in
 def recorded(given: Record | str | Path, model: nn.Module) -> Record:
     """What `record` returned, or its folder read; refused with the reason where it is broken or of another model."""
     if not isinstance(given, (Record, str, Path)):
-        raise InvalidInput(f"a record is what ns.record returned, or its folder; got {type(given).__name__}")
+        raise InvalidInput(
+            f"a record must be the value returned by ns.record or its folder; got {type(given).__name__}"
+        )
     record = given if isinstance(given, Record) else read_record(given)
     if record.model == model_fingerprint(model):
         check_vocabulary(model, record.prompts, record.path)
@@ -371,6 +378,7 @@ def recorded(given: Record | str | Path, model: nn.Module) -> Record:
             f"model with dtype={record.dtype!r}, or record again"
         )
     raise InvalidInput(
-        f"{record.path} is about another model ({record.architecture}, {record.dtype}, fingerprint "
-        f"{record.model[:12]}) than this one ({here}): weights or config differ. Record this model, or load that one"
+        f"{record.path} was recorded with a different model ({record.architecture}, {record.dtype}, fingerprint "
+        f"{record.model[:12]}), not this one ({here}): weights or config differ. Record this model, or load the "
+        f"recorded one"
     )

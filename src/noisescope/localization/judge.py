@@ -61,7 +61,7 @@ class Judgement:
     mean_ulp: float = 0.0  # along the sign of the value
     offset_ulp: float = 0.0  # along +1
     rms: float = 0.0  # sqrt(mean (e / sigma)^2)
-    channels: set[int] = field(default_factory=set)  # with elements beyond tolerance, or alarms of their own
+    channels: set[int] = field(default_factory=set)  # with elements beyond the tolerance, or alarms of their own
     tests: int = 0
     visible_element: float = 0.0  # ulps: the median tolerance
     visible_mean: float = 0.0  # ulps: the smallest mean error that would have alarmed
@@ -92,9 +92,12 @@ class Judgement:
         if self.said:
             return self.said
         exact = "exact" in self.strengths
-        found = f"{self.bad} of {self.elements} elements {'differ, where none may' if exact else 'beyond tolerance'}"
+        found = (
+            f"{self.bad} of {self.elements} elements "
+            f"{'differ (exact equality required)' if exact else 'exceed the tolerance'}"
+        )
         found += f", {self.nonfinite} of them NaN or infinite on one side only" if self.nonfinite else ""
-        most = f", worst {self.worst_ulp:.3g} ulp, mean {self.mean_ulp:+.3g} ulp along the sign"
+        most = f", worst {self.worst_ulp:.3g} ulp, mean {self.mean_ulp:+.3g} ulp away from zero"
         if exact:
             most = f", by up to {self.worst:.3g} ({self.worst_ulp:.3g} ulp of the largest element)"
         return found if self.nonfinite == self.bad > 0 else found + most

@@ -151,9 +151,11 @@ class Search:
             self.results.notes.append(f"self-test: two runs of the model differ by {size:.2g} of the rms")
         if found[Law.ROW_ORDER].broken:
             size = found[Law.ROW_ORDER].size
-            self.results.notes.append(f"self-test: batch order changes the answer by {size:.2g} of the rms")
+            self.results.notes.append(f"self-test: batch order changes the output by {size:.2g} of the rms")
         if not any(result.broken for result in found.values()):
-            self.results.notes.append("self-test: the model repeats itself bit for bit, in any batch order")
+            self.results.notes.append(
+                "self-test: the model's output is identical bit for bit on every run and in any batch order"
+            )
 
     def _block_sums(self) -> None:
         """A block gives what its code makes of what its modules gave, bit for bit."""
@@ -170,7 +172,7 @@ class Search:
                 recomputed = as_recomputed(difference)
                 result = exact(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
                 if difference.tensor == "input":
-                    result = replace(result, words=f"what enters {difference.node.module} is off")
+                    result = replace(result, words=f"the input of {difference.node.module} is wrong")
                 facts = replace(self.dispatcher.block_facts(flow.unit.place), expected=recomputed)
                 self.results.add(site, LawEvidence([result], facts), kind="residual", width=width)
 
@@ -185,17 +187,17 @@ class Search:
         """Causality and the cache of the whole model; the cost in forwards."""
         why = ""
         if not self.dispatcher.causal or set(self.batch) != {"input_ids"}:
-            why = "not a causal language model on token ids alone"
+            why = "not a causal language model that takes only token ids"
         elif not self._attention_is_causal():
-            why = "no attention module was seen to be causal by itself"
+            why = "no attention module was found to be causal by itself"
         elif self.batch["input_ids"].shape[1] < 3:
             why = "fewer than 3 tokens"
         elif self.dispatcher.mixture:
-            why = "MoE routing may jump"
+            why = "MoE routing may switch experts"
         elif self.dispatcher.quantised:
-            why = "quantised linears may round by the whole batch"
+            why = "quantised linears may share a scale across the batch"
         elif self.results.suspects():
-            why = "not tried, since laws inside are broken"
+            why = "not tested, because laws inside the blocks failed"
         if why:
             self.results.skip(f"{_CACHE_LAWS}: {why}")
             return 0.0

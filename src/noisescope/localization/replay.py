@@ -56,7 +56,9 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     record = recorded(reference, model)
     kept = {site: number for number, site in enumerate(record.sites) if record.whole(number, 0) is not None}
     if not kept:
-        raise InvalidInput(f"{record.path} holds sketches alone: a replay needs whole tensors (record --detail full)")
+        raise InvalidInput(
+            f"{record.path} holds only sketches, but replay needs full tensors: record with --detail full"
+        )
     units = (unit for unit in anatomy.units if any(unit.site(op) in kept for op in (*unit.operators, FUSED)))
     log = Comparer(dataclasses.replace(anatomy, units=tuple(units)), rows=rows, seed=seed)
     for number, batch in enumerate(record.batches):
@@ -67,7 +69,7 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     found = conclude(log)
     notes = found.notes
     if len(kept) < len(record.sites):
-        partly = f"whole tensors are in the record for {len(kept)} of {len(record.sites)} sites: only those were seen"
+        partly = f"the record has full tensors for {len(kept)} of {len(record.sites)} sites: only those were checked"
         notes = (*notes, partly)
     return dataclasses.replace(found, method="replay", notes=notes)
 

@@ -59,7 +59,7 @@ class ResolutionTable:
 
 def too_coarse(bound: float) -> str:
     """Why a call is not judged."""
-    return f"rounding may explain {percent_of(bound)} of its output, so that a fault below that would not show"
+    return f"rounding may explain {percent_of(bound)} of its output, so a smaller fault would not be detected"
 
 
 def in_one_line(rows: Iterable[Resolution]) -> str:
@@ -69,11 +69,15 @@ def in_one_line(rows: Iterable[Resolution]) -> str:
         return ""
     worst = max(judged, key=lambda row: row.largest)
     exact = sum(row.largest == 0 for row in judged)
-    said = f"{exact} of {len(judged)} classes of calls to the bit"
-    said += f", the others to {percent_of(worst.largest)} of the output or less" if worst.largest else ""
-    said += f" (most: {worst.name} in {worst.dtype})" if worst.largest else ""
+    said = f"{exact} of {len(judged)} kinds of calls are checked bit for bit"
+    said += (
+        f"; in the others, errors below {percent_of(worst.largest)} of the output can hide in rounding"
+        if worst.largest
+        else ""
+    )
+    said += f" (worst: {worst.name} in {worst.dtype})" if worst.largest else ""
     driven = [row.driven for row in judged if row.driven is not None]
-    return said + (f"; inside 16-bit operators to {percent_of(max(driven))}" if driven else "")
+    return said + (f"; inside 16-bit operators, errors below {percent_of(max(driven))} can hide" if driven else "")
 
 
 def percent_of(share: float) -> str:

@@ -96,7 +96,9 @@ def conclude(
     """The verdict of some readings; `rounding` is the relative difference that two healthy runs may have."""
     layers = {layer for values in results.profiles.values() for layer in values} | set(results.instability)
     if not layers and not results.elements:
-        raise NothingInjected("the model ran, but no block gave a tensor of its input's shape: nothing was scanned")
+        raise NothingInjected(
+            "the model ran, but no block returned a tensor of its input's shape, so nothing was scanned"
+        )
     profiles = {name: Profile.of(name, results.profiles[name]) for name in PROFILES if results.profiles[name]}
     limit = z_limit(len(layers), sum(len(_SIDES[name]) for name in profiles), false_alarms)
     odd = _odd_layers(profiles, limit)
@@ -166,7 +168,8 @@ def _broken(anatomy: Anatomy, failure: Failure, results: Readings) -> Suspect:
     if failure.layer in results.unstable and name != "spike":
         name = "noise"
     evidence = (
-        f"bookkeeping: {judgement.words}; {pattern.text}; should be what {failure.code} makes of what its modules gave"
+        f"bookkeeping: {judgement.words}; {pattern.text}; expected what {failure.code} computes from its modules' "
+        f"outputs"
     )
     details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
     score = 3 - failure.layer / len(anatomy.blocks)  # the first in the order of computation
@@ -187,7 +190,9 @@ def _unrepeatable(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
 
 def _odd(anatomy: Anatomy, layer: int, found: tuple[str, float, float], limit: float) -> Suspect:
     name, value, z = found
-    evidence = f"{name}: {value:.3g}, z {z:+.1f} among the layers (limit {limit:.1f}); healthy models have such too"
+    evidence = (
+        f"{name}: {value:.3g}, z {z:+.1f} among the layers (limit {limit:.1f}); healthy models can have such layers too"
+    )
     kind = _CLASSES[name, 1 if z > 0 else -1]
     score = abs(z) / (abs(z) + limit)
     details = {"scan": name, "z": z}
@@ -231,20 +236,20 @@ def _notes(
     quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - reported)]
     if quiet:
         yield (
-            f"layers that stand out among the others but whose sums are exact: {', '.join(quiet)}; limit of |z| "
-            f"{limit:.1f}. Models have such layers by nature, or a branch inside is at fault: see `audit`"
+            f"layers that stand out from the others but whose sums are exact: {', '.join(quiet)}; limit of |z| "
+            f"{limit:.1f}. Some layers stand out in healthy models, or a branch inside is faulty: check with `audit`"
         )
     yield (
-        "what scans can't see: errors inside a branch that repeat from run to run (a wrong linear, norm or softmax), "
-        "since sums are right with a wrong summand as well; whatever lies outside the blocks, decode, other shapes and "
-        "gradients; `audit` detects these"
+        "scans can't detect deterministic errors inside a branch (a wrong linear, norm or softmax), because the sum "
+        "is still exact when a summand is wrong; nor anything outside the blocks, in decode, other shapes or "
+        "gradients. `audit` detects these"
     )
     if results.unknown:
         blind = sorted(results.unknown)
-        yield f"bookkeeping is blind at blocks {blind}: their code can't be run on the host"
+        yield f"bookkeeping can't check blocks {blind}: their code can't be run on the host"
     steady = results.unstable - reported
     if steady:
-        yield f"blocks {sorted(steady)} differ from run to run within rounding: sums in no fixed order"
+        yield f"blocks {sorted(steady)} differ from run to run within rounding: they sum in no fixed order"
 
 
 def _checked(which: Iterable[str], runs: int, false_alarms: float) -> frozenset[str]:
@@ -255,7 +260,7 @@ def _checked(which: Iterable[str], runs: int, false_alarms: float) -> frozenset[
     if not chosen:
         raise InvalidInput(f"which is empty: name at least one of {', '.join(SCANS)}")
     if runs < 2 and "instability" in chosen:
-        raise InvalidInput(f"instability compares runs: at least 2 are needed, got runs={runs}")
+        raise InvalidInput(f"the instability scan compares runs and needs at least 2, got runs={runs}")
     if not 0 < false_alarms < 1:
         raise InvalidInput(f"false_alarms must be between 0 and 1, got {false_alarms!r}")
     return chosen

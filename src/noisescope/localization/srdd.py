@@ -51,11 +51,11 @@ INVARIANCE_SCALE = 0.05  # the measured scale nearest to it is used
 WEIGHTS = {"monotonicity": 1.0, "smoothness": 1.5, "invariance": 1.0, "compression": 1.5}
 SUSPICIOUS = {"monotonicity": -1, "smoothness": +1, "invariance": +1, "compression": -1}  # which sign of z
 CANNOT_SEE = (
-    "this method has no threshold: the first suspect is named on a healthy model too, and no verdict but undecided is "
-    "possible",
-    "what it can't see: it compares how the last token's distribution responds to noise in each layer, so a fault that "
-    "leaves those responses alike (noise, spikes, saturation, small gains, one wrong channel, anything outside the "
-    "blocks, decode, gradients) does not show, and layers that are sensitive by nature do; `audit` detects these",
+    "this method has no threshold: it names a first suspect even on a healthy model, so its verdict is always "
+    "undecided",
+    "this method compares how the last token's distribution responds to noise in each layer. It misses faults that "
+    "leave those responses unchanged (noise, spikes, saturation, small gains, one wrong channel, anything outside "
+    "the blocks, decode, gradients) and may name a layer that is merely sensitive. `audit` detects these faults",
 )
 _EPS = 1e-6  # in the logarithms of the divergence, in float32
 _TINY = 1e-10
@@ -97,7 +97,7 @@ def srdd(
     model, tokenizer, anatomy = parts_of(subject)
     chosen = _layers(layers, len(anatomy.blocks))
     if len(scales) < 2 or any(b <= a for a, b in itertools.pairwise(scales)) or scales[0] <= 0:
-        raise InvalidInput(f"scales must be two or more positive numbers in rising order, got {tuple(scales)}")
+        raise InvalidInput(f"scales must be two or more positive numbers in increasing order, got {tuple(scales)}")
     if trials < 1:
         raise InvalidInput(f"trials must be at least 1, got {trials}")
     ids = prompt_ids(model, tokenizer, prompts, seed=seed, count=PROMPTS, length=LENGTH)

@@ -104,7 +104,7 @@ def _with_prefix(part: Compared, prefix: str) -> Compared:
 
 def with_state(found: Verdict, report: StateReport) -> Verdict:
     """A verdict with what is wrong in memory: those suspects first, for they are no matter of round-off."""
-    notes = (*report.notes, f"state: {report.seconds:.1f} s")
+    notes = (*report.notes, f"checking weights, buffers and config took {report.seconds:.1f} s")
     return dataclasses.replace(
         found,
         verdict="faulty" if report.suspects else found.verdict,
@@ -184,7 +184,7 @@ def _odd_matrix(x: Tensor, module: nn.Module) -> Iterator[tuple[str, str]]:
     elif x.dim() == 2 and x.shape[1] > 1 and not isinstance(module, nn.Embedding):
         constant = int((x == x[:, :1]).all(1).sum())
         if constant:
-            yield f"has {constant} of {len(x)} rows that hold one number throughout", "dead lane"
+            yield f"has {constant} of {len(x)} rows in which all elements are equal", "dead lane"
 
 
 # -- the report

@@ -115,17 +115,20 @@ class Verdict:
         if self.verdict == "faulty":
             return f"faulty: {self._blamed()}"
         if self.verdict == "healthy" and not coverage.measured:
-            return f"healthy: no fault in {self.checked} checks ({self.method}); this method does not measure coverage"
+            return (
+                f"healthy: no fault found in {self.checked} checks ({self.method}); this method does not measure "
+                f"coverage"
+            )
         if self.verdict == "healthy" and coverage.enough:
-            return f"healthy: no fault in {coverage.ran}; {coverage.shares} judged"
+            return f"healthy: no fault found in {coverage.ran}; {coverage.shares} checked"
         if coverage.measured and not coverage.enough and coverage.smallest_share > 0 and not self.suspects:
             judged = percent(coverage.smallest_share)
-            return f"no fault in the {judged} that was judged ({coverage.shares}), in {coverage.ran}"
+            return f"no fault found in the {judged} that was checked ({coverage.shares}), in {coverage.ran}"
         return f"undecided: {self._open()}"
 
     def _blamed(self) -> str:
         if not self.suspects:
-            return "something computes wrongly, and no place stands out"
+            return "something computes wrongly, but no single place stands out"
         first, *others = self.suspects
         also = f" and {len(first.also)} more place{'s' * (len(first.also) > 1)}" if first.also else ""
         more = f"; {len(others)} more suspect{'s' * (len(others) > 1)}" if others else ""
@@ -135,12 +138,12 @@ class Verdict:
         """Why nothing could be decided."""
         if self.unseen:
             more = f" and {len(self.unseen) - 1} more" if len(self.unseen) > 1 else ""
-            return f"{self.unseen[0]}{more} could not be judged"
+            return f"{self.unseen[0]}{more} could not be checked"
         if self.suspects:
             return f"{self._blamed()} is possible, but not certain"
         if self.coverage.measured and not self.coverage.enough:
-            return f"{self.coverage.shares} could be judged, in {self.coverage.ran}"
-        return self.notes[0] if self.notes else "the evidence does not suffice"
+            return f"{self.coverage.shares} could be checked, in {self.coverage.ran}"
+        return self.notes[0] if self.notes else "the evidence is not sufficient"
 
     def to_dict(self) -> dict[str, Any]:
         return {

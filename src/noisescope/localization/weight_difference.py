@@ -111,9 +111,9 @@ def _moved(found: Tensor, expected: Tensor) -> Iterator[Difference]:
         yield Difference(words, "swapped channels")
         return
     if same_bits(found, expected.transpose(-1, -2)):
-        yield Difference("is transposed: the checkpoint has rows where it has columns", "swapped channels")
+        yield Difference("is transposed relative to the checkpoint", "swapped channels")
     if same_bits(found, expected.mT.reshape(found.shape)):
-        yield Difference("is laid out column by column, the checkpoint row by row", "swapped channels")
+        yield Difference("is stored column-major, the checkpoint row-major", "swapped channels")
     for dim, name in ((0, "rows"), (1, "columns")):
         here, there = found.transpose(0, dim).flatten(1), expected.transpose(0, dim).flatten(1)
         shift = _shift(here, there)

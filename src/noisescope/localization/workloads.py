@@ -98,13 +98,13 @@ def workloads_for(
     texts, left_out = _prompts(inputs)
     base = _base(batches_for(model, tokenizer, inputs if texts is None else texts, seed))
     if quick:
-        return base, [*left_out, "other lengths and batch sizes, padding, decode: left out by quick"]
+        return base, [*left_out, "other lengths and batch sizes, padding, decode: skipped by quick"]
     maker = _Maker(model, tokenizer, base, texts, given=inputs is not None, seed=seed)
     if tokens is None and batch is None and decode is None:
         return [*base, *maker.design()], [*left_out, *maker.not_run]
     asked = Phase("prefill", batch or ROWS, tokens or min(LENGTH, positions_of(model) or LENGTH))
     made = maker.asked(asked, STEPS if decode is None else decode)
-    return [*base, made], [*left_out, *maker.not_run, "other lengths and batch sizes, padding: one shape was asked for"]
+    return [*base, made], [*left_out, *maker.not_run, "other lengths and batch sizes, padding: one shape was requested"]
 
 
 def _prompts(inputs: Any) -> tuple[list[str] | None, list[str]]:
@@ -112,7 +112,7 @@ def _prompts(inputs: Any) -> tuple[list[str] | None, list[str]]:
     if isinstance(inputs, Path):
         found = prompts_in(inputs)
         rest = len(found) - MOST_PROMPTS
-        return found[:MOST_PROMPTS], [f"{rest} more prompts of {inputs}: the first {MOST_PROMPTS} are run"] * (rest > 0)
+        return found[:MOST_PROMPTS], [f"{rest} more prompts of {inputs}: the first {MOST_PROMPTS} ran"] * (rest > 0)
     texts = [inputs] if isinstance(inputs, str) else inputs
     is_text = isinstance(texts, Sequence) and bool(texts) and all(isinstance(text, str) for text in texts)
     return (list(texts), []) if is_text else (None, [])
@@ -180,8 +180,8 @@ class _Maker:
             return dataclasses.replace(self._made(Phase("images", phase.batch, 1), 0, 1), required=True)
         if not self.takes_ids:
             raise InvalidInput(
-                f"a number of tokens, a batch size and decode steps are for token ids, and {self.name} was given "
-                f"{', '.join(self.base[0])}: pass inputs of the shape that you want instead"
+                f"a number of tokens, a batch size and decode steps apply only to token ids, but {self.name} "
+                f"received {', '.join(self.base[0])}: pass inputs of the shape you want instead"
             )
         steps = self._steps(decode)
         check_positions(self.model, phase.tokens + steps, "a sequence with its decode steps" if steps else "a sequence")
@@ -194,7 +194,7 @@ class _Maker:
             yield from (self._made(Phase("images", batch, 1), 0, number) for number, batch in enumerate((1, 8), 1))
             return
         if not self.takes_ids:
-            self.not_run.append("other lengths and batch sizes, padding, decode: only token ids can be cut to shape")
+            self.not_run.append("other lengths and batch sizes, padding, decode: only token ids can be resized")
             return
         self._check_arguments()
         seen = {(phase.batch, phase.tokens, phase.padding) for phase in map(_phase_of, self.base)}
@@ -224,7 +224,7 @@ class _Maker:
         if "attention_mask" not in self.arguments:
             self.not_run.append(f"left and right padding: {self.name} takes no attention_mask")
         elif self.two_stacks:
-            self.not_run.append("left padding: an encoder is padded on the right")
+            self.not_run.append("left padding: encoders are padded on the right")
 
     def _fitted(self, phase: Phase) -> Phase:
         """Without padding that the model does not take; the long one goes beyond a sliding window."""

@@ -88,9 +88,11 @@ def check_logits(clean: Tensor, noisy: Tensor) -> None:
             f"{tuple(noisy.shape)}: flatten batches with logits.flatten(0, -2)"
         )
     if not (clean.is_floating_point() and noisy.is_floating_point()):
-        raise InvalidInput(f"logits must be of a floating type, got {clean.dtype} and {noisy.dtype}")
+        raise InvalidInput(f"logits must be floating-point, got {clean.dtype} and {noisy.dtype}")
     if clean.device != noisy.device:
-        raise InvalidInput(f"clean logits are on {clean.device}, noisy ones on {noisy.device}: move one of them")
+        raise InvalidInput(
+            f"clean logits are on {clean.device}, noisy ones on {noisy.device}: move them to the same device"
+        )
 
 
 def row_blocks(logits: Tensor, block_rows: int | None = None) -> Iterator[slice]:
@@ -235,6 +237,6 @@ def _put(scores: dict[str, Tensor], rows: slice, **values: Tensor) -> None:
 def _check_targets(logits: Tensor, targets: Tensor) -> None:
     if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
         raise InvalidInput(
-            f"targets must be int64 token ids, one for each of the {logits.shape[0]} rows, got "
+            f"targets must be int64 token ids, one per row for {logits.shape[0]} rows, got "
             f"{targets.dtype} {tuple(targets.shape)}"
         )

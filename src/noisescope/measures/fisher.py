@@ -133,7 +133,9 @@ class GradientScreen:
         the batch.
         """
         if not self.starts:
-            raise UnsupportedModel("no embedding was seen, so gradients have nowhere to begin: call with token ids")
+            raise UnsupportedModel(
+                "no embedding was called, so there is no tensor to differentiate from: call the model with token ids"
+            )
         for draw in range(draws):
             gradient = fisher_factor(logits.detach(), scored, keys, seed * 1_000_003 + draw)
             torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
@@ -160,7 +162,7 @@ class Screen(GradientScreen):
     def __init__(self, model: nn.Module, where: Injection, *, anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
         if where.tensor != "output":
-            raise InvalidInput(f"the screen predicts noise on outputs, not on {where.tensor!r}")
+            raise InvalidInput(f"the screen predicts the effect of noise on outputs, not on {where.tensor!r}")
         self.where = where
         self.sums: dict[Site, SiteSums] = {}  # after the scope
         self.recorded: list[tuple[Site, Tensor]] = []  # squares [B, C] of each site in the backward that runs now
@@ -175,7 +177,7 @@ class Screen(GradientScreen):
             for site, found in recorded.sums().items():
                 self.sums[site] = found if site not in self.sums else _added(self.sums[site], found)
         if kind is None and not self.sums:
-            raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
+            raise NothingInjected("the screen found no operator: `noisescope inspect` shows what is visible")
 
     def reads(self, unit: Unit, operator: str) -> bool:
         return self.where.selects(unit.site(operator))

@@ -95,7 +95,7 @@ class PerModule:
         return dict(self.perturbations)[site.module]
 
     def __call__(self, tensor: Any, draw: Any) -> Any:
-        raise TypeError("a PerModule is for the modules of an Injection: ask .at(site) for the perturbation of one")
+        raise TypeError("a PerModule holds one perturbation per module of an Injection: call .at(site) to get one")
 
 
 def plan_injection(assignment: Mapping[str, str]) -> Injection | None:
@@ -180,4 +180,4 @@ class FormatScreen(GradientScreen):
     ) -> None:
         super().__exit__(kind, error, trace)
         if kind is None and not self.sums:
-            raise NothingInjected("no linear of a block has a weight that could be rounded: nothing to plan for")
+            raise NothingInjected("no linear in a block has a weight that can be rounded, so there is nothing to plan")

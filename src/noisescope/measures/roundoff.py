@@ -65,7 +65,7 @@ def run_rounded(
 ) -> RoundoffRuns:
     """Every sequence clean and under each seed of `Rounding`; `blocks` False leaves the blocks' outputs out."""
     if not sequences or not seeds or any(not 1 <= one.start < len(one.ids) for one in sequences):
-        raise InvalidInput("round-off is measured on sequences with at least one scored token, by one seed or more")
+        raise InvalidInput("measuring round-off needs sequences with at least one scored token, and at least one seed")
     runs = RoundoffRuns()
     with evaluating(model), torch.no_grad():
         probe = Probe(model, Injection(Rounding(), operators=OPERATORS, phases=frozenset({"forward"})), anatomy=anatomy)

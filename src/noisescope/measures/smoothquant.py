@@ -69,7 +69,7 @@ class Scheme:
 
 
 W8A8 = Scheme("W8A8", Format("int8", "channel"), Format("int8", "token"))
-W8A8_TENSOR = Scheme("W8A8, one scale a tensor", Format("int8", "tensor"), Format("int8", "tensor"))
+W8A8_TENSOR = Scheme("W8A8, one scale per tensor", Format("int8", "tensor"), Format("int8", "tensor"))
 W4A16 = Scheme("W4A16", weight_format("int4"), None)
 
 
@@ -114,7 +114,7 @@ def smooth(
     anatomy = anatomy or dissect(model)
     found = [fold for fold in find_folds(model, batches[0], anatomy) if places is None or fold.place in places]
     if not found:
-        raise UnsupportedModel("no norm or linear was found into which scales could be folded")
+        raise UnsupportedModel("no norm or linear was found that scales could be folded into")
     inputs = _inputs(model, batches, {fold.targets[0] for fold in found}, anatomy)
     smoothed = _in_float32(model)
     before = _logits(smoothed, batches[0])
@@ -125,7 +125,8 @@ def smooth(
     error = _moved(before, _logits(smoothed, batches[0]))
     if not error <= LARGEST_FLOAT_ERROR:  # NaN is refused, too
         raise UnsupportedModel(
-            f"folding changed the model's own output by {error:.2g} in float32: this architecture can't be smoothed"
+            f"folding the scales changed the model's own output by {error:.2g} in float32: this architecture can't "
+            f"be smoothed"
         )
     for folded, given in zip(_numbers(smoothed), _numbers(model), strict=True):
         folded.data = folded.data.to(given.dtype)

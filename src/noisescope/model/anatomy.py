@@ -114,7 +114,8 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
         if require_blocks:
             raise UnsupportedModel(
                 f"{type(model).__name__} has no transformer blocks: noisescope looks for an nn.ModuleList whose "
-                "members each hold an attention module or at least two linears. Pass the model that holds that list."
+                f"members each contain an attention module or at least two linears. Pass the model that contains "
+                f"that list."
             )
         blocks = [""]
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -124,7 +125,7 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
     first: dict[int, str] = {}  # a module listed twice is one block: its calls can't be told apart
     for name in blocks:
         if first.setdefault(id(modules[name]), name) != name:
-            notes.append(f"{name} is the same module as {first[id(modules[name])]}: both are that one block")
+            notes.append(f"{name} is the same module as {first[id(modules[name])]}: both names refer to one block")
     index_of = {name: index for index, name in enumerate(first.values())}
     place_of = {name: index_of[first[id(modules[name])]] for name in blocks}
     head = _head_names(model)
@@ -139,14 +140,16 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
         seen.add((id(module), place))
         unit = _unit(name, module, place, inside_block=block is not None)
         if unit is not None and _only_holds(name, module, modules):
-            notes.append(f"{name}: only holds the table that the other embeddings share; it is never called")
+            notes.append(f"{name}: it only holds the table that the other embeddings share and is never called")
         elif unit is not None:
             units.append(unit)
         elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             convolutions.append(name)
     if convolutions:
         more = f" and {len(convolutions) - 1} more" if len(convolutions) > 1 else ""
-        notes.append(f"{convolutions[0]}{more}: a convolution is no operator of noisescope and is left alone")
+        notes.append(
+            f"{convolutions[0]}{more}: convolutions are not among noisescope's operators and are left unchanged"
+        )
     for name, index in index_of.items():
         units.append(Unit(name, MODULE, index, "", ("residual",)))
         units.extend(_loose_calls(name, modules[name], index, units))
@@ -384,7 +387,8 @@ def _refuse_serving_engine(model: object) -> None:
     package = type(model).__module__.partition(".")[0]
     if package in _SERVING_ENGINES:
         raise UnsupportedModel(
-            f"{type(model).__name__} is a {_SERVING_ENGINES[package]} object: its fused kernels run in other processes "
-            "where nothing can be injected. Load the same checkpoint with transformers (noisescope.load) instead; "
-            "`noisescope compare transformers:MODEL vllm:MODEL` says how vLLM differs from it."
+            f"{type(model).__name__} is a {_SERVING_ENGINES[package]} object: its fused kernels run in other "
+            f"processes, where noisescope can't inject anything. Load the same checkpoint with transformers "
+            f"(noisescope.load) instead; "
+            "`noisescope compare transformers:MODEL vllm:MODEL` shows how vLLM differs from it."
         )

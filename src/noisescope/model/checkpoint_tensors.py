@@ -29,7 +29,7 @@ def stored_tensors(
         yield from load(folder / file, dtype=model.dtype).model.state_dict().items()
         return
     if file is not None:
-        raise InvalidInput(f"{file} is a pickle, which is not read again")
+        raise InvalidInput(f"{file} is a pickle, which noisescope does not reread")
     with ExitStack() as opened:
         readers = _readers(folder, opened)
         for name, transform in _transforms(model, readers, names).items():

@@ -46,8 +46,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 def _sums(tensor: Tensor) -> tuple[int, int]:
     if tensor.device.type == "meta":
         raise InvalidInput(
-            "some weights are offloaded (on the meta device), so the model can't be told from another: choose a device "
-            "map that keeps all weights on devices, or load the model on the CPU"
+            "some weights are offloaded (on the meta device), so the model can't be identified: choose a device map "
+            "that keeps all weights on devices, or load the model on the CPU"
         )
     if tensor.numel() == 0:
         return 0, 0
@@ -102,8 +102,9 @@ def source_of(subject: Subject, fingerprint: str, folder: Callable[[], Path]) ->
         raise _refused(f"it can't be loaded from {source.path}: {error}") from error
     if model_fingerprint(found) != fingerprint:
         raise _refused(
-            f"what is loaded from {source.path} is another model ({_difference(found, subject.model)}). Either it was "
-            "there before, or files do not hold this model as it is: load it in its dtype instead of casting it"
+            f"loading {source.path} gives a different model ({_difference(found, subject.model)}). Either the "
+            f"folder already held another model, or saving does not preserve this one: load it in its dtype instead "
+            f"of casting it"
         )
     return Source(source.path, {**source.loading, **_placement(subject.model)})
 
@@ -120,12 +121,12 @@ def _alteration(model: nn.Module) -> str:
         kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         makers = [str(getattr(hook, "__module__", "")) for kind in kinds for hook in kind.values()]
         if any(not maker.startswith(("transformers.", "accelerate.")) for maker in makers):
-            return f"hooks are registered on {where}, and no file holds them: remove them first"
+            return f"hooks are registered on {where} and can't be saved: remove them first"
         forward = vars(module).get("forward")
         if forward == MethodType(type(module).forward, module):  # a copy that was made inside a scope
             continue
         if forward is not None and not (hasattr(module, "_hf_hook") and isinstance(forward, functools.partial)):
-            return f"the forward of {where} is replaced (by an open noisescope scope?), and no file holds that: undo it"
+            return f"the forward of {where} is replaced (by an open noisescope scope?) and can't be saved: restore it"
     return ""
 
 
@@ -141,8 +142,8 @@ def _difference(there: nn.Module, here: nn.Module) -> str:
         if mine.dtype != other.dtype:
             return f"{name} is {other.dtype}, not {mine.dtype}"
         if not torch.equal(mine, other):
-            return f"{name} has other numbers"
-    return "in the bits of its numbers"
+            return f"{name} has different values"
+    return "in the bits of its values"
 
 
 def _write(subject: Subject, target: Path) -> None:
@@ -151,7 +152,7 @@ def _write(subject: Subject, target: Path) -> None:
     if not hasattr(model, "save_pretrained"):
         raise _refused(f"{type(model).__name__} has no save_pretrained, so it can't be written as safetensors")
     if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
-        raise _refused("it is quantised, and packed weights are not written again: use noisescope.load on its folder")
+        raise _refused("it is quantised, and packed weights can't be saved again: use noisescope.load on its folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".being-written-") as partial:
         try:
@@ -164,7 +165,7 @@ def _write(subject: Subject, target: Path) -> None:
 
 
 def _refused(reason: str) -> InvalidInput:
-    return InvalidInput(f"this model can't be given to Ray's workers: {reason}. Or use --executor local")
+    return InvalidInput(f"this model can't be sent to Ray workers: {reason}. Or use --executor local")
 
 
 def _renumbered(loading: Mapping[str, Any], devices: list[torch.device]) -> dict[str, Any]:

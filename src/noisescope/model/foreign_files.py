@@ -11,11 +11,11 @@ from noisescope.errors import InvalidInput
 from noisescope.foreign import MIB, FileKind, fitting, inside, members, parse_json, read_text
 from noisescope.jsonform import Json, from_json
 
-CONFIG = FileKind("config of a model", "Fetch the model's files again", max_bytes=4 * MIB, infinite=True, root="config")
-INDEX = FileKind("index of shards", "Fetch the model's files again", max_bytes=64 * MIB)
-TOKENIZER = FileKind("config of a tokenizer", CONFIG.cure, max_bytes=64 * MIB, infinite=True, root="config")
-SHARD = FileKind("safetensors file", "Fetch the model's files again")
-GGUF = FileKind("GGUF file", "Fetch it again")
+CONFIG = FileKind("model config", "Download the model's files again", max_bytes=4 * MIB, infinite=True, root="config")
+INDEX = FileKind("shard index", "Download the model's files again", max_bytes=64 * MIB)
+TOKENIZER = FileKind("tokenizer config", CONFIG.cure, max_bytes=64 * MIB, infinite=True, root="config")
+SHARD = FileKind("safetensors file", "Download the model's files again")
+GGUF = FileKind("GGUF file", "Download it again")
 _TOKENIZER = "tokenizer_config.json"
 WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

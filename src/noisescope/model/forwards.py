@@ -81,7 +81,8 @@ def check_vocabulary(model: nn.Module, prompts: Prompts, what: str) -> None:
     beyond = [i for ids in prompts for i in ids if not 0 <= i < size]
     if beyond:
         raise InvalidInput(
-            f"{what} holds token id {beyond[0]}, but {type(model).__name__} knows ids 0 to {size - 1}: tokenise with "
+            f"{what} contains token id {beyond[0]}, but {type(model).__name__} accepts ids 0 to {size - 1}: "
+            f"tokenise with "
             "the model's own tokenizer"
         )
 
@@ -107,7 +108,7 @@ def stepwise_logits(model: nn.Module, ids: Sequence[int], first: int) -> Tensor:
     with evaluating(model):
         out = model(input_ids=tokens[:, :first], use_cache=True)
         if getattr(out, "past_key_values", None) is None:
-            raise InvalidInput(f"{type(model).__name__} keeps no cache, so it can't be asked token by token")
+            raise InvalidInput(f"{type(model).__name__} keeps no cache, so it can't decode token by token")
         rows = [out.logits[:, -1]]
         for at in range(first, len(ids) - 1):
             out = model(input_ids=tokens[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)

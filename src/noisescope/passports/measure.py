@@ -100,11 +100,11 @@ def _usable(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
         if place.type == "meta":
-            raise InvalidInput("device 'meta' computes nothing; name one that does: cpu, cuda, cuda:1, mps ...")
+            raise InvalidInput("device 'meta' does not compute; choose a real device: cpu, cuda, cuda:1, mps ...")
         if float((torch.ones(1, dtype=torch.float32, device="cpu").to(place) + 1).cpu()) != 2.0:
-            raise InvalidInput(f"device {str(device)!r} does not add 1 and 1: no passport can be taken of it")
+            raise InvalidInput(f"device {str(device)!r} fails to add 1 and 1, so no passport can be made")
     except (RuntimeError, AssertionError, TypeError) as error:
-        cure = "Give one this machine has: cpu, cuda, cuda:1, mps ..."
+        cure = "Choose a device this machine has: cpu, cuda, cuda:1, mps ..."
         raise InvalidInput(f"can't compute on device {str(device)!r}: {reason(error)}. {cure}") from error
     return place
 

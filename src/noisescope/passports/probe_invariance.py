@@ -48,7 +48,8 @@ def invariance(product: Product, widths: Widths, *, quick: bool) -> dict[str, di
 
     def batch_sizes() -> dict[str, Any]:
         how = (
-            f"the first n of {ROWS} rows alone, n = {', '.join(map(str, BATCH_SIZES))}: the sizes at which they differ"
+            f"only the first n of {ROWS} rows, n = {', '.join(map(str, BATCH_SIZES))}: the sizes at which results "
+            f"differ"
         )
         reference, _, bound = widths.expected(values(x), values(w))
         differing, worst, wrong = [], 0.0, []
@@ -60,12 +61,17 @@ def invariance(product: Product, widths: Widths, *, quick: bool) -> dict[str, di
                 differing.append(n)
                 worst = max(worst, _apart(got, whole[:n]))
         if wrong:
-            return nonsense(f"wrong beyond its own bits for {', '.join(map(str, wrong))} rows", how, wrong_sizes=wrong)
+            return nonsense(
+                f"wrong by more than its own precision for {', '.join(map(str, wrong))} rows", how, wrong_sizes=wrong
+            )
         return item(differing, how, worst=rounded(worst))
 
     def repeats() -> dict[str, Any]:
         count = REPEATS["quick" if quick else "full"]
-        how = f"the same product {count} times, now and then another one in between: how often it differed"
+        how = (
+            f"the same product {count} times, with another product in between now and then: how often the result "
+            f"differed"
+        )
         other, different, worst = at(x, rows, 0), 0, 0.0
         for i in range(count):
             if i % 10 == 0:  # a stale buffer would show then

@@ -92,11 +92,11 @@ def from_columns(case: object) -> FaultTest:
     """A test from its columns, as `to_dict` gives them."""
     if not isinstance(case, Mapping) or set(case) != set(COLUMNS):
         came = ", ".join(map(str, case)) if isinstance(case, Mapping) else f"a {type(case).__name__}"
-        raise InvalidInput(f"a test case has the columns {', '.join(COLUMNS)}; got {came}")
+        raise InvalidInput(f"a test case needs the columns {', '.join(COLUMNS)}; got {came}")
     test_id = str(case["test_id"])
     for name in ("parameters", "acceptance_criteria"):
         if not isinstance(case[name], Mapping):
-            raise InvalidInput(f"{test_id}: {name} is a dictionary (a CSV has it as JSON); got {case[name]!r}")
+            raise InvalidInput(f"{test_id}: {name} must be a dictionary (JSON in a CSV file); got {case[name]!r}")
     described, criteria = dict(case["parameters"]), case["acceptance_criteria"]
     faults, reason = described.pop("faults", None), described.pop("reason", "")
     _check_faults(test_id, faults)
@@ -108,21 +108,24 @@ def from_columns(case: object) -> FaultTest:
 def _check_faults(test_id: str, faults: object) -> None:
     if not isinstance(faults, (list, tuple)) or not faults or not all(isinstance(fault, str) for fault in faults):
         raise InvalidInput(
-            f"{test_id}: parameters['faults'] lists what to break, such as 'gain:0.05@7/linear'; got {faults!r}"
+            f"{test_id}: parameters['faults'] must list the faults to inject, such as 'gain:0.05@7/linear'; got "
+            f"{faults!r}"
         )
 
 
 def _check_criteria(test_id: str, cell: Mapping[str, Json]) -> None:
     if not cell:
-        raise InvalidInput(f"{test_id} has no acceptance criteria, so it can't fail: {', '.join(CRITERIA)}")
+        raise InvalidInput(
+            f"{test_id} has no acceptance criteria, so it can't fail. Give at least one of {', '.join(CRITERIA)}"
+        )
     only: dict[str, str | bool] = {"recovery_time": RECOVERY, "detection_required": True}  # criteria without a choice
     for name, limit in cell.items():
         if name not in CRITERIA:
             raise unknown("criterion", name, CRITERIA)
         if name in only and limit != only[name]:
-            raise InvalidInput(f"{test_id}: {name} can only be {only[name]!r}; got {limit!r}")
+            raise InvalidInput(f"{test_id}: {name} must be {only[name]!r}; got {limit!r}")
         if name not in only and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= 1):
-            raise InvalidInput(f"{test_id}: {name} is a share from 0 to 1, such as 0.05; got {limit!r}")
+            raise InvalidInput(f"{test_id}: {name} must be a share from 0 to 1, such as 0.05; got {limit!r}")
 
 
 def to_csv(tests: Iterable[FaultTest]) -> str:
@@ -151,7 +154,7 @@ def propose_tests(found: Diagnosis) -> list[FaultTest]:
 
 def refuse_none(tests: list[FaultTest]) -> list[FaultTest]:
     if not tests:
-        raise InvalidInput("the report has neither operators nor layers nor channels: diagnose with all levels first")
+        raise InvalidInput("the report has no operators, layers or channels: run diagnose with all levels first")
     return tests
 
 
@@ -162,7 +165,9 @@ def _operator_tests(found: Diagnosis) -> Iterable[FaultTest]:
     for name in sorted(critical, key=lambda name: -nats[name]):
         yield operator_test(name, "critical in the report")
     if not critical and any(nats.values()):
-        yield operator_test(max(nats, key=lambda name: nats[name]), "none is critical; noise in it costs most")
+        yield operator_test(
+            max(nats, key=lambda name: nats[name]), "no operator is critical; noise in this one costs most"
+        )
 
 
 def _window_tests(found: Diagnosis) -> Iterable[FaultTest]:
@@ -178,7 +183,7 @@ def _window_tests(found: Diagnosis) -> Iterable[FaultTest]:
     if not section.avalanche_points and known:
         worst = max(known, key=lambda row: row.nats)
         verb = "moves" if worst.injected else "is predicted to move"
-        reason = f"no avalanche point; noise here {verb} the output furthest"
+        reason = f"no avalanche point; noise here {verb} the output most"
         yield window_test(worst.start_layer, worst.end_layer, reason)
 
 
@@ -293,14 +298,14 @@ def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) 
 
 def could_not_run(test: FaultTest, reason: str, *, seconds: float = 0.0) -> FaultTestResult:
     """A test that the model or the data do not allow."""
-    message = f"could not be carried out: {reason}"
+    message = f"could not be run: {reason}"
     return FaultTestResult(test.test_id, test.name, UNDECIDED, message, (), None, seconds)
 
 
 def _degradation(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     loss, limit = measured.degradation, wanted.max_degradation or 0.0
     if loss.value is None:
-        message = "not measurable: the clean score is not clear of chance"
+        message = "not measurable: the clean score is not significantly above chance"
         return CriterionResult("max_degradation", UNDECIDED, message, None)
     verdict = at_most(loss, limit)
     words = f"{percent(loss.value)} {span(loss, '.1f', 100)} of the {metric_name(measured.metric)} lost"
@@ -311,7 +316,7 @@ def _degradation(wanted: Criteria, measured: FaultMeasurement) -> CriterionResul
 
 def _nan_rate(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     rate, limit = measured.nan_rate, wanted.max_nan_rate or 0.0
-    message = f"{percent(rate, 2)} of the tokens not finite, {percent(limit, 2)} allowed"
+    message = f"{percent(rate, 2)} of the tokens are not finite, {percent(limit, 2)} allowed"
     return CriterionResult("max_nan_rate", FAIL if rate > limit else PASS, message, rate)
 
 
@@ -320,7 +325,7 @@ def _recovery(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     steps, limit = measured.recovery_steps, wanted.recovery_time
     known = [step for step in steps if step is not None]
     if len(known) < len(steps):
-        wrong = f"{len(steps) - len(known)} of {len(steps)} samples did not recover within the steps watched"
+        wrong = f"{len(steps) - len(known)} of {len(steps)} samples did not recover within the steps observed"
         return CriterionResult("recovery_time", FAIL, f"{wrong}, {limit} required", None)
     slowest = max(known)
     message = f"recovered after {counted(slowest, 'step')} in the slowest of {len(steps)} samples, {limit} required"

@@ -115,12 +115,10 @@ def refuse_limits(worse_than: float, max_degradation: float) -> None:
     """Limits that can't be meant."""
     if not worse_than > 1:
         raise InvalidInput(
-            f"a model fails above a multiple of its baseline, such as 1.2 (--max-worse 0.2); got {worse_than:g}"
+            f"the limit is a multiple of the baseline, such as 1.2 (--max-worse 0.2); got {worse_than:g}"
         )
     if not 0 < max_degradation < 1:
-        raise InvalidInput(
-            f"what noise may cost (--max-degradation) is a share between 0 and 1, such as 0.15; got {max_degradation:g}"
-        )
+        raise InvalidInput(f"--max-degradation must be a share between 0 and 1, such as 0.15; got {max_degradation:g}")
 
 
 def _refuse_noise(baseline: GateNumbers, candidate: GateNumbers) -> None:
@@ -130,8 +128,8 @@ def _refuse_noise(baseline: GateNumbers, candidate: GateNumbers) -> None:
             for side in (baseline, candidate)
         )
         raise InvalidInput(
-            f"the baseline was measured under {before}, this model under {now}: there is nothing to compare. Make a "
-            "new baseline with noisescope diagnose"
+            f"the baseline was measured under {before}, this model under {now}: they can't be compared. Create a "
+            f"new baseline with noisescope diagnose"
         )
 
 
@@ -216,8 +214,8 @@ def _limits(candidate: GateNumbers, limit: float) -> tuple[LimitRow, ...]:
 
 def _limit_sentence(loss: Estimate, limit: float, verdict: Verdict) -> str:
     if loss.value is None:
-        return f"the cost of noise is {stats.NOT_MEASURABLE}: the clean score is not clear of chance"
-    where = {PASS: "below it", FAIL: "above it", UNDECIDED: "the interval includes it; more --samples narrow it"}
+        return f"the cost of noise is {stats.NOT_MEASURABLE}: the clean score is not significantly above chance"
+    where = {PASS: "below it", FAIL: "above it", UNDECIDED: "the interval includes it; more --samples would narrow it"}
     words = f"noise costs {percent(loss.value)} {span(loss, '.1f', 100)} of the score"
     return f"{words}, limit {100 * limit:g} %: {where[verdict]}"
 
@@ -259,7 +257,7 @@ def _change(baseline: GateNumbers, candidate: GateNumbers, name: str, pairs: Pai
 def _finite(baseline: GateNumbers, candidate: GateNumbers) -> GateRow:
     count = candidate.nonfinite
     bad = count > 0 and not baseline.nonfinite
-    message = f"{counted(count, 'token')} not finite" + (", all of the baseline's were finite" if bad else "")
+    message = f"{counted(count, 'token')} not finite" + ("; all were finite in the baseline" if bad else "")
     return GateRow("finite outputs", FAIL if bad else PASS, message)
 
 
@@ -279,8 +277,8 @@ def refuse_architecture(model: ModelFacts, architecture: str, blocks: int) -> No
     """A model of another kind, or of another depth, than a report is about."""
     if (model.architecture, model.blocks) != (architecture, blocks):
         raise InvalidInput(
-            f"the report is about {model.architecture} with {model.blocks} blocks, and this model is {architecture} "
-            f"with {blocks}: they can't be compared. Make a report of this one: noisescope diagnose MODEL -o DIR"
+            f"the report describes {model.architecture} with {model.blocks} blocks, but this model is {architecture} "
+            f"with {blocks}: they can't be compared. Create a report for this one: noisescope diagnose MODEL -o DIR"
         )
 
 
@@ -288,8 +286,8 @@ def refuse_kind(before: DataFacts, now: DataFacts) -> None:
     """Data of another kind: scores and divergences of two kinds can't be compared."""
     if before.kind != now.kind:
         raise InvalidInput(
-            f"the baseline was measured on data of kind {before.kind} ({before.source}), this is {now.kind} "
-            f"({now.source}): they can't be compared. Give the baseline's data with --data"
+            f"the baseline was measured on data of kind {before.kind} ({before.source}), but this is {now.kind} "
+            f"({now.source}): they can't be compared. Pass the baseline's data with --data"
         )
 
 
@@ -299,9 +297,9 @@ def refuse_other_samples(before: DataFacts, now: DataFacts, samples: tuple[Seque
         return
     shared = len(set(samples[0]) & set(samples[1]))
     raise InvalidInput(
-        f"{shared} of these {len(samples[1])} samples ({now.source}) are the baseline's ({before.source}): a "
-        "difference may come from the data. Give the same --data and --max-tokens, or --other-samples if these were "
-        "drawn from the same source"
+        f"{shared} of these {len(samples[1])} samples ({now.source}) are also in the baseline ({before.source}), so "
+        f"a difference may come from the data. Use the same --data and --max-tokens, or --other-samples if these "
+        f"were drawn from the same source"
     )
 
 
@@ -321,7 +319,7 @@ def conditions_row(before: Asked, now: Asked, numbers: tuple[GateNumbers, GateNu
     unlike = tuple(one for one in both if one.baseline != one.candidate)
     if unlike:
         words = "; ".join(f"{one.what} {one.baseline} before, {one.candidate} now" for one in unlike)
-        words += ": a difference may come from that, and not from the model"
+        words += ": a difference may come from that rather than from the model"
     else:
         words = "both " + ", ".join(f"{one.what} {one.baseline}" for one in both)
     counts = counts_of(numbers[0].samples, numbers[1].samples)

@@ -168,4 +168,4 @@ def headline_of(decision: Decision, conditions: ConditionsRow) -> str:
     if decision.finite.verdict == FAIL:
         failed, undecided = verdicts.count(FAIL), verdicts.count(UNDECIDED)
         words = f"failed: outputs are not finite; {failed} of {len(verdicts)} checks failed, {undecided} undecided"
-    return f"{words}; other conditions than the baseline's" if conditions.differences else words
+    return f"{words}; conditions differ from the baseline's" if conditions.differences else words

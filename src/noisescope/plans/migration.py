@@ -103,7 +103,8 @@ def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
     section = found.layer_analysis
     if section is None:
         raise InvalidInput(
-            "a migration plan needs the layer level: noisescope diagnose MODEL --level operator,layer,channel"
+            "a migration plan needs a report with the layer level: run noisescope diagnose MODEL --level "
+            "operator,layer,channel"
         )
     rows: list[tuple[NamedPlace, Effect]] = [(row.layer, row) for row in section.layers]
     rows += section.places.items()
@@ -190,7 +191,7 @@ def _by_avalanches(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]
         elif point.common[0] <= place <= point.common[1]:
             yield 1, words
         else:
-            yield 2, f"beside the core of {words}"
+            yield 2, f"next to the core of {words}"
 
 
 def _by_effect(view: _View, place: NamedPlace, row: Effect) -> Iterable[tuple[Rank, str]]:
@@ -221,9 +222,9 @@ def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
     places = tuple(one.place for one in evidence if isinstance(one.place, str))
     precision = {str(one.place): _precision(rank, one.largest_activation) for one in evidence}
     limit = MAX_MAPE[rank]
-    validation = "nothing special: the end-to-end score is enough"
+    validation = "no layer-by-layer comparison needed: check the end-to-end score"
     if limit is not None:
-        what = "every operator of these layers between both machines" if rank == 1 else "the outputs of these layers"
+        what = "every operator of these layers between the two machines" if rank == 1 else "the outputs of these layers"
         validation = f"compare {what}: MAPE below {100 * limit:g} %"
         if places:
             validation += f"; compare {' and '.join(places)} by sketch: no operator may diverge beyond round-off"

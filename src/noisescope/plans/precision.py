@@ -64,19 +64,22 @@ class Budget:
             if not math.isfinite(limit) or limit <= 0:
                 raise InvalidInput(f"{name} must be a number above 0, got {limit}")
         if (self.milliseconds is None) != (not self.latency):
-            raise InvalidInput("a latency limit needs both: milliseconds, and a table of them by module and format")
+            raise InvalidInput(
+                "a latency limit needs both a limit in milliseconds and a latency table by module and format"
+            )
         for module, row in self.latency.items():
             for name, time in row.items():
                 if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
                     raise InvalidInput(
-                        f"the latency table has {time!r} for {module!r}, {name!r}: milliseconds are numbers from 0"
+                        f"the latency table has {time!r} for {module!r}, {name!r}: milliseconds must be numbers of "
+                        f"at least 0"
                     )
 
     def milliseconds_of(self, module: Module, name: str) -> float:
         own = self.latency.get(module.name)
         row, share = (self.latency.get("*", {}), module.parameters / 1e6) if own is None else (own, 1.0)
         if name not in row:
-            raise InvalidInput(f"the latency table has no {name!r} for {module.name}, nor under '*'")
+            raise InvalidInput(f"the latency table has no {name!r} for {module.name}and no row '*'")
         return float(row[name]) * share
 
     def limits(self, modules: Sequence[Module]) -> list[tuple[str, float, list[dict[str, float]]]]:
@@ -94,8 +97,8 @@ class Budget:
             for name in self.latency:
                 if name not in ("*", *names):
                     raise InvalidInput(
-                        f"the latency table has a row for {name!r}, which is not planned: modules have names such as "
-                        f"{names[0]!r}, and '*' is for all that have no row"
+                        f"the latency table has a row for {name!r}, which is not in the plan: module names look "
+                        f"like {names[0]!r}, and '*' stands for all modules without a row"
                     )
             time = [{f: self.milliseconds_of(m, f) for f in m.choices} for m in modules]
             found.append(("milliseconds", self.milliseconds, time))
@@ -141,7 +144,7 @@ def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[
         if name not in offered:
             raise unknown("format", name, offered)
     if not wanted:
-        raise InvalidInput(f"no format is left: choose from {', '.join(offered)}")
+        raise InvalidInput(f"no formats selected: choose from {', '.join(offered)}")
     return tuple(
         Module(row.module, row.place, row.parameters, _choices(row.formats, wanted), row.inputs, row.kind)
         for row in rows
@@ -205,7 +208,7 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
         table = np.array([[sum(taken[i][f] for i in g) for f in formats] for g in groups])
         least = float(table.min(1).sum())
         if least > limit * (1 + 1e-9):
-            raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats come to {least:.4g}")
+            raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats need {least:.4g}")
         shares.append(table / limit)
         constraints.append(LinearConstraint(csr_array(shares[-1].reshape(1, -1)), -np.inf, 1))
     scaled = costs / costs.mean() if costs.any() else costs  # of size 1: the solver's tolerances are absolute
@@ -221,7 +224,7 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
     bits = [modules[0].choices[name].bits for name in formats]
     chosen = _widened(found.x.reshape(count, width).argmax(1), costs, bits, shares)
     assignment = {modules[i].name: formats[c] for group, c in zip(groups, chosen, strict=True) for i in group}
-    note = "" if found.status == 0 else f"the best found in {SECONDS:g} s; it may not be the best there is"
+    note = "" if found.status == 0 else f"the best plan found in {SECONDS:g} s; it may not be optimal"
     return plan_of(modules, assignment, f"optimal by {granularity}", note)
 
 
@@ -268,7 +271,9 @@ def random_plans(
             if abs(changed - average_bits) < abs(average - average_bits):
                 drawn[i], average = name, changed
         else:
-            raise InvalidInput(f"no random plan came within {tolerance:g} of {average_bits:g} bits: modules too large")
+            raise InvalidInput(
+                f"no random plan came within {tolerance:g} of {average_bits:g} bits: the modules are too large"
+            )
         assignment = {module.name: formats[choice] for module, choice in zip(modules, drawn, strict=True)}
         plans.append(plan_of(modules, assignment, "random"))
     return plans
@@ -307,8 +312,8 @@ def bits_by_rule(sensitivity: Mapping[L, float], target_average_bits: float = 6.
 def _checked(layer: Hashable, loss: object) -> float:
     if isinstance(loss, bool) or not isinstance(loss, (int, float)) or not math.isfinite(loss):
         raise InvalidInput(
-            f"the bit rule has no degradation of {layer!r} (got {loss!r}): give a number such as 0.12; a layer that "
-            "could not be measured has to be left out, and kept at 16 bits"
+            f"the bit rule has no degradation of {layer!r} (got {loss!r}): give a number such as 0.12; leave out "
+            f"layers that could not be measured, and keep them at 16 bits"
         )
     return float(loss)
 
@@ -319,11 +324,11 @@ def missed_target(bits: Mapping[L, int], target: float) -> str:
     if abs(average - target) <= 4 / len(bits):  # a layer between 4 and 8 bits
         return ""
     reason = (
-        "layers of 16 bits, and those of 8 that lose 10 % or more, are never lowered"
+        "16-bit layers, and 8-bit layers that lose 10 % or more, are never lowered"
         if average > target
-        else "no layer that loses 15 % or less gets more than 8"
+        else "no layer that loses 15 % or less gets more than 8 bits"
     )
-    return f"misses its target: {average:.2f} bits on average, {target:g} were asked for; {reason}"
+    return f"misses its target: {average:.2f} bits on average, {target:g} requested; {reason}"
 
 
 def _average(bits: Mapping[L, int]) -> float:
@@ -352,7 +357,7 @@ def rule_plan(modules: Sequence[Module], sensitivity: Mapping[int, float], targe
     }
     missing = sorted(width for width in set(bits.values()) if names[width] is None)
     if missing:
-        raise InvalidInput(f"the bit rule wants formats of {missing} bits, which are not among those offered")
+        raise InvalidInput(f"the bit rule needs formats of {missing} bits, which are not among the allowed formats")
     assignment = {module.name: str(names[bits[module.place]]) for module in modules}
     missed = missed_target(bits, target)
     return plan_of(modules, assignment, "bit rule of the method notes", f"the bit rule {missed}" if missed else "")

@@ -95,19 +95,21 @@ def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[RoundedMo
             )
         if module.kind == TRANSPOSED and tool not in TRANSPOSING:
             raise InvalidInput(
-                f"{tool} does not quantise {module.name}, which is a {TRANSPOSED} and no torch.nn.Linear: export for "
+                f"{tool} does not quantise {module.name}, which is a {TRANSPOSED}, not a torch.nn.Linear: export for "
                 f"{' or '.join(TRANSPOSING)}, or export json"
             )
         if module.inputs is None:
             raise InvalidInput(
-                f"{module.name} was planned without its number of inputs, which decides on groups: plan from a report"
+                f"{module.name} was planned without its number of inputs, which determines the groups: create the "
+                f"plan from a report"
             )
         wanted = BLOCKS.get(name, GROUP)
         group = math.gcd(wanted, module.inputs)  # the largest up to ours that divides them
         if (name in BLOCKS and group < wanted) or (name in INTEGERS and group < SMALLEST_GROUP):
             raise InvalidInput(
-                f"{module.name} has {module.inputs} inputs, which groups of {wanted} ({name}) do not divide, and the "
-                "tools take whole groups alone: plan with --formats bf16,fp8_e4m3, which have none, or export json"
+                f"{module.name} has {module.inputs} inputs, not a multiple of the group size {wanted} ({name}), and "
+                f"the tools accept only whole groups: plan with --formats bf16,fp8_e4m3, which have no groups, or "
+                f"export json"
             )
         found.append(RoundedModule(module.name, module.inputs, name, group, _spellings(group)[tool][name]))
     return found
@@ -166,8 +168,8 @@ def _notes(rounded: Sequence[RoundedModule]) -> tuple[str, ...]:
         if one.format in INTEGERS and one.group != GROUP:
             narrow.setdefault((one.inputs, one.group), []).append(one.module)
     return tuple(
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are no multiple of "
-        f"{GROUP}, so the file has groups of {group} there ({16 / group:g} bits of scales per weight)"
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are not a multiple of "
+        f"{GROUP}, so the file uses groups of {group} there ({16 / group:g} bits of scales per weight)"
         for (width, group), names in narrow.items()
     )
 

@@ -52,9 +52,9 @@ def coverage_notes(found: Diagnosis) -> list[str]:
     if share is None or share >= NEARLY_ALL:
         return []
     return [
-        f"the plan covers {_planned(scores):,} of the {scores.block_parameters:,} weights of the blocks "
-        f"({100 * share:.0f} %), and average bits are of these alone: weights that are not in a linear module, such as "
-        "experts stored in one tensor, stay at 16 bits"
+        f"the plan covers {_planned(scores):,} of the {scores.block_parameters:,} weights in the blocks "
+        f"({100 * share:.0f} %), and the average bits count only these: weights outside linear modules, such as "
+        f"experts stored in one tensor, stay at 16 bits"
     ]
 
 
@@ -114,9 +114,9 @@ def prediction_notes(prediction: Prediction, measured: Estimate) -> list[str]:
     else:
         return []
     return [
-        f"the measured mean KL {_interval(measured)} lies far {where} the predicted {_interval(prediction.estimate)}: "
-        f"use the measured one. A prediction ({_evidence(prediction)}) shows which modules cost more than others, "
-        "which is what the plan is based on; its size is no forecast"
+        f"the measured mean KL {_interval(measured)} lies far {where} the predicted "
+        f"{_interval(prediction.estimate)}: trust the measured one. A prediction ({_evidence(prediction)}) ranks "
+        f"modules by cost, which is what the plan uses; its absolute size is not a forecast"
     ]
 
 
@@ -312,7 +312,7 @@ class Verification:
         assert clean is not None and rounded is not None
         for answer in (clean, rounded):
             if answer.error:
-                raise NoisescopeError(f"a plan could not be carried out: {answer.error}")
+                raise NoisescopeError(f"a plan could not be run: {answer.error}")
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
         return PlanScores(kl, after.mean(axis=1), before)

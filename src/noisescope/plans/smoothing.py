@@ -101,7 +101,7 @@ def gain_sentence(gain: Estimate) -> str:
         return words + "it helps"
     if gain.below(1):
         return words + "it makes the KL larger"
-    return words + "undecided whether it helps; more --samples narrow the interval"
+    return words + "undecided whether it helps; more --samples would narrow the interval"
 
 
 def recommendations(found: Diagnosis, folds: Sequence[FoldRow], *, target: str = "W8A8") -> tuple[SmoothingAdvice, ...]:

@@ -92,7 +92,7 @@ class Capture:
     def tokens(self, mask: Tensor | None) -> None:
         """Which tokens [B, T] of the forwards that follow count for statistics (None = all): leave out padding."""
         if mask is not None and mask.dim() != 2:
-            raise InvalidInput(f"a token mask has the shape [batch, tokens], got {tuple(mask.shape)}")
+            raise InvalidInput(f"a token mask must have the shape [batch, tokens], got {tuple(mask.shape)}")
         self._mask = None if mask is None else mask.bool()
 
     def quantile_rows(self, samples: Tensor | None) -> None:

@@ -216,7 +216,7 @@ class Draw:
     def _window(self, kind: str, like: Tensor, *, reuse: bool = False) -> Tensor:
         """Numbers in the shape of `like`; with `reuse` they are overwritten by this forward's next draw."""
         if not like.is_floating_point():
-            raise InvalidInput(f"noise falls on floating-point tensors; this one is {like.dtype}")
+            raise InvalidInput(f"noise applies only to floating-point tensors; this one is {like.dtype}")
         if like.numel() == 0:
             return torch.empty_like(like)
         keys = self.keys(like)

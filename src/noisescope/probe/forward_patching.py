@@ -142,7 +142,7 @@ class ModelScope:
         else:
             who, cure = "thread (nn.DataParallel calls replicas that way)", "run it in the thread that opened the scope"
         return ModelHeld(
-            f"this model is held by a noisescope scope of another {who}: {cure}, or give each its own copy"
+            f"this model is in use by a noisescope scope of another {who}: {cure}, or give each its own copy"
         )
 
     def _others(self) -> list[_Running]:
@@ -159,8 +159,8 @@ class ModelScope:
         with _claiming:
             if any(forward or running.forward for running in self._others()):
                 raise ModelHeld(
-                    f"two threads use this {type(self.model).__name__} at once, but a forward has the model "
-                    "to itself: give each thread its own copy, or let one wait for the other"
+                    f"two threads use this {type(self.model).__name__} at the same time, but a scope allows one "
+                    f"forward at a time: give each thread its own copy, or let one wait for the other"
                 )
             running = self._mine()
             running.inside = True
@@ -172,19 +172,19 @@ class ModelScope:
         modules = dict(self.model.named_modules(remove_duplicate=False))
         with _entering:
             if self.owned_by is not None:
-                raise ModelHeld("this scope is open already; make a new one for each `with`")
+                raise ModelHeld("this scope is already open; create a new one for each `with`")
             name = type(self.model).__name__
             for module in self.model.modules():
                 held = scopes_on(module)
                 if held and held[0].held_elsewhere:
                     raise ModelHeld(
-                        f"another thread or coroutine holds a scope on this {name}. "
-                        "Give each its own copy of the model, or wait until that scope is left."
+                        f"another thread or coroutine has a scope open on this {name}. Give each its own copy of "
+                        f"the model, or wait until that scope closes."
                     )
                 if len(held) >= _MOST_NESTED:
                     raise ModelHeld(
-                        f"{len(held)} noisescope scopes are open on this {name} already, and a forward through more "
-                        f"would pass Python's recursion limit ({sys.getrecursionlimit()}): leave some of them first"
+                        f"{len(held)} noisescope scopes are already open on this {name}, and a forward through more "
+                        f"would exceed Python's recursion limit ({sys.getrecursionlimit()}): close some of them first"
                     )
             self.owned_by = caller()
             self._devices = None
@@ -272,7 +272,7 @@ class ModelScope:
         self.owned_by = None
         if strangers and not self.any_order:
             raise ModelHeld(
-                "scopes must be left in the reverse order of entering: another wrapper was put on "
+                "scopes must close in the reverse order of opening: another wrapper was put on "
                 f"{type(strangers[0].module).__name__} inside this scope and is still there"
             )
 
@@ -304,7 +304,7 @@ class ModelScope:
         """
         ids = samples if isinstance(samples, Tensor) else torch.tensor(list(samples))
         if ids.dim() != 1 or ids.is_floating_point() or ids.numel() == 0:
-            raise InvalidInput(f"samples must be a list of ints, one for each row of the batch; got {samples!r}")
+            raise InvalidInput(f"samples must be a list of ints, one per row of the batch; got {samples!r}")
         self._named = (ids, positions)
         self._next_position = positions if isinstance(positions, int) else 0
 
@@ -334,7 +334,7 @@ class ModelScope:
     ) -> tuple[Tensor, Tensor]:
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() >= 2), None)
         if tokens is None:
-            raise InvalidInput("rows() names a batch, but the model was called without a tensor of [batch, tokens]")
+            raise InvalidInput("rows() was called, but the model received no tensor of shape [batch, tokens]")
         for name in ("input_ids", "inputs_embeds"):
             if isinstance(kwargs.get(name), Tensor):
                 tokens = kwargs[name]

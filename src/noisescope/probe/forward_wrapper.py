@@ -152,8 +152,8 @@ class ForwardWrapper:
         scope = self.scope
         if scope.context is None and in_backward():
             raise UnsupportedModel(
-                f"gradient checkpointing recomputes a part of a block that starts inside {type(self.module).__name__}, "
-                "but the functions noised there are watched from outside that part: checkpoint whole blocks instead"
+                f"gradient checkpointing recomputes part of a block, starting inside {type(self.module).__name__}, "
+                f"but noise is injected from outside that part: checkpoint whole blocks instead"
             )
         owner, scope.owner = scope.owner, None
         try:

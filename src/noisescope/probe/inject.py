@@ -107,7 +107,8 @@ class Probe(ModelScope):
             return None
         if unit.packed and self.injection.tensor == "weight":
             raise InvalidInput(
-                f"{unit.module} is a {unit.packed} whose weight is packed: noise can fall on its output or input only"
+                f"{unit.module} is a {unit.packed} whose weight is packed: noise can only be injected into its "
+                f"output or input"
             )
         if not self._has_tensor(operator):
             return None
@@ -157,7 +158,9 @@ class Probe(ModelScope):
         if self.injection.tensor == "weight" and not any(op in WEIGHTED for op, _ in hit):
             raise NothingInjected("tensor='weight' needs an operator with a weight: linear, norm or embedding")
         if self.injection.tensor == "input" and hit and all(op == "embedding" for op, _ in hit):
-            raise InvalidInput("the input of embedding is token ids (integers): noise falls on floating-point tensors")
+            raise InvalidInput(
+                "the input of embedding is token ids (integers), but noise applies only to floating-point tensors"
+            )
         for name in sorted(self.injection.operators or ()):
             if not any(matches_operator({name}, op, unit.component) for op, unit in hit):
                 raise NothingInjected(self._why_not(name))
@@ -175,7 +178,7 @@ class Probe(ModelScope):
             return f"{what} does not exist in {self.anatomy.architecture}: it computes {', '.join(present)}"
         places = ", ".join(p for p in OUTER_PLACES if any(u.place == p for u in units))
         return (
-            f"{what} is left after narrowing by layers, places and modules in {self.anatomy.architecture}: "
+            f"{what} matches the given layers, places and modules in {self.anatomy.architecture}: "
             f"blocks 0 to {len(self.anatomy.blocks) - 1}, and {places}. See `noisescope inspect` for names; "
             "MoE routers need modules=..., rotary angles places={'rotary'}."
         )
@@ -187,8 +190,8 @@ class Probe(ModelScope):
             raise NothingInjected("the model was not called inside the scope, so nothing was injected")
         if injection.phases == {"backward"} and not tally.backward:
             raise NothingInjected(
-                "phases={'backward'}, but no backward pass ran inside the scope, or nothing targeted needs a gradient: "
-                "call loss.backward() before leaving it"
+                "phases={'backward'}, but no backward pass ran inside the scope, or nothing targeted requires a "
+                "gradient: call loss.backward() inside the scope"
             )
         if not tally.forward and not tally.backward:
             raise NothingInjected(f"nothing fired in {self.forwards} forward(s): {self._silent_reason()}")
@@ -217,7 +220,7 @@ class Probe(ModelScope):
         """A module that must compute an operator ran, but the operator was never seen: a kernel we don't know."""
         for (operator, _, module), count in self._counts.items():
             if count.total == 0 and (operator, module) in self._ran and "forward" in self.injection.phases:
-                raise NothingInjected(f"{module} ran, but its {operator} was never seen: {self._silent_reason()}")
+                raise NothingInjected(f"{module} ran, but its {operator} was never observed: {self._silent_reason()}")
 
     def fired(self, name: str) -> list[SiteCount]:
         """The sites of an operator or group that fired."""
@@ -227,8 +230,8 @@ class Probe(ModelScope):
 
     def _silent_reason(self) -> str:
         return (
-            "its functions are not called where noisescope looks (a custom fused kernel?). `noisescope inspect` shows "
-            "what is visible; eager attention (attn_implementation='eager') makes softmax and matmul visible"
+            "noisescope can't intercept its functions (a custom fused kernel?). `noisescope inspect` shows what is "
+            "visible; eager attention (attn_implementation='eager') makes softmax and matmul visible"
         )
 
     def _check_rounding(self, sites: list[SiteCount], what: str) -> None:
@@ -241,8 +244,8 @@ class Probe(ModelScope):
         looked = [pair for site in sites if not site.control for pair in site.samples if int(pair[1])]
         if looked and not any(int(changed) for changed, _ in looked):
             raise NoiseRoundsAway(
-                f"{what}: {self.injection.perturbation!r} fired but changed none of the elements looked at, so the "
-                "result is clean: the numbers are of this format already, or the noise is too small for their dtype"
+                f"{what}: {self.injection.perturbation!r} fired but changed none of the sampled elements, so the "
+                f"result is clean: the values are already in this format, or the noise is too small for their dtype"
             )
 
     def _warn_of_rounding(self) -> None:
@@ -256,6 +259,7 @@ class Probe(ModelScope):
     def _rounding_words(self, site: SiteCount, phase: str) -> str:
         scale, floor, dtype = site.rounded_away[phase]
         return (
-            f"noise of scale {scale:g} rounds away in {dtype}: numbers there are spaced by more than that. "
-            f"The smallest scale that survives is {floor:.4g}; raise it, or compute in a finer dtype"
+            f"noise of scale {scale:g} is lost to rounding in {dtype}, whose numbers are spaced further apart than "
+            f"that. The smallest scale that has an effect is {floor:.4g}; raise the scale, or use a "
+            f"higher-precision dtype"
         )

@@ -128,7 +128,8 @@ class OperatorTarget:
     ) -> Tensor:
         if not y.is_floating_point():
             raise InvalidInput(
-                f"the {tensor} of {self.unit.site(self.operator)} is {y.dtype}; noise falls on floating-point tensors"
+                f"the {tensor} of {self.unit.site(self.operator)} is {y.dtype}; noise applies only to "
+                f"floating-point tensors"
             )
         draw = Draw(rows, self.key(tensor, "forward", occurrence), layout=layout, tensor=tensor)
         draw.scratch = context.scratch

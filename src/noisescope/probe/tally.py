@@ -105,9 +105,9 @@ class Tally:
         share = self.changed
         lines = [f"{self.forward} forward and {self.backward} backward injections"]
         if share is not None:
-            lines[0] += f", {share:.1%} of the non-zero elements looked at changed"
+            lines[0] += f", {share:.1%} of the sampled non-zero elements changed"
         for operator, counts in self.per_operator.items():
             lines.append(f"  {operator:<10} forward {counts.forward:>7}  backward {counts.backward:>7}")
         if self.forced_eager:
-            lines.append("  torch.compile was set aside: the model ran eagerly inside the scope")
+            lines.append("  torch.compile was disabled: the model ran eagerly inside the scope")
         return "\n".join(lines)

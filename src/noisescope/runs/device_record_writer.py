@@ -84,7 +84,7 @@ class Recording:
         y, x, shape = self._batch_first(site, y, x)
         rows = _by_token(y, shape, heads=heads)
         if rows is None:
-            self.notes.add(f"{site.operator} outputs whose rows are no tokens (experts, tables) are left out")
+            self.notes.add(f"{site.operator} outputs whose rows are not tokens (experts, tables) are not recorded")
             return
         number = len(self._sites)
         self._sites.append(site)
@@ -139,7 +139,7 @@ class Recording:
     def finish(self, logits: Tensor | None) -> dict[str, Tensor]:
         """What is left to write of this batch, on the host."""
         if not self._sites:
-            raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
+            raise NothingInjected("the model ran, but none of its operators was observed: see `noisescope inspect`")
         self._fold()
         found = zip(*(self._sketches[number] for number in range(len(self._sites))), strict=True)
         tensors = {name: torch.stack(columns) for name, columns in zip(("sketch", "size"), found, strict=True)}
@@ -209,7 +209,9 @@ def writing_into(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"can't write into {folder}: {reason}. Make room, or choose another with -o") from error
+        raise InvalidInput(
+            f"can't write into {folder}: {reason}. Free some space, or choose another folder with -o"
+        ) from error
 
 
 def write_record(
@@ -262,7 +264,7 @@ def write_batches(
             recording = Recording(ids.shape, first, detail, target / f"{len(batches):04d}")
             tensors = recording.finish(run(ids, recording))
             if batches and recording.sites != sites:
-                raise NothingInjected("the model called other operators on later prompts than on the first")
+                raise NothingInjected("the model called different operators on later prompts than on the first")
             sites = recording.sites
             notes |= recording.notes
             if files:
@@ -295,9 +297,9 @@ def _new_folder(folder: str | Path) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())
     if is_unfinished(target):
-        raise InvalidInput(f"an unfinished record is in {folder}: remove it, or choose another with -o")
+        raise InvalidInput(f"{folder} holds an unfinished record: remove it, or choose another folder with -o")
     if occupied:
-        raise InvalidInput(f"{folder} is not empty: a record gets a folder of its own. Remove it, or choose another")
+        raise InvalidInput(f"{folder} is not empty, and a record needs its own folder: remove it, or choose another")
     return target
 
 

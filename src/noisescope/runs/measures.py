@@ -71,7 +71,7 @@ def generate(runner: TrialRunner, trial: Trial) -> Result:
     prompts, answers = material.prompts[part.start : part.stop], material.answers[part.start : part.stop]
     samples = material.samples(part)
     if not prompts:
-        raise InvalidInput("there is nothing to generate from: generation needs prompts with answers")
+        raise InvalidInput("generation needs prompts with answers")
     with _injecting(runner, trial) as probe:
         texts = generation.generate(
             runner.model,
@@ -269,7 +269,7 @@ def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], T
     """
     batches = runner.batches(trial.slice, whole=True)
     if len(batches) != 1:
-        raise InvalidInput("out of memory: gradients and curvature need their few samples in one batch")
+        raise InvalidInput("out of memory: gradients and curvature need all their samples in one batch")
     piece = batches[0].whole
 
     def loss(model: Any) -> Tensor:

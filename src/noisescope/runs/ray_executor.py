@@ -55,7 +55,7 @@ def on_ray(
     At the end, also after an interrupt, the actors are killed and a cluster that was started here is shut down; stored
     results stay, so the same call goes on from there.
     """
-    ray = import_ray("the executor ray needs the package ray")
+    ray = import_ray("the ray executor needs the ray package")
     whole_number(options.workers, "workers")
     with contextlib.ExitStack() as stack:
         executor = RayExecutor(ray, stack, subject, tuple(materials), metric, options)
@@ -158,7 +158,7 @@ class RayExecutor:
         if answer.identity != trial.id:
             raise NoisescopeError(
                 f"a worker computes another id for trial {trial.id[:12]}: its noisescope, or the module of the metric "
-                "or perturbation, is of another version. Install the same on every machine of the cluster"
+                "or perturbation, is a different version. Install the same version on every machine of the cluster"
             )
         self.forwards += answer.forwards
         self.notes += answer.notes
@@ -180,8 +180,8 @@ class RayExecutor:
         if arithmetic.threads > reserved["num_cpus"] and not devices:
             reserved["runtime_env"] = {"env_vars": dict(_CROWDED)}
             self.notes.append(
-                f"each worker computed with {arithmetic.threads} threads, as this process does, on a share of "
-                f"{reserved['num_cpus']} cores; OMP_NUM_THREADS={reserved['num_cpus']} for all may be faster"
+                f"each worker used {arithmetic.threads} threads, like this process, on {reserved['num_cpus']} "
+                f"reserved cores; setting OMP_NUM_THREADS={reserved['num_cpus']} everywhere may be faster"
             )
         self.actor_class = self.ray.remote(Worker).options(max_restarts=0, max_task_retries=0, **reserved)
         self.job = self.ray.put(job)
@@ -206,12 +206,13 @@ class RayExecutor:
             here, there = getattr(self.expected, name), getattr(ready.conditions, name)
             if here != there:
                 raise InvalidInput(
-                    f"{who} has another model: {name} is {there}, and {here} here. If the model was changed "
-                    "after loading, give noisescope.wrap(model, tokenizer); else compare the files and versions there"
+                    f"{who} loaded a different model: {name} is {there} there and {here} here. If you changed the "
+                    f"model after loading, pass noisescope.wrap(model, tokenizer); otherwise compare files and "
+                    f"versions on the two machines"
                 )
         if ready.tokens != self.tokens:
             raise InvalidInput(
-                f"the tokenizer of {who} reads the prompts in another way: was it changed after loading?"
+                f"the tokenizer of {who} tokenises the prompts differently: was it changed after loading?"
             )
         self.deaths[""] = 0
 
@@ -222,11 +223,11 @@ class RayExecutor:
         self.deaths[what] += 1
         given_up = self.deaths[what] == MOST_DEATHS
         if given_up and not what:
-            raise NoisescopeError(f"{MOST_DEATHS} workers died one after the other while loading: {first_line(error)}")
+            raise NoisescopeError(f"{MOST_DEATHS} workers in a row died while loading: {first_line(error)}")
         self.actors[self.actors.index(state)] = self._new_actor()
         if given_up:
             return Answer(what, Result(error=f"{MOST_DEATHS} workers died on this trial: {first_line(error)}"))
-        self.notes.append(f"a worker died and was replaced; what it was at ran again: {first_line(error)}")
+        self.notes.append(f"a worker died and was replaced, and its trial was run again: {first_line(error)}")
         return None
 
 
@@ -291,8 +292,8 @@ def actor_options(ray: Any, workers: int, devices: list[torch.device]) -> dict[s
     if room() < workers:
         one = " and ".join(f"{count} {name}" for name, count in need.items())
         raise InvalidInput(
-            f"the Ray cluster has room for {room()} workers of {one} each, and {workers} are asked for: lower "
-            "--workers, or give the address of a larger cluster"
+            f"the Ray cluster has room for {room()} workers of {one} each, but {workers} were requested: lower "
+            f"--workers, or give the address of a larger cluster"
         )
     return {"num_cpus": need.pop("CPU"), "num_gpus": need.pop("GPU", 0), "resources": need}
 
@@ -305,8 +306,8 @@ def pickled(value: Any, own: str) -> bytes:
         def reducer_override(self, item: Any) -> Any:
             if isinstance(item, nn.Module) and any(True for _ in item.parameters()):
                 raise InvalidInput(
-                    f"{own} holds a model ({type(item).__name__}), and models are not sent to Ray's workers: use the "
-                    "model that it is called with"
+                    f"{own} holds a model ({type(item).__name__}), but models can't be sent to Ray workers: use the "
+                    f"model passed to it as an argument"
                 )
             return super().reducer_override(item)
 
@@ -317,7 +318,7 @@ def pickled(value: Any, own: str) -> bytes:
         raise
     except Exception as error:  # whatever the caller's own objects raise
         raise InvalidInput(
-            f"{own} can't be sent to Ray's workers ({type(error).__name__}: {first_line(error)}): keep open files, "
+            f"{own} can't be sent to Ray workers ({type(error).__name__}: {first_line(error)}): keep open files, "
             "locks and connections out of it, or use --executor local"
         ) from error
     return buffer.getvalue()

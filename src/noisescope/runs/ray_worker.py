@@ -84,7 +84,7 @@ class Worker:
         try:
             subject = job.source.load()
         except NoisescopeError as error:
-            return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model under that path)")
+            return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model at that path)")
         self.runner = TrialRunner(subject, job.materials, metric=job.metric).__enter__()
         return Ready(*who, conditions(subject), prompt_tokens_id(subject, job.materials))
 

@@ -86,7 +86,7 @@ class Store(Mapping[str, Result]):
             store_file.refuse_links(folder)
             if not (folder / FILE).exists():
                 raise InvalidInput(
-                    f"{folder} holds no run (no {FILE} in it). `noisescope runs list` shows where some are"
+                    f"{folder} holds no run (it has no {FILE}). `noisescope runs list` shows where runs are"
                 )
             return None
         try:
@@ -115,8 +115,8 @@ class Store(Mapping[str, Result]):
     def _require_file(self) -> None:
         if self.path is not None and store_file.file_number(self.path) != self._number:
             raise InvalidInput(
-                f"{self.path} was removed or replaced while this run was writing into it, so its results are lost: run "
-                "the same command again, or into another folder (-o)"
+                f"{self.path} was removed or replaced while this run was writing to it, so its results are lost: "
+                f"run the same command again, or use another folder (-o)"
             )
 
     # -- trials
@@ -197,7 +197,7 @@ class Store(Mapping[str, Result]):
         """Keep a result; a second one for the same trial is refused, for nothing may be measured twice."""
         before = self.get(trial.id)
         if before is not None and not before.failed:
-            raise AssertionError(f"trial {trial.id} is stored already")
+            raise AssertionError(f"trial {trial.id} is already stored")
         text, arrays = encode(result)
         cells = (trial.id, trial.content(), trial.measure, text, arrays, result.error, float(seconds))
         with self._writing():
@@ -246,8 +246,9 @@ class Store(Mapping[str, Result]):
         if checksum(key, value) != seal:
             folder = "" if self.path is None else f" with -o {self.path.parent}"
             raise InvalidInput(
-                f"{key!r} in {self._name} fails its checksum, so the file is damaged there: run the same command again"
-                f"{folder}, which keeps intact trials and writes it anew; if this stays, use another folder"
+                f"{key!r} in {self._name} fails its checksum, so the file is damaged: run the same command "
+                f"again{folder}, "
+                "which keeps intact trials and rewrites the rest; if the error persists, use another folder"
             )
         return parse_json(value, f"{key!r} in {self._name}", STORED)
 
@@ -284,7 +285,7 @@ class Store(Mapping[str, Result]):
         if not self.damaged:
             return []
         what = "1 stored trial" if self.damaged == 1 else f"{self.damaged} stored trials"
-        return [f"{what} in {FILE} failed the checksum: discarded, and measured again where this run needed the result"]
+        return [f"{what} in {FILE} failed the checksum: discarded, and measured again if this run needed the result"]
 
     def note(self, **facts: Any) -> None:
         """Keep facts about the run itself: the command's settings, versions, dates."""

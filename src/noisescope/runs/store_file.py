@@ -66,13 +66,14 @@ def connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
         if found != (str(SCHEMA_VERSION),):
             has = "no schema version" if found is None else f"schema version {cut(str(found[0]))}"
             raise InvalidInput(
-                f"{name} has {has}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
-                "command again into another folder (-o), or open this one with the noisescope that wrote it"
+                f"{name} has {has}, but this noisescope reads only version {SCHEMA_VERSION}: run the command again "
+                f"with another folder (-o), or open this one with the noisescope version that wrote it"
             )
         strange = sorted(str(row[1]) for row in db.execute(_SCHEMA) if row not in _our_schema())
         if strange:
             raise InvalidInput(
-                f"{name} holds what no run has ({cut(', '.join(strange))}): it was altered, so use another folder (-o)"
+                f"{name} contains unexpected objects ({cut(', '.join(strange))}): it was altered, so use another "
+                f"folder (-o)"
             )
         if write:
             db.executescript(_TABLES)  # stores of this version that were made before a table or an index was added
@@ -101,9 +102,7 @@ def using(name: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        raise InvalidInput(
-            f"{name} can't be used as a run's store: {_reason(error)}. Use another folder (-o)"
-        ) from error
+        raise InvalidInput(f"{name} can't be used as a run store: {_reason(error)}. Use another folder (-o)") from error
 
 
 @contextlib.contextmanager
@@ -113,8 +112,8 @@ def reading(name: str) -> Iterator[None]:
         yield
     except sqlite3.DatabaseError as error:
         raise InvalidInput(
-            f"{name} is damaged ({_reason(error)}): restore it from a copy, or run the command again into another "
-            "folder (-o)"
+            f"{name} is damaged ({_reason(error)}): restore it from a copy, or run the command again with another "
+            f"folder (-o)"
         ) from error
 
 
@@ -125,8 +124,8 @@ def writing(name: str) -> Iterator[None]:
         yield
     except (sqlite3.DatabaseError, OSError) as error:
         raise InvalidInput(
-            f"can't write into {name}: {_reason(error)}. Trials stored before are kept: run the same command again "
-            "once the folder can be written to, or another folder with -o"
+            f"can't write into {name}: {_reason(error)}. Stored trials are kept: run the same command again once "
+            f"the folder is writable, or use another folder (-o)"
         ) from error
 
 
@@ -140,7 +139,7 @@ def refuse_links(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG((folder / name).lstat().st_mode):
                 raise InvalidInput(
-                    f"{folder / name} is no plain file (a symbolic link, a pipe or a folder): remove it, or use "
+                    f"{folder / name} is not a regular file (a symbolic link, a pipe or a folder): remove it, or use "
                     "another folder (-o)"
                 )
 
@@ -163,7 +162,7 @@ def hold_lock(path: Path) -> int | None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InvalidInput(
-                    f"another process is writing into {path.parent}: wait for it, or use another folder (-o)"
+                    f"another process is writing to {path.parent}: wait for it to finish, or use another folder (-o)"
                 ) from None
             if file_number(path) == _number_of(os.fstat(handle)):
                 opened.pop_all()

@@ -16,8 +16,8 @@ from noisescope.trials import Result
 
 Cell = str | bytes | float | int | None  # what SQLite gives back
 
-STORED = FileKind("part of a run that noisescope wrote", "Run the command again into another folder (-o)", max_depth=96)
-RESULTS = FileKind("store of results that fit their question", STORED.cure)
+STORED = FileKind("noisescope run", "Run the command again with another folder (-o)", max_depth=96)
+RESULTS = FileKind("noisescope run", STORED.cure)
 _MOST_ARRAY_BYTES = 4096 * MIB  # of one trial, unpacked
 
 

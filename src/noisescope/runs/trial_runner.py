@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Finish = Callable[[], Result]
-NO_MEMORY = "out of memory with one sample at a time and no prefix kept: give a smaller --slice"
+NO_MEMORY = "out of memory even with one sample at a time and no cached prefixes: use a smaller --slice"
 LOGITS = 1 << 28  # logits computed at once in scoring: more are done in pieces, or they would rule the memory
 
 
@@ -114,11 +114,11 @@ class TrialRunner:
         size = self._batch_size or part.stop - part.start
         if size > 1:
             self._batch_size = (size + 1) // 2
-            self.notes.append(f"out of memory: {self._batch_size} samples at a time from there on")
+            self.notes.append(f"out of memory: {self._batch_size} samples at a time from now on")
             return True
         if self.reuse is not False:
             self.reuse = False
-            self.notes.append("out of memory: clean prefixes are not kept any more")
+            self.notes.append("out of memory: clean prefixes are no longer cached")
             return True
         return False
 
@@ -198,8 +198,8 @@ class TrialRunner:
         moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change
         if float(moved[:-1].max()) > 1e-3 * float(moved[-1]):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} looks at later tokens, and scoring here is for causal language models: "
-                "use inject() and your own evaluation"
+                f"{type(self.model).__name__} attends to later tokens, but scoring works only for causal language "
+                f"models: use inject() and your own evaluation"
             )
 
     def forget_slice(self) -> None:
@@ -229,7 +229,7 @@ class TrialRunner:
             holds = False
         self.prefix.forget()
         if not holds:
-            self.notes.append("clean prefixes can't be reused in this model: every trial computes all blocks")
+            self.notes.append("this model can't reuse clean prefixes, so every trial computes all blocks")
         return holds
 
     def noisy(self, part: Slice, probe: Probe) -> Iterator[tuple[Piece, Tensor, Tensor]]:

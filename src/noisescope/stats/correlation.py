@@ -49,7 +49,7 @@ def correlation(
     exchanged; the interval (`_limits`) is None below 4 points. A constant profile has no correlation: value None.
     """
     if every < 1:
-        raise InvalidInput(f"every must be at least 1 (keep each point), got {every}")
+        raise InvalidInput(f"every must be at least 1 (keep every point), got {every}")
     level = checked_level(level)
     a, b = (profile[::every] for profile in _profiles(x, y, method))
     n = len(a)

@@ -31,7 +31,7 @@ def median_wait(steps: ArrayLike, happened: ArrayLike, level: float = 0.95) -> E
     waits, events = np.asarray(steps, dtype=np.float64), np.asarray(happened, dtype=bool)
     if waits.ndim != 2 or waits.shape != events.shape or not waits.size or waits.min() < 1:
         raise InvalidInput(
-            f"waiting times are a table [groups, members] of steps from 1 on, with one flag each; got "
+            f"waiting times must be a table [groups, members] of steps of at least 1, with one flag each; got "
             f"{waits.shape} and {events.shape}"
         )
     groups = len(waits)

@@ -116,11 +116,12 @@ class AQN:
     def __post_init__(self) -> None:
         if not callable(self.schedule):
             raise InvalidInput(
-                f"schedule is a function of the step, such as training.Constant(0.05); got {self.schedule!r}"
+                f"schedule must be a function of the step, such as training.Constant(0.05); got {self.schedule!r}"
             )
         if not isinstance(self.noise, OperatorNoise | NormNoise):
             raise InvalidInput(
-                "noise is training.OperatorNoise(...) or training.NormNoise(...), the scale stands in the schedule; "
+                "noise must be training.OperatorNoise(...) or training.NormNoise(...), without a scale (the "
+                "schedule sets it); "
                 f"got {self.noise!r}"
             )
         self.noise.injection(0.0, self.seed, dict(self.layer_multipliers))  # refuses bad seeds and multipliers
@@ -168,7 +169,7 @@ class TrainingNoise:
 
     def __enter__(self) -> TrainingNoise:
         if self._open:
-            raise InvalidInput("this scope is open already: make one with training.noise(model, aqn) for each `with`")
+            raise InvalidInput("this scope is already open: create one with training.noise(model, aqn) for each `with`")
         self._probe.__enter__()
         self._open = True
         try:
@@ -188,9 +189,9 @@ class TrainingNoise:
     def at(self, step: int) -> None:
         """Move to a step of the schedule: call it before the step's first forward."""
         if not self._open:
-            raise InvalidInput("at() moves an open scope: use it inside `with training.noise(model, aqn) as noise:`")
+            raise InvalidInput("at() needs an open scope: call it inside `with training.noise(model, aqn) as noise:`")
         if self._offs:
-            raise InvalidInput("at() moves a scope that is on: leave off() first")
+            raise InvalidInput("at() can't be called inside off(): leave off() first")
         self._warn_of_rounding()
         self.step, self.scale = step, self.aqn.schedule(step)
         self._probe.asleep = self.scale == 0
@@ -228,15 +229,15 @@ class TrainingNoise:
         """Noise that was asked for and never fell, or never changed a number, is an error."""
         if not (self.tally.forward or self.tally.backward):
             raise NothingInjected(
-                "no noise fell on the model in this scope although its schedule asked for some: every forward ran "
-                "with gradient mode off (torch.no_grad), what is targeted never ran, or (noise on gradients alone) "
-                "nothing targeted needs a gradient"
+                "no noise was injected in this scope although its schedule asked for some: every forward ran under "
+                "torch.no_grad, the targeted operators never ran, or (for noise on gradients only) nothing targeted "
+                "requires a gradient"
             )
         self._note_change()
         if self._changed is False:
             raise NoiseRoundsAway(
-                "noise fell on the model in this scope, but changed none of the elements looked at, so this was "
-                f"training without noise: {self._rounding() or 'it is too small for their dtype'}"
+                "noise was injected in this scope but changed none of the sampled elements, so training ran without "
+                f"noise: {self._rounding() or 'it is too small for their dtype'}"
             )
 
     def _note_change(self) -> None:
@@ -250,7 +251,7 @@ class TrainingNoise:
         words = self._rounding()
         if words and not self._warned:
             self._warned = True
-            warnings.warn(f"at step {self.step} {words}. End the schedule above it, or at 0", stacklevel=3)
+            warnings.warn(f"at step {self.step} {words}. End the schedule above that scale, or at 0", stacklevel=3)
 
     def _rounding(self) -> str:
         """Where noise is below what its dtype resolves; "" if nowhere."""
@@ -259,8 +260,8 @@ class TrainingNoise:
             return ""
         scale, floor, dtype = next(iter(rounded.rounded_away.values()))
         return (
-            f"noise of scale {scale:g} rounds away in {dtype} (first at {rounded.module}): the smallest that survives "
-            f"there is {floor:.4g}"
+            f"noise of scale {scale:g} is lost to rounding in {dtype} (first at {rounded.module}): the smallest "
+            f"scale that has an effect there is {floor:.4g}"
         )
 
 

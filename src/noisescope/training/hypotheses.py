@@ -163,8 +163,8 @@ def out_of_reach(criterion: Criterion, others: Mapping[int, Outcome]) -> str:
     else:
         return ""
     return (
-        f"{criterion.b} answers {100 * known:.1f} % already, so {100 * missed:g} points more are out of reach; "
-        "ask at a higher noise level, or a harder task"
+        f"{criterion.b} answers {100 * known:.1f} % correctly already, so {100 * missed:g} points more are out of "
+        f"reach; use a higher noise level or a harder task"
     )
 
 
@@ -245,11 +245,13 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
     a, b = outcomes.get(criterion.a, {}), outcomes.get(criterion.b, {})
     seeds = sorted(set(a) & set(b))
     if len(seeds) < 2:
-        return f"both arms are trained for {len(seeds)} of the seeds, and two are the least that show a spread"
+        return (
+            f"both arms were trained for {len(seeds)} of the seeds, but at least two are needed to estimate the spread"
+        )
     if criterion.quantity in ("accuracy", "retention"):
         learned = [_learned([arm[s] for s in seeds]) for arm in (a, b)]
         if not (all(learned) if criterion.quantity == "retention" else any(learned)):
-            return f"{stats.NOT_MEASURABLE}: without noise the models answer no better than chance"
+            return f"{stats.NOT_MEASURABLE}: without noise the models do no better than chance"
     if criterion.quantity == "accuracy":
         return crossed(np.stack([_accuracy(a[s], criterion.level) - _accuracy(b[s], criterion.level) for s in seeds]))
     if criterion.quantity == "retention":
@@ -260,7 +262,7 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
     if np.isnan(logs).any():
         return f"{stats.NOT_MEASURABLE}: a run diverged"
     if np.isinf(logs).any():
-        return f"{stats.NOT_MEASURABLE}: {criterion.quantity} was 0 in a run, and to 0 there is no ratio"
+        return f"{stats.NOT_MEASURABLE}: {criterion.quantity} was 0 in a run, so there is no ratio"
     return crossed(logs[:, :1] - logs[:, 1:])
 
 

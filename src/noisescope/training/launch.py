@@ -30,7 +30,7 @@ from noisescope.training import schedules
 from noisescope.training.worker_environment import STEP_FILE
 
 TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
-TALLY = FileKind("worker's count of injections", "Call launch.environment() anew, and run again")
+TALLY = FileKind("injection tally", "Call launch.environment() again and rerun")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def environment(
     A `schedule` over `steps` is for rollout workers (`without_gradients`), which learn the step from `set_step`.
     """
     if checked_scale(scale, "scale") == 0:
-        raise InvalidInput("scale 0 is no noise: give a scale above 0, or start the workers without these variables")
+        raise InvalidInput("scale 0 means no noise: give a scale above 0, or start the workers without these variables")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidInput(f"seed must be an int, got {seed!r}")
     chosen = _names(phases)
@@ -70,12 +70,12 @@ def environment(
         raise InvalidInput("phases is empty: give 'forward', 'backward' or both")
     targets = None if operators is None else sorted(canonical_operator(name) for name in _names(operators))
     if targets == []:
-        raise InvalidInput("operators is empty: name some, such as ['softmax'], or leave it out for all products")
+        raise InvalidInput("operators is empty: name some, such as ['softmax'], or omit it for all matrix products")
     schedules.named(schedule, scale, steps)  # which refuses bad values
     if schedule != "constant" and (tally is None or not without_gradients):
         raise InvalidInput(
-            f"the schedule {schedule} is for rollout workers, which read the step in the folder of the tally: give "
-            "without_gradients=True and tally. In a trainer use training.noise or its callback"
+            f"the schedule {schedule} works only in rollout workers, which read the step from the tally folder: "
+            f"give without_gradients=True and tally. In a trainer use training.noise or its callback"
         )
     variables = {
         "NOISESCOPE_SCHEDULE": schedule,
@@ -104,7 +104,7 @@ def set_step(tally: str | Path, step: int) -> None:
     `tally` is the run's own folder, variables["NOISESCOPE_TALLY"].
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InvalidInput(f"a step is a whole number from 0 on, got {step!r}")
+        raise InvalidInput(f"a step must be an integer of at least 0, got {step!r}")
     write_file(Path(tally) / STEP_FILE, str(step))
 
 
@@ -118,13 +118,13 @@ def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
     found = {path.stem: vars(read_foreign(path, WorkerTally, TALLY)) for path in files}
     if len(found) < workers:
         raise NothingInjected(
-            f"{len(found)} of {workers} workers report in {tally}: the others never imported noisescope.noisy_ops, or "
-            "did not get the environment variables. The folder to ask is variables['NOISESCOPE_TALLY']"
+            f"{len(found)} of {workers} workers reported in {tally}: the others never imported noisescope.noisy_ops "
+            f"or did not receive the environment variables. The folder is variables['NOISESCOPE_TALLY']"
         )
     if len(found) > workers:
         raise InvalidInput(
-            f"{len(found)} workers report in {tally}, but {workers} are expected: some were restarted, or another run "
-            "wrote there, too. Call launch.environment() anew for each run"
+            f"{len(found)} workers reported in {tally}, but {workers} were expected: some were restarted, or "
+            f"another run wrote to the same folder. Call launch.environment() again for each run"
         )
     silent = [name for name, counts in found.items() if not counts["forward"] + counts["backward"]]
     if silent:
@@ -168,8 +168,8 @@ def _splits(mesh: Any, model: nn.Module) -> bool:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False  # FSDP2's own mesh: it shards weights, not samples
     raise InvalidInput(
-        "the model is spread over a device mesh whose dimensions have no names, so it can't be told which processes "
-        "see the same samples: pass rank=, equal in processes that share samples and different in all others"
+        "the model is spread over a device mesh whose dimensions have no names, so noisescope can't determine which "
+        "processes see the same samples: pass rank=, equal in processes that share samples and different in all others"
     )
 
 

@@ -97,7 +97,9 @@ class Arm:
         if kind == "none":
             return cls(kind, 0.0)
         if checked_scale(own, f"scale of arm {text!r}") == 0:
-            raise InvalidInput(f"arm {text!r} has a scale of 0, which is no noise: give one above 0, or the arm none")
+            raise InvalidInput(
+                f"arm {text!r} has a scale of 0, which means no noise: give a scale above 0, or use the arm none"
+            )
         return cls(kind, float(own), schedule or "constant")
 
     def __str__(self) -> str:
@@ -139,9 +141,11 @@ class Design:
         except RuntimeError as error:
             raise InvalidInput(f"unknown device {self.device!r}: give cpu, cuda, cuda:1 ...") from error
         if len(set(map(str, self.arms))) < len(self.arms) or not self.arms or not self.seeds:
-            raise InvalidInput(f"arms and seeds must be given, each arm once; got {', '.join(map(str, self.arms))}")
+            raise InvalidInput(
+                f"give at least one arm and one seed, and each arm only once; got {', '.join(map(str, self.arms))}"
+            )
         if any(arm.kind == "adaptive" for arm in self.arms) and not self.factors:
-            raise InvalidInput("an adaptive arm needs factors of layers: training.from_report(report)")
+            raise InvalidInput("an adaptive arm needs per-layer factors: training.from_report(report)")
 
     def trial(self, arm: Arm, seed: int) -> Trial:
         """What arm x seed is, as a value: its id finds it in a store, whichever machine trained it."""
@@ -298,8 +302,8 @@ def rounding(design: Design, arm: Arm) -> str:
     where = "the scale of some layers" if aqn.layer_multipliers else "the scale"
     name = str(dtype).removeprefix("torch.")
     return (
-        f"{arm}: in {lost} of {design.task.steps} steps {where} is below {smallest:.2g}, half the spacing of {name}: "
-        "most or all of such noise rounds away, though it is counted"
+        f"{arm}: in {lost} of {design.task.steps} steps {where} is below {smallest:.2g}, half the spacing of "
+        f"{name}: most or all of that noise is lost to rounding, although it is counted"
     )
 
 

@@ -116,7 +116,7 @@ class Staged:
         for name in ("steps", "stages", "epochs"):
             _checked_count(getattr(self, name), name)
         if self.warm_up is not None and not 0 <= self.warm_up < 1:
-            raise InvalidInput(f"warm_up is a share of the steps, from 0 to below 1; got {self.warm_up}")
+            raise InvalidInput(f"warm_up must be a share of the steps, at least 0 and below 1; got {self.warm_up}")
 
     def __call__(self, step: int) -> float:
         at, length = self._in_epoch(_checked_step(step))
@@ -165,7 +165,7 @@ def geometric(start: float, end: float, share: float) -> float:
 
 def _checked_step(step: int) -> int:
     if step < 0:
-        raise InvalidInput(f"steps count from 0, got {step}")
+        raise InvalidInput(f"steps are numbered from 0, got {step}")
     return step
 
 
@@ -211,7 +211,9 @@ def equalised(costs: Mapping[int, float], limits: tuple[float, float] = LIMITS) 
     {0: 1.0, 1: 1.0, 2: 1.0}
     """
     if not costs or any(not math.isfinite(cost) or cost < 0 for cost in costs.values()) or not any(costs.values()):
-        raise InvalidInput(f"costs must be finite KLs of at least 0, one above 0; got {dict(costs)}")
+        raise InvalidInput(
+            f"costs must be finite KL values of at least 0, with at least one above 0; got {dict(costs)}"
+        )
     low, high = limits
 
     def factors(level: float) -> dict[Place, float]:

@@ -45,7 +45,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
         self, aqn: AQN, *, without_gradients: bool = False, check: Check | None = None, check_every: int = 0
     ) -> None:
         if (check is None) != (check_every < 1):
-            raise InvalidInput("check and check_every (at least 1) belong together: give both or neither")
+            raise InvalidInput("give both check and check_every (at least 1), or neither")
         self.aqn = aqn
         self.scope: TrainingNoise | None = None
         self._without_gradients = without_gradients

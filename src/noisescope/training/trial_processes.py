@@ -48,7 +48,8 @@ def check_device(device: str) -> None:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(
-            f"can't train on device {device!r}: {first_line(error)}. Give one this machine has: cpu, cuda, cuda:1 ..."
+            f"can't train on device {device!r}: {first_line(error)}. Choose a device this machine has: cpu, cuda, "
+            f"cuda:1 ..."
         ) from error
 
 
@@ -72,8 +73,9 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
                 yield (running[done], *done.result())
         except BrokenProcessPool as error:
             raise NoisescopeError(
-                "a process died: too little memory, or a script that asks for several processes without "
-                "`if __name__ == '__main__':`, which each of them would run again. The same call goes on from there"
+                "a worker process died: it ran out of memory, or the script starts several processes without `if "
+                "__name__ == '__main__':`, so each of them would run the script again. The same call continues from "
+                "there"
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

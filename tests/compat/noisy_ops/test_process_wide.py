@@ -165,7 +165,7 @@ def test_zero_raises(model):
     """No module called, an operator the model lacks, no backward, both phases off, a rounded-away scale: all raise."""
     no.enable_noisy_ops()
     torch.ones(2, 2) @ torch.ones(2, 2)
-    with pytest.raises(NothingInjected, match="not on raw tensor calls outside modules"):
+    with pytest.raises(NothingInjected, match="not into raw tensor calls outside modules"):
         no.disable_noisy_ops()
     no.set_selective_operators(["gelu"])
     no.enable_noisy_ops()
@@ -354,7 +354,10 @@ def test_bodies_shared_by_two_models_are_noised_once(model):
 def test_a_first_call_inside_a_scope_is_refused(model):
     """noisy_ops can't open a model that an inner scope holds: it says so."""
     no.enable_noisy_ops()
-    with pytest.raises(ModelHeld, match="call it once before"), ns.inject(model, ns.Injection(ns.Gaussian(0.05))):
+    with (
+        pytest.raises(ModelHeld, match="call the model once before"),
+        ns.inject(model, ns.Injection(ns.Gaussian(0.05))),
+    ):
         logits(model)
 
 
@@ -479,7 +482,7 @@ def test_a_refused_model_is_refused_again(model):
     no.enable_noisy_ops(error_scale=0.05)
     with ns.inject(model, ns.Injection(ns.Gaussian(0.0), operators={"softmax"})) as tally:
         for _ in range(2):
-            with pytest.raises(ModelHeld, match="call it once before"):
+            with pytest.raises(ModelHeld, match="call the model once before"):
                 logits(model)
         state.stop(check=False)
         logits(model)

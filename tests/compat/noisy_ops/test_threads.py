@@ -132,13 +132,13 @@ def test_scopes_and_threads(model):
     elsewhere(lambda: logits(model))
     with ns.inject(model, ns.Injection(ns.Gaussian(0.1), operators={"softmax"})) as tally:
         logits(model)
-        with pytest.raises(ModelHeld, match="held by a noisescope scope of another thread"):
+        with pytest.raises(ModelHeld, match="in use by a noisescope scope of another thread"):
             elsewhere(lambda: logits(model))
     assert tally.forward == 2 and no.disable_noisy_ops()["total_forward"] == 2 * 19
     no.enable_noisy_ops()
     with (
         stopped_inside(model, lambda: logits(model)),
-        pytest.raises(ModelHeld, match="another thread or coroutine holds a scope"),
+        pytest.raises(ModelHeld, match="another thread or coroutine has a scope open"),
     ):
         ns.inject(model, ns.Injection(ns.Gaussian(0.1))).__enter__()
 

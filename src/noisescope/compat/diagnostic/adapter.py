@@ -71,7 +71,7 @@ def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """noisescope's own report out of that of `IntegratedDiagnostic`, whole or in a file; another one as it is."""
     found = read_report(report) if isinstance(report, (str, Path)) else report
     if not isinstance(found, Mapping):
-        raise InvalidInput(f"a report is a dictionary, or the path of a report.json; got a {type(found).__name__}")
+        raise InvalidInput(f"a report must be a dictionary or the path of a report.json; got a {type(found).__name__}")
     full: Mapping[str, Any] = found.get("full", found)
     return full
 

@@ -217,7 +217,7 @@ class IntegratedDiagnostic:
 
     def _full(self) -> Report:
         if self.full_report is None:
-            raise InvalidInput("there is nothing to report yet: call run_full_diagnosis() first")
+            raise InvalidInput("nothing to report yet: call run_full_diagnosis() first")
         return self.full_report
 
 
@@ -244,7 +244,7 @@ def plot_sensitivity_heatmap(
     from matplotlib.patches import Patch
 
     if not sensitivity_map:
-        raise InvalidInput("there are no windows to draw: pass what sliding_window_diagnosis returned")
+        raise InvalidInput("no windows to plot: pass the result of sliding_window_diagnosis")
     ordered = sorted(sensitivity_map.items(), key=lambda pair: pair[1]["start_layer"])
     labels = [label for label, _ in ordered]
     losses = [loss_of(row) for _, row in ordered]

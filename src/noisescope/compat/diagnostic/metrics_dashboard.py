@@ -78,7 +78,7 @@ def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[
     for part in ("layer_results", "channel_results"):
         if part not in diagnostic_results:
             raise InvalidInput(
-                f"there is no {part!r}: pass the report of IntegratedDiagnostic, or a dictionary with layer_results "
+                f"{part!r} is missing: pass a report from IntegratedDiagnostic, or a dictionary with layer_results "
                 f"and channel_results; got {', '.join(map(str, diagnostic_results)) or 'an empty one'}"
             )
     windows = _windows(diagnostic_results["layer_results"])
@@ -97,7 +97,7 @@ def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[
 def _judged(name: str, r: float | None, p: float | None, n: int) -> Row:
     sign, bound = EXPECTED_CORRELATIONS[name]
     held = as_expected(name, r)
-    words = {True: "as expected", False: "not as expected", None: "can't be said"}[held]
+    words = {True: "as expected", False: "not as expected", None: "undecided"}[held]
     return {"r": r, "p": p, "n": n, "held": held, "interpretation": f"r {sign} {bound} is expected: {words}"}
 
 
@@ -134,7 +134,7 @@ def _correlated(
             apart.append(window)
     missing = [window.label for window in apart if window.label not in profile]
     if missing:
-        raise InvalidInput(f"{source} has no value for {', '.join(missing)}: it needs one for each window")
+        raise InvalidInput(f"{source} has no value for {', '.join(missing)}: every window needs one")
     if len(apart) < 3:
         return None, None, len(apart)
     costs = [window.cost for window in apart if window.cost is not None]
@@ -170,7 +170,7 @@ class MetricsDashboard:
         The SNR is measured at the logits. Sparsity is that of `gpu_activations`, else of all linears on the test data.
         """
         if gpu_activations is None and npu_activations is not None:
-            raise InvalidInput("npu_activations need gpu_activations to be compared with")
+            raise InvalidInput("npu_activations need gpu_activations to compare with")
         if gpu_activations is not None:
             check_activations(gpu_activations, gpu_activations if npu_activations is None else npu_activations)
         full = ask(model, test_data, _METRICS, noise_scale=noise_scale, levels=("channel",), **more)

@@ -79,7 +79,7 @@ class AdaptiveAQN:
     def enable_adaptive_noise(self, seed: int = 0) -> dict[int, float]:
         """Noise on, until disable_adaptive_noise(); returns the scale of each layer."""
         if self._on and noisy_ops.is_enabled():
-            raise InvalidInput("adaptive noise is on already: call disable_adaptive_noise() first")
+            raise InvalidInput("adaptive noise is already enabled: call disable_adaptive_noise() first")
         blocks = noisy_ops.register_layer_hooks(model_of(self.model))
         scales = {layer: self.get_layer_noise_scale(layer) for layer in range(blocks)}
         noisy_ops.set_per_layer_scales(scales)
@@ -159,7 +159,7 @@ def _from_notes(report: Mapping[str, Any]) -> list[FaultTest]:
     """Tests of what the notes' report warns of, with noisescope's names and places."""
     summary, channels = report.get("executive_summary"), report.get("channel_analysis") or {}
     if not isinstance(summary, Mapping):
-        raise InvalidInput("fault tests are made from a diagnosis, and this report has no executive_summary")
+        raise InvalidInput("fault tests need a diagnosis report, but this one has no executive_summary")
     tests = [operator_test(our_name(name), "critical in the report") for name in summary.get("critical_operators", ())]
     for point in summary.get("avalanche_points", ()):
         start, end = ends_of(str(point.get("layer_range")))

@@ -90,7 +90,7 @@ def noisy_ops_context(
 ) -> Iterator[None]:
     """`enable_noisy_ops` for the length of a `with` block."""
     if state.call is not None:
-        raise InvalidInput("noisy ops are enabled already, and this context would disable them: disable them first")
+        raise InvalidInput("noisy ops are already enabled, and this context would disable them: disable them first")
     enable_noisy_ops(error_scale, error_type, all_ops_mode, seed)
     try:
         yield

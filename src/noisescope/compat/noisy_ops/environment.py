@@ -65,7 +65,7 @@ def _warn_of_unknown() -> None:
     unknown = [name for name in names if name.removeprefix(NOTES_PREFIX) not in ALIASED]
     if unknown:
         known = ", ".join(f"{NOTES_PREFIX}{name}" for name in ALIASED)
-        message = f"unknown environment variables, which have no effect: {', '.join(unknown)}. Known: {known}"
+        message = f"unknown environment variables were ignored: {', '.join(unknown)}. Known: {known}"
         warnings.warn(message, stacklevel=3)
 
 

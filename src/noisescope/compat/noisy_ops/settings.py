@@ -86,7 +86,7 @@ class Settings:
         """Phases over the error scale: where layers have absolute scales those are the multipliers."""
         if self.phase_scales and not self.scale:
             raise InvalidInput(
-                "error_scale is 0, so the scales of forward and backward noise have no ratio to it that per-layer "
-                "scales could take: give an error_scale above 0, or no per-layer scales"
+                "error_scale is 0, so per-layer scales can't be expressed relative to it: give an error_scale above "
+                "0, or no per-layer scales"
             )
         return {phase: self.scale_of(phase) / self.scale if phase in self.phase_scales else 1.0 for phase in PHASES}

@@ -86,7 +86,7 @@ class State:
             return
         if self.registered is None:
             raise InvalidInput(
-                "layers are selected, but no model is registered, so their numbers mean nothing yet: call "
+                "layers are selected, but no model is registered, so layer numbers can't be resolved: call "
                 "register_layer_hooks(model) first, or set_selective_layers(None)"
             )
         depth = len(self.registered[1].blocks)
@@ -133,14 +133,14 @@ class State:
             for probe in [p for p in self.probes if not members.isdisjoint(p.model.modules())]:
                 if probe.held_elsewhere:
                     raise ModelHeld(
-                        f"{type(root).__name__} shares modules with a {type(probe.model).__name__} that another thread "
-                        "is inside: give each thread its own copy of the model, or let one wait for the other"
+                        f"{type(root).__name__} shares modules with a {type(probe.model).__name__} that another "
+                        f"thread is running: give each thread its own copy of the model, or let one wait for the other"
                     )
                 self.close(probe)  # a part called before the whole: its noise would fall twice
             if any(_left_in_reverse(m.__dict__.get("forward")) for m in members):
                 raise ModelHeld(
-                    f"{type(root).__name__} is called for the first time since enable_noisy_ops() inside a scope of "
-                    "noisescope, and scopes are left in reverse order: call it once before that scope"
+                    f"{type(root).__name__} was first called after enable_noisy_ops() inside another noisescope "
+                    f"scope, but scopes must close in reverse order: call the model once before opening that scope"
                 )
             gradients_only = self.settings.training_only
             probe = _OpenModel(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
@@ -207,7 +207,7 @@ class State:
             return
         fired = [site for probe in probes for site in probe.tally.sites if site.total] + direct.fired()
         if not fired and not any((self.closed + Counter()).values()):
-            raise _nothing("no module with an operator aimed at was called, or no backward pass ran")
+            raise _nothing("no module with a targeted operator was called, or no backward pass ran")
         for probe in probes:
             probe.check_effects()
         direct.check_rounding()
@@ -215,7 +215,7 @@ class State:
         silent = [name for name in named if not direct.fired(name) and not any(one.fired(name) for one in probes)]
         silent += [f"layer {n}" for n in sorted(settings.layers or ()) if n not in {site.place for site in fired}]
         if silent and fired:
-            raise _nothing(f"{', '.join(silent)} never fired in the modules called")
+            raise _nothing(f"{', '.join(silent)} never fired in the modules that were called")
 
     def counts(self, view: str) -> dict[Any, dict[str, int]]:
         with self.lock:
@@ -284,8 +284,9 @@ class DirectCalls:
             if fired and all(phase in site.rounded_away for site in fired):
                 scale, floor, dtype = fired[0].rounded_away[phase]
                 raise NoiseRoundsAway(
-                    f"{fired[0].module}, {phase}: noise of scale {scale:g} rounds away in {dtype}. The smallest scale "
-                    f"that survives is {floor:.4g}; raise it, or compute in a finer dtype"
+                    f"{fired[0].module}, {phase}: noise of scale {scale:g} is lost to rounding in {dtype}. The "
+                    f"smallest scale that has an effect is {floor:.4g}; raise the scale, or use a higher-precision "
+                    f"dtype"
                 )
 
 
@@ -318,8 +319,9 @@ def _left_in_reverse(forward: object) -> bool:
 
 def _nothing(why: str) -> NothingInjected:
     return NothingInjected(
-        f"nothing was injected: {why}. Noise falls on calls of torch.nn.Module between enable_noisy_ops() and "
-        "disable_noisy_ops(), not on raw tensor calls outside modules. To switch noise off on purpose, select []."
+        f"nothing was injected: {why}. Noise is injected only into torch.nn.Module calls between enable_noisy_ops() "
+        f"and "
+        "disable_noisy_ops(), not into raw tensor calls outside modules. To turn noise off on purpose, select []."
     )
 
 

@@ -82,7 +82,7 @@ def examine(recorded: RecordedCall) -> LawEvidence:
     """All laws of one fused call."""
     call = Attention.recorded(recorded)
     if call.q.dim() != 4 or not call.q.is_floating_point() or call.q.numel() == 0:
-        return LawEvidence(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
+        return LawEvidence(skipped=["attention laws: the call does not have the shape [batch, heads, tokens, size]"])
     # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
     unlike = call.k is not recorded.attention.key
     if call.sees_nothing:  # padding: what such rows give is anybody's guess

@@ -31,7 +31,7 @@ from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, Place, Site
 
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
-_TOO_LARGE = "inputs that are not finite, or too large to be judged"
+_TOO_LARGE = "inputs that are not finite, or too large to check"
 
 Laws = Callable[[RecordedCall], LawEvidence | None]
 
@@ -113,9 +113,9 @@ class LawDispatcher:
                 if found is not None and found.broken and recorded.operator != MLP:
                     found = self._of_the_class(found, laws, recorded)
             except Exception as error:  # a stranger's code may raise anything
-                found, why = None, f"raised {type(error).__name__} when it was called again"
+                found, why = None, f"raised {type(error).__name__} when called again"
             if before.restore():
-                found, why = None, "changes its own state when it is called"
+                found, why = None, "changes its own state when called"
             if why:
                 name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else "a function in it"
                 found = LawEvidence(skipped=[f"laws of {recorded.unit.module} ({name}): it {why}"])
@@ -139,7 +139,7 @@ class LawDispatcher:
             return found
         self.causal &= Law.CAUSALITY not in not_laws
         name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
-        skipped = [f"{law}: {name} does not obey it on the host either" for law in sorted(not_laws)]
+        skipped = [f"{law}: {name} does not satisfy it on the host either" for law in sorted(not_laws)]
         results = [result for result in found.results if result.law not in not_laws]
         return replace(found, results=results, skipped=[*found.skipped, *skipped])
 
@@ -164,7 +164,7 @@ class LawDispatcher:
         """None where every linear inside a module is one."""
         if not any(name.startswith(f"{recorded.unit.module}.") for name in self.nonlinear):
             return None
-        return LawEvidence(skipped=["laws of a part with a linear that need not be linear"])
+        return LawEvidence(skipped=["laws of a module that contains a linear but need not be linear itself"])
 
     def _linear(self, recorded: RecordedCall) -> LawEvidence:
         packed = recorded.unit.packed
@@ -184,7 +184,7 @@ class LawDispatcher:
         own = linear.Linear(call, given, x.shape[-1], additive=not packed, zero_channels=zero_channels)
         found, base = linear.examine(own, y if given is x and not biased else None)
         if packed:
-            found.skipped.append(f"{Law.ADDITIVITY}, {Law.NAN_PASSES}: {packed} may quantise what it is given")
+            found.skipped.append(f"{Law.ADDITIVITY}, {Law.NAN_PASSES}: {packed} may quantise its input")
         if self.weights:
             linear_checksums.check_checksums(recorded, found)
         if found.broken:
@@ -223,7 +223,7 @@ class LawDispatcher:
     def _attention_module(self, recorded: RecordedCall) -> LawEvidence:
         given = (*recorded.args, *recorded.kwargs.values())
         if any(type(value).__name__.endswith("Cache") for value in given):  # each call would write to it
-            return LawEvidence(skipped=["laws of attention: it is given a key-value cache"])
+            return LawEvidence(skipped=["laws of attention: it uses a key-value cache"])
         unfit = self._not_all_linear(recorded) or self._why_not(recorded)
         return unfit or sublayers.examine_attention(recorded, self.rotary, causal=self.causal)
 
@@ -319,10 +319,10 @@ def _why_not_linear(recorded: RecordedCall) -> str:
     if not isinstance(module, nn.Module):
         return ""
     if not given_one_tensor(recorded.args, recorded.kwargs):
-        return "it is given more than one tensor"
+        return "it takes more than one tensor"
     if recorded.unit.packed:
         return ""
     weight = getattr(module, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter):
-        return f"a weight of the kind {type(weight).__name__} may round what it is given"
+        return f"a weight of the kind {type(weight).__name__} may round its input"
     return "" if linear_formula(module) is not None else f"{type(module).__name__} computes {NOT_LINEAR}"

@@ -72,7 +72,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
         ):
             result = _identity(host_rows(inputs), host_rows(forth), host_rows(back), elsewhere)
             if result is None:
-                found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the kind z g(z) with g(z) + g(-z) = 1")
+                found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the form z g(z) with g(z) + g(-z) = 1")
                 break
             found.add(result)
         else:
@@ -172,7 +172,7 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
         "dim", recorded.args[1] if len(recorded.args) > 1 and isinstance(recorded.args[1], int) else -1
     )
     if x is None or y is None or x.shape != y.shape or dim not in (-1, x.dim() - 1) or x.shape[-1] < 2:
-        return LawEvidence(skipped=["softmax laws: not over the last dimension"])
+        return LawEvidence(skipped=["softmax laws: softmax is not over the last dimension"])
     u, form = WORK_ROUNDOFF, number_format(y.dtype)
     grid = probe(x, _scores_on_a_grid)
     repeat = recorded.again(x)

@@ -101,7 +101,7 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
         law = Law.ODDNESS if factor == 1 else Law.SCALE_BY_TWO
         found.add(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
         if factor == 1:
-            why = "inputs so large and so small that neither twice nor half of them fits the dtype"
+            why = "the inputs range so widely that neither twice nor half of them fits the dtype"
             found.skipped.append(f"{Law.SCALE_BY_TWO}: {why}")
         found.add(exact(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size))
         if nan is not None:
@@ -198,7 +198,7 @@ def _nan_passes(out: Tensor, found: LawEvidence) -> None:
     lost = (~out.isnan()).all(-1)
     if bool(lost.any()) and not bool(lost.all()):
         found.facts.lost_inputs = tuple(lost.nonzero().flatten().tolist())
-    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are numbers" if result.broken else ""
+    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are not NaN" if result.broken else ""
     found.add(replace(result, words=words))
 
 

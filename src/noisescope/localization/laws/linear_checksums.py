@@ -47,7 +47,7 @@ def check_checksums(recorded: RecordedCall, found: LawEvidence) -> None:
     x, module = recorded.first_input, recorded.callee
     weight = weight_of(module) if isinstance(module, nn.Module) else None
     if weight is None or x is None:
-        found.skipped.append("laws that read weights: a packed weight")
+        found.skipped.append("laws that read weights: the weight is packed")
         return
     call, biased = unbiased(recorded)
     out = call(x) if biased else recorded.output

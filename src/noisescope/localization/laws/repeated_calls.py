@@ -261,10 +261,10 @@ def function_anatomy(model: nn.Module, anatomy: Anatomy) -> tuple[Anatomy, list[
     for unit in anatomy.units:
         module = modules.get(unit.module)
         if unit.kind == ATTENTION and isinstance(module, nn.MultiheadAttention):
-            skipped.append("laws of fused attention: nn.MultiheadAttention is judged as a whole")
+            skipped.append("laws of fused attention: nn.MultiheadAttention is checked as a whole")
         elif unit.kind == ATTENTION and module is not None and decomposed_config(module) is not None:
             kernel = getattr(getattr(module, "config", None), "_attn_implementation", "")
-            skipped.append(f"laws of fused attention: the kernel {kernel} can only be judged as a whole")
+            skipped.append(f"laws of fused attention: the kernel {kernel} can only be checked as a whole")
         else:
             units.append(unit)
     return replace(anatomy, units=tuple(units)), skipped

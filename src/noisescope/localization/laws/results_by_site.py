@@ -90,8 +90,9 @@ class RelationResults:
                         entry.results[law] = replace(result, strength=1.0)
             self.forgiven = True
             self.notes.append(
-                f"{len(loose)} of {len(alike)} modules alike ({kind}) differ from run to run within round-off: this "
-                "stack does not repeat itself, so laws that rest on that were judged within round-off"
+                f"{len(loose)} of {len(alike)} similar modules ({kind}) differ from run to run within round-off: "
+                f"results on this system are not bit-for-bit repeatable, so laws that need that were checked within "
+                f"round-off"
             )
 
     def suspects(self) -> list[SiteResults]:
@@ -120,11 +121,15 @@ class RelationResults:
         complete = tried and not unseen and not self.unexplained
         outcome = "faulty" if suspects else ("healthy" if complete else "undecided")
         if self.unexplained:
-            self.notes.append("the model gives other answers each time, and no module was seen to: repeat, or audit it")
+            self.notes.append(
+                "the model's output differs from run to run, but no single module's does: run again, "
+                "or use --method audit"
+            )
         notes = [*self.notes, *(f"{text} ({count} x)" for text, count in sorted(self.skipped.items()))]
         notes.append(
-            f"{tried} laws tried at {len(self.sites)} places on {self.elements:,} numbers; limits of floored laws "
-            "are 7 standard deviations for an element and 6.5 for a mean, so that many tests cost under 0.01 alarms"
+            f"{tried} laws tried at {len(self.sites)} places on {self.elements:,} values; laws with a round-off "
+            f"tolerance use limits of 7 standard deviations per element and 6.5 per mean, so all of these tests "
+            f"together raise fewer than 0.01 false alarms"
         )
         return Verdict(outcome, "relations", suspects, self.smallest_visible(), forwards, tried, tuple(notes), unseen)
 

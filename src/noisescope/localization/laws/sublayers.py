@@ -55,9 +55,9 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
     """Oddness, zero, one token repeated, causality and position shift of one attention module."""
     x, y = recorded.first_input, recorded.output_tensor
     if any(isinstance(recorded.kwargs.get(name), Tensor) for name in _CROSS):
-        return LawEvidence(skipped=["laws of cross attention: its keys come from elsewhere"])
+        return LawEvidence(skipped=["laws of cross attention: its keys come from another sequence"])
     if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
-        shape = "its input has not the shape [batch, 3 tokens or more, width]"
+        shape = "its input does not have the shape [batch, at least 3 tokens, width]"
         return LawEvidence(skipped=[f"attention sub-layer laws: {shape}"])
     attending = _attending(recorded, x)
     if not bool(attending.any()):
@@ -83,7 +83,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
         found.add(exact(Law.ODDNESS, odd, -b, round_off=limit))
         found.add(exact(Law.ZERO, null, torch.zeros_like(null), scale=scale))
     if _adds_keys(recorded.callee):
-        found.skipped.append(f"{Law.REPEATED_TOKEN}: the module adds keys of its own, which take a share")
+        found.skipped.append(f"{Law.REPEATED_TOKEN}: the module adds its own keys, which receive part of the attention")
     else:
         found.add(_repeated_token(without_sinks, x, attending))
     if causal:
@@ -186,10 +186,10 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
     children = dict(recorded.callee.named_children())
     gate, up, down = _roles([name for name in children if name in parts], parts)
     if down is None or gate is None:
-        return skipped("an MLP of another form than down(act(gate) up) or down(act(up))")
+        return skipped("an MLP of a form other than down(act(gate) up) or down(act(up))")
     others = [child for name, child in children.items() if name not in parts and not isinstance(child, nn.Dropout)]
     if len(others) != 1 or not _odd_part_is_half(others[0]):
-        return skipped("the MLP's activation is not known to be one with a(z) - a(-z) = z")
+        return skipped("the MLP's activation is not known to satisfy a(z) - a(-z) = z")
     if biases(recorded.callee) or adds_residual(recorded):
         return skipped("the MLP adds biases or a residual")
     with host_arithmetic():
@@ -260,7 +260,7 @@ class Rotary:
         positions = next((t for t in given if isinstance(t, Tensor) and not t.is_floating_point()), None)
         like, pair = recorded.first_input, recorded.output
         if positions is None or like is None or not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            found.skipped.append(f"{Law.POSITION_SHIFT}: rotary angles that are not (cos, sin) of positions")
+            found.skipped.append(f"{Law.POSITION_SHIFT}: the rotary embedding is not (cos, sin) of positions")
             return found
 
         def call(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
