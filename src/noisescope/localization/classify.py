@@ -1,7 +1,7 @@
-"""The class of a fault from the pattern of its errors: which elements, which channels, which bits, along what.
+"""Infers the class of a fault from the pattern of its errors: which elements, channels and bits, and in which
+direction.
 
-Patterns are asked in an order in which the narrow ones come first: a value stuck at a limit is also a spike, and every
-fault is also an unknown one.
+Narrow patterns are tried first: a value stuck at a limit is also a spike, and every fault also matches "unknown".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def classify(evidence: Evidence) -> Pattern:
 
 
 def is_stale(evidence: Evidence, other: Evidence) -> bool:
-    """Whether the wrong elements of one call hold what belongs to another call, which is right there itself or not."""
+    """Whether the wrong elements of one call hold the values of another call."""
     if evidence.y.shape[1] != other.y.shape[1]:
         return False
     if not torch.equal(evidence.index, other.index):  # of the rows that both have
@@ -72,7 +72,7 @@ def _nan_to_zero(e: Evidence) -> Pattern | None:
 
 
 def _cut_off(e: Evidence) -> Pattern | None:
-    """An activation that is 0 or its input where its gate is nearly closed or open."""
+    """An activation that returns 0, or its input, where its gate is nearly closed or open."""
     if e.operator not in ("silu", "gelu") or e.x is None or not bool(e.bad.any()):
         return None
     given, x = e.y[e.bad], e.x[e.bad]
@@ -82,7 +82,7 @@ def _cut_off(e: Evidence) -> Pattern | None:
 
 
 def _dead_zone(e: Evidence) -> Pattern | None:
-    """Zeros where the value is below a limit, and none of the values above it is wrong."""
+    """Zeros where the value is below a limit, and all values above it are correct."""
     if not bool(e.bad.any()) or not bool((e.y[e.bad] == 0).all()):
         return None
     inside = e.columns
@@ -117,7 +117,7 @@ def _dead_lane(e: Evidence) -> Pattern | None:
 
 
 def _saturation(e: Evidence) -> Pattern | None:
-    """The wrong ones all lie at +-t, t is the largest there is, and they should be larger."""
+    """All wrong elements are +-t, t is the largest value present, and they should be larger."""
     if not bool(e.bad.any()):
         return None
     given, wanted = e.y[e.bad].abs(), e.values[e.bad].abs()
@@ -130,7 +130,7 @@ def _saturation(e: Evidence) -> Pattern | None:
 
 
 def _stuck_bit(e: Evidence) -> Pattern | None:
-    """One bit that never changes in the channels concerned, and turning it over mends the wrong elements."""
+    """One bit that never changes in the affected channels, and flipping it corrects the wrong elements."""
     constant = e.constant_bits()
     low = [bit for bit, value in constant if value == 0]
     run = 0
@@ -145,7 +145,7 @@ def _stuck_bit(e: Evidence) -> Pattern | None:
 
 
 def _short(e: Evidence, run: int) -> Pattern:
-    """A short mantissa: cut off at the end (toward zero), or kept short while a sum was made (to nearest, and more)."""
+    """A short mantissa: truncated at the end (toward zero), or kept short during summation (to nearest, and more)."""
     inside = e.columns & e.fits & (e.values != 0)
     error = (e.error * e.values.sign() / e.form.ulp(e.values))[inside] / 2**run
     text = f"the lowest {run} bits of the mantissa are always 0"
@@ -174,7 +174,7 @@ def _swapped(e: Evidence) -> Pattern | None:
 
 
 def _rounding(e: Evidence) -> Pattern | None:
-    """Errors within one ulp, half an ulp off on average: along the sign, or along +1."""
+    """Errors within one ulp, half an ulp on average, away from zero or upward."""
     ulp = e.form.ulp(e.values)
     inside = e.columns & e.fits & (e.values != 0)
     error = (e.error / ulp)[inside]
@@ -195,7 +195,7 @@ def _rounding(e: Evidence) -> Pattern | None:
 
 
 def _not_finite(e: Evidence) -> Pattern | None:
-    """NaN or infinity where a number belongs: what made it can't be read from it."""
+    """NaN or infinity where a number is expected; the pattern does not show the cause."""
     nonfinite = int((e.bad & ~e.y.isfinite()).sum())
     if nonfinite == 0 or nonfinite < _MOST * int(e.bad.sum()):
         return None
@@ -203,7 +203,7 @@ def _not_finite(e: Evidence) -> Pattern | None:
 
 
 def _spike(e: Evidence) -> Pattern | None:
-    """A few wrong elements among right ones."""
+    """A few wrong elements among correct ones."""
     count = int(e.bad.sum())
     if count == 0:
         return None
@@ -238,7 +238,7 @@ def _gain(e: Evidence) -> Pattern | None:
 
 
 def _row_gain(e: Evidence) -> Pattern | None:
-    """A factor of each row's own: a normaliser, or the reciprocal root of a norm."""
+    """Each row scaled by its own factor: a softmax normaliser, or the rsqrt of a norm."""
     if e.operator not in ("softmax", "norm") or int(e.columns[0].sum()) < 3:
         return None
     weight = e.weights()
@@ -260,7 +260,7 @@ def _row_gain(e: Evidence) -> Pattern | None:
 
 
 def _moved(e: Evidence) -> Pattern | None:
-    """Rows that hold what belongs to another row of the same output."""
+    """Rows that hold the values of another row of the same output."""
     wrong = e.bad.any(1)
     found = moved_rows(e.y, e.values, e.limit, wrong) if bool(wrong.any()) else {}
     if not found:
@@ -284,7 +284,7 @@ def _moved(e: Evidence) -> Pattern | None:
 
 
 def _region(e: Evidence) -> Pattern | None:
-    """Some rows are wrong and all others right; inside, the same patterns are asked for."""
+    """Some rows are wrong and all others correct; the same patterns are tried inside that region."""
     said = (e.bad | (e.columns & (e.values != 0))).any(1)  # where a mask hides all, a row is right whatever happens
     region = find_region(e.loud[said], e.bad[said], e.healthy_rows[said], e.places[said])
     if region is None:
@@ -306,7 +306,7 @@ def _region(e: Evidence) -> Pattern | None:
 
 
 def _inside(part: Evidence, region: Region) -> Pattern | None:
-    """The class of what happens in a region, where it is clear."""
+    """The class of the errors inside a region, if it is clear."""
     box = part.y[:, slice(*region.channels)]
     if bool((box == box[0, 0]).all()):
         return Pattern("dead lane", 0.9, f"all {float(box[0, 0]):.4g}")

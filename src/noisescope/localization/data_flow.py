@@ -1,6 +1,6 @@
-"""Tensors between modules that are not what the model's code makes of the operators' results: judged, and in words.
+"""Checks and describes tensors between modules that differ from what the model's code computes.
 
-Also where NaN and infinity come from: the first output of a forward that holds any.
+Also traces NaN and infinity to the first output of a forward that contains any.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _SHUT = 1e4  # what a mask adds is below the negative of it, in every dtype
 
 @dataclass(frozen=True)
 class About:
-    """What the data flow says of a wrong tensor: how it should be made, and a class that follows from where it goes."""
+    """How a wrong tensor should have been computed, and a fault class implied by where it is used."""
 
     made: str
     hint: Pattern | None = None
 
     def refine(self, pattern: Pattern) -> Pattern:
-        """The hint counts where the numbers say less, or only which elements are wrong."""
+        """Use the hint if the numbers are less specific, or show only which elements are wrong."""
         found = pattern
         less = pattern.fault_class in _PLACES_ONLY
         if self.hint is not None and (less or self.hint.confidence > pattern.confidence):
@@ -78,7 +78,7 @@ def about_difference(found: Difference) -> About:
 
 
 def _meaning(found: Difference) -> str:
-    """Queries, keys, values or the mask, where the tensor is one of them."""
+    """Whether the tensor is the queries, keys, values or mask of an attention call."""
     node = found.node
     if "mask" in found.path or (node.operator == "softmax" and _mask_differs(found)):
         return "mask"
@@ -90,24 +90,24 @@ def _meaning(found: Difference) -> str:
 
 
 def _mask_differs(found: Difference) -> bool:
-    """Whether what enters a softmax differs only where one of both is shut out."""
+    """Whether the input of a softmax differs only where one of the two is masked out."""
     off = differing(found.got, found.expected)
     return bool((torch.minimum(found.got, found.expected)[off] < -_SHUT).all())
 
 
 def _facing(x: Tensor, found: Difference) -> Tensor:
-    """Keys as rows of their channels: a product gets them turned over."""
+    """Keys with channels in the last dimension: a product receives them transposed."""
     return x.transpose(-1, -2) if found.node.operator in ("matmul", "bmm") and _meaning(found) == "keys" else x
 
 
 def _queries(node: Node) -> int:
-    """How many tokens an attention call asks for."""
+    """How many query tokens an attention call has."""
     query = next((x for _, x in tensors_in((node.args, node.kwargs))), None)
     return 0 if query is None else query.shape[-2]
 
 
 def _rotated(found: Difference) -> bool:
-    """Whether the wrong rows have the norm that they should have."""
+    """Whether the wrong rows have the correct norm."""
     got, expected = _facing(found.got, found).double(), _facing(found.expected, found).double()
     off = differing(got, expected).any(-1)
     a, b = got.norm(dim=-1)[off], expected.norm(dim=-1)[off]
@@ -120,7 +120,7 @@ def same_difference(one: Difference, other: Difference) -> bool:
 
 
 def as_recomputed(found: Difference) -> Recomputed:
-    """The difference as rows and channels; masks of booleans and indices as numbers."""
+    """The difference as rows and channels; boolean masks and indices as numbers."""
     got, expected = _facing(found.got, found), _facing(found.expected, found).double()
     limit = None if found.limit is None else _facing(found.limit, found)
     lead = tuple(got.shape[:-1])
@@ -144,7 +144,7 @@ def as_recomputed(found: Difference) -> Recomputed:
 
 
 def judge_within(recomputed: Recomputed) -> Judgement:
-    """Elements against their limits; means and bits of such code have no known null."""
+    """Check elements against their limits; means and bits of such code have no known null distribution."""
     y, reference = recomputed.y.double(), recomputed.reference
     limit = 2 * reference.bound
     error = (y - reference.values).abs()
@@ -168,7 +168,7 @@ def judge_within(recomputed: Recomputed) -> Judgement:
 
 @dataclass(frozen=True)
 class BlockFlow:
-    """One call of a block, and what its code makes on the host of what its modules gave."""
+    """One call of a block, and what its code computes on the host from its modules' outputs."""
 
     unit: Unit
     output: Tensor
@@ -177,7 +177,7 @@ class BlockFlow:
 
 
 def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -> list[BlockFlow]:
-    """Every call of a block while `run` runs the model, in the order of the calls."""
+    """Every call of a block while `run` runs the model, in call order."""
     states, found = HostStates(), list[BlockFlow]()
     tree = CallTree(states)
     everything = with_whole_modules(model, anatomy)
@@ -202,7 +202,7 @@ def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -
 
 @dataclass(frozen=True)
 class Origin:
-    """The first place where NaN or infinity is seen."""
+    """The first place where NaN or infinity appears."""
 
     site: Site
     dtype: str
@@ -215,7 +215,7 @@ class Origin:
 
 
 class NonFiniteOrigin:
-    """Watches the outputs of one audit's forwards."""
+    """Observes the outputs of an audit's forwards for NaN and infinity."""
 
     def __init__(self) -> None:
         self.origin: Origin | None = None
@@ -226,7 +226,7 @@ class NonFiniteOrigin:
         self._seen = False
 
     def see(self, node: Node) -> None:
-        """A call that has ended: is its output where they arise?"""
+        """Check whether a finished call is where they first appear."""
         y = first_floating(node.output)
         if self._seen or y is None or _all_finite(y):
             return
@@ -240,7 +240,10 @@ class NonFiniteOrigin:
         self._node = node
 
     def explain(self, node: Node, recomputed: Recomputed) -> None:
-        """By what the host computes from the same inputs. Where that fits the dtype, it is the judge's alarm."""
+        """Explain the origin by recomputing on the host.
+
+        If that result fits the dtype, the normal check raises the alarm.
+        """
         if self.origin is None or self._node is not node or self.origin.site.tensor != "output":
             return
         values = recomputed.reference.values[~recomputed.y.isfinite()]
@@ -253,7 +256,7 @@ class NonFiniteOrigin:
         self.origin = dataclasses.replace(self.origin, why=why)
 
     def compared(self, node: Node, found: Comparison) -> None:
-        """The code that made the first such tensor was run on the host: does it make the same?"""
+        """Check whether the code that produced the first such tensor does the same on the host."""
         origin, at = self.origin, self._node
         if origin is None or at is None or origin.why:
             return
@@ -271,7 +274,7 @@ def first_floating(value: Any) -> Tensor | None:
 
 
 def _inputs(node: Node) -> list[Tensor]:
-    """What a call is given to compute with: no masks, which may hold -inf."""
+    """The numeric inputs of a call, without masks, which may contain -inf."""
     given = [x for _, x in tensors_in((node.args, node.kwargs))]
     if node.operator == FUSED:
         return given[:3]
@@ -279,7 +282,7 @@ def _inputs(node: Node) -> list[Tensor]:
 
 
 def _all_finite(x: Tensor) -> bool:
-    """Of plain tensors; packed ones and those of eight bits can't be asked."""
+    """Whether plain tensors are finite; packed and 8-bit tensors can't be tested."""
     plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.dtype.itemsize > 1
     if not plain or not x.numel():
         return True

@@ -1,16 +1,16 @@
-"""`fingerprint`: what a faulty device computed, against what a good one computes with a fault simulated in it.
+"""`fingerprint`: match the outputs of a faulty device with outputs of a good one under simulated faults.
 
 A fingerprint is logits(faulty) - logits(clean), for the last token of each prompt. A good system simulates candidates
 over layers, fault families and sizes; the suspect's fingerprint comes from a record made elsewhere.
 
-**same-seed** is the published method: candidates have the noise model and the seed of the failure, and the score is the
-mean cosine over prompts. The right candidate then repeats the failure bit for bit, so this is an identity test of two
-simulations, not a diagnosis: no device has a known seed.
+**same-seed** is the published method: candidates use the noise model and the seed of the failure, and the score is the
+mean cosine over prompts. The right candidate then reproduces the failure bit for bit, so this is an identity test of
+two simulations, not a diagnosis: no real device has a known seed.
 
-**blind** knows neither family nor seed. Faults that are functions of the data (dead zone, saturation, bias) are matched
-by the same cosine, faults that draw (noise, relative noise on products, spikes) by the covariance of what arrives
-(fingerprint_match.py). Where nothing fits better than a misfit would, or several layers fit alike, the verdict is
-undecided.
+**blind** knows neither family nor seed. Deterministic faults (dead zone, saturation, bias) are matched by the same
+cosine; random faults (noise, relative noise on products, spikes) by the covariance of their effect on the logits
+(fingerprint_match.py). If no candidate fits better than a mismatch would, or several layers fit equally well, the
+verdict is undecided.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fingerprint(
     seed: int = 0,
     draws: int = DRAWS,
 ) -> Verdict:
-    """The layer whose simulated fault explains a failure best.
+    """Find the layer whose simulated fault best explains a failure.
 
         fingerprint(ns.load("path/to/model"), "suspect.record", "good.record")
 
@@ -111,7 +111,7 @@ def explained(
     faults: Sequence[Setting],
     layers: Sequence[int],
 ) -> Verdict:
-    """What a failure's logits [P, V] come from, among faults simulated by the runner."""
+    """Find what a failure's logits [P, V] come from, among faults that the runner simulates."""
     name = f"fingerprint {mode}"
     usable: Mask = np.atleast_1d(np.isfinite(logits).all(1))
     floor = _MARGIN * runner.floor()
@@ -172,7 +172,7 @@ def _candidate(
 
 
 def _may_fit(candidates: list[Candidate], changed: Mask) -> bool:
-    """Whether a fault that is a function of the data is near, but not of the right size yet."""
+    """Whether a deterministic fault is close but not yet of the right size."""
     top = max((c.cosine for c in candidates if not c.setting.drawn), default=-1.0)
     return _PROMISING * chance(candidates, changed) < top < _SURE
 
@@ -180,7 +180,7 @@ def _may_fit(candidates: list[Candidate], changed: Mask) -> bool:
 def _refined(
     runner: TrialRunner, candidates: list[Candidate], observed: Array, failure: Array, floor: float
 ) -> list[Candidate]:
-    """The best fits that are functions of the data, tried with sizes between and beyond the given ones."""
+    """The best deterministic fits, tried again with sizes between and beyond the given ones."""
     found: list[Candidate] = []
     best = best_by_cosine([c for c in candidates if not c.setting.drawn and c.setting.size])
     for start in sorted(best.values(), key=lambda candidate: -candidate.cosine)[:_REFINED]:

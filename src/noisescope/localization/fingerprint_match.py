@@ -1,4 +1,4 @@
-"""Candidates for `fingerprint` (faults simulated layer by layer on a good system), and which of them fits a failure.
+"""Candidate faults for `fingerprint`, simulated layer by layer on a good system, and which of them fits a failure.
 
 Fingerprints of faults that are functions of the data are compared by their cosine. Faults that draw have none of their
 own, only a distribution: a block's error reaches the logits through the blocks behind it, and the covariance C of what
@@ -65,7 +65,7 @@ _TWICE = 2.0  # as likely as the next layer, or both fit alike and none of them 
 
 @dataclass(frozen=True)
 class Setting:
-    """A fault of one size, to be put into each layer."""
+    """A fault of one size, to inject into each layer."""
 
     family: str
     size: float | None
@@ -81,7 +81,7 @@ class Setting:
         return self.family if self.size is None else f"{self.family} {self.size:g}"
 
     def resized(self, factor: float) -> Setting | None:
-        """The same with another size; None where its family does not allow that size."""
+        """The same fault with another size; None if its family does not allow that size."""
         assert self.size is not None and isinstance(self.fault, Fault)
         size = self.size * factor
         try:
@@ -93,7 +93,7 @@ class Setting:
 def settings(
     mode: str, families: Iterable[str] | None, sizes: Sequence[float] | Mapping[str, Sequence[float]] | None, seed: int
 ) -> Iterator[Setting]:
-    """The faults to be tried in each layer."""
+    """The faults to try in each layer."""
     own = seed if mode == "same-seed" else _BLIND_SEED + seed
     for family in _DEFAULT[mode] if families is None else families:
         if family != NOTES_NOISE and not (family in FAMILIES and FAMILIES[family].at_block_output):
@@ -110,7 +110,7 @@ def settings(
 
 
 def _sizes(mode: str, family: str) -> tuple[float | None, ...]:
-    """The sizes of a family where none are given: the notes' for theirs, else the family's own default."""
+    """The default sizes of a family: those of the method notes if given there, else the family's own default."""
     if mode == "blind" and family in _ONE_SIZE:
         return (_ONE_SIZE[family],)
     if family in _SIZES:
@@ -158,7 +158,7 @@ class TrialRunner:
             return self._run(draws, lambda batch: self._prefix.starting_at(start, batch), start)
 
     def floor(self) -> float:
-        """The rms of what rounding alone does to the logits: every operator's output off by some eps."""
+        """The rms effect of rounding alone on the logits: every operator's output is perturbed by a few eps."""
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         noise = Injection(Gaussian(_ROUNDING * torch.finfo(dtype).eps), phases=frozenset({"forward"}))
         with inject(self.model, noise, anatomy=self.anatomy):
@@ -193,7 +193,7 @@ class TrialRunner:
 
 
 def sketch(fingerprints: Array) -> Array:
-    """[..., V] -> [..., at most 1024]: vocabulary entries added up with random signs, so that products stay right.
+    """[..., V] -> [..., at most 1024]: vocabulary entries summed with random signs, which preserves inner products.
 
     (A count sketch: Charikar, Chen, Farach-Colton 2002. The signs and places are the same in every run.)
     """
@@ -234,7 +234,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Match:
-    """How well a fault in each layer explains the failure, whether one does at all, and how that is known."""
+    """How well a fault in each layer explains the failure, whether any does, and how that is known."""
 
     fits: Mapping[int, Fit]
     fitting: bool
@@ -255,16 +255,13 @@ def cosines(a: Array, b: Array, floor: float) -> Array:
 
 
 def same_seed(candidates: Sequence[Candidate], changed: Mask) -> Match:
-    """By cosine; a candidate fits that is the failure itself, or is nearer to it than any two in different layers."""
+    """By cosine; a candidate fits if it equals the failure, or is closer to it than any two in different layers."""
     best = best_by_cosine(candidates)
     top = max(best.values(), key=lambda c: (c.identical, c.cosine))
     fits = {
         layer: Fit(c, c.cosine, 1.0 if c.identical else max(0.0, c.cosine), "mean cosine") for layer, c in best.items()
     }
-    known = (
-        "identity test: the candidates know the failure's seed and noise model, which is never the case on a real "
-        "device"
-    )
+    known = "identity test: candidates have the failure's seed and noise model, which no real device reveals"
     if top.identical:
         return Match(fits, True, known)
     reach = _reach(candidates, candidates, changed, "layer")
@@ -273,7 +270,7 @@ def same_seed(candidates: Sequence[Candidate], changed: Mask) -> Match:
 
 
 def blind(observed: Array, candidates: Sequence[Candidate], changed: Mask) -> Match:
-    """By cosine where that is beyond what misfits reach, else by covariance; `observed` [P changed, S]."""
+    """Match by cosine if that exceeds what mismatches reach, else by covariance; `observed` is [P changed, S]."""
     direct = [c for c in candidates if not c.setting.drawn]
     drawn = [c for c in candidates if c.setting.drawn]
     best = best_by_cosine(direct)
@@ -302,7 +299,7 @@ def blind(observed: Array, candidates: Sequence[Candidate], changed: Mask) -> Ma
 
 
 def _alike(fits: Mapping[int, Fit]) -> tuple[int, ...]:
-    """The layers that are at least half as likely as the likeliest, where there are any others."""
+    """The layers that are at least half as likely as the likeliest, if there are any."""
     top = max(fit.score for fit in fits.values())
     found = tuple(sorted(layer for layer, fit in fits.items() if _TWICE * fit.score > top))
     return found if len(found) > 1 else ()
@@ -314,7 +311,7 @@ def best_by_cosine(candidates: Sequence[Candidate]) -> dict[int, Candidate]:
 
 
 def chance(candidates: Sequence[Candidate], changed: Mask) -> float:
-    """The largest cosine of any drawn fingerprint with any that is not, over the prompts that the failure changed."""
+    """The largest cosine of any random with any deterministic fingerprint, over prompts that the failure changed."""
     direct, drawn = ([c for c in candidates if c.setting.drawn == kind] for kind in (False, True))
     if not direct or not drawn:
         return 0.0
@@ -332,7 +329,7 @@ def coherence(fingerprints: Array) -> float:
 
 
 def _reach(ones: Sequence[Candidate], others: Sequence[Candidate], changed: Mask, kind: str) -> float:
-    """The largest cosine of `ones` with `others` of another kind ("family" or "layer"): what a misfit may have."""
+    """The largest cosine of `ones` with `others` of another kind ("family" or "layer"): what a mismatch can reach."""
 
     def of(candidate: Candidate) -> str | int:
         return candidate.layer if kind == "layer" else candidate.setting.family
@@ -352,7 +349,7 @@ def _similarities(a: Array, b: Array) -> Array:
 
 
 def _confidence(candidate: Candidate, best: Mapping[int, Candidate]) -> float:
-    """Near 1 for the layer that fits alone; shared by layers that fit alike."""
+    """Near 1 for a layer that alone fits; shared between layers that fit equally well."""
     shares = {layer: max(1 - c.cosine, 1e-6) ** -2 for layer, c in best.items()}
     top = max(c.cosine for c in best.values())
     return max(0.0, top) * shares[candidate.layer] / sum(shares.values())
@@ -369,13 +366,13 @@ def _by_covariance(observed: Array, drawn: Sequence[Candidate]) -> dict[int, Fit
 
 
 def _with_neighbours(fits: Mapping[int, Fit]) -> float:
-    """The probability of the likeliest layer and of the one before and the one behind it."""
+    """The total probability of the likeliest layer and its two neighbours."""
     top = max(fits, key=lambda layer: fits[layer].score)
     return sum(fit.score for layer, fit in fits.items() if abs(layer - top) <= 1)
 
 
 def _log_likelihoods(observed: Array, drawn: Sequence[Candidate]) -> Array:
-    """Of the failure's directions, under each drawn candidate."""
+    """Log-likelihood of the failure's directions under each random candidate."""
     samples = [_changed(c.sketches.reshape(-1, c.sketches.shape[-1])) for c in drawn]
     pooled = unit(np.concatenate(samples))
     directions = np.linalg.eigh(pooled.T @ pooled)[1][:, ::-1][:, : min(_RANK, pooled.shape[1])]

@@ -1,4 +1,4 @@
-"""Errors of functions and of long sums: masks and positions in attention, tables for exp, sums kept in too few bits."""
+"""Error patterns of functions and long sums: attention masks and positions, tables for exp, low-precision sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMOOTH = 0.5  # of the variance: what neighbours along the input may differ by,
 
 
 def attention_pattern(e: Evidence) -> Pattern | None:
-    """A fused call that weighs other keys or values than it should, or weighs them by a poor exp."""
+    """A fused call that uses the wrong keys or values, or weights them with an inaccurate exp."""
     if e.weighing is None or not bool(e.bad.any()):
         return None
     for name, text, other in _other_attention(e.weighing):
@@ -38,7 +38,7 @@ def attention_pattern(e: Evidence) -> Pattern | None:
 
 
 def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
-    """What an attention call would give with another mask, or with its keys or values one position off."""
+    """What an attention call would return with another mask, or with keys or values shifted by one position."""
     scores, hidden, values = given.scores, given.hidden, given.values
     later, earlier = torch.roll(hidden, 1, -1), torch.roll(hidden, -1, -1)
     later[..., 0] = earlier[..., -1] = True  # there is nothing beyond
@@ -73,7 +73,7 @@ def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _one_off(x: Tensor, dim: int, *, back: bool) -> Tensor:
-    """Each position with what belongs to its neighbour; the one at the end stays."""
+    """Each position with its neighbour's values; the last one stays."""
     length = x.shape[dim]
     at = torch.arange(length) + (-1 if back else 1)
     return x.index_select(dim, at.clamp(0, length - 1))
@@ -85,7 +85,7 @@ def _weighed(scores: Tensor, hidden: Tensor, values: Tensor) -> Tensor:
 
 
 def _hats(depth: Tensor, most: float) -> Iterator[Tensor]:
-    """A function that is 0 at depth 0, as a broken line up to `most`: one hat for each knot."""
+    """Basis of a piecewise linear function up to `most` that is 0 at depth 0: one hat function per knot."""
     step = most / (_KNOTS - 1)
     for knot in range(1, _KNOTS):
         yield (1 - (depth / step - knot).abs()).clamp_min(0.0)
@@ -124,7 +124,7 @@ def _explained(e: Evidence, patterns: list[Tensor]) -> bool:
 
 
 def function_pattern(e: Evidence) -> Pattern | None:
-    """An activation or a softmax whose error is a function of its input: near inputs have near errors."""
+    """An activation or a softmax whose error is a function of its input: similar inputs have similar errors."""
     if e.x is None or e.operator not in ("silu", "gelu", "softmax"):
         return None
     inside = e.columns & e.fits & e.y.isfinite()
@@ -145,7 +145,7 @@ def function_pattern(e: Evidence) -> Pattern | None:
 
 
 def remaining(e: Evidence) -> Pattern | None:
-    """Small errors everywhere, of the size that rounding would make with fewer bits; anything else stays unknown."""
+    """Small errors everywhere, of the size that rounding with fewer bits would cause; anything else stays unknown."""
     if e.operator not in (*PRODUCTS, "attention", *_FUNCTIONS) or not _like_rounding(e):
         return None
     if e.operator in _FUNCTIONS:
@@ -160,7 +160,7 @@ def remaining(e: Evidence) -> Pattern | None:
 
 
 def _weights_are_off(e: Evidence, given: Weighing) -> bool:
-    """Whether errors are in proportion to the p (v - y) of each key, rather than to the p v that are summed."""
+    """Whether errors are proportional to p (v - y) of each key rather than to the summed p v."""
     p = torch.softmax(given.scores.masked_fill(given.hidden, -math.inf), -1).nan_to_num(0.0).square()
     terms = (torch.matmul(p, given.values.square()), torch.matmul(p, given.values), p.sum(-1, keepdim=True))
     squares, cross, total = (t.reshape(-1, t.shape[-1])[given.seen] for t in terms)

@@ -1,4 +1,4 @@
-"""Any operator computed again on the host in float64, from the call that the device got."""
+"""Recomputes any operator on the host in float64, from the call that the device received."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ NOT_LINEAR = "something other than x W^T + b"
 
 
 class Unseen(Exception):
-    """An operator that can't be computed again, and why."""
+    """An operator that can't be recomputed, and why."""
 
 
 @contextmanager
 def host_arithmetic() -> Iterator[None]:
-    """Plain torch: no mode of the caller's (a simulated fault is one), no autocast, no gradients."""
+    """Plain torch: without the caller's modes (a simulated fault is one), autocast or gradients."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(shipped_functions())
@@ -66,7 +66,7 @@ def host_arithmetic() -> Iterator[None]:
 def recompute(
     operator: str, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, rows: Rows
 ) -> Recomputed:
-    """What a call gave and should have given. Raises Unseen where that is not known."""
+    """What a call returned and what it should have returned. Raises Unseen if that is unknown."""
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.dtype.itemsize < 2:
         raise Unseen(f"its output is {getattr(y, 'dtype', type(y).__name__)}")
     if y.numel() == 0:
@@ -84,7 +84,7 @@ def recompute(
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor of a call that must have one."""
+    """The first tensor argument of a call that must have one."""
     x = first_tensor(args, kwargs)
     if x is None:
         raise Unseen("it was called without a tensor")
@@ -95,7 +95,7 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def given_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a module's formula can hold for a call: a gate, or a second input, would make it another one."""
+    """Whether a module's formula applies to a call: a gate or a second input would change it."""
     return sum(isinstance(value, Tensor) for value in (*args, *kwargs.values())) == 1
 
 
@@ -210,9 +210,10 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
 
 
 def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
-    """Rows of a table, bit by bit. A class that scales them, or makes its own indices, is run on a copy of the table.
+    """Rows of a table, bit for bit.
 
-    One product is rounded alike everywhere, so the class's own code on the host gives the same bits.
+    A class that scales them, or computes its own indices, runs on a copy of the table. A single product rounds the same
+    everywhere, so the class's own code on the host gives the same bits.
     """
     table = module.weight
     if table.is_meta:
@@ -231,7 +232,9 @@ def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
 
 
 def _rows_of(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a table on the host, each copied by itself: no gather of the device is trusted, no table moved whole."""
+    """Rows of a table on the host, each copied separately: the device's gather is not trusted, and the table is not
+    moved.
+    """
     used, places = torch.unique(indices, return_inverse=True)
     if table.device.type == "cpu" or len(used) > len(table) // 4:
         return on_host(table)[indices]
@@ -361,7 +364,7 @@ _FUNCTIONS_BY_OPERATOR: dict[str, Again] = {
 
 
 def _pick(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Output rows, and input rows in float64: evenly spread ones where they are many."""
+    """Output rows, and input rows in float64; evenly spaced ones if there are many."""
     total = y.numel() // max(1, y.shape[-1])
     step = _step(y)
     out, given = y.reshape(total, -1)[::step], x.reshape(total, -1)[::step]

@@ -1,4 +1,4 @@
-"""What a model under test is run on: the caller's inputs or prompts, built-in text, random tokens, or a record's."""
+"""The inputs a model under test runs on: the caller's, prompts, built-in text, random tokens, or a record's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
 
 
 def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> list[Batch]:
-    """At least two batches of one shape where that can be had: what a device remembers shows only when data changes."""
+    """At least two batches of one shape if possible: stale data shows only when the data changes."""
     batches = _given(model, tokenizer, inputs) if inputs is not None else _made(model, tokenizer, seed)
     for batch in batches:
         _check_names(model, batch)
@@ -54,14 +54,14 @@ def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> lis
 
 
 def on_device(model: nn.Module, batch: Batch) -> Batch:
-    """A batch where the model is; float32 numbers in the model's dtype."""
+    """A batch on the model's device; float32 numbers in the model's dtype."""
     device = device_of(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return {name: _moved(value, device, dtype) for name, value in batch.items()}
 
 
 def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
-    """What these inputs and this model's dtype keep from being seen: for the notes of a verdict."""
+    """What these inputs and this dtype prevent from being tested, for the notes of a verdict."""
     found = []
     tokens = [batch[name] for batch in batches for name in (*_IDS, "inputs_embeds") if batch.get(name) is not None]
     if tokens and all(t.shape[1] == 1 for t in tokens):
@@ -80,7 +80,7 @@ def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
 
 
 def _check_ids(batch: Batch, vocabulary: int | None) -> None:
-    """Refuses token ids that the model can't be run on."""
+    """Reject token ids that the model can't run on."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.numel() == 0:
             raise InvalidInput(f"{name} is empty (shape {list(value.shape)}): give at least one token")
@@ -102,7 +102,7 @@ def _check_ids(batch: Batch, vocabulary: int | None) -> None:
 
 
 def arguments_of(model: nn.Module) -> tuple[list[str], list[str], bool]:
-    """Names that the model's forward has, names that its `**kwargs` lists, and whether it takes any other name."""
+    """Argument names of the model's forward, names its `**kwargs` lists, and whether it accepts any other name."""
     # The class's: one that was put on the instance may take anything and pass it on.
     bound = type(model).forward.__get__(model)
     parameters = inspect.signature(bound).parameters.values()
@@ -115,7 +115,7 @@ def arguments_of(model: nn.Module) -> tuple[list[str], list[str], bool]:
 
 
 def _check_names(model: nn.Module, batch: Batch) -> None:
-    """Refuses arguments that the model's forward does not have; one that takes any name must know one at least."""
+    """Reject arguments that the model's forward does not have; at least one must be known if it accepts any name."""
     known, listed, takes_any = arguments_of(model)
     strange = [name for name in batch if name not in (*known, *listed)]
     if strange and not (takes_any and (len(strange) < len(batch) or not known)):
@@ -123,7 +123,7 @@ def _check_names(model: nn.Module, batch: Batch) -> None:
 
 
 def check_positions(model: nn.Module, asked: int, what: str) -> None:
-    """Refuses more tokens than a learned table of positions has rows for; other positions go on for ever."""
+    """Reject more tokens than a learned position table has rows; other position encodings have no limit."""
     room = min(_tables_of_positions(model), default=asked)
     if asked > room:
         raise InvalidInput(
@@ -160,7 +160,7 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def prompts_in(path: Path) -> list[str]:
-    """Prompts of a file: a text file has one in each line, other formats are those of data (`docs/diagnosis.md`)."""
+    """The prompts of a file: one per line in a text file; other formats are those of data (`docs/diagnosis.md`)."""
     if path.suffix.lower() != ".txt":
         items = read_data(path).items
         return [item.text or item.prompt or "\n".join(content for _, content in item.messages) for item in items]
@@ -226,7 +226,7 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens a sequence may have: by the config, and by learned tables; None where nothing says so."""
+    """The maximum sequence length, by the config and by learned tables; None if neither says."""
     config: Any = getattr(model, "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     named = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
@@ -235,7 +235,7 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tuple[int, ...], seed: int) -> Tensor:
-    """Token ids of texts, begun again where they end; random ones where there is no tokenizer that fits the model."""
+    """Token ids of texts, repeated if too short; random ids if there is no matching tokenizer."""
     vocabulary = vocabulary_size(model) or 1
     tokens = None if tokenizer is None else _text_tokens(tokenizer, math.prod(shape), texts)
     if tokens is None or int(tokens.max()) >= vocabulary:
@@ -244,7 +244,7 @@ def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tupl
 
 
 def images(model: nn.Module, count: int, seed: int) -> Tensor | None:
-    """Random images of the size that the config names, where it names one."""
+    """Random images of the size in the config, if it has one."""
     config = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if not size or not channels:
@@ -255,7 +255,7 @@ def images(model: nn.Module, count: int, seed: int) -> Tensor | None:
 
 
 def paragraphs(seed: int) -> list[str]:
-    """The built-in text, from the paragraph that the seed chooses on."""
+    """The built-in text, starting at the paragraph that the seed selects."""
     texts = [item.text for item in built_in().items]
     return texts[seed % len(texts) :] + texts[: seed % len(texts)]
 
@@ -277,7 +277,7 @@ def _random_ids(vocabulary: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _other_data(batch: Batch) -> Batch:
-    """Data of the same shape: the main input back to front."""
+    """Data of the same shape: the main input reversed."""
     name = next((name for name in _MAIN_INPUTS if isinstance(batch.get(name), Tensor)), None)
     return batch if name is None else {**batch, name: batch[name].flip(-1)}
 
@@ -293,7 +293,7 @@ def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
 
 
 def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
-    """The last token's logits [P, V] on the host in float32 (float64 where the model is), and the forwards it took."""
+    """The last token's logits [P, V] on the host in float32 (float64 if the model is), and the number of forwards."""
     lengths = sorted({len(prompt) for prompt in prompts})
     found: dict[int, Tensor] = {}
     with evaluating(model), torch.no_grad():
@@ -347,7 +347,7 @@ def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: int) -> Prompts:
-    """`count` prompts of one length: the beginnings of paragraphs, from the one that the seed chooses on."""
+    """`count` prompts of one length: the starts of paragraphs, from the one that the seed selects."""
     if count < 1 or length < 1:
         raise InvalidInput(f"at least one prompt of one token is needed, got count={count}, length={length}")
     if tokenizer is not None:
@@ -362,7 +362,7 @@ def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: in
 
 
 def recorded(given: Record | str | Path, model: nn.Module) -> Record:
-    """What `record` returned, or its folder read; refused with the reason where it is broken or of another model."""
+    """A record or its folder, loaded; rejected with a reason if it is damaged or of another model."""
     if not isinstance(given, (Record, str, Path)):
         raise InvalidInput(
             f"a record must be the value returned by ns.record or its folder; got {type(given).__name__}"

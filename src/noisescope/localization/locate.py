@@ -1,4 +1,4 @@
-"""`locate`: what computes wrongly, by one method or by the cheapest that is sure."""
+"""`locate`: find what computes wrongly, by one method or by the cheapest conclusive one."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
 
 
 def _with_relations(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:
-    """The audit's verdict; where it is undecided, with the suspects that laws find in what it could not judge.
+    """The audit's verdict; if it is undecided, with the suspects that laws find in what it could not check.
 
-    Laws have blind spots, and say nothing of what lies between modules nor of weights that change: what is still open
-    after them stays open.
+    Laws have blind spots, and cover neither code between modules nor weights that change: what they leave open stays
+    open.
     """
     places = {site.place for site in audited.unseen} | {
         cell.place for cell in audited.coverage.cells if cell.judged < cell.total

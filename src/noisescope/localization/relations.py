@@ -1,11 +1,12 @@
-"""`relations`: laws that healthy arithmetic obeys, tried on every module of the model under test.
+"""`relations`: tests laws of healthy arithmetic on every module of the model under test.
 
-No weights on a host and no reference are needed: modules are called again, in place, with transformed inputs, and what
-must follow is checked (laws/table.py lists them). Exact laws come with no tolerance, the others with a round-off model.
+It needs neither weights on a host nor a reference: modules are called again, in place, with transformed inputs, and the
+implied result is checked (laws/table.py lists the laws). Exact laws have no tolerance; the others use a round-off
+model.
 
-Two forwards are listened to: one at modules (projections, norms, activations, sub-layers, block sums), one at functions
-(fused attention, softmax, products, experts). A third, with the batch in another order, lies between them, so that the
-two also say whether the model repeats itself.
+Two forwards are observed: one at modules (projections, norms, activations, sub-layers, block sums), one at functions
+(fused attention, softmax, products, experts). A third, with the batch in another order, runs between them, so the two
+also show whether the model is repeatable.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def relations(
     sites: Iterable[Site] = (),
     seed: int = 0,
 ) -> Verdict:
-    """Where a model computes wrongly, by the laws that its modules must obey.
+    """Find where a model computes wrongly, by laws that its modules must satisfy.
 
         verdict = relations(ns.load("path/to/model", device="cuda"))
         verdict.verdict, verdict.suspects[0].site, verdict.suspects[0].fault_class
@@ -145,7 +146,7 @@ class Search:
         return whole_model.nudge(self.model, self.anatomy, self.batch)
 
     def _self_test(self, found: dict[Law, LawResult]) -> None:
-        """What the whole model says of the stack is reported, and left to its modules to explain."""
+        """Report what the whole model shows about the stack; its modules have to explain it."""
         if found[Law.REPEAT].broken:
             size = found[Law.REPEAT].size
             self.results.notes.append(f"self-test: two runs of the model differ by {size:.2g} of the rms")
@@ -158,7 +159,7 @@ class Search:
             )
 
     def _block_sums(self) -> None:
-        """A block gives what its code makes of what its modules gave, bit for bit."""
+        """Check that a block's output equals what its code computes from its modules' outputs, bit for bit."""
         for flow in flow_in_blocks(self.model, self.anatomy, lambda: whole_model.run(self.model, self.batch)):
             site, width = flow.unit.site("residual"), flow.output.shape[-1]
             if not self.dispatcher.wanted(flow.unit.place):
@@ -184,7 +185,7 @@ class Search:
         return float(_LOOKS)
 
     def _cache(self, logits: Tensor) -> float:
-        """Causality and the cache of the whole model; the cost in forwards."""
+        """Test causality and the cache of the whole model; returns the cost in forwards."""
         why = ""
         if not self.dispatcher.causal or set(self.batch) != {"input_ids"}:
             why = "not a causal language model that takes only token ids"
@@ -213,7 +214,7 @@ class Search:
         return 1.0
 
     def _attention_is_causal(self) -> bool:
-        """Whether any attention module kept that law; what a model's name says need not be so."""
+        """Whether any attention module satisfied that law; a model's name does not guarantee it."""
         tried = [entry.results.get(Law.CAUSALITY) for entry in self.results.sites.values()]
         attends = any(unit.kind == ATTENTION for unit in self.anatomy.units)
         return not attends or any(result is not None and not result.broken for result in tried)
@@ -221,10 +222,9 @@ class Search:
     # -- old data
 
     def _search_for_old_data(self) -> float:
-        """The model as a whole does not repeat itself, and no module was seen to: does one mind what ran before?
-
-        Forwards on other data and on the same again and again, in which every operator's own call is compared with one
-        made right after it. What differs there but comes back each time holds old data; what does not is noise.
+        """The whole model is not repeatable, but no module showed it: does one depend on what ran before? Run forwards
+        on other data and on the same data repeatedly, and compare every operator's call with one made right after it. A
+        difference that recurs each time is stale data; one that does not is noise.
         """
         dispatcher, cost = self.dispatcher, 0.0
         for anatomy, choose in ((self.modules, dispatcher.at_modules), (self.functions, dispatcher.at_functions)):

@@ -1,6 +1,6 @@
-"""`scans`: what each block does to the numbers that pass it, read in a few forwards; the verdict may be "healthy".
+"""`scans`: statistics of each block's input and output, from a few forwards; the verdict may be "healthy".
 
-Two kinds of evidence, and they are not worth the same:
+It uses two kinds of evidence of different strength:
 
 - **Exact.** `bookkeeping`: a block's output is the sum of its input and of what its branches gave, bit for bit; a fault
   at the output breaks that there and nowhere else, whatever its kind and size. `instability`: the same input, bit for
@@ -66,7 +66,7 @@ def scans(
     runs: int = RUNS,
     false_alarms: float = 0.01,
 ) -> Verdict:
-    """Where a block's output is wrong, by local scans: three forwards, and each block called once more.
+    """Find blocks with a wrong output by local scans: three forwards, and each block called once more.
 
         with faulty(subject.model, "bias:0.01@10"):
             verdict = scans(subject)          # verdict.suspects[0].site.place == 10
@@ -120,7 +120,7 @@ def conclude(
 
 @dataclass(frozen=True)
 class Profile:
-    """One scan's numbers over the layers, with their robust z-scores."""
+    """One scan's values over the layers, with their robust z-scores."""
 
     values: dict[int, float]
     z: dict[int, float]
@@ -137,7 +137,7 @@ class Profile:
 
 @functools.cache
 def z_limit(layers: int, sides: int, rate: float) -> float:
-    """The |z| that a run of healthy layers passes with chance `rate`, if all layers were normal and alike.
+    """The |z| that healthy layers exceed with probability `rate`, if all layers were normal and alike.
 
     By simulation (z divides by a MAD of as few numbers as there are layers, so its tails are heavy), with a Bonferroni
     share for each side of each scan.
@@ -204,7 +204,7 @@ def _site(anatomy: Anatomy, layer: int) -> Site:
 
 
 def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], results: Readings) -> dict[str, Any]:
-    """Every scan's number at a suspect's layer."""
+    """Every scan's value at a suspect's layer."""
     layer = suspect.site.place
     assert isinstance(layer, int)
     numbers: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], results: Reading
 def _visible(
     results: Readings, which: frozenset[str], profiles: Mapping[str, Profile], limit: float, rounding: float
 ) -> dict[str, Any]:
-    """The smallest fault at a block's output that each scan could have seen; `change` is of the scan's own number."""
+    """The smallest fault at a block's output that each scan could have detected; `change` is in the scan's own unit."""
     visible: dict[str, Any] = {}
     if "bookkeeping" in which:
         visible["bookkeeping"] = {"element_ulp": 1.0, "elements": results.elements, "blind": sorted(results.unknown)}

@@ -86,7 +86,7 @@ def srdd(
     scales: Sequence[float] = SCALES,
     trials: int = TRIALS,
 ) -> Verdict:
-    """The layers of a model ranked by the original notes' composite score; details hold every probe's number.
+    """Rank a model's layers by the original notes' composite score; details hold every probe's number.
 
         with faulty(subject.model, "dead_zone:0.3@10"):
             srdd(subject).suspects[0].site.place
@@ -111,7 +111,7 @@ def srdd(
 
 
 def probes(responses: Responses) -> dict[str, tuple[Array, Array]]:
-    """Probe -> its number and its z-score for each layer."""
+    """Each probe's value and z-score per layer."""
     mean = responses.by_scale
     nearest = int(np.argmin(np.abs(np.array(responses.scales) - INVARIANCE_SCALE)))
     by_prompt = responses.values[:, nearest].mean(1)
@@ -128,7 +128,7 @@ def probes(responses: Responses) -> dict[str, tuple[Array, Array]]:
 
 
 def composite(found: dict[str, tuple[Array, Array]]) -> Array:
-    """The notes' weighted sum, for each layer."""
+    """The notes' weighted sum per layer."""
     parts = [WEIGHTS[name] * np.maximum(0, SUSPICIOUS[name] * z) for name, (_, z) in found.items()]
     return np.asarray(np.sum(parts, axis=0))
 
@@ -198,7 +198,7 @@ def _second_difference(s: Array) -> Array:
 
 
 def _spearman(x: Sequence[float], y: Array) -> float:
-    """Rank correlation; 0 for a constant response, which is as suspicious as can be."""
+    """Rank correlation; 0 for a constant response, which is maximally suspicious."""
     if np.ptp(y) == 0:
         return 0.0
     return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])

@@ -1,4 +1,4 @@
-"""What a locator says: healthy, faulty or undecided; where; what kind of fault; how sure; what it could have seen."""
+"""A locator's verdict: healthy, faulty or undecided; where; the kind of fault; the confidence; the detection limits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A locator's whole answer; suspects are ranked, the likeliest first."""
+    """A locator's complete answer; suspects are ranked, the likeliest first."""
 
     verdict: str
     method: str
@@ -110,7 +110,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """The verdict with what it is worth, in one sentence: "healthy" alone is never said of what was not judged."""
+        """The verdict with its coverage, in one sentence: "healthy" never covers what was not checked."""
         coverage = self.coverage
         if self.verdict == "faulty":
             return f"faulty: {self._blamed()}"
@@ -161,5 +161,5 @@ class Verdict:
 
 
 def ranked(suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """The highest score first; alike ones in the order of the model."""
+    """The highest score first; ties in model order."""
     return tuple(sorted(suspects, key=lambda suspect: -suspect.score))

@@ -1,4 +1,4 @@
-"""The class of a fault from the laws that were kept and broken, and from the facts that go with them.
+"""Infers the class of a fault from the laws that hold or fail, and from the facts that go with them.
 
 Kept                            Broken                                  Class
 everything exact                repeat, again and again                 noise; spike where few elements change
@@ -52,7 +52,7 @@ Broken = Mapping[Law, LawResult]
 
 
 def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[Site, Pattern]:
-    """A fused call or a whole sub-layer is narrowed down to an operator by its pattern."""
+    """Narrow a fused call or a whole sub-layer down to an operator by its pattern."""
     if site.operator == MLP:
         return replace(site, operator=facts.activation), _classify(MLP, broken, facts)
     if site.operator == ATTENTION_MODULE:
@@ -77,7 +77,9 @@ def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[S
 
 
 def _in_scores(broken: Broken, facts: EvidenceFacts) -> bool:
-    """A table of exp breaks the key shift only where a step lies between two roundings, wrong scores in most places."""
+    """A table of exp breaks the key shift only where a step lies between two roundings; wrong scores break it almost
+    everywhere.
+    """
     if Law.KEY_SHIFT not in broken or facts.shift_overflows:
         return False
     return Law.LOG_ODDS not in broken or broken[Law.KEY_SHIFT].share > 0.2 * broken[Law.LOG_ODDS].share
@@ -216,13 +218,13 @@ def _bits(seen: Statistics) -> tuple[str, float]:
 
 
 def _from_expected(operator: str, known: Recomputed) -> Pattern:
-    """Where the right numbers are known: the audit's patterns."""
+    """With known correct values: the audit's patterns."""
     judgement = judge(known.y, known.reference, probabilities=operator == "softmax")
     return classify(Evidence.of(operator, known, judgement))
 
 
 def _from_scores(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Pattern:
-    """The class of a fault in q k^T, from its probabilities: log p is the score, but for a constant per row."""
+    """The class of a fault in q k^T, from its probabilities: log p is the score up to a constant per row."""
     p, q, k = (t.detach().cpu().double() for t in (p, q, k))
     scores = (q @ k.transpose(-1, -2)) * scale
     got = p.clamp_min(1e-30).log()

@@ -1,4 +1,4 @@
-"""The laws that healthy arithmetic obeys: what is done, what must follow, what each catches and can't see.
+"""The laws of healthy arithmetic: the transformation, the expected result, what each law detects and its blind spots.
 
 access  H  hooked inputs and outputs       C  the module is called with chosen inputs      W  its weights are read
 floor   "exact"        bit for bit: it follows from IEEE arithmetic whatever the order of summation
