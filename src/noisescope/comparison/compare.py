@@ -1,4 +1,4 @@
-"""Two records compared: every site measured, the first that diverges, what accumulates, and a verdict in words."""
+"""Compares two records: measures every site, finds the first divergence and what accumulates, and gives a verdict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Verdict = Literal["identical", "round-off", "diverged", "compared", "undecided"]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two devices differ; `words` say it in sentences. Fields are the keys of the JSON form.
+    """How two devices differ; `words` describes it in sentences. The fields are the keys of the JSON form.
 
     `verdict` is of all sites that can be compared; `undecided` of them have no finite number on either side, and where
     that is all of them the verdict is "undecided". `sites` are those of the chosen layers; `uncompared` of these layers
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def outcome(self) -> CheckVerdict:
-        """ "fail" where the limit does not hold, "undecided" where no site decides, else "pass"."""
+        """ "fail" if the limit is exceeded, "undecided" if no site decides, else "pass"."""
         if self.passed is False:
             return FAIL
         return UNDECIDED if self.verdict == "undecided" or (self.max_mape is not None and not self.passed) else PASS
@@ -81,12 +81,12 @@ class Comparison:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON; its folder is made where there is none."""
+        """Write as JSON; creates the folder if needed."""
         return write_file(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
-        """What `save` wrote; refused where it is damaged or of another version."""
+        """Read what `save` wrote; rejected if it is damaged or of another version."""
         file = Path(path)
         found = members(parse_json(read_text(file, COMPARISON), file, COMPARISON), file, COMPARISON)
         version = found.get("schema_version")
@@ -153,7 +153,7 @@ def compare_records(
 
 
 def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float) -> bool | None:
-    """By the sites that decide; None where none does."""
+    """By the sites that decide; None if none does."""
     checks: list[CheckVerdict] = [FAIL] if uncompared else []
     for row in rows:
         if row.mape is not None:
@@ -165,7 +165,7 @@ def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float
 
 
 def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> list[str]:
-    """Notes on sites whose MAPE is not known; refused where layers were chosen, or where none is known."""
+    """Notes on sites whose MAPE is unknown; an error if layers were selected, or if no MAPE is known."""
     sketched = [row for row in rows if row.detail == "sketch"]
     if not sketched:
         return []
@@ -225,7 +225,7 @@ def _tokens(a: Record, b: Record, by_site: Mapping[Site, ErrorSums]) -> list[Tok
 
 
 def _token_sums(a: Record, b: Record) -> dict[tuple[int, int], list[float]]:
-    """One number per block and token is little; over the blocks of a model it is enough to rank tokens."""
+    """One number per block and token is little, but over all blocks it is enough to rank tokens."""
     left, right = a.by_token("sum"), b.by_token("sum")
     found: dict[tuple[int, int], list[float]] = {}
     for prompt, (mine, its) in enumerate(zip(left or (), right or (), strict=False)):
@@ -281,7 +281,7 @@ def verdict_of(rows: Sequence[SiteRow], logits: Logits | None, reason: str = "")
 
 
 def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int, reason: str = "") -> str:
-    """What the rows and logits show; of so many `sites` on either side, those of the rows were compared."""
+    """What the rows and logits show; the rows cover the compared ones of `sites` sites."""
     verdict = verdict_of(rows, logits, reason)
     if verdict == "diverged":
         text = _divergence(next(row for row in rows if row.diverges), dtype)
@@ -343,12 +343,12 @@ def _divergence(first: SiteRow, dtype: str) -> str:
 
 
 def _times(size: float, expected: float, least: float) -> str:
-    """How many times the error of the inputs, or round-off where theirs is no larger."""
+    """How many times the error of the inputs, or round-off if theirs is no larger."""
     return f"{size / expected:.0f} times {'the error of its inputs' if expected > least else 'round-off'}"
 
 
 def _power(rows: Sequence[SiteRow]) -> str:
-    """What a fault must reach to be called a divergence."""
+    """How large a fault must be to count as a divergence."""
     sizes = [row.smallest_detectable for row in rows]
     gains = [row.smallest_detectable_gain for row in rows if row.smallest_detectable_gain is not None]
     text = f"A fault in one operator is detected if it adds a relative L2 above {_range(sizes)}"
@@ -365,7 +365,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _undecided(rows: Sequence[SiteRow]) -> str:
-    """Rows that say nothing, where others decide."""
+    """Rows without a decision, if others decide."""
     lost = [row for row in rows if not row.decided]
     if not lost or len(lost) == len(rows):
         return ""
@@ -374,7 +374,7 @@ def _undecided(rows: Sequence[SiteRow]) -> str:
 
 
 def _left_out(rows: Sequence[SiteRow]) -> str:
-    """What both sides have as NaN or infinite."""
+    """What is NaN or infinite on both sides."""
     there = [row for row in rows if row.nonfinite_both]
     if not there:
         return ""

@@ -1,8 +1,8 @@
-"""Causes of disagreement that log-probabilities alone can show, each looked for after those before it were mended.
+"""Causes of disagreement that log-probabilities alone can reveal, each looked for after correcting the previous ones.
 
-A cause function gets the pairs and gives None, or a `Found`: what was seen, where to look, and the pairs as they would
-be without it. Patterns that healthy pairs can't have (a constant ratio, copies of rows, exact zeros at unlikely tokens)
-need no test. The others are tested over sequences, at `ALARM` for all of them together, and need a size that matters.
+A cause function takes the pairs and returns None or a `Found`: what was observed, where to look, and the corrected
+pairs. Patterns that healthy pairs can't have (a constant ratio, duplicated rows, exact zeros at unlikely tokens) need
+no test. The others are tested over sequences, at level `ALARM` for all of them together, and need a size that matters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ONE_SIDED = 0.45  # (up - down) / (up + down) of differences that top-p or top-
 
 
 def scale(pairs: Pairs) -> Found | None:
-    """B is A times a constant: another base of the logarithm, the opposite sign, probabilities."""
+    """B is A times a constant: another logarithm base, the opposite sign, or probabilities."""
     a, b = joined(pairs, lambda one: one.a), joined(pairs, lambda one: one.b)
     inside = (np.abs(a) > 0.5) & (a > SENTINEL) & (np.abs(b) < -SENTINEL)
     if inside.sum() < _FEWEST:
@@ -66,7 +66,7 @@ _UNITS = "Check how the file is written: noisescope expects natural logarithms o
 
 
 def different_tokens(pairs: Pairs) -> Found | None:
-    """The files have other tokens at some positions, so their values are not of the same thing."""
+    """The files have different tokens at some positions, so the values can't be compared there."""
     flags = [_token_flags(one) for one in pairs]
     count = int(sum(flag.sum() for flag in flags))
     if not count:
@@ -90,7 +90,7 @@ def _token_flags(one: Pair) -> Flags:
 
 
 def missing(pairs: Pairs) -> Found | None:
-    """Values that stand for "none": null, NaN, infinities, below -1000, above 0, and 0 at unlikely tokens."""
+    """Placeholders for "no value": null, NaN, infinities, below -1000, above 0, and 0 at unlikely tokens."""
     kinds: dict[str, int] = {}
     mended = []
     zeros = {side: _zeros_are_missing(pairs, side) for side in "ab"}
@@ -128,7 +128,7 @@ def missing(pairs: Pairs) -> Found | None:
 
 
 def _zeros_are_missing(pairs: Pairs, side: str) -> bool:
-    """Exact zeros at tokens that the other side finds unlikely. Top-p gives zeros, too, but at likely tokens alone."""
+    """Exact zeros at tokens that the other side finds unlikely. Top-p also gives zeros, but only at likely tokens."""
     mine = joined(pairs, lambda one: one.a if side == "a" else one.b)
     other = joined(pairs, lambda one: one.b if side == "a" else one.a)
     at = (mine == 0) & (other < -1e-3) & (other > SENTINEL)
@@ -144,7 +144,7 @@ def processed(pairs: Pairs) -> Found | None:
 
 
 def _truncating(pairs: Pairs) -> Found | None:
-    """One side is never below the other: it divides by the share of the tokens that were kept."""
+    """One side is never below the other: it divides by the share of the kept tokens."""
     differences = joined(pairs, lambda one: one.differences)
     if len(differences) < _FEWEST:
         return None

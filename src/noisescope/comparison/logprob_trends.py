@@ -1,6 +1,6 @@
-"""Causes that show by where in a sequence, or when in training, the differences are larger.
+"""Causes that depend on where in a sequence, or when in training, the differences are larger.
 
-An unlikely token moves more under any error, so sizes are compared at equal likelihood (`relative_sizes`).
+An unlikely token changes more under any error, so sizes are compared at equal likelihood (`relative_sizes`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Two files of log-probabilities compared: causes mended one after another, each in nats, and what remains.
+"""Compares two files of log-probabilities: corrects causes one after another, each in nats, and reports what remains.
 
-The order is fixed: units, rows, alignment, lengths, missing values, tokens, processors of logits, storage, first
-tokens, position, step. A cause's share is what mending it takes off the gap that those before it left. What remains is
-printed and never spread over causes; whether it is round-off needs a band (`noisescope robustness MODEL --rounding`).
+The order is fixed: units, rows, alignment, lengths, missing values, tokens, logit processors, storage, first tokens,
+position, step. A cause's share is how much correcting it reduces the gap that the previous ones left. The remainder is
+reported and never distributed over causes; deciding whether it is round-off needs a band (`noisescope robustness MODEL
+--rounding`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class LogprobSide:
 
 @dataclass(frozen=True)
 class LogprobCause:
-    """`nats`: mean |difference| per token that mending it takes off, in the order that causes are mended."""
+    """`nats`: mean |difference| per token that correcting it removes, in the order of correction."""
 
     name: str
     nats: Estimate
@@ -70,7 +71,7 @@ class WorstRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobComparison:
-    """How two files of log-probabilities differ. Gaps are means of |difference|, nats per token."""
+    """How two files of log-probabilities differ. Gaps are means of |difference|, in nats per token."""
 
     schema_version: int = SCHEMA_VERSION
     verdict: Verdict
@@ -93,7 +94,7 @@ class LogprobComparison:
 
     @property
     def outcome(self) -> CheckVerdict:
-        """ "fail" where a cause was found or more remains than allowed, "undecided" where nothing says what may."""
+        """ "fail" if a cause was found or more remains than allowed, "undecided" if no limit is known."""
         if self.max_gap is not None and not self.causes:
             return FAIL if self.gap.value is None else at_most(self.gap, self.max_gap)
         if self.verdict in ("identical", "round-off"):
@@ -182,7 +183,7 @@ def _pair(row_a: LogprobRow, row_b: LogprobRow) -> Pair:
 
 
 def _copied(pairs: Pairs) -> Found | None:
-    """Rows of one file whose values another row of it has, too, where the other file has two different ones."""
+    """Rows of one file whose values another row duplicates, although the other file has two different rows."""
     doubled = {side: copies([row_of(one) for one in pairs]) for side, row_of in _SIDES.items()}
     sizes = np.array([one.size for one in pairs])
     usual = float(np.nanmedian(sizes)) if np.isfinite(sizes).any() else 0.0
@@ -227,7 +228,7 @@ def _reordered(pairs: Pairs) -> Found | None:
 
 
 def _current(row_a: LogprobRow, a: Array, row_b: LogprobRow, b: Array) -> tuple[LogprobRow, LogprobRow]:
-    """Rows with values as they are by now: causes before this one may have mended them."""
+    """Rows with their current values: earlier causes may have corrected them."""
     return replace(row_a, values=_ended(a)), replace(row_b, values=_ended(b))
 
 
@@ -353,7 +354,7 @@ def _signed(pairs: Pairs) -> Estimate:
 
 
 def _worst(pairs: Pairs) -> tuple[WorstRow, ...]:
-    """Sequences that stand apart: five times the usual gap."""
+    """Sequences with an unusual gap: five times the typical one."""
     sizes = [(one.size, one) for one in pairs if np.isfinite(one.size)]
     usual = float(np.median([size for size, _ in sizes])) if sizes else 0.0
     apart = sorted(((size, one) for size, one in sizes if size > 5 * usual > 0), key=lambda item: -item[0])

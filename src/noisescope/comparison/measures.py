@@ -1,4 +1,4 @@
-"""How far two tensors are apart: errors, where they are, and what sketches show of them.
+"""Measures of how far apart two tensors are: errors, where they are, and what sketches show of them.
 
 MAPE is mean |a - b| / max(|a|, rms(a) / 10), a the reference: elements near 0 would otherwise rule it (a 16-bit model
 may show 22 % in a layer whose relative L2 error is 0.8 %). The original method notes' own formula, with |a| + 1e-8
@@ -45,7 +45,8 @@ class WorstElement:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one site; None where a sketch does not show it, or NaN and infinite elements leave nothing to measure.
+    """The measures of one site; None if a sketch does not show them, or NaN and infinite elements leave nothing to
+    measure.
 
     `infinite`: no relative L2 is large enough, as one side alone has NaN or infinite elements, or only the reference is
     all zeros. `relative_error` is the standard error of an estimated relative L2. Non-finite elements are counted; of a

@@ -1,4 +1,4 @@
-"""Divergence x sensitivity: what a difference costs, what to fix first, what each layer can afford.
+"""Divergence x sensitivity: what a difference costs, what to fix first, and how much each layer tolerates.
 
 A diagnosis predicts the KL of relative noise of scale s at a layer's operators, to second order KL = k s^2. A
 difference of relative L2 r there costs about k r^2, as if it arose there and were noise. Where the report found that
@@ -77,7 +77,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class DifferenceCosts:
-    """All cells, the costliest first, and the tolerance of each layer."""
+    """All cells, the most expensive first, and the tolerance of each layer."""
 
     affordable_nats: float
     fix_first: tuple[CostCell, ...]
@@ -86,7 +86,7 @@ class DifferenceCosts:
 
 
 def difference_costs(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordable: float) -> DifferenceCosts:
-    """Cross the relative L2 of sites, given in the order they ran, with a diagnosis's map of layers x operators."""
+    """Combine the relative L2 of sites, in execution order, with a diagnosis's layer x operator map."""
     if not 0 < affordable < math.inf:
         raise InvalidInput(f"the allowed cost of a difference is in nats and must be above 0; got {affordable}")
     prices = _prices(diagnosis, model)

@@ -1,9 +1,9 @@
-"""How far two healthy systems differ: the round-off band of log-probabilities, and what it says of a measured gap.
+"""How far two healthy systems differ: the round-off band of log-probabilities, and how it judges a measured gap.
 
-Two healthy systems run one model in one dtype and differ in the order of their sums. Each rounds its results to the
-nearest number; small differences decide which one that is, and layer after layer turns this into a difference of
-log-probabilities that has to be there. `ns.Rounding` measures its size on the model itself. No torch here: a band that
-one machine measured judges gaps on another.
+Two healthy systems run one model in one dtype and differ in summation order. Each rounds its results to the nearest
+number; small differences decide which one, and layer after layer this grows into an unavoidable difference of
+log-probabilities. `ns.Rounding` measures its size on the model itself. This module does not import torch, so a band
+measured on one machine can judge gaps on another.
 
 A gap is the mean over sequences of the mean |difference| per token, in nats: `gap_between`.
 
@@ -48,7 +48,7 @@ _FEWEST_IN_BIN = 20
 
 @dataclass(frozen=True)
 class SurpriseBin:
-    """Tokens whose -log p lies in [low, high): a sure token moves little, an unlikely one much."""
+    """Tokens whose -log p lies in [low, high): likely tokens change little, unlikely ones a lot."""
 
     low: float
     high: float | None  # None: no upper end
@@ -90,7 +90,7 @@ class RoundoffBand:
         return _banded(replace(self, expected=moved, sequences=len(known), tokens=sum(map(len, known))))
 
     def judge(self, gap: Estimate, *, tokens: int | None = None) -> RoundoffVerdict:
-        """Whether round-off explains a gap that was measured on the tokens of this band."""
+        """Whether round-off explains a gap measured on the tokens of this band."""
         if gap.value is None or (self.tokens if tokens is None else tokens) < FEWEST_TOKENS:
             return "undecided"
         if gap.value == 0:

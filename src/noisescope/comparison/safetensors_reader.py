@@ -1,7 +1,7 @@
-"""A safetensors file read by numpy alone: an 8-byte length, a JSON header, the numbers.
+"""Reads a safetensors file with numpy only: an 8-byte length, a JSON header, the numbers.
 
-safetensors' own numpy reader knows no bfloat16. Here 16-bit brain floats come as uint16 and are widened to float32,
-which loses nothing.
+The numpy reader of safetensors does not support bfloat16. Here bfloat16 values are read as uint16 and widened to
+float32 without loss.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Header:
 
 
 class TensorFile:
-    """One file; its size and checksum are those in record.json, or it is refused."""
+    """One file; rejected unless its size and checksum match record.json."""
 
     def __init__(self, path: Path, size: int, digest: str) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class TensorFile:
             self._check(name, entry)
 
     def _check(self, name: str, entry: Entry) -> None:
-        """A tensor lies whole within its file, in a dtype that is known."""
+        """A tensor must lie within its file and have a known dtype."""
         if entry.dtype not in _STORED:
             raise TENSORS.refuse(self.path, f"{shown(name)} has the dtype {shown(entry.dtype)}")
         (first, last), item = entry.data_offsets, np.dtype(_STORED[entry.dtype]).itemsize

@@ -1,4 +1,4 @@
-"""Every site of two records side by side, and whether it diverges: by more than the error of its inputs explains."""
+"""Compares every site of two records, and finds those that diverge: by more than the error of their inputs explains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MeasuredSites:
 
 
 def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
-    """Measures from whole tensors where both sides have them, else from sketches; `notes` gets what was left out."""
+    """Measures from full tensors if both sides have them, else from sketches; skipped sites are added to `notes`."""
     theirs = {site_key(site): number for number, site in enumerate(b.sites)}
     left, right = sketches_of(a), sketches_of(b)
     numbers = a.numbers()
@@ -83,7 +83,7 @@ def _alone(a: Record, b: Record) -> list[Site]:
 
 
 def _lacking(a: Record, b: Record) -> list[Site]:
-    """Sites of a that b ought to have.
+    """Sites of a that b should have. Fused attention calls are none if b decomposes attention throughout.
 
     Calls of fused attention are none where b takes attention apart throughout. A dump of another tool has modules
     that no record has (whole MLPs, tables of angles); what noisescope records of a model, it records every time.

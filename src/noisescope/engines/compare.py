@@ -1,4 +1,4 @@
-"""Two systems compared: causes found and mended one after another, each with what mending it removes."""
+"""Compares two systems: finds causes and corrects them one after another, each with what correcting it removes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SOURCE_PROMPTS = 4
 
 @dataclass
 class _Run:
-    """What is known so far: causes, the gap that is left, and modules of b that are mended."""
+    """The state of a comparison: causes, the remaining gap, and corrected modules of b."""
 
     a: Engine
     b: Engine
@@ -74,7 +74,8 @@ def compare_systems(
     chat: bool = False,
     band: RoundoffBand | None = None,
 ) -> SystemComparison:
-    """What b's divergence from a is made of; `prompts` are token ids of the same texts, as a and as b make them.
+    """Find what b's divergence from a consists of; `prompts` are token ids of the same texts, as a and as b encode
+    them.
 
     `band` is the mean |difference| of log-probabilities that two healthy systems show on a's prompts. Without it the
     verdict "round-off" rests on each operator alone.
@@ -132,7 +133,7 @@ def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
 
 
 def _mend_operators(run: _Run) -> list[Role]:
-    """Roles beyond round-off become causes; those within it are given back."""
+    """Roles beyond round-off become causes; those within it are returned."""
     errors, _ = replay(run.a, run.b, run.prompts)
     round_off = coarser(run.a.facts.dtype, run.b.facts.dtype)
     wrong = [error for error in errors if error.beyond(round_off)]
@@ -157,7 +158,7 @@ def _unchanged(before: Gap, after: Gap) -> bool:
 
 
 def _sources(run: _Run, left: Sequence[Role]) -> tuple[RoundOffSource, ...]:
-    """What the largest of the roles within round-off make, each mended alone, on a few prompts."""
+    """The contribution of the largest roles within round-off, each corrected alone, on a few prompts."""
     prompts = run.prompts[:_SOURCE_PROMPTS]
     if not left:
         return ()

@@ -1,4 +1,4 @@
-"""An engine by its name: `open_engine("vllm", model, arguments)`. NAME_engine.py beside this file is its adapter."""
+"""Opens an engine by name: `open_engine("vllm", model, arguments)`. Its adapter is NAME_engine.py in this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
 
 
 def open_engine(name: str, model: str, arguments: Arguments | None = None) -> Engine:
-    """Start an engine with a model; settings of `Sampling` among the arguments say what it reports."""
+    """Start an engine with a model; `Sampling` settings among the arguments say what it reports."""
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
     given = dict(arguments or {})
@@ -48,7 +48,7 @@ def _sampling(chosen: Arguments) -> Sampling:
 
 
 def read_arguments(words: Sequence[str], side: str = "") -> dict[str, Setting]:
-    """Arguments from words such as dtype=float32 (of both sides) or b.temperature=0.7 (of one)."""
+    """Parse arguments such as dtype=float32 (for both sides) or b.temperature=0.7 (for one)."""
     found: dict[str, Setting] = {}
     for word in words:
         key, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""First stage: do both systems mean the same thing? Token ids, and how reported log-probabilities are made.
+"""First stage: do both systems compute the same quantity? Token ids, and how reported log-probabilities are made.
 
 Each engine's report is compared with its own logits, so that a temperature in the report is told from a scaled weight.
 b is mended step by step: it gets a's token ids, missing values are left out, shifted ones moved, then other processing,
@@ -25,7 +25,7 @@ _LOOKED_AT = 4  # prompts from which an engine's processing is read
 
 @dataclass(frozen=True)
 class Semantics:
-    """Causes, the gap before and after they are mended, and the temperature at which the rest is measured."""
+    """Causes, the gap before and after correcting them, and the temperature at which the rest is measured."""
 
     causes: tuple[Cause, ...]
     before: Gap
@@ -75,7 +75,7 @@ class _Side:
 
 
 def find_semantics(a: Engine, b: Engine, prompts: tuple[Sequence[Ids], Sequence[Ids]], *, chat: bool) -> Semantics:
-    """What differs before any weight or operator does; `prompts` are what a and what b make of the same texts."""
+    """What differs before any weight or operator; `prompts` are the encodings of the same texts by a and by b."""
     mine, its = prompts
     left = _Side.of(a, mine)
     causes: list[Cause] = []
@@ -136,7 +136,7 @@ def _as_reported(side: _Side, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _steps(left: _Side, right: _Side) -> Iterator[tuple[str, str, tuple[View, View]]]:
-    """(name, words, how both sides look once it is mended), in the order of mending."""
+    """(name, description, both sides after correcting it), in the order of correction."""
     mine, its = left.processing, right.processing
     there, here = right.values, left.values
     if there.missing or here.missing:

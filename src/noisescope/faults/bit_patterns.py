@@ -49,7 +49,7 @@ def checked_bit(bit: int, dtype: torch.dtype) -> int:
 
 
 def stick_bit(x: Tensor, bit: int, value: int) -> Tensor:
-    """x with one bit held at 0 or 1."""
+    """x with one bit stuck at 0 or 1."""
     pattern = to_bits(x)
     one = 1 << checked_bit(bit, x.dtype)
     if value:
@@ -67,7 +67,10 @@ def flip_bits(x: Tensor, bit: int | Tensor) -> Tensor:
 
 
 def cut_mantissa(x: Tensor, cut: int) -> Tensor:
-    """x with its lowest `cut` mantissa bits 0, which rounds toward zero; at most the whole mantissa. NaN stays NaN."""
+    """x with its lowest `cut` mantissa bits cleared, which rounds toward zero; at most the whole mantissa.
+
+    NaN stays NaN.
+    """
     cut = min(cut, mantissa_bits(x.dtype))
     pattern = to_bits(x)
     short = (pattern & _constant(-1 << cut, pattern.dtype)).view(x.dtype)

@@ -1,7 +1,6 @@
-"""`act`: what a fault makes of an operator's output. One function per family, chosen by the fault's class.
+"""`act`: computes the faulty output of an operator, with one function per fault family.
 
-The values themselves (families.py) import no torch, so that a text that names a wrong fault is
-refused before torch is loaded.
+The fault values (families.py) do not import torch, so a wrong fault specification is rejected before torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from noisescope.probe.recorded_call import RecordedCall
 
 @singledispatch
 def act(fault: Fault, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
-    """The faulty output, in a new tensor of y's shape and dtype; y itself stays as it is."""
+    """The faulty output, as a new tensor of y's shape and dtype; y itself is unchanged."""
     raise NotImplementedError(f"no effect is registered for {type(fault).__name__}")
 
 
@@ -322,7 +321,7 @@ def _bias(call: RecordedCall) -> Tensor | None:
 
 
 def _centres(call: RecordedCall) -> bool:
-    """Whether a norm takes off the mean (LayerNorm) or not (RMSNorm)."""
+    """Whether a norm subtracts the mean (LayerNorm) or not (RMSNorm)."""
     name = type(call.callee).__name__ if isinstance(call.callee, nn.Module) else call.callee.__name__
     return "rms" not in name.lower() and name != "T5LayerNorm"
 

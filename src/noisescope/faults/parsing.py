@@ -1,4 +1,4 @@
-"""Faults by name, from JSON, and with their place in one line of text.
+"""Parses faults by name, from JSON, and with their place from one line of text.
 
     family[:size][,key=value...]@place[/operator[#occurrence][/module]]
 
@@ -29,7 +29,7 @@ from noisescope.sites import GROUPS, OUTER_PLACES, Place, canonical_operator, ca
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of fault: how to make one, what class a locator should name, and at which operators it makes sense."""
+    """A kind of fault: how to create one, which class a locator should report, and which operators it applies to."""
 
     name: str
     make: type[Fault]  # make() is the fault of default size
@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def make_fault(family: str, **fields: Any) -> Fault:
-    """A fault by its family's name: `make_fault("dead_zone", magnitude=0.3, channels=0.1)`."""
+    """Create a fault by its family's name: `make_fault("dead_zone", magnitude=0.3, channels=0.1)`."""
     if family not in FAMILIES:
         raise unknown("fault family", family, FAMILIES)
     make = FAMILIES[family].make
@@ -109,9 +109,9 @@ class Where:
             raise InvalidInput(f"occurrence is the index of a call, from 0; got {self.occurrence!r}")
 
     def of(self, fault: Fault) -> Where:
-        """The same with its operator named; refused where the family makes no sense there.
+        """The same with its operator set; an error if the family does not apply there.
 
-        A module named without an operator is meant with whatever it computes.
+        A module named without an operator means whatever it computes.
         """
         if self.operator is None and self.module is not None:
             return self
@@ -134,7 +134,7 @@ class Where:
 
 
 def parse_fault(text: str) -> tuple[Fault, Where]:
-    """A fault and where it sits; `fault_text` is the inverse."""
+    """A fault and its place; `fault_text` is the inverse."""
     what, at, where = text.partition("@")
     if not at or not where.strip():
         raise InvalidInput(f"{text!r} does not say where the fault is. The format is {_FORM}")
@@ -191,7 +191,7 @@ def fault_text(fault: Fault, where: Where | None = None) -> str:
 
 
 def _value(text: str) -> Any:
-    """A setting as it is meant: a number, a word, true or false, none, numbers (3+17) or a lane (every32+5)."""
+    """A setting as a value: a number, a word, true or false, none, numbers (3+17) or a lane (every32+5)."""
     lane = _LANE.fullmatch(text)
     if lane:
         return Lanes(int(lane[1]), int(lane[2] or 0))

@@ -1,7 +1,7 @@
-"""`faulty`: a model that computes wrongly at one site, for the length of a `with` block.
+"""`faulty`: makes a model compute wrongly at one site inside a `with` block.
 
-Every scope opened later, and every hook, sees the faulty values, as it would on a broken device. The fault's own
-arithmetic is hidden from all of them.
+Every scope opened later, and every hook, sees the faulty values, as on a broken device. The fault's own arithmetic is
+hidden from all of them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _where(site: Place | Site | Where | None) -> Where:
 
 
 class FaultScope(Probe):
-    """A scope behind which one operator computes wrongly."""
+    """A scope in which one operator computes wrongly."""
 
     acts_as_device = True  # scopes opened later see what this one did
 
@@ -105,11 +105,11 @@ class FaultScope(Probe):
 
     @property
     def changed(self) -> int:
-        """Output elements that differ in any bit from what they would have been, so far. Reading it waits."""
+        """Output elements that differ in any bit from the correct ones, so far. Reading it synchronises the device."""
         return sum(int(count) for count in self._changed.values())
 
     def note(self, before: Tensor, after: Tensor) -> None:
-        """Count what changed, on the device: nothing waits for it here."""
+        """Count the changes on the device, without synchronising."""
         count = bit_patterns.differ(before, after).sum()
         known = self._changed.get(count.device)
         self._changed[count.device] = count if known is None else known + count
@@ -122,7 +122,7 @@ class FaultScope(Probe):
         return CallListener(unit, operator, on_call, rerun=self.rerun, recomputed=True, repeated=True)
 
     def _on_call(self, count: SiteCount, memories: dict[int, Memory], call: RecordedCall) -> Any:
-        """The faulty output in place of the right one."""
+        """Return the faulty output in place of the correct one."""
         if self.where.occurrence not in (None, call.occurrence):
             return None
         y = call.output
@@ -168,7 +168,7 @@ class FaultScope(Probe):
 
 
 def _selection(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
-    """What the probe is to select; a module's last name will do where no whole name fits."""
+    """What the probe should select; a module's last name suffices if no full name matches."""
     module = where.module
     if module is not None and not fnmatch.filter([unit.module for unit in anatomy.units], module):
         module = f"*.{module}"

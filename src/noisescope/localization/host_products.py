@@ -257,6 +257,7 @@ def attention(
 
     Its tolerance: probabilities are rounded to the inputs' dtype before they multiply the values (16-bit kernels do
     this), scores have the error of their sum, the exponential that of its argument, and the result is rounded once:
+    spread^2 = u^2/3 sum (p v)^2 + sum p^2 ds^2 (v - y)^2 + the sum's own.
     """
     q, k, v, out = (as_multiplied(on_host(t), y) for t in (query, key, value, y))
     dtype, length = out.dtype, q.shape[-2]

@@ -1,4 +1,7 @@
-"""Passports compared, every real difference in a sentence with why it matters; written and read. No torch here."""
+"""Compares passports, with one sentence per real difference and why it matters; reads and writes them.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ Line = dict[str, Any]
 class Difference:
     """One way in which two devices differ.
 
-    kind: "health" (one computes nonsense), "arithmetic", "coverage" (measured on one only) or "settings".
+    kind: "health" (one computes wrong results), "arithmetic", "coverage" (measured on one only) or "settings".
     """
 
     kind: str
@@ -42,7 +45,7 @@ class Difference:
 
 
 def diff(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
-    """Every real difference between two passports, the gravest kind first; [] where they are the same."""
+    """Every real difference between two passports, the most serious kind first; [] if they are the same."""
     check_passport(a, "the first passport")
     check_passport(b, "the second passport")
     try:
@@ -106,7 +109,7 @@ def _coverage(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
 
 
 def _lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    """Lines of the same place that differ; those that differ alike in several dtypes and operations become one."""
+    """Lines of the same place that differ; equal differences in several dtypes and operations are merged."""
     groups: dict[tuple[str, str, str, str], list[tuple[str, str, Line, Line]]] = {}
     names = _names(a, b)
     for dtype, mine, theirs in _measured_on_both(a, b):
@@ -161,7 +164,7 @@ def _compared(
 
 
 def _operands(mine: Line, theirs: Line, names: tuple[str, str], facts: tuple[dict[str, Any], ...]) -> str:
-    """Operands cut on one device (or on both, unlike): how far off that is, and which switch decides."""
+    """Operands truncated on one device (or differently on both): the size of the error, and which setting controls it."""
     whole = max(mine.get("of") or 0, theirs.get("of") or 0)
     kept, error, switches = [], 0.0, []
     for name, line, fact in zip(names, (mine, theirs), facts, strict=True):
@@ -246,7 +249,7 @@ def _facts(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
 
 
 def write_passport(passport: dict[str, Any], path: str | Path) -> None:
-    """Into a file; folders on the way to it are made."""
+    """Write to a file; creates folders as needed."""
     try:
         write_file(Path(path), json.dumps(passport, indent=1, allow_nan=False) + "\n")
     except OSError as error:
@@ -254,13 +257,13 @@ def write_passport(passport: dict[str, Any], path: str | Path) -> None:
 
 
 def read_passport(path: str | Path) -> dict[str, Any]:
-    """A passport from a file; anything else is refused with the reason."""
+    """Read a passport from a file; anything else is rejected with the reason."""
     file = Path(path)
     return check_passport(parse_json(read_text(file, PASSPORT), file, PASSPORT), str(path))
 
 
 def check_passport(found: Any, what: str) -> dict[str, Any]:
-    """The passport itself, if it is one of the version this noisescope reads."""
+    """The passport itself, if this version of noisescope can read it."""
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise InvalidInput(
             f"{what} is not a passport (no kind {KIND!r} in it). Create one: noisescope passport -o FILE"

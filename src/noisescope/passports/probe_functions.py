@@ -1,7 +1,7 @@
-"""Functions, single sums and casts, and fused attention: their errors in ulps against a wider host reference.
+"""Measures functions, single additions and casts, and fused attention: errors in ulps against a wider host reference.
 
-Functions are tried at every number of a 16-bit format's range; longer formats on a grid, half of it evenly spaced, half
-by magnitude. Numbers whose operand or result is subnormal are left out: `subnormal_...` says what becomes of those.
+Functions are tested at every number of a 16-bit format's range; longer formats on a grid, half of it evenly spaced,
+half by magnitude. Numbers whose operand or result is subnormal are left out: `subnormal_...` covers those.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ def _normal(reference: Array, form: Format) -> Array:
 def _line(
     got: Array, reference: Array, form: Format, how: str, *, at: Callable[[int], Any], floor: float = 0.0
 ) -> dict[str, Any]:
-    """Value: the worst error in ulps. `bias_ulp` is the mean error away from zero: about -0.5 where results are cut."""
+    """The value is the worst error in ulps.
+
+    `bias_ulp` is the mean error away from zero: about -0.5 if results are truncated.
+    """
     missing = ~np.isfinite(got)
     if missing.any():
         first = int(np.argmax(missing))

@@ -1,4 +1,4 @@
-"""What may change without changing a result, bit for bit: order of rows, batch size, layout, time; and linear laws."""
+"""What should not change a result, bit for bit: row order, batch size, layout, repetition; and linear laws."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def batched(product: Product) -> dict[str, Any]:
 def linear_laws(product: Product, widths: Widths) -> dict[str, dict[str, Any]]:
     """f(0) = 0, f(-x) = -f(x), f(2x) = 2 f(x), and a one-hot row reads a row of w back: exact in healthy arithmetic.
 
-    Numbers have no more bits than the product was seen to keep: a short operand or sum is reported elsewhere.
+    The numbers have no more bits than the product was found to keep; short operands or sums are reported elsewhere.
     """
     precision = widths.carried(format_of(product.dtype).precision)
     smallest = format_of(product.result_dtype).smallest_normal

@@ -1,4 +1,4 @@
-"""How a product sums, and what it does to operands and results: bits kept, roundings, exactness, error against float64.
+"""How a matrix product sums and treats operands and results: bits kept, rounding, exactness, error against float64.
 
 B + 1 - B with B = 1.5 x 2^k is 1 as long as the sum keeps more than k bits (1.5: with a bare power of two, the numbers
 just below it lie twice as close, and one order of terms would show a bit too many). The three terms lie at places of
@@ -40,7 +40,7 @@ MARGIN = 1.25  # on the bound of a sum's error: rounding errors of second order
 
 @dataclass(frozen=True)
 class Widths:
-    """Bits a product was seen to keep: of its operands (behind the leading 1), of its running sum, of its result."""
+    """The bits a product keeps: of its operands (after the leading 1), of its running sum, of its result."""
 
     operand: int | None  # None: operands are not cut
     running_sum: int
@@ -67,7 +67,7 @@ class Widths:
 
 @np.errstate(all="ignore")
 def products(product: Product, inner_sizes: Sequence[int]) -> tuple[dict[str, Any], Widths]:
-    """All lines about one product, and the widths by which its other results can be judged."""
+    """All lines about one product, and the widths for judging its other results."""
     found = accumulator(product, inner_sizes)
     result_bits = _result_bits(product, found)
     operand = _operand_bits(product, found, int(result_bits["value"] or 0))
@@ -164,7 +164,7 @@ def bits_kept(product: Product, at: Arrangement) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What the width probe found: bits, and the arrangements that showed the loss (none: no loss was seen)."""
+    """The result of the width probe: bits, and the arrangements that showed the loss (none: no loss was found)."""
 
     bits: int | None
     at: tuple[Arrangement, ...]
@@ -235,7 +235,7 @@ def _prefix(right: Array) -> int:
 
 
 def _result_bits(product: Product, found: Accumulator) -> dict[str, Any]:
-    """Bits of the result behind its leading 1: a result stored short is seen here."""
+    """Bits of the result after its leading 1: detects results stored in fewer bits."""
     how = "largest j for which 1 + 2^-j, summed from two terms, is exact; the leading bit is not counted"
     precision = format_of(product.result_dtype).precision
     j = np.arange(1, precision)
@@ -251,7 +251,7 @@ def _result_bits(product: Product, found: Accumulator) -> dict[str, Any]:
 
 
 def _operand_bits(product: Product, found: Accumulator, result_bits: int) -> dict[str, Any]:
-    """Bits of an operand behind its leading 1 that reach the result: 10 under TF32, 23 in whole float32."""
+    """Bits of an operand after its leading 1 that reach the result: 10 under TF32, 23 in full float32."""
     how = "largest j for which (1 + 2^-j) x 1 is exact, as x and as w; the leading bit is not counted"
     precision = format_of(product.dtype).precision
     j = np.arange(1, precision)
@@ -287,7 +287,7 @@ def _shortcut(bits: int) -> str:
 
 
 def _operand_rounding(product: Product, bits: int) -> str:
-    """How an operand is cut: numbers between two neighbours at `bits` bits, one at a time, in quarters of an ulp."""
+    """How an operand is truncated: numbers between two neighbours at `bits` bits, in quarters of an ulp."""
     quarter = math.ldexp(1.0, -bits - 2)
     x = np.zeros((len(SMALL), 64))
     x[:, 0] = 1.5 * BIG_SIGN + SMALL * quarter
@@ -316,7 +316,7 @@ def _terms(product: Product, operand_bits: int) -> dict[str, Any]:
 
 
 def _small_integers(product: Product) -> dict[str, Any]:
-    """A product of -1, 0 and 1 has one right answer, at any width above a few bits, in any order."""
+    """A product of -1, 0 and 1 has one correct result, at any width above a few bits, in any order."""
     how = "x [33, K] by w [K, 48] of -1, 0 and 1 against integers on the host, K = 64 and 512"
     wrong, total, columns = 0, 0, set()
     for inner in (64, 512):

@@ -1,4 +1,4 @@
-"""What each line of a passport says, and why it matters when two devices differ in it. No torch here.
+"""What each line of a passport means, and why a difference in it matters. Does not import torch.
 
 A difference reads "WHERE: SUBJECT A on the first device, B on the second. WHY", with A and B from `shown`.
 """
@@ -99,7 +99,7 @@ NAMES = {  # of lines, where one is named by itself
 
 
 def shown(key: str, line: dict[str, Any]) -> str:
-    """A line's value as it stands in a sentence."""
+    """A line's value as used in a sentence."""
     value = line.get("value")
     if value is None:
         return f"not visible ({line['hidden']})" if "hidden" in line else "not known"
@@ -134,7 +134,7 @@ def operand_switch(fact: dict[str, Any]) -> str:
 
 
 def accumulation_switch(facts: tuple[dict[str, Any], ...]) -> str:
-    """Which of torch's flags, if any, lets a GPU sum short."""
+    """Which torch flag, if any, allows a GPU to sum in reduced precision."""
     names = [
         f"torch.backends.{name}"
         for fact in facts

@@ -1,8 +1,8 @@
-"""Fault tests from a diagnosis: the operators, layers and channels it warns of, broken on purpose; and their judgement.
+"""Fault tests from a diagnosis: inject faults into the operators, layers and channels it warns about, and judge the
+result.
 
-A test says what is broken and how, in words for a hardware team and in the texts of noisescope's simulator, and what
-must hold then. Where a report warns of no operator or no layers, the one whose noise moves the output furthest is
-tested.
+A test states the fault, as a description for a hardware team and as text for noisescope's simulator, and what must hold
+under it. If a report warns about no operator or no layers, the one whose noise changes the output most is tested.
 
 `parameters` and `acceptance_criteria` have the columns of the original method notes in CSV and JSON: dictionaries whose
 keys depend on the kind of test. Inside they are typed.
@@ -50,7 +50,7 @@ class FaultParameters:
 
 @dataclass(frozen=True)
 class Criteria:
-    """What must hold under the fault; None and False: not asked for."""
+    """What must hold under the fault; None and False: not required."""
 
     max_degradation: float | None = None
     max_nan_rate: float | None = None
@@ -66,7 +66,7 @@ CRITERIA = tuple(one.name for one in fields(Criteria))
 
 @dataclass(frozen=True)
 class FaultTest:
-    """One test; one that breaks nothing, or could never fail, is refused."""
+    """One test; a test without a fault, or that could never fail, is rejected."""
 
     test_id: str
     component: str
@@ -148,7 +148,7 @@ def generate(found: Diagnosis) -> list[FaultTest]:
 
 
 def propose_tests(found: Diagnosis) -> list[FaultTest]:
-    """A test for everything that a diagnosis warns of; without a warning, for what is nearest to one."""
+    """A test for everything that a diagnosis warns about; without a warning, for what is closest to one."""
     return [*_operator_tests(found), *_window_tests(found), *_channel_tests(found)]
 
 
@@ -197,7 +197,7 @@ def _channel_tests(found: Diagnosis) -> Iterable[FaultTest]:
 
 
 def operator_test(name: str, reason: str) -> FaultTest:
-    """Bits that flip now and then in every call of an operator."""
+    """Random bit flips in every call of an operator."""
     described = {"operator": name, "fault_rate": FAULT_RATE, "fault_type": "bit_flip"}
     parameters = FaultParameters((f"bit_flip:rate={FAULT_RATE:g}@*/{name}",), reason, described)
     criteria = Criteria(max_degradation=LIMITS["fault_operator_degradation"], max_nan_rate=LIMITS["fault_nan_rate"])
@@ -215,7 +215,7 @@ def window_test(start: int, end: int, reason: str) -> FaultTest:
 
 
 def channel_test(name: str, where: str, channels: tuple[int, ...], max_ratio: float) -> FaultTest:
-    """Outlier channels give one constant in place of their values; `where` is their site in the simulator's words."""
+    """Outlier channels return a constant instead of their values; `where` is their site in the simulator's syntax."""
     fault = f"stuck_lane:1,channels={'+'.join(map(str, sorted(channels)))}@{where}"
     described = {"layer": name, "channel_indices": channels, "fault_type": "value_corruption"}
     parameters = FaultParameters((fault,), f"the largest is {max_ratio:.1f} times the median", described)
@@ -229,7 +229,7 @@ def channel_test(name: str, where: str, channels: tuple[int, ...], max_ratio: fl
 
 @dataclass(frozen=True)
 class Hits:
-    """What a fault hit: calls of its sites, those in which it acted, and the output elements that it changed."""
+    """What a fault hit: calls of its sites, calls in which it acted, and the output elements it changed."""
 
     calls: int
     acted: int
@@ -244,7 +244,7 @@ class Hits:
 
 @dataclass(frozen=True)
 class FaultMeasurement:
-    """What was measured under a fault. `recovery_steps` are by sample (None: not recovered at the last)."""
+    """What was measured under a fault. `recovery_steps` is per sample (None: not recovered by the last step)."""
 
     hits: Hits
     metric: str
@@ -257,7 +257,7 @@ class FaultMeasurement:
 
 @dataclass(frozen=True)
 class CriterionResult:
-    """One criterion with the number that it was decided by."""
+    """One criterion with the number that decided it."""
 
     criterion: str
     verdict: Verdict
@@ -267,7 +267,7 @@ class CriterionResult:
 
 @dataclass(frozen=True)
 class FaultTestResult:
-    """A test carried out; `measured` is None where that was not possible, and the message says why."""
+    """The result of a test; `measured` is None if it could not run, and the message says why."""
 
     test_id: str
     name: str
@@ -279,7 +279,7 @@ class FaultTestResult:
 
 
 def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) -> FaultTestResult:
-    """Each criterion of a test against what was measured, and the test as a whole.
+    """Check each criterion of a test against what was measured, and the test as a whole.
 
     A loss is decided by its whole interval. A fault that changed nothing decides nothing.
     """
@@ -297,7 +297,7 @@ def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) 
 
 
 def could_not_run(test: FaultTest, reason: str, *, seconds: float = 0.0) -> FaultTestResult:
-    """A test that the model or the data do not allow."""
+    """A test that the model or the data does not allow."""
     message = f"could not be run: {reason}"
     return FaultTestResult(test.test_id, test.name, UNDECIDED, message, (), None, seconds)
 
@@ -321,7 +321,7 @@ def _nan_rate(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
 
 
 def _recovery(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
-    """By the slowest sample; None is one that is still wrong at its last step, and all are watched for long enough."""
+    """By the slowest sample; None is one still wrong at its last step, and all are observed for long enough."""
     steps, limit = measured.recovery_steps, wanted.recovery_time
     known = [step for step in steps if step is not None]
     if len(known) < len(steps):

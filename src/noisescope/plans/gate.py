@@ -1,4 +1,4 @@
-"""Whether a model got worse than its baseline, from the numbers that a diagnosis keeps of both.
+"""Decides whether a model got worse than its baseline, from the numbers that a diagnosis keeps of both.
 
 What is compared is the typical log KL of a sample (the mean without a fifth at either end), as a ratio of KLs: a few
 samples with a large KL would dominate a plain mean, see stats/typical.py. Per row the model fails where the ratio is
@@ -94,7 +94,7 @@ def decide(
 
 
 def _common(baseline: GateNumbers, candidate: GateNumbers) -> list[tuple[Measure, str]]:
-    """(measure, operator) that both sides have."""
+    """(measure, operator) pairs that both sides have."""
     return [
         (measure, name)
         for measure in MEASURES
@@ -112,7 +112,7 @@ def _array(values: tuple[float | None, ...]) -> Array:
 
 
 def refuse_limits(worse_than: float, max_degradation: float) -> None:
-    """Limits that can't be meant."""
+    """Reject impossible limits."""
     if not worse_than > 1:
         raise InvalidInput(
             f"the limit is a multiple of the baseline, such as 1.2 (--max-worse 0.2); got {worse_than:g}"
@@ -146,7 +146,7 @@ def _divergence(
     worse_than: float,
     floor: float,
 ) -> DivergenceRow:
-    """One operator on both sides; samples without a finite KL are left out."""
+    """One operator on both sides; samples without a finite KL are excluded."""
     measure, operator = of
     name = f"{MEASURES[measure]}: {operator}"
     x, y = (_array(_by_operator(side, measure)[operator]) for side in (baseline, candidate))
@@ -200,7 +200,7 @@ def _ratio_sentence(ratio: Estimate, smallest: float | None, verdict: Verdict, w
 
 
 def _limits(candidate: GateNumbers, limit: float) -> tuple[LimitRow, ...]:
-    """What noise costs, operator by operator, against the most it may cost."""
+    """What noise costs, operator by operator, against the limit."""
     names = [name for name in candidate.accuracy if name != CLEAN]
     clean, level = _array(candidate.accuracy[CLEAN]), stats.simultaneous_level(len(names))
     rows = []
@@ -265,7 +265,7 @@ def _finite(baseline: GateNumbers, candidate: GateNumbers) -> GateRow:
 
 
 def pairs_of(first: Sequence[str], second: Sequence[str]) -> Pairs:
-    """Where the smaller set of samples lies in the larger; None unless all of it does."""
+    """Where the smaller set of samples lies in the larger; None unless it is a subset."""
     places = [{name: at for at, name in enumerate(names)} for names in (first, second)]
     common = [name for name in places[0] if name in places[1]]
     if len(common) < min(map(len, places)):
@@ -274,7 +274,7 @@ def pairs_of(first: Sequence[str], second: Sequence[str]) -> Pairs:
 
 
 def refuse_architecture(model: ModelFacts, architecture: str, blocks: int) -> None:
-    """A model of another kind, or of another depth, than a report is about."""
+    """Reject a model of another kind, or of another depth, than the report's."""
     if (model.architecture, model.blocks) != (architecture, blocks):
         raise InvalidInput(
             f"the report describes {model.architecture} with {model.blocks} blocks, but this model is {architecture} "
@@ -283,7 +283,7 @@ def refuse_architecture(model: ModelFacts, architecture: str, blocks: int) -> No
 
 
 def refuse_kind(before: DataFacts, now: DataFacts) -> None:
-    """Data of another kind: scores and divergences of two kinds can't be compared."""
+    """Reject data of another kind: their scores and divergences can't be compared."""
     if before.kind != now.kind:
         raise InvalidInput(
             f"the baseline was measured on data of kind {before.kind} ({before.source}), but this is {now.kind} "
@@ -304,7 +304,7 @@ def refuse_other_samples(before: DataFacts, now: DataFacts, samples: tuple[Seque
 
 
 def conditions_row(before: Asked, now: Asked, numbers: tuple[GateNumbers, GateNumbers]) -> ConditionsRow:
-    """How both were measured, as a check."""
+    """The measurement conditions of both sides, as a check."""
     sides: list[dict[str, str | int]] = [
         {
             "dtype": run.conditions.dtype,

@@ -123,7 +123,7 @@ def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
 
 @dataclass(frozen=True)
 class _View:
-    """What a diagnosis shows of places."""
+    """What a diagnosis says about places."""
 
     section: LayerAnalysis
     channels: Mapping[str, ChannelRow]  # by the module's name
@@ -131,7 +131,7 @@ class _View:
     median: float  # nats of the median layer
 
     def about(self, place: NamedPlace) -> Iterable[Finding]:
-        """Findings on a place, in their order. Those on channels count where a linear has them."""
+        """Findings on a place, in order. Findings on channels count if a linear has them."""
         linears = {name for name, row in self.channels.items() if row.operator == "linear"}
         for finding in self.findings:
             of_channels = finding.target.kind == "channels"
@@ -139,7 +139,7 @@ class _View:
                 yield finding
 
     def position(self, place: NamedPlace) -> int:
-        """Where the list of findings first names a place; behind its end where it does not."""
+        """The position of a place in the list of findings; after the end if it is not there."""
         first = next(iter(self.about(place)), None)
         return len(self.findings) if first is None else self.findings.index(first)
 
@@ -232,7 +232,7 @@ def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
 
 
 def _precision(rank: Rank, largest: float | None) -> str:
-    """FP16 has the finer steps, and only where what was captured stays far below 65504."""
+    """FP16 is more precise, but only suitable if the captured values stay far below 65504."""
     if rank == 3:
         return "INT8 or BF16"
     fits = largest is not None and largest < HEADROOM * LIMITS["fp16_maximum"]

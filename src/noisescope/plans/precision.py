@@ -1,4 +1,4 @@
-"""Precision plans: a number format for each linear, at the least predicted KL that a budget allows.
+"""Precision plans: a number format for each linear, with the lowest predicted KL within a budget.
 
 Predicted KL adds up over modules (measures/format_costs.py), so the best plan is a multiple-choice knapsack: one format
 per module, the sum of costs least, weighted sums of bits, bytes or milliseconds within their limits. HiGHS solves it.
@@ -107,7 +107,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """A format for each module, with what it comes to."""
+    """A format for each module, with the resulting totals."""
 
     method: str
     assignment: Mapping[str, str]  # module -> format
@@ -124,7 +124,7 @@ class Plan:
 
 
 def scores_of(found: Diagnosis) -> FormatScores:
-    """The format scores of a diagnosis; refused where there are none."""
+    """The format scores of a diagnosis; an error if there are none."""
     section = found.format_scores
     if section is None or not section.modules:
         reason = f" ({section.error})" if section is not None and section.error else ""
@@ -136,7 +136,7 @@ def scores_of(found: Diagnosis) -> FormatScores:
 
 
 def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[Module, ...]:
-    """The linears that a diagnosis has format scores of, with those formats alone that are wanted."""
+    """The linears that have format scores in a diagnosis, restricted to the requested formats."""
     rows = scores_of(found).modules
     offered = rows[0].formats
     wanted = tuple(offered) if formats is None else tuple(formats)
@@ -152,7 +152,7 @@ def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[
 
 
 def _choices(scores: Mapping[str, FormatScore], wanted: Sequence[str]) -> dict[str, FormatScore]:
-    """The formats that are wanted. A narrower integer is predicted to cost no less than a wider one.
+    """The requested formats. A narrower integer is predicted to cost no less than a wider one.
 
     Rounding to fewer bits of one kind is worse; where a few samples say the opposite it is their noise, and a plan
     would pick exactly these.
@@ -168,7 +168,7 @@ def _choices(scores: Mapping[str, FormatScore], wanted: Sequence[str]) -> dict[s
 
 
 def plan_of(modules: Sequence[Module], assignment: Mapping[str, str], method: str, note: str = "") -> Plan:
-    """An assignment with its sums."""
+    """An assignment with its totals."""
     chosen = [(module, module.choices[assignment[module.name]]) for module in modules]
     weights = sum(module.parameters for module in modules)
     effective = sum(module.parameters * choice.effective_bits for module, choice in chosen) / weights
@@ -188,7 +188,7 @@ def uniform_plan(modules: Sequence[Module], name: str) -> Plan:
 
 
 def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str = "module") -> Plan:
-    """The assignment of least predicted KL within the budget; with "layer", one format for all linears of a block."""
+    """The assignment of lowest predicted KL within the budget; with "layer", one format for all linears of a block."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -229,7 +229,7 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
 
 
 def _widened(chosen: NDArray[np.intp], costs: Array, bits: Sequence[float], shares: Sequence[Array]) -> list[int]:
-    """More bits where they fit and are predicted to cost no more: of formats of one cost the solver takes any."""
+    """Use more bits where they fit and cost no more: among formats of equal cost the solver picks any."""
     rows = np.arange(len(chosen))
     left = [1 - float(share[rows, chosen].sum()) for share in shares]
     found = []
@@ -319,7 +319,7 @@ def _checked(layer: Hashable, loss: object) -> float:
 
 
 def missed_target(bits: Mapping[L, int], target: float) -> str:
-    """What to say where the rule misses its target by more than one layer's share; "" where it does not."""
+    """The message if the rule misses its target by more than one layer's share; "" if it does not."""
     average = _average(bits)
     if abs(average - target) <= 4 / len(bits):  # a layer between 4 and 8 bits
         return ""

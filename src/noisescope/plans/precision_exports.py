@@ -1,4 +1,4 @@
-"""Precision plans as configuration files of the tools that carry them out.
+"""Exports precision plans as configuration files for quantisation tools.
 
 ==============  ====================================================================================================
 llm-compressor  a YAML recipe for `oneshot(recipe=...)`: a QuantizationModifier with one config group per format
@@ -41,7 +41,7 @@ TRANSPOSING = ("autoround",)  # tools that take it
 
 @dataclass(frozen=True)
 class Export:
-    """The text of a file for a tool, and where it differs from the plan."""
+    """The text of a tool's configuration file, and where it differs from the plan."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Export:
 
 @dataclass(frozen=True)
 class RoundedModule:
-    """A module that a tool is to round, its format as the tool spells it. `group` is of integers alone."""
+    """A module that a tool should quantise, with its format as the tool spells it. `group` applies to integers only."""
 
     module: str
     inputs: int
@@ -59,14 +59,14 @@ class RoundedModule:
 
 
 def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
-    """A file for that tool: YAML where block sizes have integer keys or people edit it, else JSON.
+    """A file for that tool: YAML if block sizes have integer keys or people edit it, else JSON.
 
     `modules` are those that were planned: their widths decide on groups.
     """
     import yaml
 
     class WithoutAnchors(yaml.SafeDumper):
-        """A format that many modules share is written out for each, as people would."""
+        """Writes a format that many modules share in full for each, as people would."""
 
         def ignore_aliases(self, data: object) -> bool:
             return True

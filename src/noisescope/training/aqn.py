@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise (AQN): what noise, how strong at which step, with which seed; and its scope.
+"""Adaptive quantisation noise (AQN): the kind of noise, its scale at each step, its seed; and its scope.
 
     from noisescope import training
 
@@ -127,20 +127,20 @@ class AQN:
         self.noise.injection(0.0, self.seed, dict(self.layer_multipliers))  # refuses bad seeds and multipliers
 
     def injection(self, step: int, rank: int = 0) -> Injection:
-        """What falls on the model at a step."""
+        """The injection at a step."""
         seed = derive_seed(self.seed, rank, step if self.noise.renewed else 0)
         return self.noise.injection(self.schedule(step), seed, dict(self.layer_multipliers))
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed from several numbers, unlike any other's."""
+    """A seed derived from several numbers, distinct from any other."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
 
 
 def noise(
     model: nn.Module, aqn: AQN, *, rank: int | None = None, without_gradients: bool = False, step: int = 0
 ) -> TrainingNoise:
-    """A scope in which `model` trains under `aqn`; `at(step)` on what it gives moves along the schedule.
+    """A scope in which `model` trains under `aqn`; call `at(step)` on it to move along the schedule.
 
     rank is the process's number among data-parallel ones; None asks torch.distributed (`data_rank`). With
     `without_gradients` noise falls also where gradient mode is off: evaluation and generation.
@@ -149,7 +149,7 @@ def noise(
 
 
 class TrainingNoise:
-    """The scope of a training run. `tally` counts what was injected, `scale` is that of the step it is at.
+    """The scope of a training run. `tally` counts injections, `scale` is that of the current step.
 
     The model stays open from entering to leaving, and where the schedule is 0 the probe sleeps: so a scope opened
     inside this one stays inside.
@@ -226,7 +226,7 @@ class TrainingNoise:
             self._probe.asleep = self._offs > 0 or self.scale == 0
 
     def _check(self) -> None:
-        """Noise that was asked for and never fell, or never changed a number, is an error."""
+        """Requested noise that was never injected, or never changed a number, is an error."""
         if not (self.tally.forward or self.tally.backward):
             raise NothingInjected(
                 "no noise was injected in this scope although its schedule asked for some: every forward ran under "
@@ -241,13 +241,13 @@ class TrainingNoise:
             )
 
     def _note_change(self) -> None:
-        """Before the samples are forgotten: whether noise did anything. Asks the device until it has."""
+        """Before the samples are cleared: note whether noise changed anything. Queries the device until it has."""
         share = None if self._changed else self.tally.changed
         if share is not None:
             self._changed = share > 0
 
     def _warn_of_rounding(self) -> None:
-        """A schedule that falls below what the dtype resolves goes on without noise: warn once."""
+        """A schedule that falls below the dtype's resolution continues without noise: warn once."""
         words = self._rounding()
         if words and not self._warned:
             self._warned = True
@@ -266,7 +266,7 @@ class TrainingNoise:
 
 
 class _TrainingProbe(Probe):
-    """A probe that wakes where gradient mode is on, sleeps on request, and leaves the checks to its scope."""
+    """A probe that is active while gradient mode is on, can be paused, and leaves the checks to its scope."""
 
     any_order = True  # trainers end callbacks in the order in which they began them
 

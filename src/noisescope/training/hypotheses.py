@@ -1,4 +1,4 @@
-"""Verdicts of the experiment of phases: criteria as regions, estimates over seeds x problems. No torch.
+"""Verdicts of the phases experiment: criteria as regions, estimates over seeds x problems. Does not import torch.
 
 A criterion names a quantity and the region it must lie in. With an interval that holds for all criteria together, a
 criterion is *supported* where the interval lies inside the region, *refuted* where it lies outside, and *not decidable
@@ -51,7 +51,7 @@ SECOND_HALF = 0.5  # of a run: where its stability is looked at
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Training at one step; None where a number was not finite."""
+    """Training at one step; None if a number was not finite."""
 
     step: int
     gradient_norm: float | None
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Not finite at some time, or worse on held-out problems at the end than at the first point."""
+        """Not finite at some point, or worse on held-out problems at the end than at the first point."""
         values = _finite([point.held_out for point in self.curve])
         # 1 nat per token: below that, a model that knew all may waver
         return values is None or values[-1] > max(values[0], 1.0)
@@ -169,7 +169,7 @@ def out_of_reach(criterion: Criterion, others: Mapping[int, Outcome]) -> str:
 
 
 def deciding(criterion: Criterion, spread: Spread, level: float) -> Needed | None:
-    """The cheapest numbers of seeds and problems that would decide with a chance of POWER, were the estimate true."""
+    """The cheapest numbers of seeds and problems that would decide with probability POWER, given the estimate."""
 
     def fewest_seeds(problems: int) -> int:
         def enough(seeds: int) -> bool:
@@ -267,7 +267,7 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
 
 
 def _learned(runs: Sequence[Outcome]) -> bool:
-    """Whether the clean accuracy stands clear of chance."""
+    """Whether the clean accuracy is significantly above chance."""
     return stats.measurable(np.stack([_accuracy(run, 0.0) for run in runs]).mean(axis=0), CHANCE)
 
 

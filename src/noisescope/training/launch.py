@@ -1,4 +1,4 @@
-"""Noise in several processes: switched on by a launcher's environment variables, and drawn by data-parallel rank.
+"""Noise in several processes: enabled by a launcher's environment variables, and drawn by data-parallel rank.
 
     variables = launch.environment(0.05, seed=1, tally="tally")              # give these to the workers
     ...                                                                      # the training runs
@@ -99,7 +99,7 @@ def _names(given: Iterable[str] | str) -> set[str]:
 
 
 def set_step(tally: str | Path, step: int) -> None:
-    """Tell rollout workers the trainer's step, from which their next forward takes its scale and its draws.
+    """Set the trainer's step for rollout workers, which determines the scale and draws of their next forward.
 
     `tally` is the run's own folder, variables["NOISESCOPE_TALLY"].
     """
@@ -109,7 +109,8 @@ def set_step(tally: str | Path, step: int) -> None:
 
 
 def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
-    """What each worker of a run counted, by file; raises unless just `workers` of them report and all injected.
+    """What each worker of a run counted, by file; raises unless exactly `workers` of them report and all injected
+    noise.
 
     `tally` is the run's own folder, variables["NOISESCOPE_TALLY"]. Workers write every five seconds: ask after the
     first steps, or at the end.
@@ -160,7 +161,7 @@ def data_rank(model: nn.Module) -> int:
 
 
 def _splits(mesh: Any, model: nn.Module) -> bool:
-    """Whether a dimension of the mesh splits the work on one sample; refused where its dimensions have no names."""
+    """Whether a mesh dimension splits the work on one sample; an error if its dimensions have no names."""
     if mesh.mesh_dim_names is not None:
         return any(name in TENSOR for name in mesh.mesh_dim_names)
     from torch.distributed.fsdp import FSDPModule

@@ -1,4 +1,4 @@
-"""The experiment of phases: the same training with no, forward, backward or both kinds of noise, tested under noise.
+"""The phases experiment: the same training with no, forward, backward or both kinds of noise, tested under noise.
 
 An arm is a kind of training noise; arm x seed is one trial, kept when it ends, and resumed from a checkpoint where it
 was interrupted. All arms of a seed start from the same weights and see the same data in the same order, and every
@@ -55,7 +55,7 @@ class TrainingLoop(Protocol):
 
 
 class Task(Protocol):
-    """What is learned and tested: a value that travels to other processes."""
+    """What is learned and tested, as a value that can be sent to other processes."""
 
     method: ClassVar[
         str
@@ -75,7 +75,9 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Arm:
-    """Noise in training, by name: KIND[@SCALE][:SCHEDULE], such as "forward", "both@0.025", "norm@0.01:staged"."""
+    """The noise of one training arm, by name: KIND[@SCALE][:SCHEDULE], such as "forward", "both@0.025",
+    "norm@0.01:staged".
+    """
 
     kind: str
     scale: float
@@ -119,7 +121,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Design:
-    """Which arms are trained how often, and how they are tested."""
+    """Which arms are trained, how often, and how they are tested."""
 
     task: Task
     arms: tuple[Arm, ...]
@@ -163,13 +165,13 @@ class Design:
         return Trial(conditions, "train", Slice(self.task.data_name(), 0, self.task.samples), None, settings)
 
     def trials(self) -> list[tuple[Trial, Arm, int]]:
-        """All of them, seed by seed: a run that is cut short has whole comparisons."""
+        """All trials, seed by seed, so that an interrupted run has complete comparisons."""
         return [(self.trial(arm, seed), arm, seed) for seed in self.seeds for arm in self.arms]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One trial as a process gets it."""
+    """One trial as sent to a process."""
 
     design: Design
     arm: Arm
@@ -180,7 +182,7 @@ class Job:
 
 
 class Trained(NamedTuple):
-    """What a training leaves."""
+    """The result of a training run."""
 
     model: nn.Module
     curve: list[dict[str, float]]
@@ -188,7 +190,7 @@ class Trained(NamedTuple):
 
 
 def run(job: Job) -> Result | None:
-    """Train and test; None where the time was up first, and the checkpoint has what was done."""
+    """Train and test; None if time ran out first, with the progress in the checkpoint."""
     if time.time() >= job.deadline:
         return None
     train_by = train
@@ -203,7 +205,7 @@ def run(job: Job) -> Result | None:
 
 
 def train(job: Job) -> Trained | None:
-    """A step after the other, on from the checkpoint if there is one; None where the time was up."""
+    """Train step by step, from the checkpoint if there is one; None if time ran out."""
     design, task = job.design, job.design.task
     loop: TrainingLoop = task.begin(job.seed, device=design.device, cache=job.cache)
     curve: list[dict[str, float]] = []
@@ -251,7 +253,7 @@ def seconds_before(job: Job) -> float:
 
 
 def _read_checkpoint(path: Path, device: str) -> dict[str, Any] | None:
-    """None where there is none, or a damaged one: torch would not notice, and the training starts anew."""
+    """None if there is none, or it is damaged: torch would not notice, and training starts again."""
     raw = read_sealed(path)
     return None if raw is None else torch.load(io.BytesIO(raw), map_location=device, weights_only=True)
 
@@ -289,7 +291,7 @@ def due(step: int, steps: int, times: int) -> bool:
 
 
 def rounding(design: Design, arm: Arm) -> str:
-    """In how many steps an arm's noise is smaller than half the spacing of the numbers it falls on, in words."""
+    """In how many steps an arm's noise is below half the spacing of the numbers it is added to, as text."""
     aqn = arm.aqn(design.task.steps, 0, design.operators, design.factors)
     if aqn is None:
         return ""

@@ -1,4 +1,4 @@
-"""How strong the noise is: as a function of the training step, and per layer from a report. No state, no torch.
+"""The strength of noise: as a function of the training step, and per layer from a report. No state, no torch.
 
 A schedule is a value and a function step -> scale; any callable of that form will do. Steps count from 0, and behind
 its last step a schedule keeps its end, so that a resumed or prolonged run meets no surprise.
@@ -254,7 +254,7 @@ def layer_costs(section: LayerAnalysis) -> dict[int, float]:
 
 
 def from_report(report: Report | Diagnosis, rule: str = "equalised") -> dict[Place, float]:
-    """Factors by the smooth rule, or by one of the original method notes' ("methodology", "summary")."""
+    """Factors by the smooth rule, or by one of the original method notes' rules ("methodology", "summary")."""
     section = (report if isinstance(report, Diagnosis) else report.diagnosis).layer_analysis
     if section is None:
         raise InvalidInput("the report has no layer analysis: run noisescope diagnose with --level layer")

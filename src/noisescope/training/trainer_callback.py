@@ -30,7 +30,7 @@ Check = Callable[[nn.Module], Any]  # what it returns goes into the run history:
 
 
 class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
-    """Trains under an AQN; scale and counts stand in the Trainer's log history beside the loss.
+    """Trains under an AQN; scale and counts appear in the Trainer's log history next to the loss.
 
     check is called with the model every `check_every` steps, this noise off and in evaluation mode: a gate, a
     diagnosis, anything; its answer goes into the history as "noise_check", and gradients and random states are
@@ -84,7 +84,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
         self._leave(None)
 
     def close(self) -> None:
-        """Take the noise off after a training that broke off. Does nothing after one that ended."""
+        """Remove the noise after an interrupted training. Has no effect after a completed one."""
         self._leave(RuntimeError)  # as on the way of an error: no complaint about missing noise
 
     def _leave(self, kind: type[BaseException] | None) -> None:
@@ -95,7 +95,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def random_state_kept(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
-    """Afterwards the random states of Python, NumPy and torch (on `devices`, or all) are what they were."""
+    """Restore the random states of Python, NumPy and torch (on `devices`, or all) afterwards."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
@@ -107,7 +107,7 @@ def random_state_kept(devices: Iterable[torch.device] | None = None) -> Iterator
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode inside; afterwards modes, gradients and random states are what they were."""
+    """Evaluation mode inside; modes, gradients and random states are restored afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:

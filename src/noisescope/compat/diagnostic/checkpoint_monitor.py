@@ -1,4 +1,4 @@
-"""Checkpoints against a baseline while training goes on: the original method notes' name for the gate.
+"""Compares checkpoints with a baseline during training: the original method notes' name for the gate.
 
 A baseline in the notes' own shape holds degradations alone. An operator fails where noise in it costs more than 1.2
 times the baseline's degradation and the interval lies above the baseline's: near a baseline of 0 every number is 1.2
@@ -177,11 +177,11 @@ class RobustnessMonitor:
 
     @property
     def alerts(self) -> list[Row]:
-        """Checks of all checkpoints that failed, the oldest first."""
+        """Failed checks of all checkpoints, the oldest first."""
         return [{"checkpoint_step": row["checkpoint_step"], **one} for row in self.history for one in row["warnings"]]
 
     def plot_robustness_trend(self) -> Figure:
-        """What noise costs at its worst, checkpoint by checkpoint, and the limit."""
+        """The largest cost of noise, checkpoint by checkpoint, and the limit."""
         if not self.history:
             raise InvalidInput(
                 "no checkpoint has been checked yet: call check_checkpoint(model, test_data, step) first"

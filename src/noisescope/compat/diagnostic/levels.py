@@ -1,4 +1,4 @@
-"""The three levels by the names of the original method notes: operators, sliding windows, thresholds, one report."""
+"""The three levels under the names of the original method notes: operators, sliding windows, thresholds, one report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def operator_level_diagnosis(
     operators: Iterable[str] | None = None,
     **more: Any,
 ) -> dict[str, Row]:
-    """What noise on one kind of operation alone costs: {operator: {degradation, sensitivity_score, ...}}.
+    """The cost of noise in one kind of operation: {operator: {degradation, sensitivity_score, ...}}.
 
     "matmul" means every matrix product, linears included (noisescope's `gemm`), and "layernorm" every norm. Without
     `operators` they are matmul, softmax, silu, gelu and layernorm, as far as the model has them. A row also has its
@@ -87,7 +87,7 @@ def sliding_window_diagnosis(
     step_size: int = 1,
     **more: Any,
 ) -> dict[str, Row]:
-    """What noise on the products of neighbouring layers costs: {"L0-2": {start_layer, end_layer, degradation, ...}}.
+    """The cost of noise in the products of adjacent layers: {"L0-2": {start_layer, end_layer, degradation, ...}}.
 
     A model with fewer blocks than `window_size` has one window.
     """
@@ -96,7 +96,7 @@ def sliding_window_diagnosis(
 
 
 def identify_avalanche_points(sensitivity_map: Mapping[str, Mapping[str, Any]], threshold: float = 0.15) -> list[Row]:
-    """Windows that lose more than `threshold` and more than 1.5 times what the windows beside them lose.
+    """Windows that lose more than `threshold`, and more than 1.5 times as much as adjacent windows.
 
     Beside means without a common layer. The notes compare with the next window, which overlaps: one hot layer lifts
     them alike, and nothing would ever be found. Overlapping hits are one point, named by the worst.

@@ -301,6 +301,7 @@ def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
 
 def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
     """Further calls for a suspect only: is the fault random, odd, an offset, does it scale, does it need other bits?
+
     They determine the class of a fault, not whether there is one.
     """
     x, call, facts = linear.x, linear.call, found.facts
