@@ -1,4 +1,4 @@
-"""An injection: a perturbation, where it falls, how strongly, and with which seed. A value; no torch here."""
+"""An injection: a perturbation, where it is applied, how strongly, and with which seed. A value, without torch."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Injection:
         return float(scale) * multiplier
 
     def perturbation_at(self, site: Site) -> Perturbation:
-        """The perturbation with the strength of this site put in.
+        """The perturbation with the strength for this site.
 
         A perturbation with a method `at(site)` stands for another one at each site, as it is.
         """
@@ -155,7 +155,7 @@ class Injection:
 
 
 def _names(values: Iterable[Any] | str | int, what: str) -> list[Any]:
-    """A set given as a set, a list, or (a kind mistake) as one bare name."""
+    """A set given as a set, a list, or (by a common mistake) as a single name."""
     if isinstance(values, (str, int)):
         return [values]
     try:

@@ -1,4 +1,4 @@
-"""Words of noisescope as values: operator, group, place, site. No torch here.
+"""noisescope's terms as values: operator, group, place, site. Does not import torch.
 
 An operator is what is computed (`linear`, `softmax` ...), a place is where in the model (a block's index, or `embed`,
 `rotary`, `final_norm`, `lm_head`), a site is both with the module's name, the tensor and the phase.
@@ -75,7 +75,7 @@ def place_order(place: Place) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a perturbation falls: a value, never a string to take apart again."""
+    """Where a perturbation is applied: a value, never a string to parse."""
 
     operator: str
     place: Place

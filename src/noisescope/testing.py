@@ -82,7 +82,7 @@ def tiny_model(name: str, *, layers: int = 2, seed: int = 0, biases: float = 0.0
 
 
 def tiny_inputs(name: str, *, batch: int = 2, length: int = 8, seed: int = 0) -> dict[str, Tensor]:
-    """Arguments for one forward: `model(**tiny_inputs("llama"))`. ViT takes images, so `length` is not for it."""
+    """Arguments for one forward: `model(**tiny_inputs("llama"))`. ViT takes images, so `length` does not apply."""
     if name not in MODELS:
         raise unknown("tiny model", name, MODELS)
     import torch

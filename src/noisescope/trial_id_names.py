@@ -19,7 +19,7 @@ _OWNERS: dict[str, str] = {}  # registered name -> where its class is defined
 
 
 def registered(name: str) -> Callable[[type[_T]], type[_T]]:
-    """A class decorator: trials name the class so, wherever it is defined. A subclass needs a name of its own."""
+    """A class decorator: the name that trials use for the class, wherever it is. A subclass needs its own name."""
 
     def register(cls: type[_T]) -> type[_T]:
         here = f"{cls.__module__}.{cls.__qualname__}"
@@ -38,7 +38,7 @@ def class_name(cls: type) -> str:
 
 
 def function_name(value: Any) -> str:
-    """Module and qualified name of a function: all that is the same in every process. Its code is not looked at."""
+    """Module and qualified name of a function: all that is the same in every process. Its code is not examined."""
     bound = getattr(value, "__self__", None)
     if inspect.ismethod(value):
         if not isinstance(bound, type):

@@ -114,7 +114,7 @@ class Slice:
 @registered("noisescope.Trial")
 @dataclass(frozen=True)
 class Trial:
-    """One question to the model. `injection` carries its seed."""
+    """One question to the model. `injection` includes its seed."""
 
     conditions: Conditions
     measure: str
@@ -134,13 +134,13 @@ class Trial:
         return str(known)
 
     def content(self) -> str:
-        """The canonical JSON, to be kept beside the result."""
+        """The canonical JSON, stored with the result."""
         return json.dumps(canonical(self), separators=(",", ":"), sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial gave: a value per sample for each metric, or other numbers that its measure defines."""
+    """The result of a trial: a value per sample for each metric, or other numbers defined by its measure."""
 
     samples: tuple[int, ...] = ()
     values: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)  # None: not finite, or not defined
@@ -167,6 +167,6 @@ def slices(data: str, count: int, size: int) -> tuple[Slice, ...]:
 
 
 def missing(trials: Iterable[Trial], results: Results) -> list[Trial]:
-    """Those without a result, each once, in order."""
+    """Trials without a result, each once, in order."""
     wanted = {trial.id: trial for trial in trials}
     return [trial for identity, trial in wanted.items() if identity not in results]

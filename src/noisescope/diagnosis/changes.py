@@ -1,4 +1,4 @@
-"""What changed from one stored run to another: every injection that both ran, side by side, B less A.
+"""What changed from one stored run to another: every injection that both ran, B minus A.
 
 Model, dtype and device may differ: that is what is compared. Where both measured the same samples, the difference is
 taken sample by sample, with the seeds both have: noise is keyed by seed, sample and site, so equal questions met equal
@@ -140,7 +140,7 @@ def _metrics(first: Measured, second: Measured, score: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The values of both runs [samples, seeds]; of the same samples where they are paired."""
+    """The values of both runs [samples, seeds]; of the same samples if they are paired."""
 
     x: Array
     y: Array
@@ -154,7 +154,7 @@ class _Sides:
 
 
 def _compared(first: Measured, second: Measured, metric: str, *, order: int, custom: bool) -> tuple[ChangeRow, _Sides]:
-    """A row that is not judged yet, and the values behind it: paired where the samples are the same."""
+    """A row that is not judged yet, and its values: paired if the samples are the same."""
     seeds = sorted(first.values.keys() & second.values.keys())
     used = [seeds or sorted(side.values) for side in (first, second)]
     sides = _sides(first, second, used, metric, custom=custom)
@@ -208,7 +208,7 @@ def _sides(first: Measured, second: Measured, used: Sequence[Sequence[int]], met
 
 
 def _difference(sides: _Sides) -> tuple[stats.Estimate, float]:
-    """B less A with its interval, and p of "no difference"."""
+    """B minus A with its interval, and p of "no difference"."""
     x, y = sides.x, sides.y
     if not sides.paired:
         return unpaired(x, y, centre=sides.centre), unpaired_p(x, y, centre=sides.centre)
@@ -299,7 +299,7 @@ def _differing(a: Mapping[str, Json], b: Mapping[str, Json], before: str = "") -
 
 
 def _notes(a: StoredRun, b: StoredRun, rows: Sequence[ChangeRow]) -> Iterator[str]:
-    """What a reader must know to trust the rows."""
+    """What a reader must know to interpret the rows."""
     if rows and all(row.identical for row in rows):
         yield "all values present in both runs are identical, bit for bit"
     apart = [row for row in rows if not row.paired]

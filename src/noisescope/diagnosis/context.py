@@ -1,4 +1,4 @@
-"""A study's settings, model facts and samples; the trials that a question takes, and their results as one answer."""
+"""A study's settings, model facts and samples; the trials for a question, and their results as one answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose. Everything here may change a number, and all of it is in the report."""
+    """The user's choices. Everything here may change a number, and all of it is in the report."""
 
     perturbation: Any  # with a field `scale`
     levels: tuple[str, ...] = LEVELS
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class StudyContext:
-    """Settings, and what they are applied to, as far as interpreting needs to know."""
+    """Settings, and what they apply to, as far as interpretation needs it."""
 
     settings: Settings
     conditions: Conditions
@@ -85,7 +85,7 @@ class StudyContext:
 
     @property
     def metric_name(self) -> str:
-        """What the metric is called in rows and sentences; the caller's own has no name."""
+        """The name of the metric in rows and sentences; the caller's own metric has no name."""
         return "custom" if self.measure == "custom" else self.metric
 
     @cached_property
@@ -128,7 +128,7 @@ class StudyContext:
         return Injection(noise, phases=frozenset({"forward"}), **where)
 
     def ask(self, injection: Injection | None, *, seeds: Sequence[int] | None = None) -> list[Trial]:
-        """The trials of a question: every slice, every seed. None asks for the clean model."""
+        """The trials of a question: every slice, every seed. None requests the clean model."""
         chosen = tuple(self.settings.seeds if seeds is None else seeds)
         if (injection, chosen) not in self._asked:
             noise = [None] if injection is None else [dataclasses.replace(injection, seed=seed) for seed in chosen]
@@ -147,7 +147,7 @@ class StudyContext:
     def answer(
         self, results: Results, injection: Injection | None, *, seeds: Sequence[int] | None = None
     ) -> Answer | None:
-        """The results of a question together; None where a trial of it is not known yet."""
+        """The combined results of a question; None if one of its trials is not known yet."""
         trials = self.ask(injection, seeds=seeds)
         if any(trial.id not in results for trial in trials):
             return None
@@ -188,7 +188,7 @@ class Answer:
         return np.array(rows, dtype=np.float64)
 
     def mean(self, name: str) -> Array:
-        """Seeds averaged: noise is drawn anew for each sample, so the sample is what is independent."""
+        """Averaged over seeds: noise is drawn independently for each sample, so the sample is the unit."""
         column = self.values(name)
         known = np.isfinite(column)
         total, count = np.where(known, column, 0.0).sum(0), known.sum(0)

@@ -1,6 +1,6 @@
-"""The findings tested: the same fault in the layers a report warns of, and in others.
+"""Tests the findings: the same fault in the layers a report warns about, and in others.
 
-On samples that the diagnosis has not seen: a diagnosis that only described its own noise would fail here.
+It uses samples that the diagnosis has not seen: a diagnosis that only described its own noise would fail here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from noisescope.trials import Results, Trial
 
 @dataclass(frozen=True)
 class ChosenWindow:
-    """Layers to break: those that the report warns of most, those that diverge least, or others between."""
+    """Layers to break: those the report warns about most, those that diverge least, or others in between."""
 
     role: Literal["warned", "least", "between"]
     start_layer: int
@@ -30,7 +30,7 @@ class ChosenWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedWindow(ChosenWindow, Effect):
-    """What the fault did in one window."""
+    """The effect of the fault in one window."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One ranked list of findings, which the summary, the recommendations and every plan follow.
+"""One ranked list of findings, which the summary, the recommendations and every plan use.
 
     1. Losses of the task metric whose interval clears the limit of a band: by band, then by size.
     2. Significant losses whose interval reaches from the lowest band into a higher one: borderline.
@@ -38,7 +38,7 @@ Excess = Callable[[Target, Target], Estimate | None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A place or an operator with what noise there did."""
+    """A place or an operator with the effect of noise there."""
 
     target: Target
     effect: Effect
@@ -86,7 +86,7 @@ def place_target(place: OuterPlace) -> Target:
 
 
 def whole_model(found: Sections) -> Finding | None:
-    """What noise costs that falls on all layers at once: a fact about the model, beside findings about its parts.
+    """The cost of noise in all layers at once: a fact about the model, in addition to findings about its parts.
 
     None where no layers were measured: the operator is a finding like others then.
     """
@@ -159,7 +159,7 @@ def _order(finding: Finding) -> tuple[int, int, float, float]:
 
 
 def typical_nats(layers: LayerAnalysis | None) -> float:
-    """What noise in the median layer does."""
+    """The effect of noise in the median layer."""
     known = [row.nats for row in layers.layers] if layers is not None else []
     return statistics.median(known) if known else 0.0
 
@@ -206,7 +206,7 @@ def _without_nested(
 
 
 def _extent(target: Target) -> int:
-    """How much of the model a target takes in: an operator everywhere, windows, layers, cells."""
+    """How much of the model a target covers: an operator everywhere, windows, layers, cells."""
     return {"operator": 10**6, "window": 1000 + len(target.layers), "layer": 100}.get(target.kind, 1)
 
 
@@ -278,7 +278,7 @@ def _failed(row: Candidate) -> Finding:
 
 
 def _layer_notes(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
-    """What else the run knows of the same layers."""
+    """What else the run shows about the same layers."""
     for point in layers.avalanche_points if layers is not None else ():
         if row.target.layers and set(row.target.layers) <= set(range(point.start, point.end + 1)):
             where = f"layers {point.start} to {point.end}"

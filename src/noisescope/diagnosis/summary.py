@@ -1,4 +1,4 @@
-"""From sections and ranked findings to the first screen of the report.
+"""Builds the first screen of the report from sections and ranked findings.
 
 Recommendations in the order of the findings, the risk level with its reasons, the next step, plain words for people who
 decide, and what the run could not detect.
@@ -46,7 +46,7 @@ def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendati
 
 
 def _priority(found: Sections, finding: Finding, typical: float) -> Urgency | None:
-    """None where a finding asks for nothing."""
+    """None if a finding requires nothing."""
     if finding.unit == "count":
         return "CRITICAL"
     if finding.unit == "share" and finding.severity in RATED:
@@ -89,7 +89,7 @@ LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't
 def plain_words(
     context: StudyContext, found: Sections, level: str, wanted: Sequence[Recommendation], next_step: str
 ) -> PlainWords:
-    """Up to three short paragraphs; every number in them is elsewhere in the report with its interval."""
+    """Up to three short paragraphs; every number in them is also in the report with its interval."""
     risk = f"{_MEANING[level]} {_loss(context, found)}".strip()
     if level == NOT_MEASURABLE:
         return PlainWords(risk, next_step, _success(context, found))
@@ -102,7 +102,7 @@ def plain_words(
 
 
 def _success(context: StudyContext, found: Sections) -> str:
-    """A criterion that a device can pass or fail, or how many samples it would take to have one."""
+    """A criterion that a device can pass or fail, or how many samples one would need."""
     baseline = found.metrics.baseline
     clean_always_agrees = context.metric == "agreement"
     if baseline is None or not baseline.measurable or clean_always_agrees:
@@ -124,7 +124,7 @@ def _success(context: StudyContext, found: Sections) -> str:
 
 
 def _loss(context: StudyContext, found: Sections) -> str:
-    """What noise everywhere costs, in a sentence."""
+    """The cost of noise everywhere, as a sentence."""
     loss = found.metrics.primary.relative_degradation
     if loss is None or loss.value is None or loss.low is None or loss.high is None:
         return ""
@@ -201,7 +201,7 @@ def overall_risk(score_level: RiskLevel, ranked: Sequence[Finding], smallest: fl
 
 
 def _why_not(context: StudyContext, found: Sections) -> str:
-    """Why no loss could be measured at all; "" where some could."""
+    """Why no loss could be measured; "" if some could."""
     baseline = found.metrics.baseline
     if context.settings.effort == "screen":
         return "a screen predicts divergence without injecting noise, so no loss was measured"

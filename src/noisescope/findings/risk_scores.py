@@ -27,7 +27,7 @@ from noisescope.findings.thresholds import (
 
 @dataclass(frozen=True)
 class Term:
-    """One reason of a risk score; points None where it could not be measured."""
+    """One term of a risk score; points are None if it could not be measured."""
 
     reason: str
     points: float | None
@@ -35,7 +35,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Risk:
-    """A risk score with its level. Where a term is missing the score is a lower bound, and the level never LOW."""
+    """A risk score with its level. If a term is missing the score is a lower bound, and the level is never LOW."""
 
     name: RiskName
     score: float
@@ -51,7 +51,7 @@ _NAMES = {"mae": "MAE", "mape": "MAPE", "pearson": "correlation"}
 
 
 def higher_level(one: RiskLevel, other: RiskLevel) -> RiskLevel:
-    """The graver of two risk levels."""
+    """The more serious of two risk levels."""
     return max(one, other, key=LEVELS.index)
 
 

@@ -246,12 +246,12 @@ def band_range(metric: str, estimate: Estimate) -> tuple[str, str]:
 
 
 def meaning(metric: str, value: float | None) -> str:
-    """What the band of this value means for the reader."""
+    """What the band of this value means, for the reader."""
     return _band(metric, value)[1]
 
 
 def as_expected(name: str, correlation: float | None) -> bool | None:
-    """Whether a correlation is what the notes expect; None where it could not be computed."""
+    """Whether a correlation is what the notes expect; None if it could not be computed."""
     if name not in EXPECTED_CORRELATIONS:
         raise unknown("correlation", name, EXPECTED_CORRELATIONS)
     if correlation is None or math.isnan(correlation):

@@ -1,4 +1,4 @@
-"""Divergence and other scores of two sets of logits, exact also where they hardly differ.
+"""Divergence and other scores of two sets of logits, accurate even where they hardly differ.
 
 Rows are tokens, [N, V]; nothing makes the host wait for an accelerator. A broken row (NaN, +inf, nothing but -inf, or
 -inf where the clean logits have none) is a wrong answer: agreement 0, correct 0; what it has no value for is NaN, and
@@ -81,7 +81,7 @@ def rounding_floor(logits: Tensor, dtype: torch.dtype | None = None, *, block_ro
 
 
 def check_logits(clean: Tensor, noisy: Tensor) -> None:
-    """Both are floating [N, V] with V > 0, alike in shape and on one device."""
+    """Both must be floating-point [N, V] with V > 0, of the same shape and on one device."""
     if clean.dim() != 2 or clean.shape != noisy.shape or clean.shape[1] == 0:
         raise InvalidInput(
             f"clean and noisy logits must both have the shape [tokens, vocabulary], got {tuple(clean.shape)} and "
@@ -107,7 +107,7 @@ def row_blocks(logits: Tensor, block_rows: int | None = None) -> Iterator[slice]
 
 
 def widened(*blocks: Tensor) -> tuple[Tensor, ...]:
-    """The blocks in float32, or in float64 if one of them is. What is wide already is not copied: don't write to it."""
+    """The blocks in float32, or in float64 if one of them is. Wide blocks are not copied: don't write to them."""
     wide = torch.float32
     for block in blocks:
         wide = torch.promote_types(wide, block.dtype)

@@ -87,7 +87,7 @@ def effective_bits(name: str, inputs: int) -> float:
 @registered("noisescope.PerModule")
 @dataclass(frozen=True)
 class PerModule:
-    """Another perturbation for each module, by name; `Injection.perturbation_at` asks for the one of a site."""
+    """A separate perturbation for each module, by name; `Injection.perturbation_at` selects the one of a site."""
 
     perturbations: tuple[tuple[str, Perturbation], ...]
 
@@ -99,7 +99,7 @@ class PerModule:
 
 
 def plan_injection(assignment: Mapping[str, str]) -> Injection | None:
-    """The injection that rounds each weight to its format where it is used; None where all keep 16 bits."""
+    """The injection that rounds each weight to its format where it is used; None if all keep 16 bits."""
     rounded = {module: weight_format(name) for module, name in sorted(assignment.items()) if name != UNTOUCHED}
     if not rounded:
         return None

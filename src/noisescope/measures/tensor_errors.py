@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and how sparse one is: sums in float64, a chunk at a time, so that size is no matter.
+"""How far apart two tensors are, and how sparse one is: float64 sums in chunks, for tensors of any size.
 
 Each function takes the clean (reference) tensor first, refuses other shapes and what is not finite, and returns a
 number. None stands for what has no finite value there: JSON has no infinity.

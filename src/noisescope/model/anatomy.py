@@ -1,4 +1,4 @@
-"""What a model is made of: blocks, operators and where each is computed, by structure and role.
+"""The anatomy of a model: blocks, operators and where each is computed, by structure and role.
 
 A `Unit` is one module that is an operator (a Linear, an RMSNorm), or one whose forward makes the function calls that
 are operators (an attention module calls matmul and softmax; MoE experts call grouped products that are `linear`).
@@ -33,7 +33,7 @@ _SERVING_ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorR
 
 @dataclass(frozen=True)
 class Unit:
-    """A module of the model and the operators computed by it."""
+    """A module of the model and the operators it computes."""
 
     module: str
     kind: str
@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def left_alone(self) -> bool:
-        """Part of an injection only where it is named: the choice of experts, and the angles of rotary embeddings."""
+        """Injected only if named: the choice of experts, and the angles of rotary embeddings."""
         return self.component == "router" or self.place == "rotary"
 
     def site(self, operator: str, **parts: Any) -> Site:
@@ -60,7 +60,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Blocks by index, units in module order, and what can't be seen."""
+    """Blocks by index, units in module order, and what can't be observed."""
 
     architecture: str
     blocks: tuple[str, ...]
@@ -68,7 +68,7 @@ class Anatomy:
     notes: tuple[str, ...] = ()
 
     def operators(self) -> set[str]:
-        """The operators this model certainly computes."""
+        """The operators this model is certain to compute."""
         return {op for unit in self.units if unit.certain for op in unit.operators}
 
     def absent(self) -> list[str]:
@@ -77,7 +77,7 @@ class Anatomy:
         return [op for op in OPERATORS if op not in present]
 
     def check_layers(self, places: Iterable[Place]) -> None:
-        """Refuse a block that the model does not have."""
+        """Reject a block that the model does not have."""
         blocks = len(self.blocks)
         for place in places:
             if isinstance(place, int) and not 0 <= place < blocks:
@@ -103,7 +103,7 @@ class Anatomy:
 
 
 def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
-    """The anatomy of a model; without `require_blocks` a model that has none is one block 0, as for `noisy_ops`."""
+    """The anatomy of a model; without `require_blocks` a model without blocks is one block 0, as for `noisy_ops`."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; names are those of the model inside
     _refuse_serving_engine(model)
     if not isinstance(model, nn.Module):
@@ -157,7 +157,7 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
 
 
 def _unit(name: str, module: nn.Module, place: Place, *, inside_block: bool) -> Unit | None:
-    """The unit a module is, if any. Order matters: the first role that fits wins."""
+    """The unit for a module, if any. Order matters: the first matching role wins."""
     label = type(module).__name__
     low = label.lower()
     if place == "rotary":
@@ -258,7 +258,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """nn.Linear and its kin, transformers' Conv1D (an addmm), packed linears of quantisers."""
+    """nn.Linear and similar: transformers' Conv1D (an addmm), packed linears of quantisers."""
     label = type(module).__name__
     if isinstance(module, nn.Linear) or (keeps_weight_transposed(module) and hasattr(module, "nf")):
         return True

@@ -1,4 +1,4 @@
-"""Which model this is (a fingerprint of config and numbers), and where another process gets it from."""
+"""Identifies a model (a fingerprint of config and values), and says where another process can load it from."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ACCELERATORS = ("cuda", "xpu", "mps", "npu", "hpu")
 
 @dataclass(frozen=True)
 class Source:
-    """Enough to load a subject again, wherever the path can be read."""
+    """Enough to load a subject again, wherever the path is readable."""
 
     path: str
     loading: Mapping[str, Any]  # keyword arguments of `load`
@@ -83,7 +83,7 @@ class Source:
 
 
 def source_of(subject: Subject, fingerprint: str, folder: Callable[[], Path]) -> Source:
-    """The subject's source; a wrapped model is written to `folder()/model`, or found there from an earlier run."""
+    """The subject's source; a wrapped model is saved to `folder()/model`, or found there from an earlier run."""
     altered = _alteration(subject.model)
     if altered:
         raise _refused(altered)
@@ -115,7 +115,7 @@ def accelerators(model: nn.Module) -> list[torch.device]:
 
 
 def _alteration(model: nn.Module) -> str:
-    """What a model carries that no file holds, or "". Hooks of transformers and accelerate come with loading."""
+    """Changes to a model that can't be saved, or "". Hooks of transformers and accelerate come with loading."""
     for name, module in model.named_modules():
         where = name or "the model itself"
         kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
@@ -147,7 +147,7 @@ def _difference(there: nn.Module, here: nn.Module) -> str:
 
 
 def _write(subject: Subject, target: Path) -> None:
-    """Model and tokenizer as files, whole or not at all: they are written elsewhere and moved."""
+    """Save model and tokenizer completely or not at all: they are written elsewhere and moved."""
     model: Any = subject.model
     if not hasattr(model, "save_pretrained"):
         raise _refused(f"{type(model).__name__} has no save_pretrained, so it can't be written as safetensors")
@@ -187,7 +187,7 @@ def _renumbered(loading: Mapping[str, Any], devices: list[torch.device]) -> dict
 
 
 def _placement(model: nn.Module) -> dict[str, Any]:
-    """`load`'s device and device_map for a model that lies somewhere already."""
+    """`load`'s device and device_map for a model that is already placed."""
     devices = accelerators(model)
     placed = getattr(model, "hf_device_map", None) if len(devices) > 1 else None
     return _renumbered({"device": devices[0].type if devices else "cpu", "device_map": placed}, devices)

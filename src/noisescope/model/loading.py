@@ -144,7 +144,7 @@ def load(
 
 
 def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
-    """A model you hold already, as it is: mode, device and wrappers stay."""
+    """Wrap a model you already have, unchanged: mode, device and wrappers stay."""
     return Subject(model, tokenizer, dissect(model), getattr(model, "name_or_path", "") or type(model).__name__)
 
 

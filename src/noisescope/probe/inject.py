@@ -1,4 +1,4 @@
-"""`inject`: noise in a model for the length of a `with` block, counted, and nothing left behind."""
+"""`inject`: noise in a model inside a `with` block, counted, without leaving a trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTED = ("linear", "norm", "embedding")
 
 
 def inject(model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None) -> Probe:
-    """A scope in which `injection` falls on `model`.
+    """A scope that applies `injection` to `model`.
 
         with inject(model, Injection(Gaussian(0.05), operators={"softmax"}, layers={9})) as tally:
             model(tokens)
@@ -75,7 +75,7 @@ class Probe(ModelScope):
             self.check()
 
     def update(self, injection: Injection) -> None:
-        """Swap what is injected, between steps; the tally goes on."""
+        """Replace the injection between steps; the tally continues."""
         previous, self.injection = self.injection, injection
         try:
             self._check_targets()
@@ -87,7 +87,7 @@ class Probe(ModelScope):
             raise
 
     def reseed(self, seed: int) -> None:
-        """Other draws of the same injection from here on: all targets stay, so this costs next to nothing."""
+        """Use other draws of the same injection from here on: all targets stay, so this costs almost nothing."""
         if seed == self.injection.seed:
             return
         self.injection = dataclasses.replace(self.injection, seed=seed)
@@ -98,7 +98,7 @@ class Probe(ModelScope):
                         target.reseed(seed)
 
     def sleeps(self) -> bool:
-        """Decided where a forward starts: inside it, checkpointing may run blocks without gradients at first."""
+        """Decided when a forward starts: inside it, checkpointing may first run blocks without gradients."""
         started = self.context is not None or in_backward()
         return self.gradients_only and not started and not torch.is_grad_enabled()
 
@@ -144,7 +144,7 @@ class Probe(ModelScope):
     # -- checks
 
     def _check_targets(self) -> None:
-        """Refuse before the run what can't be hit: a layer out of range, an operator the model lacks."""
+        """Reject before the run what can't be hit: a layer out of range, an operator the model lacks."""
         self.anatomy.check_layers([*self.injection.named_places, *self.injection.layer_multipliers])
         names = {unit.module for unit in self.anatomy.units}
         for pattern in self.injection.modules or ():
@@ -184,7 +184,7 @@ class Probe(ModelScope):
         )
 
     def check(self) -> None:
-        """Raise NothingInjected unless everything targeted by name was hit, and what was hit changed."""
+        """Raise NothingInjected unless every explicitly named target was hit and changed."""
         tally, injection = self.tally, self.injection
         if not self.forwards:
             raise NothingInjected("the model was not called inside the scope, so nothing was injected")
@@ -209,7 +209,7 @@ class Probe(ModelScope):
         self.check_effects()
 
     def check_effects(self) -> None:
-        """Raise where an operator that must have run was never seen, or where all noise rounded away."""
+        """Raise if an operator that must have run was never observed, or if all noise was lost to rounding."""
         self._check_unseen()
         fired = [site for site in self.tally.sites if site.total]
         if fired:
@@ -217,7 +217,7 @@ class Probe(ModelScope):
             self._warn_of_rounding()
 
     def _check_unseen(self) -> None:
-        """A module that must compute an operator ran, but the operator was never seen: a kernel we don't know."""
+        """A module that must compute an operator ran, but the operator was not observed: an unknown kernel."""
         for (operator, _, module), count in self._counts.items():
             if count.total == 0 and (operator, module) in self._ran and "forward" in self.injection.phases:
                 raise NothingInjected(f"{module} ran, but its {operator} was never observed: {self._silent_reason()}")
@@ -235,7 +235,7 @@ class Probe(ModelScope):
         )
 
     def _check_rounding(self, sites: list[SiteCount], what: str) -> None:
-        """Noise that rounds away at every target is zero injection."""
+        """Noise that is lost to rounding at every target counts as zero injection."""
         for phase in PHASES:
             fired = [site for site in sites if getattr(site, phase)]
             rounded = [site for site in fired if phase in site.rounded_away]
@@ -249,7 +249,7 @@ class Probe(ModelScope):
             )
 
     def _warn_of_rounding(self) -> None:
-        """Where noise rounds away in some places only, say so and go on."""
+        """If noise is lost to rounding in some places only, warn and continue."""
         for phase in PHASES:
             rounded = [site for site in self.tally.sites if phase in site.rounded_away]
             if rounded:

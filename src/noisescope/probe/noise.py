@@ -1,4 +1,4 @@
-"""Perturbations: noise of a stated size, and the two ways arithmetic goes wrong on purpose.
+"""Perturbations: noise of a stated size, and two systematic errors.
 
 Each is a value and a function (tensor, draw) -> tensor; any callable of that form is a perturbation too.
 """

@@ -1,4 +1,4 @@
-"""What is done at one operator of one unit: a perturbation falls on it, or its calls are reported.
+"""What happens at one operator of one unit: a perturbation is applied, or its calls are reported.
 
 Gradients pass a forward perturbation unchanged: a rounding error has no derivative (straight-through). A backward
 perturbation falls on the gradient of each input and of the weight as this use of it produced it, so tied weights and
@@ -80,7 +80,7 @@ class OperatorTarget:
         self._new = {"forward", "backward"}  # phases in which this target has not fired yet
 
     def reseed(self, seed: int) -> None:
-        """Draw by another seed; keys that were hashed with the one before are forgotten."""
+        """Draw with another seed; keys hashed with the previous one are discarded."""
         self.seed = seed
         self._keys.clear()
 
@@ -178,7 +178,7 @@ class OperatorTarget:
         return self._mask
 
     def _note_change(self, before: Tensor, after: Tensor) -> None:
-        """Count changed elements on the device; they are read when asked for, so nothing waits for the device here.
+        """Count changed elements on the device; they are read on demand, so nothing synchronises here.
 
         Exact zeros are left out: relative noise can't change them (masked attention, padding).
         """
@@ -223,7 +223,7 @@ class OperatorTarget:
 
 
 class CallListener:
-    """Stands where a target does, and reports whole calls of one operator of one unit.
+    """Takes the place of a target, and reports whole calls of one operator of one unit.
 
     `before` gets a call that is about to be made, and may give another first tensor, or all arguments anew as a pair
     (args, kwargs); `on_call` one that was made, and may give another output. None leaves things as they are.

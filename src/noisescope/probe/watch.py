@@ -1,4 +1,4 @@
-"""`watch`: the calls of chosen operators, reported while the model runs. Everything that listens to a model uses it."""
+"""`watch`: reports the calls of chosen operators while the model runs. Everything that observes a model uses it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def watch(
     repeated: bool = False,
     anatomy: Anatomy | None = None,
 ) -> WatchScope:
-    """A scope in which every call of the chosen operators is reported right after it was made.
+    """A scope in which every call of the chosen operators is reported right after it happens.
 
         sizes = {}
         def on_call(call):
@@ -79,13 +79,13 @@ def sites_of(
     places: Iterable[Place] | None,
     modules: Iterable[str] | None,
 ) -> Injection:
-    """An injection that selects what these sets select, and refuses what it would refuse; it changes nothing."""
+    """An injection that selects the same sites, and rejects what it would reject; it changes nothing."""
     sets: dict[str, Any] = {"operators": operators, "layers": layers, "places": places, "modules": modules}
     return Injection(lambda y, draw: y, **sets)
 
 
 def selected_by(injection: Injection) -> Selection:
-    """Which operators of which units an injection falls on."""
+    """Which operators of which units an injection selects."""
     return lambda unit, operator: injection.selects(unit.site(operator))
 
 

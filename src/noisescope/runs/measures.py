@@ -1,4 +1,4 @@
-"""What a trial can measure, each a function (runner, trial) -> result, in the table `MEASURES`."""
+"""What a trial can measure: functions (runner, trial) -> result, in the table `MEASURES`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def score(runner: TrialRunner, trial: Trial) -> Finish:
 
 @contextlib.contextmanager
 def _injecting(runner: TrialRunner, trial: Trial) -> Iterator[Probe | None]:
-    """Inside, the trial's noise is on; None for a clean trial."""
+    """A context with the trial's noise on; None for a clean trial."""
     if trial.injection is None:
         yield None
         return
@@ -65,7 +65,7 @@ def _injecting(runner: TrialRunner, trial: Trial) -> Iterator[Probe | None]:
 
 
 def generate(runner: TrialRunner, trial: Trial) -> Result:
-    """Greedy generation from the prompts, judged by exact match: the answers a user would see."""
+    """Greedy generation from the prompts, scored by exact match: the answers a user would see."""
     part = trial.slice
     material = runner.materials[part.data]
     prompts, answers = material.prompts[part.start : part.stop], material.answers[part.start : part.stop]

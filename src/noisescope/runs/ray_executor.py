@@ -1,4 +1,4 @@
-"""Trials on Ray: actors load the model from its source and run trials; this process alone stores results.
+"""Trials on Ray: actors load the model from its source and run trials; only this process stores results.
 
 An actor is sent the model's source, token sequences, the caller's metric and trials; results come back. No model ever
 travels.
@@ -117,11 +117,11 @@ class RayExecutor:
     deaths: Counter[str] = field(default_factory=Counter)  # by trial id; "" is loading
 
     def cost(self) -> tuple[float, list[str]]:
-        """Full forwards that ended in a result, and what happened on the way."""
+        """Full forwards that produced a result, and notes on what happened."""
         return self.forwards, list(dict.fromkeys(self.notes))
 
     def execute(self, trials: list[Trial], store: Store, progress: Progress) -> None:
-        """An Executor: this process stores the results, in the order in which they come."""
+        """An Executor: this process stores the results in the order in which they arrive."""
         if not self.actors:
             self._start(trials[0].conditions)
         waiting = TrialQueue(trials)
@@ -188,7 +188,7 @@ class RayExecutor:
         self.actors += [self._new_actor() for _ in range(self.options.workers)]
 
     def _model_folder(self) -> Path:
-        """Where a wrapped model is written."""
+        """Where a wrapped model is saved."""
         if self.options.output is not None:
             return Path(self.options.output)
         return Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="noisescope-")))
@@ -198,7 +198,7 @@ class RayExecutor:
         return ActorState(actor, actor.start.remote(self.job))
 
     def _check(self, ready: Ready) -> None:
-        """The worker has this model and reads prompts as this process does, or the run ends with the reason."""
+        """The worker must have this model and tokenise prompts as this process does; otherwise the run ends."""
         who = f"worker {ready.pid} on {ready.host}"
         if ready.refusal:
             raise InvalidInput(f"{who} can't start: {ready.refusal}")
@@ -217,7 +217,7 @@ class RayExecutor:
         self.deaths[""] = 0
 
     def _replace(self, state: ActorState, error: Exception) -> Answer | None:
-        """Start another actor for one that is gone; the failed answer of a trial that killed too many."""
+        """Start another actor for one that died; returns a failed result for a trial that killed too many."""
         self.ray.kill(state.actor)  # where it only can't be reached
         what = state.trial.id if state.trial is not None else ""
         self.deaths[what] += 1
@@ -241,7 +241,7 @@ def import_ray(needed: str) -> Any:
 
 @contextlib.contextmanager
 def ray_cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
-    """Inside, this process is in a cluster: the one it is in, `address`, RAY_ADDRESS, or a new local one.
+    """Run inside a cluster: the current one, `address`, RAY_ADDRESS, or a new local one.
 
     What was joined or started here is left or stopped at the end. A cluster started here reports no usage statistics,
     unless the environment asks for them.
@@ -271,7 +271,7 @@ def ray_cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """An error where nobody listens at host:port: Ray itself would go on trying for more than six minutes."""
+    """Raise if nothing listens at host:port: Ray itself would keep trying for more than six minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -325,6 +325,6 @@ def pickled(value: Any, own: str) -> bytes:
 
 
 def first_line(error: BaseException) -> str:
-    """Ray's messages are paragraphs."""
+    """The first line of Ray's messages, which are paragraphs."""
     lines = str(error).strip().splitlines()
     return lines[0].strip()[:300] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor: a model loaded once, and trials run on it. Knows neither Ray nor a store."""
+"""The code inside a Ray actor: a model loaded once, and trials run on it. Depends neither on Ray nor on a store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Job:
-    """What an actor is given once."""
+    """What an actor receives once."""
 
     source: Source
     materials: tuple[Material, ...]

@@ -1,8 +1,8 @@
-"""Results on disk: one SQLite file per run, in WAL mode, a row the moment a trial ends.
+"""Stores results on disk: one SQLite file per run, in WAL mode, with a row written as soon as a trial ends.
 
-A killed run loses at most the trial it was in. Only the driver writes. A row holds the result as JSON text, its arrays
-as .npz bytes without pickles, and a SHA-256 of its own, verified on reading: what a disk or a copy damaged is measured
-again and never believed. Opening reads no trials; each is read when it is asked for.
+A killed run loses at most the current trial. Only the driver writes. A row holds the result as JSON text, its arrays as
+.npz bytes without pickles, and a SHA-256 that is verified on reading: damaged results are measured again and never
+trusted. Opening reads no trials; each is read on demand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROW = "SELECT checksum, id, content, measure, result, arrays, error, seconds FR
 
 @dataclass(frozen=True)
 class StoreCounts:
-    """A store in numbers, as its index has them: no trial is read for them, and none is verified."""
+    """A store in numbers, from its index: no trial is read or verified for them."""
 
     trials: int
     seconds: float
@@ -43,7 +43,7 @@ class StoreCounts:
 
 @dataclass(frozen=True)
 class StoreCheck:
-    """What a look at every row found."""
+    """The result of checking every row."""
 
     trials: int
     damaged: int  # trials that are no results any more
@@ -57,7 +57,7 @@ class StoreCheck:
 
 
 class Store(Mapping[str, Result]):
-    """The results of a run by trial id; a trial is read and verified when first asked for, writes go to the file.
+    """The results of a run by trial id; a trial is read and verified on first access, and writes go to the file.
 
     `folder=None` keeps everything in memory. A trial whose row fails its checksum is no result here, so it is measured
     again; `damaged` counts those met so far. A store that is opened to write drops all such rows when it meets one.
@@ -130,7 +130,7 @@ class Store(Mapping[str, Result]):
         return self._known[identity]
 
     def _read(self, identity: str, *, again: bool = False) -> Result | None:
-        """A trial from the file; None where it is not there, or damaged."""
+        """A trial from the file; None if it is missing or damaged."""
         with self._reading():
             # by way of the row's number: the id is to be the table's, and not the index's
             one = f"{_ROW} WHERE rowid = (SELECT rowid FROM trials WHERE id = ?)"
@@ -147,13 +147,13 @@ class Store(Mapping[str, Result]):
         return self._read(identity, again=True)
 
     def _rows(self) -> Iterator[tuple[int, tuple[Cell, ...], Result | None]]:
-        """Every row of the table with its number, and what it holds: None where it is damaged."""
+        """Every row of the table with its number, and its content: None if it is damaged."""
         with self._reading():
             for number, *row in self._db.execute(f"{_ROW.replace('checksum', 'rowid, checksum', 1)} NOT INDEXED"):
                 yield number, tuple(row), _result(row)
 
     def _drop_damaged(self) -> None:
-        """Write intact rows anew, and no others; refused where more than single rows is damaged.
+        """Rewrite the intact rows only; an error if more than single rows are damaged.
 
         Deleting rows one by one would need an index that still fits: where an id was hit it does not.
         """
@@ -177,14 +177,14 @@ class Store(Mapping[str, Result]):
         self._damaged.clear()
 
     def mend(self) -> None:
-        """Look at every row, and write the intact ones anew where one is damaged or an index does not fit."""
+        """Check every row, and rewrite the intact ones if one is damaged or an index does not match."""
         found = self.check()
         if found.damaged or found.structure != "ok":
             self._drop_damaged()
 
     @property
     def damaged(self) -> int:
-        """Damaged trials met so far."""
+        """The number of damaged trials found so far."""
         return self._dropped + len(self._damaged)
 
     def __iter__(self) -> Iterator[str]:
@@ -194,7 +194,7 @@ class Store(Mapping[str, Result]):
         return sum(1 for _ in self)
 
     def put(self, trial: Trial, result: Result, seconds: float) -> None:
-        """Keep a result; a second one for the same trial is refused, for nothing may be measured twice."""
+        """Store a result; a second one for the same trial is an error, because nothing may be measured twice."""
         before = self.get(trial.id)
         if before is not None and not before.failed:
             raise AssertionError(f"trial {trial.id} is already stored")
@@ -210,7 +210,7 @@ class Store(Mapping[str, Result]):
         self.added += 1
 
     def forget_failures(self) -> int:
-        """Failed rows go, so that they run again."""
+        """Delete failed rows, so that they run again."""
         with self._reading():
             found = self._db.execute("SELECT id FROM trials WHERE error != ''").fetchall()
         failed = [identity for (identity,) in found if identity in self]
@@ -221,7 +221,7 @@ class Store(Mapping[str, Result]):
         return len(failed)
 
     def contents(self) -> dict[str, str]:
-        """The canonical JSON of every trial that is kept, by id."""
+        """The canonical JSON of every stored trial, by id."""
         return {str(row[1]): str(row[2]) for _, row, result in self._rows() if result is not None}
 
     def interpreting(self) -> contextlib.AbstractContextManager[None]:
@@ -231,13 +231,13 @@ class Store(Mapping[str, Result]):
     # -- the run itself
 
     def about(self) -> dict[str, Any]:
-        """Everything that was noted."""
+        """All stored facts."""
         with self._reading():
             rows = self._db.execute("SELECT key, value, checksum FROM about WHERE key != ?", (VERSION,)).fetchall()
         return {key: self._noted(key, value, seal) for key, value, seal in rows}
 
     def fact(self, name: str) -> Any:
-        """One thing that was noted; None where it was not."""
+        """One stored fact; None if it was not stored."""
         with self._reading():
             row = self._db.execute("SELECT value, checksum FROM about WHERE key = ?", (name,)).fetchone()
         return None if row is None else self._noted(name, *row)
@@ -271,7 +271,7 @@ class Store(Mapping[str, Result]):
         return StoreCounts(sum(measures.values()), spent, measures, errors)
 
     def check(self) -> StoreCheck:
-        """Look at every row and page of the file; nothing is changed."""
+        """Check every row and page of the file; nothing is changed."""
         with self._reading():
             (structure,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             notes = self._db.execute("SELECT key, value, checksum FROM about").fetchall()
@@ -281,28 +281,28 @@ class Store(Mapping[str, Result]):
         return StoreCheck(len(whole), whole.count(False), self.damaged_gates, wrong, structure)
 
     def damage(self) -> list[str]:
-        """For the notes of a report: what was found damaged, in a sentence."""
+        """For the notes of a report: a sentence about damaged rows."""
         if not self.damaged:
             return []
         what = "1 stored trial" if self.damaged == 1 else f"{self.damaged} stored trials"
         return [f"{what} in {FILE} failed the checksum: discarded, and measured again if this run needed the result"]
 
     def note(self, **facts: Any) -> None:
-        """Keep facts about the run itself: the command's settings, versions, dates."""
+        """Store facts about the run itself: the command's settings, versions, dates."""
         for key, value in facts.items():
             text = json.dumps(value)
             with self._writing():
                 self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?)", (key, text, checksum(key, text)))
 
     def add_gate(self, result: Mapping[str, Any]) -> None:
-        """Keep a gate's result, after those before it."""
+        """Store a gate's result, after the earlier ones."""
         text = json.dumps(result, allow_nan=False)
         with self._writing():
             (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM gates").fetchone()
             self._db.execute("INSERT INTO gates VALUES (?, ?, ?)", (number, text, checksum(number, text)))
 
     def gates(self) -> list[dict[str, Any]]:
-        """Results of gates, the oldest first; damaged ones are left out and counted in `damaged_gates`."""
+        """Results of gates, the oldest first; damaged ones are skipped and counted in `damaged_gates`."""
         with self._reading():
             rows = self._db.execute("SELECT number, result, checksum FROM gates ORDER BY number").fetchall()
         intact = [text for number, text, seal in rows if checksum(number, text) == seal]
@@ -325,13 +325,13 @@ class Store(Mapping[str, Result]):
 
 
 def _is_count(row: Any) -> bool:
-    """SQLite keeps any kind of value in any column, and infinite sums."""
+    """SQLite accepts any type of value in any column, and infinite sums."""
     measure, error, _, seconds = row
     return isinstance(measure, str) and isinstance(error, str) and isinstance(seconds, float) and seconds < math.inf
 
 
 def _result(row: Any) -> Result | None:
-    """What a row (checksum, id, content, measure, result, arrays, error, seconds) holds; None where it is damaged."""
+    """The content of a row (checksum, id, content, measure, result, arrays, error, seconds); None if it is damaged."""
     seal, identity, content, measure, result, arrays, error, seconds = row
     if not is_intact(seal, identity, content, measure, result, arrays, error, seconds):
         return None

@@ -1,5 +1,6 @@
-"""The file behind a store: opened only where it is a plain file with our tables, locked by one writer, and noticed when
-it goes away. What goes wrong with it is one line."""
+"""The file behind a store: only regular files with the expected tables are opened, one writer locks it, and its removal
+is noticed. Problems are reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def _our_schema() -> frozenset[tuple[object, ...]]:
 
 
 def connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
-    """The open database, of this version; anything else is refused before it is written into. None is in memory."""
+    """Open the database of this version; anything else is rejected before it is written to. None is in memory."""
     name = ":memory:" if path is None else str(path)
     with contextlib.ExitStack() as opened, using(name):
         db = _open(path, write=write)
@@ -98,7 +99,7 @@ def _has_log(path: Path) -> bool:
 
 @contextlib.contextmanager
 def using(name: str) -> Iterator[None]:
-    """What SQLite can't open is refused in one line."""
+    """Report in one line what SQLite can't open."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -107,7 +108,7 @@ def using(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """What SQLite itself can't read is refused in one line."""
+    """Report in one line what SQLite can't read."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -119,7 +120,7 @@ def reading(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(name: str) -> Iterator[None]:
-    """A full disk, a file system that turned read-only, a device that fails: one line, and how to go on."""
+    """A full disk, a read-only file system, a failing device: one line, and how to continue."""
     try:
         yield
     except (sqlite3.DatabaseError, OSError) as error:
@@ -134,7 +135,7 @@ def _reason(error: Exception) -> str:
 
 
 def refuse_links(folder: Path) -> None:
-    """A run's files are plain files: a link, a pipe or a device in their place leads out of the folder, or nowhere."""
+    """A run's files must be regular files: a link, a pipe or a device would lead outside the folder."""
     for name in (LOCK, *(FILE + ending for ending in _BESIDE)):
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG((folder / name).lstat().st_mode):
@@ -178,7 +179,7 @@ def release_lock(handle: int) -> None:
 
 
 def file_number(path: Path) -> tuple[int, int] | None:
-    """What distinguishes a file from another one of the same name; None where there is none."""
+    """Distinguishes a file from another one of the same name; None if there is none."""
     try:
         return _number_of(path.stat())
     except OSError:

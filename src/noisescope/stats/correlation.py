@@ -1,4 +1,4 @@
-"""Agreement between two profiles over the same places: correlations, and whether one point carries them."""
+"""Agreement between two profiles over the same places: correlations, and whether a single point causes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHODS = ("spearman", "pearson")
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation with its interval and the p of "no relation"; None where it can't be computed."""
+    """A correlation with its interval and the p of "no relation"; None if it can't be computed."""
 
     method: str
     value: float | None = None
@@ -65,7 +65,7 @@ def correlation(
 
 @dataclass(frozen=True)
 class Influence:
-    """What a correlation is without the one point that holds it up most."""
+    """A correlation without its most influential point."""
 
     index: int  # of that point
     without: float

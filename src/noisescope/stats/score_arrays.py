@@ -14,7 +14,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Paired:
-    """Clean (x) and noisy (y) scores of the same samples, seeds averaged: seeds of a sample are not independent.
+    """Clean (x) and noisy (y) scores of the same samples, averaged over seeds, which are not independent within a
+    sample.
 
     `counted` is right or wrong on the clean side, right or wrong (or averaged over seeds) on the noisy side.
     """
@@ -44,7 +45,7 @@ def is_multiple(x: Array, y: Array, factor: float = 1.0) -> bool:
 
 
 def unseen_error(clean: Array) -> float:
-    """A standard error for n continuous pairs that all changed alike (mostly: not at all).
+    """A standard error for n continuous pairs that all changed equally (mostly: not at all).
 
     Zero is no honest error after n samples. Two pseudo-pairs are added as Agresti and Min (2005) do for 0/1 pairs, half
     of one changed by plus and half by minus one standard deviation of the clean score: s / (n + 2).

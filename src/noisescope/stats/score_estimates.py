@@ -79,7 +79,7 @@ def difference(clean: ArrayLike, noisy: ArrayLike, *, level: float = 0.95) -> Es
 
 
 def measurable(clean: ArrayLike, chance: float = 0.0, *, level: float = 0.95) -> bool:
-    """Whether the clean score stands clear of chance, so that a share of it can be lost.
+    """Whether the clean score is significantly above chance, so that a share of it can be lost.
 
     The interval of its mean must stay above `chance` (1 / choices for multiple choice, 0 for free generation), and the
     mean must exceed its own error t times, or a ratio to it has no bound (Fieller's condition; for 0/1 scores with

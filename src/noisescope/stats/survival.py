@@ -1,4 +1,4 @@
-"""Waiting times that a run may end before: the median time to an event, with its interval.
+"""Waiting times that a run may not observe fully: the median time to an event, with its interval.
 
 Kaplan and Meier's product estimates the share S(t) without an event after t steps from waiting times of which some are
 only known to be longer than what was watched. The interval resamples whole groups: waiting times of one prompt under

@@ -1,4 +1,4 @@
-"""Centres of skewed, heavy-tailed values such as KL: a typical value, medians, and means with honest intervals.
+"""Centres of skewed, heavy-tailed values such as KL: a typical value, medians, and means with valid intervals.
 
 **Typical value and shift** (`typical`, `trimmed_shift`): means without the highest and the lowest fifth. A few values
 far out rule a mean's error, and an interval that allows for skewness grows without bound. Drawn from 6,500 log KLs of
@@ -65,7 +65,7 @@ AT_LEAST = "a few large values dominate the mean, so only a lower bound can be g
 
 
 def typical(values: ArrayLike, level: float = 0.95) -> Estimate:
-    """The geometric mean of the middle three fifths of the samples: what a typical sample shows, for KL and the like.
+    """The geometric mean of the middle three fifths of the samples: the value of a typical sample, for KL and similar.
 
     exp of the trimmed mean of log values, with Tukey and McLaughlin's interval (Student's with the winsorised variance
     and as many degrees of freedom as values are kept, less one). Its estimate and its interval depend on neither tail;

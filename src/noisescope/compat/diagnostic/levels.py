@@ -125,7 +125,7 @@ def find_critical_threshold(
 
 
 def threshold_value(row: Mapping[str, Any] | None) -> float | None:
-    """A critical threshold as one number: inf where it was not reached, None where it can't be known."""
+    """A critical threshold as one number: inf if it was not reached, None if it is unknown."""
     if row is None or not row["n"]:
         return None
     return math.inf if row["value"] is None else float(row["value"])
@@ -208,7 +208,7 @@ class IntegratedDiagnostic:
         }
 
     def save_report(self, output_path: str | Path) -> list[Path]:
-        """Write the report to OUTPUT_PATH.json and .md, whatever dots the name has; the paths."""
+        """Write the report to OUTPUT_PATH.json and .md, whatever dots the name has; returns the paths."""
         full, name = self._full(), str(output_path)
         for ending in (".json", ".md"):
             name = name.removesuffix(ending)
@@ -222,7 +222,7 @@ class IntegratedDiagnostic:
 
 
 def _critical(row: Row) -> bool:
-    """Whether an operator, or one of the products that "matmul" stands for, is critical."""
+    """Whether an operator, or one of the products that "matmul" includes, is critical."""
     scores = [part["sensitivity_score"] for part in (row, *row.get("parts", {}).values())]
     return any(score is not None and score > LIMITS["critical_operator_score"] for score in scores)
 

@@ -1,4 +1,4 @@
-"""Metrics by the names of the original method notes: signals, curvature, divergence between two devices."""
+"""Metrics under the names of the original method notes: signals, curvature, divergence between two devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LossFunction = Callable[[Any, Any], Tensor]  # (model, data) -> scalar
 
 
 def compute_snr(activations: Tensor, noise_scale: float | Tensor) -> float | None:
-    """Signal to noise in dB: measured where a second (noisy) tensor is given, nominal where a scale is.
+    """Signal-to-noise ratio in dB: measured if a second (noisy) tensor is given, nominal if a scale is.
 
     The nominal ratio is the notes' 20 log10(1 / scale): the same for every tensor, 26 dB at 5 %. None without noise.
     """
@@ -132,7 +132,7 @@ def compute_kl_divergence(p_logits: Tensor, q_logits: Tensor, *, eps: float = 1e
 
 
 def check_activations(gpu_activations: Tensor, npu_activations: Tensor) -> None:
-    """Refuse what is no pair of tensors [..., channels] of one shape."""
+    """Reject anything but a pair of tensors [..., channels] of one shape."""
     for name, x in (("gpu_activations", gpu_activations), ("npu_activations", npu_activations)):
         if not isinstance(x, Tensor) or not x.dim() or not x.numel():
             came = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

@@ -1,4 +1,4 @@
-"""Correlations between metrics, and the metrics dashboard, by the names of the original method notes."""
+"""Correlations between metrics, and the metrics dashboard, under the names of the original method notes."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class MetricsDashboard:
         return self.metrics
 
     def print_dashboard(self, file: TextIO | None = None) -> None:
-        """The numbers as lines, on stdout if no file is given."""
+        """Print the metrics as lines, to stdout if no file is given."""
         primary, secondary = self._known("primary"), self._known("secondary")
         lines = [
             "Primary",
@@ -252,7 +252,7 @@ class MetricsDashboard:
 
 
 def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
-    """How far two devices are apart, with the notes' bands, and whether the worst element is in an outlier channel.
+    """How far apart two devices are, with the notes' bands, and whether the worst element is in an outlier channel.
 
     Channels are the last dimension. `mape` is the notes' own formula, which elements near 0 dominate; `mape_floored`
     divides by at least a tenth of the rms.
@@ -281,7 +281,7 @@ def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
 
 
 def _apart(hardware: Row) -> float | None:
-    """MAPE for the risk: infinite where one device alone has NaN or infinite numbers, NaN where no number is left."""
+    """MAPE for the risk: infinite if only one device has NaN or infinite numbers, NaN if no number remains."""
     if not hardware or hardware["mape"] is not None:
         return float(hardware["mape"]) if hardware else None
     return math.inf if hardware["nonfinite"] else math.nan

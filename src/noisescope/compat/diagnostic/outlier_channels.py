@@ -1,4 +1,4 @@
-"""Activations and outlier channels by the names of the original method notes."""
+"""Activations and outlier channels under the names of the original method notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from noisescope.trials import Result, Results, Trial
 
 
 class ActivationCapture:
-    """The outputs of chosen linears while you run the model, and statistics of their channels.
+    """Captures the outputs of chosen linears while you run the model, with statistics of their channels.
 
         capture = ActivationCapture(model, layer_patterns=["self_attn.o_proj", "mlp.down_proj"])
         capture.register_hooks()
@@ -80,7 +80,7 @@ class ActivationCapture:
         self._scope = watching
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was; statistics stay."""
+        """Restore the model; statistics are kept."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> ActivationCapture:
@@ -100,7 +100,7 @@ class ActivationCapture:
 
     @property
     def activations(self) -> dict[str, list[Tensor]]:
-        """By module, what each call since the last register_hooks() gave: detached, on the CPU, padding included."""
+        """By module, the output of each call since the last register_hooks(): detached, on the CPU, with padding."""
         if not self.keep_activations:
             raise InvalidInput("this capture was created with keep_activations=False: it has only `statistics`")
         return {site_label(site): [output for _, output in calls] for site, calls in self._captured.raw.items()}
@@ -132,7 +132,7 @@ class ActivationCapture:
 
 
 def capture_layer_output(model: Subject | nn.Module, layer: int | str, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """What a block (by index) or a module (by name: a linear, a norm) gives for a batch: [B, T, C]."""
+    """The output of a block (by index) or a module (by name: a linear, a norm) for a batch: [B, T, C]."""
     subject = subject_of(model)
     device = input_device(subject.model)
     scope = capture(subject.model, keep="raw", anatomy=subject.anatomy, **_where(subject, layer))
@@ -285,7 +285,7 @@ class ChannelOutlierDetector:
         return {"summary": summary, "per_layer": self.outlier_channels}
 
     def apply_smoothquant_scaling(self, alpha: float = 0.5) -> Smoothed:
-        """A copy of the model, smoothed where outliers are made and where they are read: in the block after."""
+        """A copy of the model, smoothed where outliers are produced and where they are read: in the next block."""
         self.get_report()  # refuses where no statistics were collected
         made = {row["layer"] for row in self.outlier_channels.values() if isinstance(row["layer"], int)}
         if not made:

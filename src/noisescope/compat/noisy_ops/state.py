@@ -1,4 +1,4 @@
-"""The global state of noisescope, all of it: `state`, guarded by its lock.
+"""All global state of noisescope: `state`, guarded by its lock.
 
 While enabled it also replaces `torch.nn.Module.__call__`: torch binds `forward` before it runs forward pre-hooks, so a
 scope opened from a pre-hook would miss the very call it was opened for.
@@ -71,7 +71,7 @@ class State:
                 self.known |= set(probe.model.modules())
 
     def moved(self, probe: _OpenModel, injection: Injection) -> bool:
-        """Whether a probe takes another injection; if not (a capture lies on it), the next call opens the model."""
+        """Whether a probe accepts another injection; if not (a capture is above it), the next call opens the model."""
         probe.gradients_only = self.settings.training_only
         try:
             probe.update(injection)
@@ -80,7 +80,7 @@ class State:
         return True
 
     def check_layers(self, settings: Settings) -> None:
-        """Layer numbers mean nothing without a model."""
+        """Layer numbers have no meaning without a model."""
         named = settings.layers or ()
         if not named or self.register_first:
             return
@@ -115,7 +115,7 @@ class State:
         nn.Module.__call__ = self.call = call  # type: ignore[method-assign]
 
     def meet(self, module: nn.Module) -> None:
-        """A module is about to be called: open it if it is the outermost one and something in it is a target."""
+        """A module is about to be called: open it if it is the outermost one and contains a target."""
         with self.lock:
             root = unwrap(module)
             busy = any(probe.context is not None for probe in self.probes)
@@ -150,7 +150,7 @@ class State:
             self.known |= members  # not before it is open: a call after a refusal must be refused, too
 
     def running(self) -> tuple[_OpenModel | None, Context | None]:
-        """The open model that this thread is inside, and which of its forwards and blocks."""
+        """The open model that this thread is running, and which of its forwards and blocks."""
         for probe in self.probes:
             context = probe.context
             if context is not None:
@@ -189,7 +189,7 @@ class State:
         probe.__exit__(None, None, None)
 
     def stop(self, *, check: bool) -> None:
-        """Take everything back, then refuse targets that were never hit."""
+        """Restore everything, then raise for targets that were never hit."""
         if self.call is None:
             return
         if nn.Module.__call__ is self.call:  # else somebody wrapped it since: ours only passes on from now
