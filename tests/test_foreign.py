@@ -231,7 +231,7 @@ def test_a_damaged_gguf_is_one_line(tmp_path: Path) -> None:
     """Cut off in its header."""
     file = tmp_path / "x.gguf"
     file.write_bytes((CORPUS / "gguf" / "tiny.gguf").read_bytes()[:900])
-    with pytest.raises(InvalidInput, match=r"x\.gguf is no GGUF file: .*Download it again"):
+    with pytest.raises(InvalidInput, match=r"x\.gguf is not a valid GGUF file: .*Download it again"):
         ns.load(file)
 
 

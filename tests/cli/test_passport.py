@@ -96,9 +96,9 @@ def test_quick_against_whole_is_said(stored: Path, taken: dict[str, Any], tmp_pa
     [
         ('{"schema_version": 2, "executive_summary": {}}', "is not a passport"),
         ("[1, 2]", "is not a passport"),
-        ("not json", "is no passport: Expecting value"),
-        ("", "is no passport: Expecting value"),
-        (b"\xff\xfe\x00", "is no passport: byte 0xff at 0 is not UTF-8"),
+        ("not json", "is not a valid passport: Expecting value"),
+        ("", "is not a valid passport: Expecting value"),
+        (b"\xff\xfe\x00", "is not a valid passport: byte 0xff at 0 is not UTF-8"),
         ('{"kind": "noisescope passport", "schema_version": 99}', "has schema version 99; this noisescope reads 2"),
         ('{"kind": "noisescope passport", "schema_version": 2}', "It is damaged"),
         (

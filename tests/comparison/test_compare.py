@@ -235,7 +235,7 @@ def test_the_mape_decides(good, broken):
     assert {row.place for row in found.sites} == {2} and found.outcome == "fail"
     partly = ns.compare(good, other, max_mape=0.05)
     assert partly.passed is False and any("the others were recorded as sketches" in note for note in partly.notes)
-    with pytest.raises(InvalidInput, match="MAPE needs full detail"):
+    with pytest.raises(InvalidInput, match="MAPE needs full tensors"):
         ns.compare(good, other, layers=[3], max_mape=0.05)
     for layers in ([9], [1, 9]):
         with pytest.raises(

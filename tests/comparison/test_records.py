@@ -177,7 +177,7 @@ INCONSISTENT = {
     r"prompts of batch 1 have \[\] tokens": _of_batch(count=-1),
     r"have \[20\] tokens, not 16": _of_batch(length=16),
     r"batches\[1\].count: a whole number was expected, got 2.0": _of_batch(count=2.0),
-    "batch 2 begins with prompt 1, where 3": lambda about: about["batches"].append(about["batches"][1]),
+    "batch 2 begins with prompt 1, expected 3": lambda about: about["batches"].append(about["batches"][1]),
     "batches have 0 prompts": lambda about: about["batches"].clear(),
     "can't have a file '../copy/0001.safetensors'": _of_file(name="../copy/0001.safetensors"),
     "can't have a file '/tmp/0001.safetensors'": _of_file(name="/tmp/0001.safetensors"),

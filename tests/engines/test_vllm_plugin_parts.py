@@ -162,7 +162,7 @@ def test_what_noise_would_miss_is_refused(monkeypatch):
     model = Model()
     probe = FlatProbe(model, noise().injection(0), anatomy=ModuleMap.of(model).anatomy, check=False)
     probe.rows([1, 2], torch.tensor([0]))
-    with probe, pytest.raises(InvalidInput, match="2 tokens have names"):
+    with probe, pytest.raises(InvalidInput, match="2 tokens are named"):
         model(torch.tensor([1, 2]), torch.tensor([0, 1]))
 
 

@@ -397,7 +397,7 @@ def test_every_class_that_a_locator_can_name_has_a_family():
         (lambda: Gain(channels=True), "a share such as 0.1"),
         (lambda: Gain(channels={"every": 3}), "a lane must look like"),
         (lambda: Lanes(8, 8), "a lane's offset must be below its period 8, got 8"),
-        (lambda: DeadLane().resized(3), "dead_lane has no size"),
+        (lambda: DeadLane().resized(3), "dead_lane takes no size"),
         (lambda: fault_from_dict({"magnitude": 3}), 'a JSON object with "family"'),
         (lambda: fault_from_dict({"family": "dead_zne"}), "Did you mean 'dead_zone'"),
         (lambda: fault_from_dict({"family": "gain", "magntude": 3}), "unknown setting of gain 'magntude'"),

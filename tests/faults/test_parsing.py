@@ -71,8 +71,8 @@ def test_the_forms_of_common_fields():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dead_zone:0.3", r"names no place.*family\[:size\]\[,key=value...\]@place"),
-        ("dead_zone:0.3@", "names no place"),
+        ("dead_zone:0.3", r"does not say where.*family\[:size\]\[,key=value...\]@place"),
+        ("dead_zone:0.3@", "does not say where"),
         ("deadzone:0.3@10", "unknown fault family 'deadzone'.*Did you mean 'dead_zone'"),
         ("dead_zone:magnitud=0.3@10", "unknown setting of dead_zone 'magnitud'.*Did you mean 'magnitude'"),
         ("dead_zone:0.3,0.4@10", "magnitude is given twice"),
@@ -116,9 +116,9 @@ def test_the_operator_meant_where_none_is_named(fault, where, operator):
 
 def test_a_family_at_an_operator_that_it_can_not_act_on():
     """The message says where it acts and how to write that."""
-    with pytest.raises(InvalidInput, match=r"exp_table acts on softmax, and not on linear: say exp_table@3/softmax"):
+    with pytest.raises(InvalidInput, match=r"exp_table acts on softmax, not on linear: write exp_table@3/softmax"):
         Where(3, "linear").of(ExpTable())
-    with pytest.raises(InvalidInput, match="rounding_mode acts on linear, matmul, bmm, and not on residual"):
+    with pytest.raises(InvalidInput, match="rounding_mode acts on linear, matmul, bmm, not on residual"):
         Where(3, "residual").of(make_fault("rounding_mode"))
     assert Where(3, "gemm").of(make_fault("rounding_mode")).operator == "gemm"
 

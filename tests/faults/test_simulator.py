@@ -223,10 +223,10 @@ def test_the_whole_model(llama):
         ((Gain(), 3), InvalidInput, "layer 3 is out of range: the model has 3 blocks, 0 to 2"),
         ((Gain(), "1/gelu"), NothingInjected, "operator 'gelu' does not exist"),
         ((Gain(), "1/linear/nothing"), NothingInjected, "matches no operator's module"),
-        ((ExpTable(), "1/linear"), InvalidInput, "exp_table acts on softmax, and not on linear"),
+        ((ExpTable(), "1/linear"), InvalidInput, "exp_table acts on softmax, not on linear"),
         ((Gain(),), InvalidInput, "give the place of the fault exactly once"),
         (("gain@1", 1), InvalidInput, "the place is given twice"),
-        (("gain",), InvalidInput, "say where the fault sits"),
+        (("gain",), InvalidInput, "give the place of the fault"),
         ((0.3, 1), InvalidInput, "a fault must be a value such as DeadZone"),
         ((Gain(), "middle"), InvalidInput, "unknown place 'middle'"),
     ],
@@ -462,6 +462,6 @@ def test_a_scope_opens_once_and_not_twice_at_a_time(llama):
     """As every scope."""
     scope = faulty(llama, DeadZone(0.3), 1)
     with scope:
-        with pytest.raises(ModelHeld, match="open already"):
+        with pytest.raises(ModelHeld, match="already open"):
             scope.__enter__()
         run(llama)

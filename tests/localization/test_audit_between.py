@@ -47,7 +47,7 @@ def test_one_element_of_a_product_off_by_one_ulp(layer):
     (suspect,) = quick(model).suspects
     assert str(suspect.site) == f"input of linear at block {layer} (model.layers.{layer}.mlp.down_proj)"
     assert "1 of 4096 elements differ" in suspect.evidence and suspect.rows == ((0, 3),)
-    assert f"as LlamaMLP makes it after model.layers.{layer}.mlp.up_proj" in suspect.evidence
+    assert f"as LlamaMLP computes it after model.layers.{layer}.mlp.up_proj" in suspect.evidence
 
 
 def dead_zone(y):

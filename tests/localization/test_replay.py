@@ -97,7 +97,7 @@ def test_what_is_refused(subject, good, tmp_path):
     with pytest.raises(InvalidInput, match="needs the record of a good device"):
         ns.locate(subject, method="replay")
     sketches = ns.record(subject, output=tmp_path / "x", prompts=PROMPTS)
-    with pytest.raises(InvalidInput, match="holds sketches alone"):
+    with pytest.raises(InvalidInput, match="holds only sketches"):
         ns.locate(subject, reference=sketches)
     with pytest.raises(InvalidInput, match="with a different model"):
         ns.locate(tiny_model("llama", layers=3, seed=1).to(next(subject.model.parameters()).dtype), reference=good)

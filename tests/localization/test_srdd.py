@@ -135,7 +135,7 @@ def test_logits_that_are_not_finite_are_said(model):
     [
         ({"layers": (1, 2)}, "at least 3"),
         ({"layers": (1, 2, 4)}, "out of range"),
-        ({"scales": (0.1, 0.05)}, "rising order"),
+        ({"scales": (0.1, 0.05)}, "increasing order"),
         ({"scales": (0.1,)}, "two or more"),
         ({"trials": 0}, "at least 1"),
     ],

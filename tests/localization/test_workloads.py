@@ -266,7 +266,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     found, _ = workloads_for(subject.model, subject.tokenizer, rows, quick=True)
     assert found[0].inputs["input_ids"].tolist() == [subject.tokenizer("3 + 4 =")["input_ids"]]
     file.write_text("\n", encoding="utf-8")
-    with pytest.raises(InvalidInput, match="holds no prompt"):
+    with pytest.raises(InvalidInput, match="holds no prompts"):
         workloads_for(subject.model, subject.tokenizer, file)
 
 

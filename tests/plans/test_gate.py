@@ -269,7 +269,7 @@ def test_what_is_not_comparable_is_refused(made):
     run, other = made.asked(blocks=4), made.asked(data="b.txt", kind="text")
     refuse_architecture(run.model, "LlamaForCausalLM", 4)
     for model in (("GPT2LMHeadModel", 4), ("LlamaForCausalLM", 6)):
-        with pytest.raises(InvalidInput, match=rf"about LlamaForCausalLM with 4 blocks.*with {model[1]}:"):
+        with pytest.raises(InvalidInput, match=rf"describes LlamaForCausalLM with 4 blocks.*with {model[1]}:"):
             refuse_architecture(run.model, *model)
     refuse_kind(run.data, run.data)
     with pytest.raises(InvalidInput, match=r"kind answer \(gsm8k.jsonl\), this is text \(b.txt\)"):

@@ -391,7 +391,7 @@ def test_opened_attention_rounds_like_the_model(tokens, logits):
     """The decomposed path computes in float32, but its result is kept in bfloat16: tiny noise there rounds away too."""
     half = tiny_model("llama").to(torch.bfloat16)
     with (
-        pytest.raises(NoiseRoundsAway, match="rounds away in bfloat16"),
+        pytest.raises(NoiseRoundsAway, match="is lost to rounding in bfloat16"),
         ns.inject(half, ns.Injection(ns.Gaussian(0.001), operators={"attention"})),
     ):
         logits(half, tokens)
@@ -401,7 +401,7 @@ def test_noise_that_rounds_away_in_one_layer_only_warns(tokens, logits):
     """A per-layer multiplier may go under the resolution: that is said, and the run goes on."""
     half = tiny_model("llama").to(torch.bfloat16)
     injection = ns.Injection(ns.Gaussian(0.05), operators={"linear"}, layer_multipliers={0: 0.001})
-    with pytest.warns(UserWarning, match="rounds away in bfloat16"), ns.inject(half, injection):
+    with pytest.warns(UserWarning, match="is lost to rounding in bfloat16"), ns.inject(half, injection):
         logits(half, tokens)
 
 
@@ -409,7 +409,7 @@ def test_a_format_that_changes_nothing_raises(tokens, logits):
     """Rounding bfloat16 numbers to bfloat16 is zero injection too."""
     half = tiny_model("llama").to(torch.bfloat16)
     with (
-        pytest.raises(NoiseRoundsAway, match="changed none of the elements"),
+        pytest.raises(NoiseRoundsAway, match="changed none of the sampled elements"),
         ns.inject(half, ns.Injection(ns.Format("bf16"), operators={"linear"})),
     ):
         logits(half, tokens)

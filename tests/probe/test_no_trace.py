@@ -207,7 +207,7 @@ def test_a_scope_opens_once(llama, tokens, logits):
     """Entering an open scope again is refused; a new scope is not."""
     probe = ns.inject(llama, ns.Injection(ns.Gaussian(0.05)))
     with probe:
-        with pytest.raises(ModelHeld, match="open already"):
+        with pytest.raises(ModelHeld, match="already open"):
             probe.__enter__()
         logits(llama, tokens)
 

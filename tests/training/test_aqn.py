@@ -353,11 +353,11 @@ def test_what_is_refused(llama: Any, tokens: torch.Tensor) -> None:
         noise(llama, aqn).at(3)
     with pytest.raises(InvalidInput, match="schedule is a function"):
         AQN(OperatorNoise(), 0.05)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match=r"noise is training\.OperatorNoise"):
+    with pytest.raises(InvalidInput, match=r"noise must be training\.OperatorNoise"):
         AQN(0.05, Constant(0.05))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="seed must be an int, got 'a'"):
         AQN(OperatorNoise(), Constant(0.05), seed="a")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="open already"), noise(llama, aqn) as scope, scope:
+    with pytest.raises(InvalidInput, match="already open"), noise(llama, aqn) as scope, scope:
         pass
     with noise(llama, AQN(OperatorNoise(), Constant(0.0))):  # no noise on purpose
         llama(tokens)
@@ -367,7 +367,7 @@ def test_noise_below_the_dtype_is_told(tokens: torch.Tensor) -> None:
     """QeRL's last stages round away in bfloat16: one warning, when it happens."""
     model = tiny_model("llama").to(torch.bfloat16)
     with (
-        pytest.warns(UserWarning, match="rounds away in bfloat16") as warned,
+        pytest.warns(UserWarning, match="is lost to rounding in bfloat16") as warned,
         noise(model, AQN(NormNoise(), Linear(0.02, 0.0001, 4))) as scope,
     ):
         for step in range(8):

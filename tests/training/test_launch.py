@@ -101,7 +101,7 @@ def test_each_run_has_counts_of_its_own(tmp_path: Path) -> None:
     (Path(earlier) / "rank0-1.json").write_text(json.dumps({"rank": 0, "forward": 5, "backward": 0}))
     assert launch.confirm(earlier, workers=1)
     for folder in (later, tmp_path):
-        with pytest.raises(NothingInjected, match="0 of 1 workers report"):
+        with pytest.raises(NothingInjected, match="0 of 1 workers reported"):
             launch.confirm(folder, workers=1)
 
 
@@ -112,7 +112,7 @@ def test_confirm_says_who_is_missing(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps({"rank": rank, "forward": forward, "backward": 0}))
 
     write("rank0-1", 0, 5)
-    with pytest.raises(NothingInjected, match="1 of 2 workers report"):
+    with pytest.raises(NothingInjected, match="1 of 2 workers reported"):
         launch.confirm(tmp_path, workers=2)
     write("rank1-2", 1, 0)
     with pytest.raises(NothingInjected, match="rank1-2 injected nothing"):

@@ -65,9 +65,7 @@ def gap(pairs: Pairs) -> Estimate:
 
 
 def removed(before: Pairs, after: Pairs) -> Estimate:
-    """How much a correction reduces the gap, paired by sequence; a sequence that was left out counts as all others do
-    now.
-    """
+    """How much a correction reduces the gap, paired by sequence; one that was left out counts as the others do now."""
     now = {(one.row_a.number, one.row_b.number): one.size for one in after}
     sizes = np.array([size for size in now.values() if np.isfinite(size)])
     usual = float(sizes.mean()) if len(sizes) else 0.0

@@ -45,8 +45,7 @@ class WorstElement:
 
 @dataclass(frozen=True)
 class Measures:
-    """The measures of one site; None if a sketch does not show them, or NaN and infinite elements leave nothing to
-    measure.
+    """The measures of one site; None if a sketch does not show them, or no finite elements are left to measure.
 
     `infinite`: no relative L2 is large enough, as one side alone has NaN or infinite elements, or only the reference is
     all zeros. `relative_error` is the standard error of an estimated relative L2. Non-finite elements are counted; of a

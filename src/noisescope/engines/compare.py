@@ -74,8 +74,7 @@ def compare_systems(
     chat: bool = False,
     band: RoundoffBand | None = None,
 ) -> SystemComparison:
-    """Find what b's divergence from a consists of; `prompts` are token ids of the same texts, as a and as b encode
-    them.
+    """Find what b's divergence from a consists of; `prompts` are token ids of the same texts, by a and by b.
 
     `band` is the mean |difference| of log-probabilities that two healthy systems show on a's prompts. Without it the
     verdict "round-off" rests on each operator alone.

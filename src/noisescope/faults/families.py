@@ -200,11 +200,10 @@ class FlushToZero(Fault, family="flush_to_zero", fault_class="flush to zero"):
 class Accumulation(
     Fault, family="accumulation", fault_class="accumulation", sized_by="chunk", operators=(*PRODUCTS, "softmax")
 ):
-    """The sum is accumulated in too few bits: s = round(s + sum over the next `chunk` terms), the chunk's own sum
-    exact.
+    """The sum is kept in too few bits: s = round(s + sum over the next `chunk` terms), the chunk's own sum exact.
 
-    `precision` is "bf16", "fp16" (Inf from 65520 on, as the format has it) or a number of mantissa bits. At a softmax
-    it is the denominator that is summed so.
+    `precision` is "bf16", "fp16" (Inf from 65520 on, as in the format) or a number of mantissa bits. In a softmax, this
+    applies to the denominator.
     """
 
     chunk: int = whole(32, at_least=1)

@@ -71,9 +71,7 @@ def audit_backward(
     rows: int = 64,
     seed: int = 0,
 ) -> BackwardAudit:
-    """Audit the gradients of a loss on micro-batches: next-token cross entropy, or a fixed sum of outputs without
-    logits.
-    """
+    """Audit the gradients of a loss on micro-batches: next-token cross entropy, or a fixed sum of outputs."""
     model, tokenizer, anatomy = parts_of(subject)
     shape = {"tokens": tokens, "batch": batch, "decode": None if tokens is None and batch is None else 0}
     quick = tokens is None and batch is None

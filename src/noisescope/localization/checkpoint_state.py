@@ -47,9 +47,7 @@ def held_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 
 def compare_weights(model: Any, stored: Stored, *, loaded: bool) -> WeightsCompared:
-    """Compare every tensor of a checkpoint with the model; `loaded` means that `load` created it, so nothing should
-    have changed.
-    """
+    """Compare every tensor of a checkpoint with the model; a model `loaded` by `load` should not have changed."""
     held = held_tensors(model)
     same: set[int] = set()
     wrong: dict[int, _Wrong] = {}

@@ -1,5 +1,4 @@
-"""Infers the class of a fault from the pattern of its errors: which elements, channels and bits, and in which
-direction.
+"""Infers the class of a fault from the pattern of its errors: the elements, channels, bits and direction.
 
 Narrow patterns are tried first: a value stuck at a limit is also a spike, and every fault also matches "unknown".
 """

@@ -238,9 +238,7 @@ def _is_dropout(module: nn.Module, name: str) -> bool:
 
 
 def _activation_fault(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
-    """A different activation function from the one in the config; other classes are replaced on purpose (adapters,
-    quantisers).
-    """
+    """An activation function other than the config's; other classes are replaced on purpose (adapters, quantisers)."""
     known = ("torch.nn.modules.activation", "transformers.activations")
     if type(module).__module__ in known and type(other).__module__ in known:
         words = f"the activation is {type(module).__name__}; the config gives {type(other).__name__}"

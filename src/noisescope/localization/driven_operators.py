@@ -133,9 +133,7 @@ class _Driver:
             self.found.norms.append(DrivenNorm(call.unit, call.site, callee, x, on_host(y)))
 
     def _rows(self, lead: tuple[int, ...], width: int, dtype: torch.dtype) -> Tensor:
-        """Normally distributed numbers of many sizes; most rows have one massive element, whose square must be computed
-        precisely.
-        """
+        """Normally distributed numbers of many sizes; most rows have one massive element, whose square matters."""
         generator, count = self._generator(), math.prod(lead)
         size = torch.exp2(torch.rand((count, 1), generator=generator) * 4 - 2)
         x = torch.randn((count, width), generator=generator)

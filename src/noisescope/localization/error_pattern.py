@@ -63,9 +63,7 @@ class Evidence:
     def of(
         cls, operator: str, recomputed: Recomputed, judgement: Judgement, batch: tuple[int, int] | None = None
     ) -> Evidence:
-        """Collect the evidence; `batch` is the shape [B, T] of the model's input, which distinguishes tokens from
-        heads.
-        """
+        """Collect the evidence; `batch`, the shape [B, T] of the model's input, distinguishes tokens from heads."""
         y, reference = recomputed.y, recomputed.reference
         index = torch.arange(len(y)) if recomputed.rows is None else recomputed.rows
         lead = recomputed.lead if math.prod(recomputed.lead) >= len(y) else ()
@@ -321,9 +319,7 @@ def shorten(x: Tensor, keep: int, rounding: Callable[[Tensor], Tensor]) -> Tenso
 
 
 def aligned_block(channels: tuple[int, ...], width: int) -> tuple[int, int] | None:
-    """[start, stop) if the channels form one run that starts and ends on a block boundary of 16, 32, ..., and not all
-    channels.
-    """
+    """[start, stop) if the channels are one run that starts and ends on a block boundary (16, 32 ...), and not all."""
     if len(channels) < _WIDTHS[0] or len(channels) >= width:
         return None
     start, stop = channels[0], channels[-1] + 1

@@ -119,9 +119,9 @@ class ParameterGradients:
 
 @contextmanager
 def differentiable(model: nn.Module, chosen: Callable[[nn.Parameter], bool]) -> Iterator[None]:
-    """Compute gradients of the chosen parameters only, starting from zero; the caller's gradients are restored
-    afterwards. Code that runs after accumulation (an optimiser step inside backward) would change the model, so it is
-    disabled.
+    """Compute gradients of the chosen parameters only, from zero; the caller's gradients are restored afterwards.
+
+    Code that runs after accumulation (an optimiser step inside backward) would change the model, so it is disabled.
     """
     parameters = list(model.parameters())
     before = [(p, p.grad, p.requires_grad) for p in parameters]

@@ -232,9 +232,7 @@ def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
 
 
 def _rows_of(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a table on the host, each copied separately: the device's gather is not trusted, and the table is not
-    moved.
-    """
+    """Rows of a table on the host, each copied separately, without the device's gather and without moving the table."""
     used, places = torch.unique(indices, return_inverse=True)
     if table.device.type == "cpu" or len(used) > len(table) // 4:
         return on_host(table)[indices]

@@ -222,9 +222,10 @@ class Search:
     # -- old data
 
     def _search_for_old_data(self) -> float:
-        """The whole model is not repeatable, but no module showed it: does one depend on what ran before? Run forwards
-        on other data and on the same data repeatedly, and compare every operator's call with one made right after it. A
-        difference that recurs each time is stale data; one that does not is noise.
+        """Find a module that depends on what ran before, when only the whole model is known not to be repeatable.
+
+        Run forwards on other data and on the same data repeatedly, and compare every operator's call with one made
+        right after it. A difference that recurs each time is stale data; one that does not is noise.
         """
         dispatcher, cost = self.dispatcher, 0.0
         for anatomy, choose in ((self.modules, dispatcher.at_modules), (self.functions, dispatcher.at_functions)):

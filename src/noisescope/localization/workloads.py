@@ -246,9 +246,7 @@ class _Maker:
         return decode
 
     def _positions(self) -> int | None:
-        """How many positions are certain to exist: on a GPU, an index beyond a table raises no exception but ends all
-        work.
-        """
+        """How many positions are certain to exist: on a GPU, an index beyond a table is fatal, not an exception."""
         named = positions_of(self.model)
         if self.config is not None:
             return None if named is None else max(1, named - MARGIN)

@@ -103,7 +103,5 @@ def sketch(y: Tensor, first: int = 0, *, seed: int = SEED) -> Tensor:
 
 @functools.cache
 def _groups(width: int) -> int:
-    """The largest number of equal groups; below the number of sketch numbers, or a channel would always share one
-    bucket.
-    """
+    """The most groups of equal size, but fewer than sketch numbers, or a channel would always share one bucket."""
     return max(g for g in range(1, _MOST_GROUPS + 1) if width % g == 0 and g % SHORT and g % LONG)

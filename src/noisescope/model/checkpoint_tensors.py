@@ -19,8 +19,7 @@ from noisescope.model.loading import checkpoint_folder, load
 def stored_tensors(
     model: Any, source: str, revision: str | None, names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model, tensor of the file) for what transformers would load into `names`, with the same renaming and
-    merging.
+    """(name in the model, tensor of the file) for what transformers would load into `names`, renamed and merged alike.
 
     What a conversion fails on is left out. A GGUF file is loaded a second time, for its tensors are dequantised and
     permuted on loading; safetensors are read one at a time. Pickles are not read.

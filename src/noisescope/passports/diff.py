@@ -164,9 +164,7 @@ def _compared(
 
 
 def _operands(mine: Line, theirs: Line, names: tuple[str, str], facts: tuple[dict[str, Any], ...]) -> str:
-    """Operands truncated on one device (or differently on both): the size of the error, and the setting that controls
-    it.
-    """
+    """Operands truncated on one device (or differently on both): the size of the error, and the setting behind it."""
     whole = max(mine.get("of") or 0, theirs.get("of") or 0)
     kept, error, switches = [], 0.0, []
     for name, line, fact in zip(names, (mine, theirs), facts, strict=True):

@@ -1,5 +1,4 @@
-"""Fault tests from a diagnosis: inject faults into the operators, layers and channels it warns about, and judge the
-result.
+"""Fault tests from a diagnosis: faults in the operators, layers and channels it warns about, and their verdicts.
 
 A test states the fault, as a description for a hardware team and as text for noisescope's simulator, and what must hold
 under it. If a report warns about no operator or no layers, the one whose noise changes the output most is tested.

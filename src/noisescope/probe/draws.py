@@ -205,9 +205,7 @@ class Draw:
         return torch.addcmul(y, size, z, value=scale)
 
     def _room(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """A buffer for as many numbers as `like` has, created once per forward: fresh pages cost more than reading the
-        tape.
-        """
+        """A buffer for as many numbers as `like` has, created once per forward: fresh pages cost more than the tape."""
         if self.scratch is None:
             return None
         known = (like.numel(), dtype, like.device)

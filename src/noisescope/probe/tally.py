@@ -38,9 +38,7 @@ class SiteCount(Counts):
     looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
 
     def look(self, phase: str) -> bool:
-        """Whether to sample here: the first module of each operator in each place, because sampling costs kernel
-        launches.
-        """
+        """Whether to sample here: the first module of each operator in each place, because sampling costs time."""
         key = (phase, self.operator, self.place)
         if key in self.looked:
             return False

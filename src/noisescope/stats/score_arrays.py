@@ -14,8 +14,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Paired:
-    """Clean (x) and noisy (y) scores of the same samples, averaged over seeds, which are not independent within a
-    sample.
+    """Clean (x) and noisy (y) scores of the same samples, averaged over seeds, which depend on the sample.
 
     `counted` is right or wrong on the clean side, right or wrong (or averaged over seeds) on the noisy side.
     """

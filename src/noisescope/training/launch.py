@@ -109,8 +109,7 @@ def set_step(tally: str | Path, step: int) -> None:
 
 
 def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
-    """What each worker of a run counted, by file; raises unless exactly `workers` of them report and all injected
-    noise.
+    """What each worker of a run counted, by file; raises unless exactly `workers` of them report injections.
 
     `tally` is the run's own folder, variables["NOISESCOPE_TALLY"]. Workers write every five seconds: ask after the
     first steps, or at the end.

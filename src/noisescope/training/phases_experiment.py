@@ -75,9 +75,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Arm:
-    """The noise of one training arm, by name: KIND[@SCALE][:SCHEDULE], such as "forward", "both@0.025",
-    "norm@0.01:staged".
-    """
+    """The noise of one training arm, by name: KIND[@SCALE][:SCHEDULE], such as "forward" or "norm@0.01:staged"."""
 
     kind: str
     scale: float

@@ -77,7 +77,7 @@ def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[S
 
 
 def _in_scores(broken: Broken, facts: EvidenceFacts) -> bool:
-    """A table of exp breaks the key shift only where a step lies between two roundings; wrong scores break it almost
+    """A table of exp breaks the key shift only at a step between two roundings; wrong scores break it almost
     everywhere.
     """
     if Law.KEY_SHIFT not in broken or facts.shift_overflows:

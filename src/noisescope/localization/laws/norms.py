@@ -204,9 +204,7 @@ def _right_numbers(
 
 
 def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: NormFormula) -> Tensor:
-    """Two roundings to the dtype, one of the estimated gain, float32 sums and root, and the cost of subtracting the
-    mean.
-    """
+    """Two roundings to the dtype, one of the estimated gain, float32 sums and root, and the subtraction of the mean."""
     form, u = number_format(dtype), WORK_ROUNDOFF
     expected = (gains * n).abs()
     limit = 4 * form.ulp(expected) + 4 * form.u * expected
