@@ -1,6 +1,6 @@
 """Writes files completely or not at all.
 
-What is written goes into a part file with a name that nobody can guess, made anew (an existing file or symbolic link of
+What is written goes into a part file with an unguessable name, newly created (an existing file or symbolic link of
 that name is an error), and then takes the place of the target. A symbolic link at the target is replaced, never
 followed: a folder that came from elsewhere can't make noisescope write outside it.
 """

@@ -1,7 +1,7 @@
 """The one reader of files from elsewhere: reports, records, passports, configs, dumps, run folders, option files.
 
 What it gives back is plain data within limits of size, depth and digits, checked against the type it must have
-(jsonform.py). Everything else is an `InvalidInput` of one line: what came, what is allowed, what to do.
+(jsonform.py). Everything else is a one-line `InvalidInput`: what was given, what is allowed, what to do.
 """
 
 from __future__ import annotations

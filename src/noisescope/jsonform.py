@@ -24,7 +24,7 @@ from noisescope.plain_text import LONG, one_line, shown, visible
 
 V = TypeVar("V")
 Json = Any  # JSON whose shape is not ours: kept as it is
-LARGEST = 2**128  # a whole number beyond it is no count, layer or seed
+LARGEST = 2**128  # larger integers are not counts, layers or seeds
 
 
 def to_json(value: object) -> Any:

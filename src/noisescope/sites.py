@@ -19,7 +19,7 @@ NamedPlace = int | OuterPlace  # a place as reports have it, every name checked
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 FUSED = "attention"  # a fused attention call as a whole, where it is reported by itself; as a group it is another thing
-WHOLE = "module"  # a call of a module that is no operator, reported as a whole
+WHOLE = "module"  # a call of a module that is not an operator, reported as a whole
 ELEMENTWISE = "elementwise"  # adds, products, casts and copies, where a device gets them wrong wherever they occur
 DEVICE = "device"  # the place of such a fault; nothing can be injected there
 OUTER_PLACES: tuple[OuterPlace, ...] = ("embed", "rotary", "final_norm", "lm_head")

@@ -1,6 +1,6 @@
 """A tiny random model of every architecture noisescope knows: hidden 32, 4 heads, vocabulary 64, no download.
 
-The structure is that of the real architecture, so an injection falls on the same operators; only the sizes are small.
+The structure is that of the real architecture, so an injection applies to the same operators; only the sizes are small.
 """
 
 from __future__ import annotations

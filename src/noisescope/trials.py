@@ -1,7 +1,7 @@
 """A trial: what is done to the model x what is measured x which samples x which seed. A value; no torch here.
 
 Its id is the SHA-256 of its canonical content, so the same question asked twice is one trial, wherever and in whatever
-order it is asked. Paths, times and hosts are no part of it. How classes and functions are named: identity.py.
+order it is asked. Paths, times and hosts are not part of it. trial_id_names.py names classes and functions.
 """
 
 from __future__ import annotations

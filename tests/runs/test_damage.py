@@ -185,7 +185,7 @@ def change(file: Path, statement: str, *values: Any) -> None:
 
 
 def test_an_id_that_is_not_the_hash_of_its_content_is_refused(tmp_path: Path) -> None:
-    """Also where somebody made the checksum fit: an answer stands under the question it belongs to."""
+    """Also where the checksum was made to match: an answer stands under the question it belongs to."""
     from noisescope.runs.store_rows import checksum
 
     file = filled(tmp_path)

@@ -23,7 +23,7 @@ class Found:
     next_step: str
     mended: tuple[Pair, ...]
     tokens: int  # that show it
-    whole: bool = False  # it may be all of the gap: mending it takes off a part that is known to be its own
+    whole: bool = False  # it may be all of the gap: correcting it removes only the part known to be its own
 
 
 Cause = Callable[[Pairs], Found | None]

@@ -211,7 +211,8 @@ def common_gain(a: Sketch, b: Sketch) -> float | None:
     None where the sketches have too few numbers for any gain to stand out.
 
     Each number t = s(b) / s(a) - 1 of the sketches sees other elements. Errors at random give a Cauchy distribution
-    round 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The norms
+    around 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The
+    norms
     would be more sensitive, but a few massive elements dominate them: an error of one of them would pass for a gain.
     """
     usable = _usable(a[0], b[0]) & (a[0] != 0)

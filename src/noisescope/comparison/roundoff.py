@@ -9,7 +9,7 @@ A gap is the mean over sequences of the mean |difference| per token, in nats: `g
 
 The limit is expected * exp(z s). s has two parts: what the mean varies by from one set of tokens to another, and how
 well the model of the other system's kernels is known (`KERNEL_SPREAD`), both on a logarithmic scale. A gap below the
-band is no fault: the systems share kernels.
+band is not a fault: the systems share kernels.
 """
 
 from __future__ import annotations

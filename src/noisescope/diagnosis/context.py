@@ -165,7 +165,7 @@ class Answer:
 
     rows: tuple[tuple[Result, ...], ...] = ()  # seeds x slices
     error: str = ""
-    injected_nothing: bool = False  # the error is that no noise fell on anything
+    injected_nothing: bool = False  # the error is that no noise was injected
 
     @property
     def metrics(self) -> list[str]:

@@ -11,7 +11,7 @@ from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.section_types import FormatScore, FormatScores, ModuleScores, UniformScore
 from noisescope.trials import Results, Trial
 
-# As in measures/format_costs.py, which needs torch; a test holds them together.
+# As in measures/format_costs.py, which needs torch; a test keeps them in sync.
 UNTOUCHED = "bf16"
 GROUP = 64  # weights that share a scale, in integer formats
 FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")

@@ -2,8 +2,8 @@
 
     1. Losses of the task metric whose interval clears the limit of a band: by band, then by size.
     2. Significant losses whose interval reaches from the lowest band into a higher one: borderline.
-    3. Places that noise moves the output from further than from most: by nats per token, no band.
-    4. Channels far larger than the rest: they matter for 8-bit activations, and are no findings about a layer.
+    3. Places where noise moves the output more than in most others: by nats per token, no band.
+    4. Channels far larger than the rest: they matter for 8-bit activations, and are not findings about a layer.
 
 Noise in a window is also noise in its layers, and noise in an operator is also noise in its cells. Where a part
 accounts for what the whole costs, the part is the finding, and a note says what the whole adds; else the window or the
@@ -111,7 +111,7 @@ def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) 
     """All findings about parts of the model, the most important first.
 
     `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval; None
-    where samples are not at hand.
+    where samples are not available.
     """
     whole = whole_model(found)
     same = () if whole is None else whole.target.operators
@@ -213,7 +213,7 @@ def _extent(target: Target) -> int:
 def _loss_accounted_for(whole: Candidate, part: Candidate, excess: Excess) -> bool:
     """Whether the whole does not lose significantly more than the part, sample by sample.
 
-    Where samples are not at hand, whether it loses more by less than the run could have detected.
+    If samples are not available, whether it loses more by less than the run could have detected.
     """
     beyond = excess(whole.target, part.target)
     if beyond is not None:

@@ -80,7 +80,7 @@ _MEANING = {
     "HIGH": "The model breaks under small numerical error: do not move it as it is.",
     NOT_MEASURABLE: "This run can't tell whether the model is safe to move: it measured too little to be sure.",
 }
-WIDEST = 0.2  # an interval of the clean score that is wider than this is no criterion to pass
+WIDEST = 0.2  # an interval of the clean score wider than this is not a usable criterion
 WANTED = 0.05  # half the width of one that is
 TOP = 3
 LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't call a model low-risk

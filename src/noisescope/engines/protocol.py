@@ -35,7 +35,7 @@ class EngineCall:
     again: Callable[[Tensor], Tensor]
 
 
-OnCall = Callable[[EngineCall], Tensor | None]  # gets a call, may give the output that the engine goes on with
+OnCall = Callable[[EngineCall], Tensor | None]  # receives a call, may return the output that the engine continues with
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """First stage: do both systems compute the same quantity? Token ids, and how reported log-probabilities are made.
 
-Each engine's report is compared with its own logits, so that a temperature in the report is told from a scaled weight.
-b is mended step by step: it gets a's token ids, missing values are left out, shifted ones moved, then other processing,
-truncation and temperature are undone. What both sides do alike is no cause.
+Each engine's report is compared with its own logits, so that a temperature in the report can be distinguished from a
+scaled weight.
+b is corrected step by step: it gets a's token ids, missing values are left out, shifted ones moved, then other
+processing,
+truncation and temperature are undone. What both sides have in common is not a cause.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _block_scaled(fault: families.BlockScale, x: Tensor) -> Tensor:
     return new
 
 
-# Faults inside a product, computed again from its operands.
+# Faults inside a product, recomputed from its operands.
 
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -151,7 +151,7 @@ class Fault:
         fixed), channel numbers, or `Lanes`. Sizes such as max |y| are always those of the whole tensor.
     rate: the chance that the fault acts in a call of its operator; 1 is persistent, as broken hardware is.
     start, duration: it acts in forwards start <= i < start + duration, counted from 0 within its scope (a step, or a
-        token of a generation); duration None is for ever. A module called by itself counts as a forward.
+        token of a generation); duration None is unlimited. A module called by itself counts as a forward.
     """
 
     family: ClassVar[str]

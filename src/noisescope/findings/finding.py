@@ -66,7 +66,7 @@ class Target:
     def contains(self, other: Target) -> bool:
         """Whether noise in this target is also in all of the other, which is the more specific one.
 
-        Noise in an operator also falls on the places outside the blocks that compute it.
+        Noise in an operator also affects the places outside the blocks that compute it.
         """
         if self == other or other.kind not in ("window", "layer", "cell", "place") or self.place is not None:
             return False

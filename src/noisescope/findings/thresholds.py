@@ -11,7 +11,7 @@ from noisescope.estimate import Estimate
 
 NOT_MEASURABLE: Final = "not measurable"
 
-# Names of bands as types, for rows that are read back and for the JSON Schema; a test holds them to BANDS.
+# Names of bands as types, for rows that are read back and for the JSON Schema; a test keeps them in sync with BANDS.
 LossBand = Literal["LOW", "ROBUST", "MODERATE", "HIGH", "AVALANCHE", "CRITICAL", "not measurable"]  # of all rows
 ScoreBand = Literal["ROBUST", "MODERATE", "CRITICAL", "not measurable"]
 OutlierBand = Literal["NORMAL", "MODERATE", "HIGH", "CRITICAL", "not measurable"]
@@ -58,7 +58,7 @@ class Bands:
         for name, sign, limit, meaning in self.rows:
             if value < limit or (sign == "<=" and value == limit):
                 return name, meaning
-        raise AssertionError(f"{value} is no number")
+        raise AssertionError(f"{value} is not a number")
 
 
 # Shares are fractions (0.05 = 5 %), ratios are plain, SNR is in dB.
@@ -159,7 +159,7 @@ LIMITS: dict[str, float] = {
     "outlier_channel_ratio": 10.0,  # max / median of max, and mean / median of mean
     "outlier_quantile_ratio": 5.0,  # q99 / q50
     "outlier_fisher_quantile": 0.95,
-    "migration_mape": 0.05,  # first priority on new hardware; 0.10 will do for the second
+    "migration_mape": 0.05,  # first priority on new hardware; 0.10 suffices for the second
     "migration_mape_second": 0.10,
     "gate_degradation": 0.15,
     "gate_worse_than_baseline": 1.2,

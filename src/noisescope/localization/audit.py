@@ -60,7 +60,7 @@ from noisescope.sites import FUSED, Site
 
 _MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
 _AGAIN = 6  # repetitions of the first batch: cheap, since only what changes is judged, and rare faults need forwards
-_TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
+_TRIES = 3  # forwards with attention decomposed, in which an intermittent fault may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
 
@@ -83,11 +83,11 @@ def audit(
         verdict.verdict, verdict.suspects[0].site, verdict.smallest_visible["linear"], verdict.coverage
 
     `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
-    default built-in text. `tokens`, `batch` and `decode` choose one shape instead of the built-in ones, `quick` leaves
-    all but the base batches out, `budget` are seconds after which no other shape is begun, and `repeat` runs the base
-    batch so many more times, for faults that come and go. Linears with more rows (tokens) than `rows` are sampled, and
-    their other rows checked by checksums. `seed` chooses text and samples. The model runs as it is, in this thread and
-    inside the scopes that are open; nothing of it is changed.
+    default built-in text. `tokens`, `batch` and `decode` select one shape instead of the built-in ones, and `quick`
+    runs only the base batches. `budget` is the number of seconds after which no further shape is started. `repeat` runs
+    the base batch that many more times, to catch intermittent faults. Linears with more rows (tokens) than `rows` are
+    sampled, and their other rows are checked by checksums. `seed` selects text and samples. The model runs unchanged,
+    in this thread and inside the open scopes.
     """
     if rows < 2:
         raise InvalidInput(f"rows must be at least 2, got {rows}")
@@ -329,7 +329,7 @@ class AuditRun:
                 if node.is_module and not node.by_formula:
                     self.log.judged.unknown(node, self._no_twin)
         else:
-            # Where attention was taken apart, its code did not run as it is written.
+            # Where attention was decomposed, its code did not run as written.
             written = [node for node in tree.nodes if not any(child.module in opened for child in node.children)]
             self._twin.follow(written, self.log.code)
         self.log.returned(tree.root, output)

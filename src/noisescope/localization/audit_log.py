@@ -72,7 +72,7 @@ class AuditLog:
         self._count = 0
         self._patterns: Counter[int] = Counter()  # by forward
         self._calls: dict[Site, int] = {}  # of each site, in this forward
-        self._between: dict[tuple[Site, str, bytes], bytes] = {}  # what came where something else should have come
+        self._between: dict[tuple[Site, str, bytes], bytes] = {}  # what arrived where something else was expected
 
     # -- forwards
 

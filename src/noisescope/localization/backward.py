@@ -181,7 +181,7 @@ class BackwardRun:
                     if "" in group.judged:
                         judge.loss(calls, functools.partial(loss_of, batch=batch))
                 held = max(held, calls.nbytes() + sum(p.nbytes for p in whole))
-        for p in own:  # where others than the group's modules use it, its gradient has parts that are not known here
+        for p in own:  # if modules outside the group use it, parts of its gradient are unknown here
             self.parameters[id(p)] = judge.parameters.get(id(p), Share(0, 0))
             if owners[id(p)] - group.judged:
                 self.parameters[id(p)] = Share(0, p.numel())

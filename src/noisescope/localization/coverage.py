@@ -12,7 +12,7 @@ from noisescope.sites import Place
 
 BACKWARD = "backward"
 SHOWN = 3  # shapes named in a headline
-ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: less than that is no plain "healthy"
+ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: the least for a plain "healthy"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Phase:
     tokens: int  # of each sequence; in decode those in the cache before the first step
     steps: int = 1  # forwards
     padding: str = ""  # "left" or "right"
-    encoded: bool = False  # with made-up states of an encoder, which cross attention reads
+    encoded: bool = False  # with synthetic encoder states, which cross attention reads
 
     def __str__(self) -> str:
         padded = f", {self.padding} padding" if self.padding else ""
@@ -113,7 +113,7 @@ class Coverage:
     resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
     state: str = ""  # what was compared in the model's memory, and what was not
     backward: BackwardCoverage | None = None  # where gradients were audited
-    repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
+    repeated: int = 1  # forwards of the same input, each of which an intermittent fault could have hit
 
     @property
     def measured(self) -> bool:

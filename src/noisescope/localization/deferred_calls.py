@@ -36,7 +36,7 @@ class Deferred:
     apart: list[Node] = field(default_factory=list)  # each is judged by itself
     again: list[Node] = field(default_factory=list)  # repetitions with the same bits, which count where one was wrong
     others: list[Node] = field(default_factory=list)  # of other shapes, judged as one call
-    checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention taken apart
+    checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention decomposed
 
     @property
     def first(self) -> Node | None:
@@ -56,7 +56,7 @@ class Deferred:
         return _rows(self.apart), _rows(self.checked)
 
     def computed(self, rows: Rows) -> Computed:
-        """All calls computed again as one, and judged."""
+        """All calls recomputed as one, and judged."""
         if not self.nodes:
             return Computed()
         whole = stacked(self.nodes)

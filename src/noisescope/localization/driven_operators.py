@@ -58,9 +58,9 @@ class DrivenWeights:
     site: Site
     callee: Any
     depth: Tensor  # d, in float64
-    weight: Tensor  # exp(-d) / (1 + exp(-d)) as it came out, in float64
+    weight: Tensor  # exp(-d) / (1 + exp(-d)) as computed, in float64
     channels: int  # that say the same
-    dtype: torch.dtype  # of what came out
+    dtype: torch.dtype  # of the output
     given: torch.dtype
     unseen: bool = False  # the model calls a function in its place that no one sees
 
@@ -114,7 +114,7 @@ class _Driver:
                 self._softmax(call, x)
             else:
                 self._attention(call)
-        except Exception:  # a stranger's code may raise anything: then it is not tried
+        except Exception:  # third-party code may raise anything: then it is not tested
             return
 
     def _norm(self, call: RecordedCall, like: Tensor) -> None:

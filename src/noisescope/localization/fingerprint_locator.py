@@ -54,7 +54,11 @@ DRAWS = 16  # of each drawn candidate, for each prompt
 # models reach 0.92 with another attention kernel or batch size (n = 1,728 prompts), and 3.8 with the noise of 2 eps at
 # every operator that the floor itself is made of, drawn anew (n = 4,320; demo and two tiny models, three dtypes).
 _MARGIN = 4.0
-_REFINED, _FINEST, _SURE = 8, 1.05, 0.999  # layers whose best size is sought, how finely, and the cosine that will do
+_REFINED, _FINEST, _SURE = (
+    8,
+    1.05,
+    0.999,
+)  # layers whose best size is searched, how finely, and the cosine that suffices
 _PROMISING = 0.5  # of the cosine that drawn faults reach: below, no size is sought
 _WHAT_TO_DO = (
     "try other families or sizes (in Python), or run `noisescope locate` on the suspect device itself, with "

@@ -23,12 +23,12 @@ from noisescope.localization.shipped_functions import shipped_functions
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-3, 1e-4, 0.0, torch.finfo(torch.float32).eps)  # written in the code
-_SEED = 20  # of the made-up numbers; any will do
+_SEED = 20  # of the synthetic numbers; any works
 _AGREES = 1e-4  # relative: the formulas differ by much more, float32 by much less
 _ROUNDINGS = 16  # units of round-off by which 16-bit code may be off
 _ROWS = 6
 _ROUGH_ROWS, _ROUGH = 256, 2.5  # standard errors of a row's factor: 1 to 2 where each element is rounded by itself
-_MOST_WEIGHTS = 1 << 22  # made-up numbers of a linear: a head with more outputs is tried with fewer of them
+_MOST_WEIGHTS = 1 << 22  # synthetic numbers of a linear: a head with more outputs is tried with fewer of them
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What torch, accelerate and our own scopes keep in a module, none of which its class's forward reads.
 _KEPT_FOR_OTHERS = frozenset(
@@ -147,7 +147,7 @@ def _fewer_outputs(module: nn.Module, count: int) -> nn.Module | None:
 def looks_up_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a class gives rows of its table for such a call, each times the same number at most.
 
-    It is run with made-up tables whose rows hold one number each: ones give the factor, and the numbers 1 to 7 must
+    It is run with synthetic tables whose rows hold one number each: ones give the factor, and the numbers 1 to 7 must
     come out as themselves times that factor. Positions made inside are its own business.
     """
     if type(module).forward is nn.Embedding.forward:
@@ -240,7 +240,7 @@ def norm_rounds_at_every_step(module: nn.Module, width: int, dtype: torch.dtype)
 
 
 def _is_rough(module: nn.Module, formula: NormFormula, width: int, dtype: torch.dtype) -> bool:
-    """By the factors of made-up rows, against what the errors of single elements leave in them."""
+    """By the factors of synthetic rows, against what the errors of single elements leave in them."""
     parameters = _made_up_parameters(module, dtype)
     x = torch.randn(_ROUGH_ROWS, width, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu").to(dtype)
     y = _run(module, parameters, x)
@@ -329,7 +329,7 @@ def _find_activation(module: nn.Module) -> tuple[str, bool] | None:
     return None
 
 
-# -- running a class on made-up numbers
+# -- running a class on synthetic numbers
 
 
 def _made_up_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -371,7 +371,7 @@ def _call(
             own = _own_parameters(module) if made_up is None else {}
             bare = _bare(module, own | (parameters or {}), made_up)
             y = type(module).forward(bare, *args, **kwargs)
-    except Exception:  # whatever a stranger's code raises, it is not a formula we know
+    except Exception:  # third-party code may raise anything: it is not a known formula
         return None
     return y.detach() if isinstance(y, Tensor) else y
 

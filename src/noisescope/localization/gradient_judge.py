@@ -59,7 +59,7 @@ class GradientJudge:
         self._log, self._twin, self._judged, self._owners = log, twin, judged, owners
         self._before: dict[int, Tensor] = {}  # `.grad` after the micro-batch before
         self._uses: dict[int, list[WeightUse]] = {}
-        self._unknown: dict[int, str] = {}  # parameters one of whose uses can't be computed again
+        self._unknown: dict[int, str] = {}  # parameters with a use that can't be recomputed
         self._nodes: dict[str, Node] = {}  # a call of each module, for its site
         self.parameters: dict[int, Share] = {}  # elements that were judged, of those that had gradients
 

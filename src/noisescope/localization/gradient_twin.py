@@ -107,7 +107,7 @@ class GradientTwin(HostTwin):
                 return run.back(self._leaves)
         except NotDifferentiated:
             raise
-        except Exception as error:  # a stranger's code may raise anything
+        except Exception as error:  # third-party code may raise anything
             raise NotDifferentiated(
                 f"its code can't be differentiated on the host ({type(error).__name__}: {str(error)[:80]})"
             ) from None

@@ -28,7 +28,7 @@ from noisescope.localization.weight_pass import as_multiplied as as_multiplied
 from noisescope.localization.weight_pass import checksums as checksums
 
 _PARTIAL_SUMS = 8
-_MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T for which every row of attention is computed again
+_MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T up to which every row of attention is recomputed
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
     """Products of experts: rows up to ends[0] of x [R, K] with weights[0] [K, N], up to ends[1] with weights[1], ..."""
     a, out = on_host(x), on_host(y)
     stops = on_host(ends).long()
-    total = int(stops[-1])  # what lies behind belongs to nobody
+    total = int(stops[-1])  # rows beyond belong to no expert
     expert = torch.searchsorted(stops, torch.arange(total), right=True)
     chosen = rows.choose(total)
     chosen = torch.arange(total) if chosen is None else chosen

@@ -210,7 +210,7 @@ class HostTwin:
             ):
                 output = _code_of(twin)(twin, *args, **kwargs)
                 run.see(-1, output, changed=_changed(node, (args, kwargs)))
-        except Exception as error:  # a stranger's code may raise anything: then the rest of it is not judged
+        except Exception as error:  # third-party code may raise anything: then the rest of it is not judged
             run.problem = f"its code can't be run on the host ({type(error).__name__}: {str(error)[:80]})"
         finally:
             self._running = outer
@@ -259,7 +259,7 @@ class _Run(TorchFunctionMode):
         return None
 
     def see(self, at: int, value: Any, changed: Any = ()) -> None:
-        with torch._C.DisableTorchFunction():  # the comparison is no part of the code
+        with torch._C.DisableTorchFunction():  # the comparison is not part of the code
             if self.first:
                 self.forms[at] = plain_values(value)
             for path, tensor in (*real_tensors_in(value), *changed):

@@ -64,11 +64,10 @@ def relations(
         verdict.verdict, verdict.suspects[0].site, verdict.suspects[0].fault_class
 
     `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
-    default built-in text, or random tokens where there is no tokenizer. `weights=True` also reads the weights, which
-    shows linear faults (gain, swapped channels, lost inputs) that no law without them can. `places` narrows the search
-    to some blocks (by index) or outer places; `sites` narrows it to theirs, and then nothing is "healthy" unless a law
-    was tried at each. The model runs as it is, in this thread and inside the scopes that are open; nothing of it is
-    changed.
+    default built-in text, or random tokens without a tokenizer. `weights=True` also reads the weights, which reveals
+    linear faults (gain, swapped channels, lost inputs) that the other laws can't detect. `places` restricts the search
+    to some blocks (by index) or outer places; `sites` restricts it to their places, and then the verdict is "healthy"
+    only if a law was tested at each. The model runs unchanged, in this thread and inside the open scopes.
     """
     model, tokenizer, anatomy = parts_of(subject)
     asked = tuple(sites)

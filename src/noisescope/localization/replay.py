@@ -34,7 +34,7 @@ from noisescope.model.loading import Subject
 from noisescope.probe.watch import RecordedCall, WatchScope, watch
 from noisescope.sites import FUSED, Site
 
-_MOST_SCORES = 1 << 24  # attention scores that are computed again in one call
+_MOST_SCORES = 1 << 24  # attention scores recomputed in one call
 # Roundings between numbers that agree and the sum that is compared: a block adds attention's and the MLP's output to
 # what it was given, so two. Each is at most half an ulp on either device, at the largest number in it. A limit, not a
 # measured null; judge.SLACK allows twice that.

@@ -22,7 +22,7 @@ class Resolution:
     calls: int
     smallest: float  # bound of a call
     largest: float
-    driven: float | None = None  # relative error inside the operator, where it was driven with made-up inputs
+    driven: float | None = None  # relative error inside the operator, where it was driven with synthetic inputs
     not_judged: int = 0  # calls whose bounds were too wide
 
     def to_dict(self) -> dict[str, Any]:

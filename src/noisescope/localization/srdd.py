@@ -1,6 +1,7 @@
 """`srdd`: the four probes of the original method notes with their weights, end to end, as the published baseline.
 
-Noise of rising scale falls on the products of one layer at a time; the response is the divergence of the last token's
+Noise of increasing scale is injected into the products of one layer at a time; the response is the divergence of the
+last token's
 distribution, averaged over draws and prompts. Each probe gives one number per layer, and a z-score over the layers:
 
 =============  =============================================================================  ==========  ======

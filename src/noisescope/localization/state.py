@@ -52,7 +52,7 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
         report = check_state(ns.load("path/to/model", device="cuda"))
         report.suspects, report.words
 
-    Weights are compared with the checkpoint that the model was loaded from, if it is at hand; buffers and attributes
+    Weights are compared with the checkpoint that the model was loaded from, if available; buffers and attributes
     with those that the model's class makes from its config, or between blocks where there is none. Weights that are
     all zero, constant or the same in two places are doubtful without a file. Nothing of the model runs or changes.
     """

@@ -31,7 +31,7 @@ _MOST_ELEMENTS = 1 << 16  # examined of the output as a whole
 def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) -> tuple[bool, list[int]]:
     """Whether a bit is stuck in the whole output [R, C], and the channels in which one is.
 
-    `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is examined.
+    `below_one` for probabilities: many are always 1, and whole channels may be, so only the whole is examined.
     """
     if not _enough(y.numel()):
         return False, []

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_KEY = 64  # elements by which rows are told apart before they are compared
+_KEY = 64  # elements used to distinguish rows before they are compared
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of the numbers they show
 
 

@@ -66,7 +66,7 @@ class Workload:
     inputs: Batch  # arguments of the prefill's forward, on the model's device
     decode: int = 0  # steps that follow, with the model's cache
     other: Batch | None = None  # other data of the same shape: old data in a buffer shows only when data changes
-    required: bool = False  # the base, or what the caller asked for: that it can't be run is an error
+    required: bool = False  # the base, or what the caller requested: if it can't run, that is an error
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -123,7 +123,7 @@ def kl_of_rows(clean: Tensor, noisy: Tensor, p: Tensor, q: Tensor) -> Tensor:
     shift = (noisy.amax(-1) - clean.amax(-1)) + (p.amax(-1) / q.amax(-1)).log_()
     delta = (noisy - clean).sub_(shift[:, None])
     # NaN: masked on both sides, or a broken row, whose p or q is NaN all along. +inf: masked in clean alone, p = 0, and
-    # any finite number will do. -inf, masked in noisy alone, stays and spoils its row.
+    # any finite number works. -inf, masked in noisy alone, stays and spoils its row.
     delta.nan_to_num_(nan=0.0, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
 
     near = delta.clamp(-1.0, 1.0)  # phi by its approximation, finite everywhere

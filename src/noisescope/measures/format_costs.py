@@ -54,7 +54,7 @@ from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
 from noisescope.trial_id_names import registered
 
-# The same names and group are in diagnosis/format_costs.py, which may not import torch; a test holds them together.
+# The same names and group are in diagnosis/format_costs.py, which may not import torch; a test keeps them in sync.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is
 GROUP = 64
 WEIGHT_FORMATS: dict[str, Format] = {

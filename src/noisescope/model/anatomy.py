@@ -122,7 +122,7 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
     units: list[Unit] = []
     notes: list[str] = []
     convolutions: list[str] = []
-    first: dict[int, str] = {}  # a module listed twice is one block: its calls can't be told apart
+    first: dict[int, str] = {}  # a module listed twice is one block: its calls can't be distinguished
     for name in blocks:
         if first.setdefault(id(modules[name]), name) != name:
             notes.append(f"{name} is the same module as {first[id(modules[name])]}: both names refer to one block")

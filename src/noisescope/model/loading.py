@@ -1,6 +1,6 @@
 """From a name on the command line to a model under test: `load`, `wrap`, and `outline` where weights aren't needed.
 
-Nothing is downloaded and no pickle is run: a pickle is a program, and a checkpoint is somebody else's file. Of pickles
+Nothing is downloaded and no pickle is run: a pickle is a program, and a checkpoint is untrusted data. Of pickles
 only a plain state dict is read, by torch's reader that takes tensors and nothing else.
 """
 
@@ -82,15 +82,15 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Subject:
-    """A model with its tokenizer and anatomy, in eval mode.
+    """Load a model with its tokenizer and anatomy, in eval mode.
 
     `source` is a Hugging Face folder, an id from the local Hugging Face cache, a `.gguf` file, a state dict (`.pt`)
-    beside its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
-    `./demo`), or `tiny:llama` and the like (noisescope.testing). `dtype` is as stored unless given. `device` is any
-    torch device; where `device_map` is given, accelerate decides instead. The class is the one that the checkpoint
-    names, else a causal language model.
+    next to its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
+    `./demo`), or `tiny:llama` and similar (noisescope.testing). `dtype` defaults to the stored one. `device` is any
+    torch device; with a `device_map`, accelerate places the model instead. The class is the one the checkpoint names,
+    else a causal language model.
 
-    The weights of a GGUF file are dequantised on loading: noise falls on the arithmetic of the dequantised model.
+    The weights of a GGUF file are dequantised on loading, so noise applies to the arithmetic of the dequantised model.
     """
     wanted, where = _dtype(dtype), _device(device)
     if str(source) == "demo" and dtype is None and where.type == "cpu":
@@ -128,7 +128,7 @@ def load(
                 output_loading_info=True,
             )
         tokenizer = _tokenizer(checkpoint, header)
-    if info["missing_keys"] and not quantiser:  # a quantiser names its tensors anew
+    if info["missing_keys"] and not quantiser:  # a quantiser renames its tensors
         raise InvalidInput(
             f"{source} lacks {len(info['missing_keys'])} weights of {type(model).__name__} (such as "
             f"{min(info['missing_keys'])}): they would be initialised randomly. Is a checkpoint file missing?"
@@ -176,8 +176,8 @@ def outline(
     quantiser = _quantiser(config)
     if quantiser:
         notes.append(
-            f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can fall on "
-            "their output and input, not on their weight"
+            f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can be "
+            f"injected into their output and input, not their weight"
         )
     if header is not None:
         notes.append(f"weights are dequantised on loading: {', '.join(header.formats)} in the file")

@@ -2,7 +2,8 @@
 
 What is compared is the typical log KL of a sample (the mean without a fifth at either end), as a ratio of KLs: a few
 samples with a large KL would dominate a plain mean, see stats/typical.py. Per row the model fails where the ratio is
-above the limit (1.2) and its interval excludes 1: a difference within noise is no regression, however large. Intervals
+above the limit (1.2) and its interval excludes 1: a difference within noise is not a regression, however large.
+Intervals
 hold for all rows together (Bonferroni). Where a ratio twice as far from 1 as the limit (1.4) could have been missed,
 and the interval does not end below the limit (1.2) either, the row is undecided: a gate without power says so.
 

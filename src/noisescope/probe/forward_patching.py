@@ -63,7 +63,7 @@ class ModelScope:
 
     acts_as_device = False  # whether scopes opened later see what this one does to functions: see DeviceCallMode
     any_order = False  # whether it may be left before scopes opened inside it; its wrappers pass everything on then
-    any_thread = False  # whether others than its owner may call the model, one thread at a time
+    any_thread = False  # whether threads other than its owner may call the model, one at a time
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         self.model = unwrap(model)

@@ -115,7 +115,7 @@ class Probe(ModelScope):
         return OperatorTarget(unit, operator, self.injection, self.count_of(unit, operator))
 
     def count_of(self, unit: Unit, operator: str) -> SiteCount:
-        """The tally's entry for an operator of a unit, made when first asked for."""
+        """The tally's entry for an operator of a unit, created on first request."""
         key = (operator, unit.place, unit.module)
         if key not in self._counts:
             self._counts[key] = SiteCount(

@@ -1,7 +1,8 @@
 """What happens at one operator of one unit: a perturbation is applied, or its calls are reported.
 
 Gradients pass a forward perturbation unchanged: a rounding error has no derivative (straight-through). A backward
-perturbation falls on the gradient of each input and of the weight as this use of it produced it, so tied weights and
+perturbation is applied to the gradient of each input and of the weight as this use of it produced it, so tied weights
+and
 accumulated gradients get their noise once per use.
 """
 
@@ -27,7 +28,7 @@ from noisescope.sites import Site
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Before = Callable[[RecordedCall], Tensor | Arguments | None]
 
-_SAMPLED_ROWS = 16  # rows looked at to measure the share of changed elements
+_SAMPLED_ROWS = 16  # rows sampled to measure the share of changed elements
 _WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its perturbation is the same in every forward
 
 
@@ -225,7 +226,7 @@ class OperatorTarget:
 class CallListener:
     """Takes the place of a target, and reports whole calls of one operator of one unit.
 
-    `before` gets a call that is about to be made, and may give another first tensor, or all arguments anew as a pair
+    `before` gets a call that is about to be made, and may give another first tensor, or all arguments as a new pair
     (args, kwargs); `on_call` one that was made, and may give another output. None leaves things as they are.
     `rerun(callee, *args, **kwargs)` makes a call again. `recomputed` says whether calls that gradient checkpointing
     repeats are reported as well. A call that `before` or `on_call` itself makes of the same operator is reported only

@@ -34,7 +34,7 @@ class SiteCount(Counts):
     module: str = ""
     rounded_away: dict[str, tuple[float, float, str]] = field(default_factory=dict)  # phase: scale, smallest, dtype
     control: bool = False  # scale 0 on purpose: the clean decomposed path, or a layer muted by its multiplier
-    samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # elements changed, and looked at (on device)
+    samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # elements changed, and sampled (on device)
     looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
 
     def look(self, phase: str) -> bool:

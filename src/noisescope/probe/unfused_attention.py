@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INTERFACE_NAME = "noisescope_decomposed"
-FUSED_FUNCTION = torch._C._nn.scaled_dot_product_attention  # F's, unless somebody has replaced that
+FUSED_FUNCTION = torch._C._nn.scaled_dot_product_attention  # F's, unless it was replaced
 _BY_FUNCTION = ("sdpa", "eager", None)  # reached by watching functions; others go through the interface
 _KERNELS = ("flash", "flex", "paged")  # of transformers' own names, those of kernels that no function of torch's shows
 

@@ -43,7 +43,8 @@ def watch(
             model(tokens)
 
     `on_call` gets a `RecordedCall` in the thread and at the point of the forward where the call was made. It returns
-    None, or what the model is to go on with in place of the output. Copy the tensors that you keep: the model, or noise
+    None, or a replacement for the output that the model continues with. Copy the tensors that you keep: the model, or
+    noise
     from another scope, may change them in place later. `before` gets the same call before it is made (its
     `output` is None) and may return another first tensor, or all arguments as a pair (args, kwargs).
 

@@ -53,7 +53,7 @@ def on_ray(
     """(execute, cost) on a Ray cluster (`ray_cluster`), which is joined with the first trial.
 
     At the end, also after an interrupt, the actors are killed and a cluster that was started here is shut down; stored
-    results stay, so the same call goes on from there.
+    results stay, so the same call continues from there.
     """
     ray = import_ray("the ray executor needs the ray package")
     whole_number(options.workers, "workers")

@@ -46,7 +46,7 @@ class StoreCheck:
     """The result of checking every row."""
 
     trials: int
-    damaged: int  # trials that are no results any more
+    damaged: int  # trials whose results are damaged
     damaged_gates: int
     damaged_notes: tuple[str, ...]
     structure: str  # what SQLite says of pages and indexes; "ok"
@@ -59,7 +59,8 @@ class StoreCheck:
 class Store(Mapping[str, Result]):
     """The results of a run by trial id; a trial is read and verified on first access, and writes go to the file.
 
-    `folder=None` keeps everything in memory. A trial whose row fails its checksum is no result here, so it is measured
+    `folder=None` keeps everything in memory. A trial whose row fails its checksum does not count as a result, so it is
+    measured
     again; `damaged` counts those met so far. A store that is opened to write drops all such rows when it meets one.
     """
 
@@ -107,7 +108,7 @@ class Store(Mapping[str, Result]):
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around each change: SQLite would go on writing into a file that is deleted, and all of it would be lost."""
+        """Around each change: SQLite would keep writing to a deleted file, and all of it would be lost."""
         with store_file.writing(self._name):
             yield
         self._require_file()
@@ -337,5 +338,5 @@ def _result(row: Any) -> Result | None:
         return None
     try:
         return decode(result, arrays, error)
-    except InvalidInput:  # somebody made the checksum fit
+    except InvalidInput:  # the checksum was made to match
         return None

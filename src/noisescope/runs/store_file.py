@@ -148,8 +148,8 @@ def refuse_links(folder: Path) -> None:
 def hold_lock(path: Path) -> int | None:
     """One writer per folder; the descriptor of the lock, which goes with the process however it ends.
 
-    The lock file is never removed: who opened it before the removal and who made it anew would both hold a lock. Where
-    somebody else removes it, the one that is there now counts.
+    The lock file is never removed: a process that opened it before the removal and one that created it again would both
+    hold a lock. If another program removes it, the current file counts.
     """
     try:
         import fcntl

@@ -96,7 +96,7 @@ class TrialRunner:
         while True:
             try:
                 found = MEASURES[trial.measure](self, trial)
-            except Exception as error:  # the model's code and the user's metric may raise anything; the run goes on
+            except Exception as error:  # the model's code and the user's metric may raise anything; the run continues
                 if not _out_of_memory(error):
                     found = _failure(error)
                 elif self._shrink(trial.slice):

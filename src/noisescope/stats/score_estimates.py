@@ -123,7 +123,7 @@ def degradation_ratio(clean: ArrayLike, noisy: ArrayLike, beside: ArrayLike, *, 
     """(clean - noisy) / (clean - beside): how many times the loss of `beside` the loss of `noisy` is, same samples.
 
     Fieller's interval of the paired losses. Seeds are averaged within a sample, so `beside` may hold the columns of
-    several neighbours. Where the loss of `beside` does not stand clear of 0 there is no interval: use
+    several neighbours. If the loss of `beside` is not significantly different from 0 there is no interval: use
     `degradation_excess` to decide.
 
     >>> clean = [1.0] * 20

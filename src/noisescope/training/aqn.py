@@ -12,7 +12,8 @@
 One rule decides when noise is on: **a forward has noise if it starts with gradient mode on, and otherwise none**. So
 evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
 `torch.no_grad()`, are clean by themselves, and gradient checkpointing recomputes what it had. What a step draws is a
-function of (seed, rank, step, number of the forward in the step), so a resumed run goes on as an unbroken one would.
+function of (seed, rank, step, number of the forward in the step), so a resumed run continues exactly as an
+uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class OperatorNoise:
 class NormNoise:
     """Noise on the norms' weights: w (1 + s z) for each channel, z ~ N(0, 1); `additive` gives QeRL's w + s z.
 
-    One number per channel, the same for all tokens, is drawn anew at each step. QeRL adds it to the parameter in place,
+    One number per channel, the same for all tokens, is drawn again at each step. QeRL adds it to the parameter in
+    place,
     where it stays: later steps add to it, and checkpoints and LoRA merges hold it. Here the norm computes with a noisy
     copy of its weight, made where the forward uses it, and the parameter never changes. The gradient reaches the
     parameter as if the copy were the parameter itself (straight through).
@@ -164,7 +166,7 @@ class TrainingNoise:
         self._open = False
         self._offs = 0  # how many off() we are inside
         self._asked = False  # whether any step so far wanted noise
-        self._changed: bool | None = None  # whether noise changed an element; None: none was looked at
+        self._changed: bool | None = None  # whether noise changed an element; None: none was sampled
         self._warned = False
 
     def __enter__(self) -> TrainingNoise:
@@ -210,7 +212,7 @@ class TrainingNoise:
     def off(self) -> Iterator[None]:
         """Inside, the model is as if there were no scope; afterwards the step goes on with the draws it had ahead.
 
-        Where another scope was opened inside this one, that one goes on and this one sleeps.
+        Where another scope was opened inside this one, that one continues and this one is inactive.
         """
         lifted = not self._offs and not self._probe.covered
         if lifted:  # a model without wrappers can be copied, pickled and compiled

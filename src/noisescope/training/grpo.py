@@ -1,8 +1,9 @@
 """One training run of the phases experiment with TRL's GRPO.
 
 The policy answers each problem several times, an exact answer is worth 1, and answers above their group's mean become
-likelier. Noise falls where gradient mode is on (trainer_callback.py): on the policy's forward and backward, not on the
-generation that is rewarded. A training takes minutes and has no checkpoints: one that is broken off starts anew.
+likelier. Noise is injected while gradient mode is on (trainer_callback.py): on the policy's forward and backward, not
+on the
+generation that is rewarded. A training takes minutes and has no checkpoints: an interrupted one starts again.
 """
 
 from __future__ import annotations

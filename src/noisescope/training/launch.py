@@ -146,8 +146,8 @@ def data_rank(model: nn.Module) -> int:
 
     Data-parallel processes see different samples, so each draws its own noise. Tensor-parallel ones hold parts of the
     same samples and must agree, or their copies of an activation drift apart: they share a number. Which is which is
-    read from the device meshes of the parameters; where it can't be read, it is asked for. FSDP2 gathers a block's
-    weights before its forward, so noise on a weight falls on the whole weight, never on the sharded parameter.
+    read from the device meshes of the parameters; if it can't be read, the caller must pass it. FSDP2 gathers a block's
+    weights before its forward, so noise on a weight applies to the whole weight, never to the sharded parameter.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0

@@ -216,7 +216,8 @@ def train(job: Job) -> Trained | None:
         started -= kept["seconds"]
     aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
     scope = contextlib.nullcontext() if aqn is None else noise(loop.model, aqn, rank=0, step=loop.step)
-    # Later pieces may be all below the dtype's resolution where a schedule falls; that is no failure (see `rounding`).
+    # Later pieces may be all below the dtype's resolution where a schedule falls; that is not a failure (see
+    # `rounding`).
     forgiven = (NoiseRoundsAway,) if any(before.values()) else ()
     with contextlib.suppress(*forgiven), scope as scoped:
         while loop.step < task.steps:

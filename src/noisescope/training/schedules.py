@@ -1,7 +1,7 @@
 """The strength of noise: as a function of the training step, and per layer from a report. No state, no torch.
 
-A schedule is a value and a function step -> scale; any callable of that form will do. Steps count from 0, and behind
-its last step a schedule keeps its end, so that a resumed or prolonged run meets no surprise.
+A schedule is a value and a function step -> scale; any callable of that form works. Steps are numbered from 0, and
+after its last step a schedule keeps its final value, also in a resumed or extended run.
 
 Exponential decay can't reach 0. Where `end` is 0 it falls as towards a hundredth of `start` (the ratio of QeRL's own
 settings, 0.01 to 0.0001) and is exactly 0 at the end.
@@ -96,9 +96,9 @@ class Staged:
     """QeRL's staged decay: no noise during a warm-up, then `stages` plateaus falling geometrically from start to end.
 
     warm_up is the share of steps without noise; None is the original's 1 / (stages + 1). With `epochs` above 1 the run
-    of `steps` is cut into that many equal parts, and the warm-up and the stages start anew in each ("epoch-aware").
+    of `steps` is cut into that many equal parts, and the warm-up and the stages start again in each ("epoch-aware").
     One stage is a constant `start`. Where there are fewer steps than stages, each step is a stage, still from start to
-    end. Behind `steps` the last stage goes on.
+    end. After `steps` the last stage continues.
 
     QeRL (2025): sigma_k = start (end / start)^((k - 1) / (K - 1)), k = 1 ... K.
     """

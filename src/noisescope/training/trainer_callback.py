@@ -2,8 +2,9 @@
 
     trainer = Trainer(model=model, ..., callbacks=[TrainingNoiseCallback(aqn)])
 
-A step is the Trainer's own (an optimizer step; its micro-batches draw different noise), so a resumed run goes on at the
-right scale. Noise falls where gradient mode is on: the Trainer evaluates, and TRL generates and computes reference and
+A step is the Trainer's own (an optimizer step; its micro-batches draw different noise), so a resumed run continues at
+the right scale. Noise is injected while gradient mode is on: the Trainer evaluates, and TRL generates and computes
+reference and
 old log-probabilities, under `torch.no_grad()`, so these are clean. In GRPO the ratio of new to old log-probabilities
 then holds the noise, wherever TRL computes the old ones apart.
 """
@@ -34,8 +35,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
 
     check is called with the model every `check_every` steps, this noise off and in evaluation mode: a gate, a
     diagnosis, anything; its answer goes into the history as "noise_check", and gradients and random states are
-    afterwards what they were. Where `train()` raises, a callback is not called: call `close()`, or the model stays
-    noisy.
+    afterwards what they were. If `train()` raises, callbacks are not called: call `close()`, or the model stays noisy.
 
     Of several such callbacks in one Trainer the second logs as "noise_2_scale" and so on. After resuming, counts go on
     from the last that was logged before the checkpoint.

@@ -40,7 +40,7 @@ class ActivationCapture:
     Also as `with ActivationCapture(model) as capture:`. A pattern is a part of a linear's dotted name. Without patterns
     they are those of the example, and all linears of attention or MLP where a model names them otherwise. Statistics
     take memory for the channels alone, however much runs through; activations take host memory for every token, and
-    `keep_activations=False` does without them. Registering again starts anew.
+    `keep_activations=False` does without them. Registering again starts over.
     """
 
     def __init__(

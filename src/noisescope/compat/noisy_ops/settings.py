@@ -54,7 +54,7 @@ class Settings:
         return self.phase_scales.get(phase, self.scale)
 
     def injection(self, anatomy: Anatomy | None = None, *, numbered: bool = True) -> Injection | None:
-        """What falls on a module of this anatomy; None where nothing in it is a target.
+        """The injection for a module of this anatomy; None if nothing in it is a target.
 
         `numbered`: the block numbers of this anatomy are the layer numbers meant.
         """

@@ -192,7 +192,7 @@ class State:
         """Restore everything, then raise for targets that were never hit."""
         if self.call is None:
             return
-        if nn.Module.__call__ is self.call:  # else somebody wrapped it since: ours only passes on from now
+        if nn.Module.__call__ is self.call:  # else it was wrapped since: ours only passes calls through from now on
             nn.Module.__call__ = self.original  # type: ignore[method-assign]
         self.call = None
         probes, settings = list(self.probes), self.settings
@@ -250,11 +250,11 @@ class DirectCalls:
         return list(self._counts.values())
 
     def forget(self) -> None:
-        """The settings changed: targets are made anew, counts go on."""
+        """The settings changed: targets are rebuilt, counts continue."""
         self._targets.clear()
 
     def target(self, settings: Settings, name: str, operator: str, layer: int | None) -> OperatorTarget | None:
-        """What falls on a call; None where the settings leave it alone."""
+        """The target for a call; None if the settings leave it unchanged."""
         place: Place = _OUTSIDE if layer is None else layer
         key = (name, place)
         if key not in self._targets:
@@ -278,7 +278,7 @@ class DirectCalls:
         return [site for site in self.sites if site.total and matches_operator(named, site.operator, "")]
 
     def check_rounding(self) -> None:
-        """Noise that rounds away everywhere is no noise."""
+        """Noise that is lost to rounding everywhere counts as none."""
         for phase in PHASES:
             fired = [site for site in self.sites if (site.forward if phase == "forward" else site.backward)]
             if fired and all(phase in site.rounded_away for site in fired):

@@ -29,7 +29,7 @@ from noisescope.probe.recorded_call import RecordedCall
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _HIDDEN = -1e4  # a float mask below this lets nothing through
-_SHIFT = 30.0  # of the scores: past exp's range in float16, far from it once the maximum is taken off
+_SHIFT = 30.0  # of the scores: past exp's range in float16, far from it once the maximum is subtracted
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def examine(recorded: RecordedCall) -> LawEvidence:
         return LawEvidence(skipped=["attention laws: the call does not have the shape [batch, heads, tokens, size]"])
     # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
     unlike = call.k is not recorded.attention.key
-    if call.sees_nothing:  # padding: what such rows give is anybody's guess
+    if call.sees_nothing:  # padding: the output of such rows is undefined
         call, unlike = replace(call, mask=None, causal=False), True
     # Linear in V: rows of V^T [B, H, D, S] are independent, and S is the length of the sums.
     linear = Linear(

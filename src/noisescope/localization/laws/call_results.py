@@ -117,12 +117,12 @@ class EvidenceFacts:
     changed_in_channels: float = 1.0  # and of those in channels where any does
     # something linear
     statistics: Statistics = field(default_factory=Statistics)
-    gap_size: float = 1.0  # of its gap round 0, relative to the rms
+    gap_size: float = 1.0  # of its gap around 0, relative to the rms
     lost_inputs: tuple[int, ...] = ()  # inner indices that reach no output
     at_zero: str = ""  # f(0), where it is not 0: "one bit", "constant", "constant channel", "varied"
     even: str = ""  # (f(x) + f(-x)) / 2: "constant", "within an ulp", "sign stuck", "other"
     at_top: str = ""  # only the largest break additivity: "short" or "beyond"
-    few: bool = False  # so do only a few elements, by much
+    few: bool = False  # only a few elements do, by a large amount
     truncates: float = 0.0  # share of the error that looks like rounding toward zero
     mean_square: float = math.inf  # of the error of additivity, in variances of healthy round-off
     additivity: tuple[Tensor, list[Tensor]] | None = None  # that error, and the outputs it comes from

@@ -112,7 +112,7 @@ class LawDispatcher:
                 found = laws(recorded)
                 if found is not None and found.broken and recorded.operator != MLP:
                     found = self._of_the_class(found, laws, recorded)
-            except Exception as error:  # a stranger's code may raise anything
+            except Exception as error:  # third-party code may raise anything
                 found, why = None, f"raised {type(error).__name__} when called again"
             if before.restore():
                 found, why = None, "changes its own state when called"

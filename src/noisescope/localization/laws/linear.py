@@ -291,7 +291,7 @@ def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
     rows = sampled_rows(base)
     values = host_rows(base)[rows][distinct_rows(host_rows(linear.x)[rows])]
     seen = measure(values)
-    if seen.dead and linear.zero_channels is not None:  # a weight of 0 is no fault
+    if seen.dead and linear.zero_channels is not None:  # a weight of 0 is not a fault
         excused = linear.zero_channels(seen.dead)
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
     found.facts.statistics = seen

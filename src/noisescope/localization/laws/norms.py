@@ -148,7 +148,7 @@ def _statistics(recorded: RecordedCall, formula: NormFormula, x: Tensor, y: Tens
     y = y.to(narrower(x.dtype, y.dtype))  # a norm that rounds before a gain of 1 has no more bits than that
     seen = measure(y[distinct_rows(x)])
     weight = _stored(recorded, formula)
-    if seen.dead:  # a gain of 0 (or 1 + -1) is no fault, nor is an input that is 0
+    if seen.dead:  # a gain of 0 (or 1 + -1) is not a fault, nor is an input of 0
         excused = set((x.double() == 0).all(0).nonzero().flatten().tolist())
         if weight is not None and weight.numel() == y.shape[-1]:
             gains = host_rows(weight.reshape(1, -1))[0].double()

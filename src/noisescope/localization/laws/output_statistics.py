@@ -160,7 +160,7 @@ def _gap(values: Tensor, dead: tuple[int, ...], form: Format) -> tuple[float, fl
             continue
         smallest = float(size.min())
         near = int((size <= 2 * smallest).sum())
-        # Density is highest round 0, so the gap (0, s) lacks about as many numbers as (s, 2 s) has.
+        # Density is highest around 0, so the gap (0, s) lacks about as many numbers as (s, 2 s) has.
         # Numbers under the normal range fill it; what is between them and 0 is the rounding of the format.
         if smallest >= 2.0**form.least and near >= 4 and 0.25 * near <= zeros <= 64 * near:
             return smallest, zeros / values.numel(), channels_with(zero)

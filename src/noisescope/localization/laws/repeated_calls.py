@@ -75,7 +75,7 @@ def attempt(call: Callable[[], Tensor]) -> Tensor | None:
     """A call in another shape than the original: None if the module does not accept it, so that other laws run."""
     try:
         return call()
-    except Exception:  # a stranger's code may raise anything
+    except Exception:  # third-party code may raise anything
         return None
 
 
@@ -94,7 +94,7 @@ def on_the_host(recorded: RecordedCall) -> RecordedCall | None:
     args, kwargs = copied_to_host(recorded.args), copied_to_host(recorded.kwargs)
     try:
         return replace(recorded, args=args, kwargs=kwargs, output=rerun(recorded.callee, *args, **kwargs), rerun=rerun)
-    except Exception:  # whatever a stranger's code raises, it does not run
+    except Exception:  # third-party code may raise anything: it does not run here
         return None
 
 
@@ -201,7 +201,7 @@ class Listening:
             model, self._on_call, lambda unit, op: choose(unit, op) is not None, repeated=True, anatomy=anatomy
         )
         self._busy = False
-        self.natural = 0  # multiplications in the forward itself, and in the calls made again
+        self.natural = 0  # multiplications in the forward itself, and in repeated calls
         self.extra = 0
 
     def __enter__(self) -> Self:
