@@ -341,7 +341,7 @@ def check_comparable(a: Record, b: Record) -> None:
 def unlike(a: Record, b: Record) -> str:
     """Why two records do not come from the same arithmetic on the same numbers, so that round-off can't be assumed."""
     if a.dtype and b.dtype and a.dtype != b.dtype:
-        return f"a computed in {a.dtype} and b in {b.dtype}"
+        return f"the records were computed in different dtypes ({a.dtype} and {b.dtype})"
     if a.model and b.model and a.model != b.model:
         return f"the weights or configs differ (fingerprints {a.model[:12]} and {b.model[:12]})"
     return ""

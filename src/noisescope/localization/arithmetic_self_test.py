@@ -177,7 +177,7 @@ def _wrong(
             if fault is not None:
                 kind = str(dtype).removeprefix("torch.")
                 yield dataclasses.replace(fault, shapes=(shape_name,), dtypes=(kind,))
-                if name == COPY:  # then nothing can be said of the others
+                if name == COPY:  # then the others can't be tested
                     return
 
 

@@ -52,7 +52,7 @@ MODES = ("blind", "same-seed")
 DRAWS = 16  # of each drawn candidate, for each prompt
 # Times what rounding does (TrialRunner.floor), in rms of one prompt, before anything is called a fault. Healthy
 # models reach 0.92 with another attention kernel or batch size (n = 1,728 prompts), and 3.8 with the noise of 2 eps at
-# every operator that the floor itself is made of, drawn anew (n = 4,320; demo and two tiny models, three dtypes).
+# every operator that the floor itself is made of, drawn again (n = 4,320; demo and two tiny models, three dtypes).
 _MARGIN = 4.0
 _REFINED, _FINEST, _SURE = (
     8,

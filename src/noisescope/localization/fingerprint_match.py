@@ -60,7 +60,7 @@ _SHRINK = 0.05  # of a covariance towards a multiple of 1
 # 12), where the likeliest layer has 0.66 on average and is right in 0.70 (demo, float32, n = 510; bfloat16 the same).
 _TEMPERATURE = 6.0
 _DISTINCT = 0.5  # of the probability that a layer with its neighbours must hold: more likely there than elsewhere
-_TWICE = 2.0  # as likely as the next layer, or both fit alike and none of them is named
+_TWICE = 2.0  # as likely as the next layer, or both fit equally well and neither is named
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _MOST_PARAMETERS = 1 << 26  # elements that a module's code may read directly: t
 
 
 class NotDifferentiated(Exception):
-    """A module whose code could not run, or returned something else than on the device, and why."""
+    """A module whose code could not run, or returned something different from the device, and why."""
 
 
 @dataclass(frozen=True)

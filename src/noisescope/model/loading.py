@@ -58,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """Where a model is stored: a folder, and the GGUF file or the state dict in it if that is what was asked for."""
+    """Where a model is stored: a folder, and the GGUF file or the state dict in it if that was requested."""
 
     source: str
     folder: Path

@@ -7,7 +7,8 @@ Intervals
 hold for all rows together (Bonferroni). Where a ratio twice as far from 1 as the limit (1.4) could have been missed,
 and the interval does not end below the limit (1.2) either, the row is undecided: a gate without power says so.
 
-Two limits are absolute, and decided by the whole interval: what noise may cost of the score, and what the score without
+Two limits are absolute, and decided by the whole interval: how much of the score noise may cost, and what the score
+without
 noise may have lost since the baseline.
 
 The verdict is "fail" where a row fails, else "pass" where a row that compares the model passes; it is undecided only

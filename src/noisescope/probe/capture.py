@@ -155,7 +155,7 @@ class ChannelStatistics:
     maximum: Tensor | None = None  # max |x|, [C]
     mean: Tensor | None = None
     mean_abs: Tensor | None = None
-    histogram: LogHistogram | None = None  # where quantiles were asked for
+    histogram: LogHistogram | None = None  # if quantiles were requested
     _spread: Tensor | None = field(default=None, repr=False)  # sum of squared deviations
 
     def add(self, rows: Tensor) -> None:
