@@ -75,7 +75,7 @@ def test_max_mape_decides_the_exit_code(records: Path, tmp_path: Path) -> None:
     pair = (records / "good.record", records / "bad.record")
     assert "exceeded" in call("compare", *pair, "--layers", "7", "--max-mape", 0.05, code=1).output
     assert "passed" in call("compare", *pair, "--layers", "6", "--max-mape", 0.05).output
-    assert "MAPE needs full detail" in call("compare", *pair, "--layers", "9", "--max-mape", 0.05, code=2).output
+    assert "MAPE needs full tensors" in call("compare", *pair, "--layers", "9", "--max-mape", 0.05, code=2).output
     file = tmp_path / "new" / "folder" / "c.json"
     printed = call("compare", *pair, "--layers", "7", "--max-mape", 0.05, "--json", "-o", file, code=1).stdout
     found = json.loads(printed)

@@ -167,7 +167,7 @@ def test_what_noise_would_miss_is_refused(monkeypatch):
 
 
 def test_schedules_and_steps_are_checked(tmp_path):
-    with pytest.raises(InvalidInput, match="is for rollout workers"):
+    with pytest.raises(InvalidInput, match="works only in rollout workers"):
         launch.environment(schedule="linear", steps=5, tally=tmp_path)
     with pytest.raises(InvalidInput, match="unknown schedule"):
         launch.environment(schedule="square")

@@ -113,7 +113,7 @@ def test_a_norm_that_never_goes_to_float32_is_named(name, dtype, path, function,
     first = verdict.suspects[0]
     assert verdict.verdict == "faulty" and len(verdict.suspects) == 1
     assert (first.site.operator, first.site.module) == ("norm", path)
-    assert kind is None or (first.fault_class == kind and "made-up rows" in first.evidence)
+    assert kind is None or (first.fault_class == kind and "synthetic rows" in first.evidence)
 
 
 @pytest.mark.parametrize("how", ["mode", "patched"])

@@ -176,7 +176,7 @@ def test_records_that_do_not_belong_together_are_refused(model, good, recorded, 
     stranger = ns.wrap(tiny_model("llama", layers=LAYERS, seed=5))
     with pytest.raises(InvalidInput, match="another model"):
         fingerprint(model, ns.record(stranger, output=tmp_path / "stranger", prompts=good.prompts))
-    with pytest.raises(InvalidInput, match="other prompts"):
+    with pytest.raises(InvalidInput, match="different prompts"):
         fingerprint(model, good, recorded(prompts=good.prompts[:3]))
     cut = Path(shutil.copytree(good.path, tmp_path / "cut"))
     (cut / "0000.safetensors").write_bytes((cut / "0000.safetensors").read_bytes()[:200])

@@ -351,7 +351,7 @@ def test_what_is_refused(llama: Any, tokens: torch.Tensor) -> None:
         llama(tokens)
     with pytest.raises(InvalidInput, match="at\\(\\) needs an open scope"):
         noise(llama, aqn).at(3)
-    with pytest.raises(InvalidInput, match="schedule is a function"):
+    with pytest.raises(InvalidInput, match="schedule must be a function"):
         AQN(OperatorNoise(), 0.05)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=r"noise must be training\.OperatorNoise"):
         AQN(0.05, Constant(0.05))  # type: ignore[arg-type]
