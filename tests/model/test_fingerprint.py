@@ -122,9 +122,9 @@ def with_a_layer_of_its_own() -> Any:
         (patched, "the forward of model.norm is replaced"),
         (quantised, "it is quantised.*use noisescope.load on its folder"),
         (unwritable, "writing it failed: RuntimeError: no room on the disk"),
-        (a_class_of_its_own, "another model .a LlamaForCausalLM, not a MyLlama"),
-        (cast, r"another model .model.rotary_emb.inv_freq is torch.float32, not torch.bfloat16.*in its dtype"),
-        (with_a_layer_of_its_own, "another model .only one of them has model.layers.0.mlp.extra.bias"),
+        (a_class_of_its_own, "a different model .a LlamaForCausalLM, not a MyLlama"),
+        (cast, r"a different model .model.rotary_emb.inv_freq is torch.float32, not torch.bfloat16.*in its dtype"),
+        (with_a_layer_of_its_own, "a different model .only one of them has model.layers.0.mlp.extra.bias"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
