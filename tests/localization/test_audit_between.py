@@ -96,7 +96,7 @@ def test_the_call_that_gave_what_belongs_there_is_named():
     model = tiny_model("llama", layers=3)
     model.model.layers[0].register_forward_hook(lambda module, args, y: 1.01 * y)
     suspect = first_of(quick(model))
-    assert "should be input of model.layers.1 as LlamaModel makes it, which is what model.layers.0 gave" in (
+    assert "expected input of model.layers.1 as LlamaModel computes it, which is the output of model.layers.0" in (
         suspect.evidence
     )
     assert suspect.fault_class == "gain" and "in prefill 2 x 32 tokens" in suspect.evidence

@@ -257,7 +257,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n\n".join(["3 + 4 = 7"] * 12) + "\n", encoding="utf-8")
     found, not_run = workloads_for(subject.model, subject.tokenizer, file)
-    assert not_run[0] == f"4 more prompts of {file}: the first 8 are run"
+    assert not_run[0] == f"4 more prompts of {file}: the first 8 ran"
     own = set(subject.tokenizer("3 + 4 = 7")["input_ids"])
     ids = [set(w.inputs["input_ids"].flatten().tolist()) for w in found if not w.phase.padding]
     assert all(one <= own for one in ids) and sum(w.required for w in found) == 4  # eight prompts, two and two

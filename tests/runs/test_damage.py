@@ -268,7 +268,7 @@ def test_a_store_of_version_1_is_refused_in_one_line(tmp_path: Path, command: li
     assert found.exit_code == 2 and "Traceback" not in shown
     assert f"{FILE} has schema version 1, but this noisescope reads only version 2: run the command again" in shown
     assert (tmp_path / FILE).read_bytes() == before
-    with pytest.raises(InvalidInput, match=r"reads version 2 only.*into another folder \(-o\)"):
+    with pytest.raises(InvalidInput, match=r"reads only version 2.*with another folder \(-o\)"):
         Store(tmp_path)
 
 

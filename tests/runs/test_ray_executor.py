@@ -334,7 +334,7 @@ def test_an_actor_reserves_its_share(nodes: Any, workers: int, devices: int, res
     cuda = [torch.device("cuda", index) for index in range(devices)]
     if reserved is None:
         with pytest.raises(
-            InvalidInput, match=f"has room for . workers of .*and {workers} were requested: lower --workers"
+            InvalidInput, match=f"has room for . workers of .*but {workers} were requested: lower --workers"
         ):
             ray_executor.actor_options(stage, workers, cuda)
     else:
@@ -354,7 +354,7 @@ def test_more_threads_than_cores_are_told(subject: Any) -> None:
     torch.set_num_threads(2)
     with Store(None) as store, rehearsed(stage, what) as executor:
         executor.execute(what.context.ask(None), store, NoProgress())
-        assert "with 2 threads" in executor.cost()[1][0] and "OMP_NUM_THREADS=1" in executor.cost()[1][0]
+        assert "used 2 threads" in executor.cost()[1][0] and "OMP_NUM_THREADS=1" in executor.cost()[1][0]
     assert stage.reserved["num_cpus"] == 1 and stage.reserved["max_restarts"] == stage.reserved["max_task_retries"] == 0
 
 
