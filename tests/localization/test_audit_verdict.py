@@ -105,8 +105,8 @@ def test_a_wrong_cache_is_one_suspect(monkeypatch):
     (suspect,) = verdict.suspects
     assert str(suspect.site) == "input of attention at block 1 (model.layers.1.self_attn)"
     assert suspect.fault_class == "gain"
-    assert "should be keys of model.layers.1.self_attn as LlamaAttention computes it" in suspect.evidence
-    assert "nor is values of model.layers.1.self_attn as LlamaAttention computes it" in suspect.evidence
+    assert "expected: keys of model.layers.1.self_attn as LlamaAttention computes it" in suspect.evidence
+    assert "also wrong: values of model.layers.1.self_attn as LlamaAttention computes it" in suspect.evidence
 
 
 def test_a_cache_of_ones_own_is_code_like_any_other():

@@ -47,8 +47,8 @@ def difference(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (False, "input of layers.1.attn as Attention makes it after layers.1.v_proj"),
-        (True, "input of layers.1.attn as Attention makes it, which is what layers.1.v_proj gave"),
+        (False, "input of layers.1.attn as Attention computes it after layers.1.v_proj"),
+        (True, "input of layers.1.attn as Attention computes it, which is the output of layers.1.v_proj"),
     ],
 )
 def test_how_a_tensor_should_be_made(source, words):

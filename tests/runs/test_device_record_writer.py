@@ -121,7 +121,7 @@ def test_what_could_not_be_written_is_no_record(subject, tmp_path, detail, last)
     limit = (good / last).stat().st_size
     with (
         files_up_to(limit),
-        pytest.raises(InvalidInput, match=r"can't write into .*File too large.*another folder with -o"),
+        pytest.raises(InvalidInput, match=r"can't write into .*File too large.*folder with -o"),
     ):
         ns.record(subject, output=folder, **options)
     assert (folder / last).exists() and not (folder / "record.json").exists()

@@ -150,10 +150,10 @@ def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
     elif unrepeatable and name != "noise":
         evidence += "; differs from run to run"
     if "made_as" in pattern.details:
-        evidence += f"; expected {pattern.details['made_as']}"
+        evidence += f"; expected: {pattern.details['made_as']}"
     others = [(made, words) for made, words in log.made.get(alarm.site, {}).items() if made not in evidence]
     for made, words in others[:_MOST_OTHERS]:  # a wrong cache spoils keys and values
-        evidence += f"; nor is {made} ({words})"
+        evidence += f"; also wrong: {made} ({words})"
     details = {
         "test": judgement.test,
         "strength": judgement.strength if math.isfinite(judgement.strength) else "exact",

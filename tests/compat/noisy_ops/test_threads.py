@@ -104,7 +104,7 @@ def test_one_model_in_two_threads_at_once_raises_in_the_second(model):
     with stopped_inside(model, lambda: logits(model)) as running:
         for part in (model, model.model, model.model.layers[0]):
             with (
-                pytest.raises(ModelHeld, match="two threads use this LlamaForCausalLM at the same time"),
+                pytest.raises(ModelHeld, match="two threads use this LlamaForCausalLM"),
                 torch.no_grad(),
             ):
                 part(torch.zeros(1, 2, 32)) if part is model.model.layers[0] else part(**TOKENS)
