@@ -239,7 +239,7 @@ def test_mistakes_are_one_line_for_a_user(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     for arguments, words in (
         (["--config", str(file)], "Did you mean 'window'"),
-        (["demo", "--config", str(tmp_path / "none.yaml")], "there is not a valid config file"),
+        (["demo", "--config", str(tmp_path / "none.yaml")], "there is no config file"),
         (["demo", "--config", str(tmp_path)], "it is a folder"),
         (["demo", "--config", str(tmp_path / "binary.yaml")], "is not UTF-8"),
         (["--config", str(written(tmp_path, "window: 3"))], "MODEL"),
